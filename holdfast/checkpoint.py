@@ -1,0 +1,317 @@
+"""An opened checkpoint: what it holds, one slice of it, or all of it on the CPU.
+
+Returned by `open` and `save`, used by `load` and the manager. Lazy: nothing is read before it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast import events
+from holdfast.engine import storage
+from holdfast.engine.read import DataFiles, ReadStats, Verify, Wanted, check_file, read_boxes
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint
+from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
+from holdfast.ondisk.box import Box, inside, whole
+from holdfast.ondisk.manifest import Manifest, TensorRecord
+
+Patterns = str | Sequence[str]
+
+
+def matches(name: str, only: Patterns) -> bool:
+    """Whether ``name`` fits a pattern: a name, a path above it, or a glob over the whole name (``*`` crosses ``/``)."""
+    patterns = (only,) if isinstance(only, str) else only
+    return any(p == "*" or names.under(name, p.rstrip("/")) or fnmatchcase(name, p) for p in patterns)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a saved tensor without reading it: torch dtype, global shape, bytes, and its cells' boxes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    record: TensorRecord
+
+    @property
+    def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(offsets, lengths) of each cell that it was saved in."""
+        return [(b.offsets, b.lengths) for b, _ in self.record.boxes()]
+
+
+class Checkpoint:
+    """A committed checkpoint, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r})"
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The commit record. Raises NotACheckpoint, Unsupported or Damaged, saying which and what to do."""
+        return read_manifest(self.path)
+
+    @cached_property
+    def files(self) -> DataFiles:
+        return DataFiles(self.path, self.manifest.data_files)
+
+    @property
+    def step(self) -> int | None:
+        """The training step, or None if the save gave none."""
+        return self.manifest.step
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(f.bytes for f in self.manifest.data_files)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.manifest.world_size
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor by name, tied ones under each of their names; nothing but the manifest is read."""
+        return {name: self._info(name, record) for name, record in self.records.items()}
+
+    @cached_property
+    def records(self) -> Mapping[str, TensorRecord]:
+        found = dict(self.manifest.tensors)
+        found.update((alias, found[name]) for alias, name in self.manifest.aliases.items())
+        return found
+
+    def _info(self, name: str, record: TensorRecord) -> TensorInfo:
+        return TensorInfo(name, dtypes.torch_dtype(record.dtype), record.shape, record.nbytes, record)
+
+    def saved_name(self, name: str) -> str:
+        """The name under which a (possibly tied) tensor is stored."""
+        return self.manifest.aliases.get(name, name)
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """All values of the state, nested as they were saved; tensors and per-rank values are left out."""
+        leaves: dict[str, Any] = {path: values.decode(v) for path, v in self.manifest.values.items()}
+        return nest(leaves, self.manifest.containers)
+
+    @property
+    def attachments(self) -> Mapping[str, int]:
+        """Names of the attached files with their bytes."""
+        return {self._attachment_name(path): size for path, size, _ in self.manifest.attachments}
+
+    def attachment(self, name: str) -> bytes:
+        """The content of an attached file. Raises KeyError for an unknown name, Damaged if it was altered."""
+        for path, size, digest in self.manifest.attachments:
+            if self._attachment_name(path) == name:
+                try:
+                    data = storage.read_small(self.path / path)
+                except FileNotFoundError:
+                    raise Damaged(f"{self.path / path} is missing") from None
+                if len(data) != size or blocks.digest(data) != digest:
+                    raise Damaged(f"{self.path / path} is altered: its digest is not the manifest's")
+                return data
+        raise KeyError(f"{self.path} has no attachment {name!r}; it has {sorted(self.attachments)}")
+
+    def _attachment_name(self, path: str) -> str:
+        name = path.removeprefix("attachments/")
+        return name.removeprefix(f"{self.manifest.save}/")
+
+    def read(
+        self, name: str, box: Sequence[slice | tuple[int, int]] | None = None, *, verify: Verify = True
+    ) -> torch.Tensor:
+        """A tensor, or one box of it, on the CPU; only the byte ranges that hold it are read.
+
+        ``box`` has a slice or a pair (start, stop) for each axis; missing axes are taken whole. Raises KeyError for
+        an unknown name, Mismatch for a box outside of the tensor, Damaged for altered bytes.
+        """
+        record = self.records.get(name)
+        if record is None:
+            raise KeyError(f"{self.path} has no tensor {name!r}{near(name, self.records)}")
+        wanted = whole(record.shape) if box is None else _box_of(name, record.shape, box)
+        result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype))
+        read_boxes(self.files, [Wanted(self.saved_name(name), record, wanted, result)], verify=verify)
+        return result
+
+    def per_rank(self, path: str, rank: int) -> Any:
+        """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
+        index = manifest.expand(self.manifest.per_rank[path])[rank]
+        header = self.files.header(index)
+        base = f"{names.in_section(path)}@{rank}"
+
+        def fetch(key: str) -> torch.Tensor:
+            piece = header.pieces.get(key)
+            if piece is None:
+                raise Damaged(f"{self.files.path(index)} does not hold {key} as the manifest says")
+            shape = _stored_shape(piece, header.metadata)
+            record = TensorRecord(piece.dtype, shape, None, str(index) if 0 not in shape else "")
+            result = torch.empty(shape, dtype=dtypes.torch_dtype(piece.dtype))
+            read_boxes(self.files, [Wanted(f"{_SECTION}/{key}", record, whole(shape), result)])
+            return result
+
+        encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
+        return values.decode_tree(encoded, lambda reference: fetch(f"{base}/{reference}"))
+
+    def state_dict(self, only: Patterns = "*", *, verify: Verify = True) -> dict[str, Any]:
+        """The nested state on the CPU: whole tensors and values whose names fit ``only``.
+
+        Tied tensors come as one tensor. Values that differ by rank are left out; `per_rank` reads them.
+        """
+        leaves: dict[str, Any] = {}
+        stored: dict[str, torch.Tensor] = {}
+        wanted = []
+        for name, record in self.records.items():
+            if matches(name, only):
+                source = self.saved_name(name)
+                if source not in stored:
+                    stored[source] = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
+                    wanted.append(Wanted(source, record, whole(record.shape), stored[source]))
+                leaves[name] = stored[source]
+        read_boxes(self.files, wanted, verify=verify)
+        leaves.update((p, values.decode(v)) for p, v in self.manifest.values.items() if matches(p, only))
+        containers = {p: kind for p, kind in self.manifest.containers.items() if only == "*" or matches(p, only)}
+        return nest(leaves, containers)
+
+    def verify(self) -> ReadStats:
+        """Read and check every byte. Raises Damaged, listing every file and tensor that is hit."""
+        stats, faults = ReadStats(), []
+        with events.task("verify", str(self.path), total=self.nbytes) as task:
+            for index, record in enumerate(self.manifest.data_files):
+                try:
+                    faults += check_file(self.files, index, stats, task.advance)
+                except Damaged as error:
+                    faults.append(str(error))
+                task.advance(record.header_bytes)
+            for name in self.attachments:
+                try:
+                    self.attachment(name)
+                except Damaged as error:
+                    faults.append(str(error))
+            for name in self.manifest.tensors:
+                faults += self._missing_pieces(name)
+        if faults:
+            raise Damaged("\n".join([f"{self.path} is damaged:", *dict.fromkeys(faults)]))
+        return stats
+
+    def _missing_pieces(self, name: str) -> Iterator[str]:
+        record = self.manifest.tensors[name]
+        for box, index in record.boxes():
+            try:
+                pieces = self.files.header(index).pieces
+            except Damaged:
+                continue  # told once, with the file
+            key = datafile.key_of(names.in_section(name), box, record.shape)
+            if key not in pieces:
+                yield f"{self.files.path(index)} does not hold {key} as the manifest says"
+
+
+_SECTION = "state"  # any section: a piece's key is its name without one
+
+
+def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str]) -> tuple[int, ...]:
+    # A number of a type that safetensors cannot name looks like one row of bytes; its true shape is noted.
+    noted = msgspec.json.decode(metadata.get("shapes", "{}"), type=dict[str, tuple[int, ...]])
+    return noted.get(piece.key, piece.lengths)
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open the checkpoint at ``path``: its manifest is read and proved, nothing else.
+
+    Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
+    future, Damaged if the manifest was altered.
+    """
+    checkpoint = Checkpoint(Path(os.path.abspath(os.path.expanduser(os.fspath(path)))))
+    checkpoint.manifest  # noqa: B018 - reading it is the check
+    return checkpoint
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and prove the manifest of a folder."""
+    target = folder / manifest.FILE_NAME
+    try:
+        return manifest.decode(storage.read_small(target), str(target))
+    except (FileNotFoundError, storage.StorageError) as error:
+        if isinstance(error, storage.StorageError) and folder.is_dir():
+            raise
+        raise NotACheckpoint(_what_is_there(folder)) from None
+
+
+def _what_is_there(folder: Path) -> str:
+    if not folder.exists():
+        above = folder.parent
+        kin = sorted(p.parent.name for p in above.glob(f"*/{manifest.FILE_NAME}")) if above.is_dir() else []
+        return f"there is nothing at {folder}" + (
+            f"; beside it are the checkpoints {', '.join(kin[-5:])}" if kin else ""
+        )
+    if folder.is_file():
+        hint = f"; the checkpoint is its folder {folder.parent}" if folder.name == manifest.FILE_NAME else ""
+        return f"{folder} is a file, a checkpoint is a folder{hint}"
+    below = sorted(p.parent.name for p in folder.glob(f"*/{manifest.FILE_NAME}"))
+    if below:
+        return f"{folder} holds checkpoints but is none itself: open one of {', '.join(below[-5:])}"
+    if any(folder.rglob("*.safetensors")):
+        return f"{folder} holds data but no manifest.json: a save that never committed, or another program's files"
+    return f"{folder} holds no manifest.json, so it is no checkpoint"
+
+
+def _box_of(name: str, shape: Sequence[int], box: Sequence[slice | tuple[int, int]]) -> Box:
+    spans = [b.indices(n)[:2] if isinstance(b, slice) else b for b, n in zip(box, shape, strict=False)]
+    if any(isinstance(b, slice) and b.step not in (None, 1) for b in box):
+        raise Mismatch(f"a box of {name} has steps of 1 only")
+    spans += [(0, n) for n in shape[len(box) :]]
+    found = Box(tuple(a for a, _ in spans), tuple(max(b - a, 0) for a, b in spans))
+    if len(box) > len(shape) or not inside(found, shape):
+        raise Mismatch(f"box {found} does not lie in {name} of shape {list(shape)}")
+    return found
+
+
+def near(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
+    """`` (did you mean …?)`` for a name that is close to a known one, else nothing."""
+    from difflib import get_close_matches
+
+    last = name.rpartition("/")[2]
+    candidates = [k for k in known if k.rpartition("/")[2] == last or len(known) <= 2000]
+    found = get_close_matches(name, candidates[:2000], n=1, cutoff=0.7)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def nest(leaves: Mapping[str, Any], containers: Mapping[str, str]) -> dict[str, Any]:
+    """Leaves by name as nested dicts, lists and tuples."""
+    root: dict[str, Any] = {}
+    for name, value in leaves.items():
+        _at(root, name.split("/")[:-1])[names.split(name)[-1]] = value
+    for path in containers:
+        if path:
+            _at(root, path.split("/"))
+    return {key: _shaped(names.escape(key), value, containers) for key, value in root.items()}
+
+
+def _at(root: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    for key in keys:
+        root = root.setdefault(names.split(key)[0], {})
+    return root
+
+
+def _shaped(path: str, node: Any, containers: Mapping[str, str]) -> Any:
+    """Turn a dict of dicts into what the containers say; leaves pass as they are."""
+    if type(node) is not dict:
+        return node
+    children = {key: _shaped(f"{path}/{names.escape(key)}", value, containers) for key, value in node.items()}
+    kind = containers.get(path)
+    if kind in ("list", "tuple"):
+        ordered = [children[key] for key in sorted(children, key=int)]
+        return ordered if kind == "list" else tuple(ordered)
+    if kind == "dict":  # noted although it is not empty: its keys are integers
+        return {int(key) if key.removeprefix("-").isdecimal() else key: value for key, value in children.items()}
+    return children

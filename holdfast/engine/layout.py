@@ -1,0 +1,152 @@
+"""What one rank tells the others of its state before a save: names, shapes, spreads; never bytes or values.
+
+Made from `Collected`, told once for each distinct one, joined by the plan. Pure data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast.engine.spread import Spread
+from holdfast.engine.state import Collected
+from holdfast.errors import Mismatch
+from holdfast.ondisk.blocks import digest
+from holdfast.ondisk.values import JSON
+
+
+class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor; ``spread`` indexes the layout's table. ``alias`` is set if it is the same memory as another name.
+
+    ``empty`` says that the telling rank has no element of it, and so cannot know whether it is an alias.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    spread: int
+    alias: str | None
+    empty: bool
+
+
+class Layout(msgspec.Struct, array_like=True, frozen=True):
+    """All that a plan needs of one rank. Ranks of one mesh tell equal ones."""
+
+    tensors: list[TensorLayout]
+    spreads: list[Spread]
+    aliases: dict[str, str]
+    containers: dict[str, str]
+    per_rank: list[str]
+    group_params: dict[str, list[list[str]]]
+
+
+class OwnedValues(msgspec.Struct, array_like=True, frozen=True):
+    """Values of modules and optimizers, which pipeline stages may have each their own."""
+
+    values: dict[str, JSON]
+    group_settings: dict[str, list[dict[str, JSON]]]
+
+
+_json = msgspec.json.Encoder(order="deterministic")
+
+
+def layout_of(state: Collected) -> Layout:
+    """The layout of a collected state."""
+    table: dict[int, int] = {}
+    spreads: list[Spread] = []
+    known: dict[Spread, int] = {}
+    tensors = []
+    for entry in state.entries.values():
+        index = table.get(id(entry.spread))
+        if index is None:
+            index = known.setdefault(entry.spread, len(spreads))
+            if index == len(spreads):
+                spreads.append(entry.spread)
+            table[id(entry.spread)] = index
+        alias = state.aliases.get(entry.name)
+        empty = not entry.views and 0 not in entry.shape
+        # A rank without elements says nothing of its own: its layout then equals that of its mesh neighbours.
+        tensors.append(TensorLayout(entry.name, entry.dtype, entry.shape, index, alias, empty and alias is None))
+    unheld = {a: n for a, n in state.aliases.items() if a not in state.entries}
+    params = {path: [g.params for g in groups] for path, groups in state.groups.items()}
+    return Layout(tensors, spreads, unheld, dict(state.containers), list(state.per_rank), params)
+
+
+def digest_of(message: object) -> str:
+    """32 hex digits that stand for a layout or for values."""
+    return digest(_json.encode(message))
+
+
+def owned_values(state: Collected) -> OwnedValues:
+    """The values that may be missing on other ranks."""
+    settings = {path: [g.settings for g in groups] for path, groups in state.groups.items()}
+    return OwnedValues(dict(state.owned), settings)
+
+
+def join_values(told: Sequence[tuple[int, dict[str, JSON]]]) -> None:
+    """Raise Mismatch for the first value that two ranks have differently. ``told`` = (rank, values of it)."""
+    first_rank, first = told[0]
+    for rank, other in told[1:]:
+        for path in [*first, *(p for p in other if p not in first)]:
+            if path not in first or path not in other or first[path] != other[path]:
+                raise Mismatch(
+                    f"{path} differs between ranks: {_shown(path, first)} on rank {first_rank}, "
+                    f"{_shown(path, other)} on rank {rank}. Wrap it as holdfast.PerRank(…) if every rank has its own, "
+                    "else make the ranks agree"
+                )
+
+
+def _shown(path: str, values: dict[str, JSON]) -> str:
+    if path not in values:
+        return "nothing"
+    text = msgspec.json.encode(values[path]).decode()
+    return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
+
+
+class JoinedGroups(msgspec.Struct, array_like=True, frozen=True):
+    """The parameter groups of one optimizer over all ranks."""
+
+    settings: list[dict[str, JSON]]
+    params: list[list[str]]
+
+
+def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedValues]]) -> OwnedJoin:
+    """One set of values and groups from those of all ranks; ``told`` = (rank, index of its layout, its values).
+
+    A group of one rank joins that of another if their settings are equal, in order; so pipeline stages, each with
+    its own parameters, make one list of groups. Raises Mismatch where one path has two values.
+    """
+    values: dict[str, JSON] = {}
+    source: dict[str, int] = {}
+    groups: dict[str, JoinedGroups] = {}
+    for rank, layout, owned in told:
+        for path, value in owned.values.items():
+            if path in values and values[path] != value:
+                raise Mismatch(
+                    f"{path} differs between ranks: {_shown(path, values)} on rank {source[path]}, "
+                    f"{_shown(path, owned.values)} on rank {rank}; make the ranks agree"
+                )
+            values.setdefault(path, value)
+            source.setdefault(path, rank)
+        for path, settings in owned.group_settings.items():
+            joined = groups.setdefault(path, JoinedGroups([], []))
+            used: set[int] = set()
+            for own, params in zip(settings, layouts[layout].group_params[path], strict=True):
+                at = next((i for i, s in enumerate(joined.settings) if i not in used and s == own), None)
+                if at is None:
+                    at = len(joined.settings)
+                    joined.settings.append(own)
+                    joined.params.append([])
+                used.add(at)
+                have = set(joined.params[at])
+                joined.params[at].extend(p for p in params if p not in have)
+    return OwnedJoin(values, groups)
+
+
+class OwnedJoin(msgspec.Struct, array_like=True, frozen=True):
+    """What `join_owned` makes."""
+
+    values: dict[str, JSON]
+    groups: dict[str, Any]

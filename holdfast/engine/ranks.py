@@ -1,0 +1,296 @@
+"""The two verbs between ranks: `exchange` and `settle`, over the process group's store, never over a collective.
+
+Called by save, load and the manager, in any thread. Never waits without a deadline, and never leaves two ranks
+with different verdicts: the answer of a round is written once, and whoever comes late reads the same one.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
+from holdfast.events import log
+from holdfast.ondisk.blocks import digest
+
+DEADLINE = 600.0
+"""Seconds that a phase may take before the ranks that did not come are named."""
+
+COMMIT_GRACE = 60.0
+"""Seconds more for the first rank to finish what it has begun to decide."""
+
+_CLAIMED = b"claimed"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at the store; one look costs 15 us
+
+Note = TypeVar("Note")
+Answer = TypeVar("Answer")
+
+
+class _Word(msgspec.Struct, array_like=True):
+    """What a rank posts: who it is, and its note or why it has none. ``label`` tells calls apart."""
+
+    host: str
+    label: str
+    note: bytes | None
+    failure: Failure | None
+
+
+class _Verdict(msgspec.Struct, array_like=True):
+    """The one outcome of a round. ``absent`` are ranks that did not come; ``hosts`` is told once."""
+
+    label: str
+    answer: bytes | None
+    failure: Failure | None
+    absent: list[int]
+    hosts: list[str] | None
+
+
+@dataclass
+class Ranks:
+    """The ranks of one process group as one of them sees it.
+
+    ``global_ranks[i]`` is the global rank of member i; ``store`` is None for a lone process. Made by `ranks_of`;
+    tests make many over one in-memory store, a thread each. ``remembered`` is for what callers keep between calls.
+    """
+
+    rank: int
+    size: int
+    store: Any = None
+    global_ranks: tuple[int, ...] = ()
+    host: str = field(default_factory=socket.gethostname)
+    hosts: list[str] | None = None
+    calls: int = 0
+    remembered: dict[str, Any] = field(default_factory=dict)
+    _finished: list[str] = field(default_factory=list)
+    _one_call: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @contextmanager
+    def call(self, label: str, *, deadline: float = DEADLINE, saving: bool = False) -> Iterator[Call]:
+        """One joint piece of work (a save, a load), made by all ranks in the same order.
+
+        ``label`` must be equal on every rank, and is checked to be. ``saving`` makes failures SaveFailed.
+        """
+        with self._one_call:
+            try:
+                yield Call(self, label, deadline, saving)
+            finally:
+                self.calls += 1
+
+
+@dataclass
+class Call:
+    """The rounds of one joint piece of work."""
+
+    ranks: Ranks
+    label: str
+    deadline: float
+    saving: bool
+    _round: int = 0
+
+    def exchange(
+        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
+    ) -> Answer:
+        """Every rank's small note to the first rank, its answer to all.
+
+        ``work()`` makes this rank's note; if it raises, every rank raises the same error. ``decide(notes)`` runs on
+        the first rank alone, and ``answer`` is the type it returns. Notes are plain msgspec structs or builtins.
+        Raises RankLost (SaveFailed while saving) on every rank if one does not come before the deadline.
+        """
+        return self._meet(phase, work, decide, answer)
+
+    def settle(
+        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
+    ) -> Answer:
+        """All report what they did or why they failed; the first rank decides (commits); all learn one outcome.
+
+        The same round as `exchange`, under the name that tells that an outcome becomes final here.
+        """
+        return self._meet(phase, work, decide, answer)
+
+    def _meet(
+        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
+    ) -> Answer:
+        ranks = self.ranks
+        own: BaseException | None = None
+        note: Note | None = None
+        try:
+            note = work()
+        except BaseException as error:  # stored here, told to every rank, raised below
+            own = error
+        word = _Word(ranks.host, self.label, None, None)
+        if own is not None:
+            word.failure = failure_of(own, rank=ranks.rank, host=ranks.host, phase=phase)
+            if not isinstance(own, HoldfastError):
+                log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=own)
+        else:
+            word.note = msgspec.msgpack.encode(note)
+
+        def conclude(words: list[_Word]) -> _Verdict:
+            return self._conclude(words, phase, lambda: decide([_decode(w.note, type(note)) for w in words]))
+
+        if ranks.store is None:
+            verdict = conclude([word])
+        else:
+            verdict = self._meet_over_store(word, phase, conclude)
+        if own is not None and not isinstance(own, Exception):
+            raise own  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
+        if verdict.failure is not None:
+            error = error_from(verdict.failure, saving=self.saving)
+            raise error from (own if verdict.failure == word.failure else None)
+        return _decode(verdict.answer, answer)
+
+    def _conclude(self, words: list[_Word], phase: str, decide: Callable[[], object]) -> _Verdict:
+        """What the first rank makes of all the words; its own failure to decide counts like any other failure."""
+        ranks = self.ranks
+        verdict = _Verdict(self.label, None, None, [], None)
+        if ranks.hosts is None:
+            verdict.hosts = [w.host for w in words]
+        verdict.failure = next((w.failure for w in words if w.failure is not None), None)
+        if verdict.failure is None:
+            try:
+                labels = {w.label: rank for rank, w in reversed(list(enumerate(words)))}
+                if len(labels) > 1:
+                    told = ", ".join(
+                        f"rank {r} is at {label!r}" for label, r in sorted(labels.items(), key=lambda x: x[1])
+                    )
+                    raise Mismatch(f"the ranks do different things: {told}")
+                verdict.answer = msgspec.msgpack.encode(decide())
+            except Exception as error:
+                verdict.failure = failure_of(error, rank=ranks.rank, host=ranks.host, phase=phase)
+                if not isinstance(error, HoldfastError):
+                    log.debug("the first rank failed in phase %s:\n%s", phase, traceback.format_exc())
+        return verdict
+
+    def _meet_over_store(self, word: _Word, phase: str, conclude: Callable[[list[_Word]], _Verdict]) -> _Verdict:
+        ranks = self.ranks
+        try:
+            while True:
+                base = f"{ranks.calls}/{self._round}"
+                ranks.store.set(f"{base}/word/{ranks.rank}", _encode(word))
+                verdict = self._await_verdict(base, phase, conclude)
+                if verdict.label == self.label or ranks.rank not in verdict.absent:
+                    break
+                # This rank missed a whole call (its training code caught an error and skipped a save, say): it finds
+                # that call's verdict, under another label, naming it as absent. It catches up with the others.
+                ranks.calls += 1
+            if not verdict.absent:
+                self._forget_finished_rounds()
+            ranks._finished.append(base)
+        except RuntimeError as error:  # what torch's stores raise when their server is gone
+            lost = f"the store of the process group does not answer: the process that serves it is gone ({error})"
+            return _Verdict(self.label, None, Failure(0, self._where(0), phase, RankLost.__name__, lost), [0], None)
+        self._round += 1
+        if verdict.hosts is not None:
+            ranks.hosts = verdict.hosts
+        return verdict
+
+    def _forget_finished_rounds(self) -> None:
+        """Drop the keys of earlier rounds: whoever posted a word to a later one has read their verdicts."""
+        ranks = self.ranks
+        for base in ranks._finished:
+            ranks.store.delete_key(f"{base}/word/{ranks.rank}")
+            if ranks.first:
+                ranks.store.delete_key(f"{base}/verdict")
+        ranks._finished.clear()
+
+    def _await_verdict(self, base: str, phase: str, conclude: Callable[[list[_Word]], _Verdict]) -> _Verdict:
+        ranks, store = self.ranks, self.ranks.store
+        key = f"{base}/verdict"
+        words = [f"{base}/word/{rank}" for rank in range(ranks.size)]
+        until = time.monotonic() + self.deadline
+        claimed = False
+        pause = _FIRST_PAUSE
+        while True:
+            if store.check([key]):
+                found = bytes(store.get(key))
+                if found != _CLAIMED:
+                    return _decode(zlib.decompress(found), _Verdict)
+                if not claimed:
+                    claimed, until = True, time.monotonic() + self.deadline + COMMIT_GRACE
+            elif ranks.first and store.check(words):
+                # The claim keeps one verdict: once it stands nobody may declare the round failed, and if somebody
+                # has declared it, the first rank must not commit.
+                if bytes(store.compare_set(key, "", _CLAIMED)) == _CLAIMED:
+                    told = [_decode(zlib.decompress(bytes(store.get(w))), _Word) for w in words]
+                    verdict = conclude(told)
+                    store.set(key, _encode(verdict))
+                    return verdict
+                continue
+            if time.monotonic() > until:
+                if claimed:
+                    return self._lost(phase, [0], "began to decide but gave no outcome")
+                absent = [r for r, w in enumerate(words) if not store.check([w])]
+                store.compare_set(key, "", _encode(self._lost(phase, absent or [0], "never came")))
+                until += COMMIT_GRACE
+                continue
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def _lost(self, phase: str, absent: list[int], what: str) -> _Verdict:
+        named = ", ".join(f"rank {r} ({self._where(r)})" for r in absent[:20])
+        if len(absent) > 20:
+            named += f" and {len(absent) - 20} more"
+        text = (
+            f"{named} {what} to phase {phase!r} of {self.label!r} within {self.deadline:g} s; "
+            "look at that rank's log or stack, or raise deadline="
+        )
+        failure = Failure(absent[0], self._where(absent[0]), phase, RankLost.__name__, text)
+        return _Verdict(self.label, None, failure, absent, None)
+
+    def _where(self, rank: int) -> str:
+        if self.ranks.hosts is not None:
+            return self.ranks.hosts[rank]
+        known = self.ranks.global_ranks
+        return f"global rank {known[rank]}, host not known yet" if known else "host not known yet"
+
+
+def _encode(message: object) -> bytes:
+    return zlib.compress(msgspec.msgpack.encode(message), 1)
+
+
+def _decode(data: bytes | None, kind: type[Answer]) -> Answer:
+    return msgspec.msgpack.decode(data or b"", type=kind)
+
+
+_known: dict[tuple[int, ...], tuple[Any, Ranks]] = {}
+_alone = Ranks(0, 1)
+
+
+def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
+    """The ranks of ``group`` (default: the default process group; without one, this process alone).
+
+    Works for any backend: only the group's store is used. Raises Mismatch if this rank is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return _alone
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise Mismatch("this rank is not in the group; call only on the ranks that are")
+    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    me = dist.get_rank()
+    if me not in members:
+        raise Mismatch(f"global rank {me} is not in the group of ranks {list(members)}; call only on its members")
+    store = dist.distributed_c10d._get_default_store()
+    known = _known.get(members)
+    if known is not None and known[0] is store:
+        return known[1]
+    # A process group made anew over the same server must not meet the keys of its predecessor: go on counting.
+    calls = known[1].calls if known is not None else 0
+    own = store.clone() if hasattr(store, "clone") and not isinstance(store, dist.HashStore) else store
+    prefixed = dist.PrefixStore(f"holdfast/{digest(repr(members).encode())}", own)
+    ranks = Ranks(members.index(me), len(members), prefixed, members, calls=calls)
+    _known[members] = (store, ranks)
+    return ranks

@@ -1,0 +1,154 @@
+"""Spreads: how a tensor lies over ranks, as plain numbers, and which boxes of it a rank holds.
+
+The state makes one for each tensor, ranks tell each other theirs, the plan turns them into owners.
+Pure: knows no torch; the same function of the same numbers on every rank, for ranks that do not exist here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+
+import msgspec
+
+from holdfast.ondisk.box import Box, whole
+
+
+class Split(msgspec.Struct, array_like=True, frozen=True):
+    """One mesh axis cuts tensor axis ``dim``.
+
+    ``strides`` > 1 is torch's ``_StridedShard``: the axis is first cut into that many parts, then each part over
+    the mesh axis, so that a mesh axis on the left cuts what one on the right has cut before it.
+    """
+
+    dim: int
+    strides: int = 1
+
+
+class Whole(msgspec.Struct, frozen=True, tag="whole"):
+    """Each rank that names the tensor holds all of it."""
+
+
+class Placed(msgspec.Struct, frozen=True, tag="placed"):
+    """A DTensor: ``ranks`` of the mesh in row-major order, the mesh ``shape``, and what each mesh axis does.
+
+    ``splits[axis]`` is None where the mesh axis replicates.
+    """
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    splits: tuple[Split | None, ...]
+
+
+class Boxes(msgspec.Struct, frozen=True, tag="boxes"):
+    """Explicit boxes ``(offsets, lengths)`` of each rank named: flat shards, ShardedTensor, `holdfast.Shard`."""
+
+    of: tuple[tuple[int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]], ...]
+
+
+Spread = Whole | Placed | Boxes
+WHOLE = Whole()
+
+
+class Run(msgspec.Struct, array_like=True, frozen=True):
+    """Elements ``start:start + length`` of a tensor axis, which lie at ``local`` in the rank's own tensor."""
+
+    start: int
+    length: int
+    local: int
+
+
+def _chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+    """``torch.chunk``: ceiling-sized parts, the last ones shorter or empty."""
+    size = -(-length // parts)
+    start = min(size * index, length)
+    return start, min(start + size, length)
+
+
+def _cut(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Elements ``start:stop`` of the concatenation of ``runs`` (start, length)."""
+    found, at = [], 0
+    for begin, length in runs:
+        low, high = max(start - at, 0), min(stop - at, length)
+        if low < high:
+            found.append((begin + low, high - low))
+        at += length
+    return found
+
+
+@lru_cache(maxsize=65536)
+def axis_runs(length: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[Run, ...]:
+    """What is left of an axis after ``splits`` = (mesh axis size, coordinate, strides), applied left to right."""
+    runs = [(0, length)] if length else []
+    for parts, index, strides in splits:
+        size = sum(n for _, n in runs)
+        kept: list[tuple[int, int]] = []
+        for k in range(strides):
+            outer_start, outer_stop = _chunk(size, strides, k)
+            start, stop = _chunk(outer_stop - outer_start, parts, index)
+            kept += _cut(runs, outer_start + start, outer_start + stop)
+        runs = kept
+    merged: list[list[int]] = []
+    for start, n in runs:
+        if merged and merged[-1][0] + merged[-1][1] == start:
+            merged[-1][1] += n
+        else:
+            merged.append([start, n])
+    placed, local = [], 0
+    for start, n in merged:
+        placed.append(Run(start, n, local))
+        local += n
+    return tuple(placed)
+
+
+def coordinate(spread: Placed, position: int) -> tuple[int, ...]:
+    """The mesh coordinate of the ``position``-th rank of the mesh."""
+    index = []
+    for size in reversed(spread.shape):
+        position, i = divmod(position, size)
+        index.append(i)
+    return tuple(reversed(index))
+
+
+@lru_cache(maxsize=65536)
+def placed_runs(shape: tuple[int, ...], spread: Placed, position: int) -> tuple[tuple[Run, ...], ...]:
+    """For each tensor axis the runs that the ``position``-th rank of the mesh holds."""
+    where = coordinate(spread, position)
+    return tuple(
+        axis_runs(
+            length,
+            tuple(
+                (spread.shape[axis], where[axis], split.strides)
+                for axis, split in enumerate(spread.splits)
+                if split is not None and split.dim == dim
+            ),
+        )
+        for dim, length in enumerate(shape)
+    )
+
+
+def boxes_held(shape: Sequence[int], spread: Spread, rank: int) -> list[Box]:
+    """The non-empty boxes of a tensor of ``shape`` that ``rank`` holds, given that it names the tensor."""
+    shape = tuple(shape)
+    if 0 in shape:
+        return []
+    if isinstance(spread, Whole):
+        return [whole(shape)]
+    if isinstance(spread, Boxes):
+        return [Box(o, n) for who, boxes in spread.of if who == rank for o, n in boxes if 0 not in n]
+    found: list[Box] = []
+    for position, who in enumerate(spread.ranks):
+        if who == rank:
+            axes = placed_runs(shape, spread, position)
+            found += [Box(tuple(r.start for r in c), tuple(r.length for r in c)) for c in product(*axes)]
+    return found
+
+
+def ranks_named(spread: Spread) -> frozenset[int] | None:
+    """The ranks that a spread speaks of, or None if it speaks only of the one that tells it."""
+    if isinstance(spread, Placed):
+        return frozenset(spread.ranks)
+    if isinstance(spread, Boxes):
+        return frozenset(rank for rank, _ in spread.of)
+    return None

@@ -1,0 +1,49 @@
+"""Staging: a tensor's bytes, row-major, into host memory at a given address.
+
+Called by the writer for each stretch of a piece. Memory stays bounded for tensors that lie scattered or on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+SLAB = 32 << 20
+"""A tensor that is not contiguous is made so in parts of at most this many bytes."""
+
+
+def contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor as contiguous tensors in row-major order: itself if it is one, else slabs made on the way."""
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        if tensor.dim() and tensor.nbytes > SLAB and max(tensor.shape) > 1:
+            rows = max(1, SLAB * tensor.shape[0] // tensor.nbytes)
+            for start in range(0, tensor.shape[0], rows):
+                part = tensor.narrow(0, start, min(rows, tensor.shape[0] - start))
+                if tensor.shape[0] == 1 or part.shape[0] == 1:
+                    yield from contiguous_parts(part.squeeze(0))
+                else:
+                    yield from contiguous_parts(part)
+            return
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    yield tensor
+
+
+def copy_bytes(tensor: torch.Tensor, start: int, nbytes: int, address: int) -> None:
+    """Bytes ``start:start + nbytes`` of a contiguous tensor on any device to host memory at ``address``."""
+    if tensor.device.type == "cpu":
+        ctypes.memmove(address, tensor.data_ptr() + start, nbytes)
+        return
+    flat = tensor.reshape(-1).view(torch.uint8)[start : start + nbytes]
+    host_tensor(address, nbytes).copy_(flat)
+
+
+def host_tensor(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory at ``address`` as a uint8 tensor; the caller keeps the memory alive."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def host_view(address: int, nbytes: int) -> memoryview:
+    """Host memory at ``address`` as writable bytes; the caller keeps the memory alive."""
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")

@@ -1,0 +1,260 @@
+"""Optimizer state by parameter name, read and written where it lies: no fake step, no gather, no integer ids.
+
+Called by the walk once all modules are known. Never steps an optimizer and never changes one before a load succeeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.engine.ranks import Ranks
+from holdfast.engine.state import modules
+from holdfast.engine.state.leaves import Collected, Entry, Group, Saved, Slot
+from holdfast.engine.state.modules import FlatPart
+from holdfast.engine.state.tensors import entries_of, local_views, placed
+from holdfast.errors import Mismatch, Unsupported
+from holdfast.ondisk import dtypes, names, values
+
+# Derivable from the live optimizer, and different on every pipeline stage.
+_NOT_SETTINGS = ("params", "param_names")
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a parameter of an optimizer is called: one FQN, or the parts of an FSDP1 flat parameter."""
+
+    fqn: str
+    flat: list[FlatPart] | None = None
+
+    @property
+    def fqns(self) -> list[str]:
+        return [self.fqn] if self.flat is None else [part.fqn for part in self.flat]
+
+
+def names_of_parameters(found: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[str, Named]]:
+    """``id(parameter)`` to (path of its module, what it is called) over all modules of a state."""
+    known: dict[int, tuple[str, Named]] = {}
+    for path, module in found:
+        for key, (fqn, _) in modules.parameter_names(module).items():
+            known.setdefault(key, (path, Named(fqn)))
+        for flat, parts in modules.flat_parameters(module).items():
+            known[id(flat)] = (path, Named("", parts))
+            for original, part in zip(flat._params or (), parts, strict=False):
+                known[id(original)] = (path, Named(part.fqn, [part]))
+    return known
+
+
+def collect_optimizers(
+    path: str, optimizers: Sequence[Optimizer], known: dict[int, tuple[str, Named]], ranks: Ranks, into: Collected,
+    saved: Saved | None,
+) -> None:  # fmt: skip
+    """Add the state and groups of ``optimizers`` under ``path`` (several share it: one for each pipeline chunk)."""
+    groups: list[Group] = []
+    live: list[tuple[dict[str, Any], list[str]]] = []
+    for optimizer in optimizers:
+        called = _call_parameters(path, optimizer, known)
+        for group in optimizer.param_groups:
+            fqns: list[str] = []
+            for parameter in group["params"]:
+                named = called[id(parameter)]
+                fqns += named.fqns
+                _collect_parameter(path, optimizer, group, parameter, named, ranks, into, saved)
+            groups.append(Group(_settings(path, len(groups), group), fqns))
+            live.append((group, fqns))
+    into.groups[path] = groups
+    into.slots.append(Slot(names.child(path, "param_groups"), lambda tree: _put_groups(path, tree, live)))
+
+
+def _call_parameters(path: str, optimizer: Optimizer, known: dict[int, tuple[str, Named]]) -> dict[int, Named]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = [known.get(id(p)) for p in parameters]
+    if all(f is None for f in found):
+        # No module of the state owns them: torch's own integer ids are all there is to go by.
+        return {id(p): Named(str(i)) for i, p in enumerate(parameters)}
+    if any(f is None for f in found):
+        index = found.index(None)
+        raise Unsupported(
+            f"{path}: parameter {index} (shape {list(parameters[index].shape)}) belongs to no module of this state, "
+            "the others do; put the module that owns it into the state too"
+        )
+    owners = {f[0] for f in found if f is not None}
+    if len(owners) == 1:
+        return {id(p): f[1] for p, f in zip(parameters, found, strict=True) if f is not None}
+    called = {}
+    for p, f in zip(parameters, found, strict=True):
+        assert f is not None
+        owner, named = f[0].replace("/", "."), f[1]
+        flat = None if named.flat is None else [_renamed(part, f"{owner}.{part.fqn}") for part in named.flat]
+        called[id(p)] = Named(f"{owner}.{named.fqn}", flat)
+    return called
+
+
+def _renamed(part: FlatPart, fqn: str) -> FlatPart:
+    return FlatPart(fqn, part.shape, part.start, part.stop, part.offset)
+
+
+def _collect_parameter(
+    path: str, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, named: Named, ranks: Ranks,
+    into: Collected, saved: Saved | None,
+) -> None:  # fmt: skip
+    has = optimizer.state[parameter] if parameter in optimizer.state else {}
+    for key, value in has.items():
+        _collect_leaf(path, named, str(key), value, parameter, ranks, into, _setter(optimizer, parameter, key))
+    if saved is None or has:
+        return
+    for key, value in _from_saved(path, group, parameter, named, saved).items():
+        if isinstance(value, torch.Tensor):
+            into.then.append(lambda key=key, value=value: _setter(optimizer, parameter, key)(value))  # type: ignore[misc]
+        _collect_leaf(path, named, key, value, parameter, ranks, into, _setter(optimizer, parameter, key))
+
+
+def _setter(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        optimizer.state[parameter][key] = value
+
+    return put
+
+
+def _collect_leaf(
+    path: str, named: Named, key: str, value: Any, parameter: torch.Tensor, ranks: Ranks, into: Collected,
+    put: Callable[[Any], None],
+) -> None:  # fmt: skip
+    for i, fqn in enumerate(named.fqns):
+        name = names.join([*names.split(path), "state", fqn, key])
+        if isinstance(value, torch.Tensor):
+            part = named.flat[i] if named.flat is not None else None
+            for entry in _entries(name, value, parameter, part, ranks):
+                into.entries[entry.name] = entry
+        elif isinstance(value, dict):
+            for inner, leaf in value.items():
+                _collect_nested(name, str(inner), leaf, ranks, into, lambda v, d=value, k=inner: d.__setitem__(k, v))
+        else:
+            _collect_value(name, value, into, put)
+
+
+def _collect_nested(
+    prefix: str, key: str, value: Any, ranks: Ranks, into: Collected, put: Callable[[Any], None]
+) -> None:
+    """State inside of state, as Shampoo keeps it: dicts of tensors that are no shape of the parameter's."""
+    name = names.child(prefix, key)
+    if isinstance(value, dict):
+        for inner, leaf in value.items():
+            _collect_nested(name, str(inner), leaf, ranks, into, lambda v, d=value, k=inner: d.__setitem__(k, v))
+    elif isinstance(value, torch.Tensor):
+        for entry in entries_of(name, value, ranks):
+            into.entries[entry.name] = entry
+    else:
+        _collect_value(name, value, into, put)
+
+
+def _collect_value(name: str, value: Any, into: Collected, put: Callable[[Any], None]) -> None:
+    try:
+        into.owned[name] = values.encode(value)
+    except values.Refused as error:
+        raise Unsupported(f"{name}: {error.reason}") from None
+    into.slots.append(Slot(name, put))
+
+
+def _entries(
+    name: str, value: torch.Tensor, parameter: torch.Tensor, part: FlatPart | None, ranks: Ranks
+) -> list[Entry]:
+    """A state tensor: sharded as its parameter is if it has the parameter's local shape, else as it says itself."""
+    if part is not None and value.dim() == 1 and not isinstance(value, DTensor):
+        # Orig parameters of FSDP1 have state for their own elements alone, flat ones for the whole local shard.
+        own = part.stop - part.start
+        whole_shard = value.numel() != own or isinstance(parameter, modules.FlatParameter)
+        return [modules.flat_entry(name, part if whole_shard else _at_start(part), value, ranks)]
+    local = getattr(parameter, "_local_tensor", None)
+    sharded = isinstance(parameter, DTensor) and local is not None and local.shape != parameter.shape
+    if sharded and type(value) is torch.Tensor and value.dim() > 0:
+        assert isinstance(parameter, DTensor)
+        if value.shape != local.shape:
+            raise Unsupported(
+                f"{name} has shape {list(value.shape)} beside a sharded parameter of local shape {list(local.shape)}: "
+                "it cannot be told how it is sharded; make it a DTensor"
+            )
+        # An optimizer that works on local tensors keeps plain ones; by its looks alone it would pass for a replica.
+        spread, position = placed(name, parameter, ranks)
+        shape = tuple(parameter.shape)
+        views = local_views(name, shape, spread, position, value.detach()) if position is not None else []
+        return [Entry(name, dtypes.name_of(value.dtype), shape, spread, views)]
+    return list(entries_of(name, value, ranks))
+
+
+def _at_start(part: FlatPart) -> FlatPart:
+    return FlatPart(part.fqn, part.shape, part.start, part.stop, 0)
+
+
+def _from_saved(
+    path: str, group: dict[str, Any], parameter: torch.Tensor, named: Named, saved: Saved
+) -> dict[str, Any]:
+    """Fresh state for a parameter that has none yet, shaped after what the checkpoint holds for it."""
+    found: dict[str, Any] = {}
+    for fqn in named.fqns:
+        prefix = names.join([*names.split(path), "state", fqn])
+        for name in saved.below(prefix):
+            key = names.split(name)[-1]
+            if name not in saved.tensors:
+                found.setdefault(key, None)
+                continue
+            dtype, shape = saved.tensors[name]
+            global_shape = tuple(parameter.shape) if named.flat is None else _flat_shape(named, fqn)
+            if shape == global_shape and (shape or not isinstance(found.get(key), torch.Tensor)):
+                data = modules.local_flat(parameter) if isinstance(parameter, modules.FlatParameter) else parameter
+                found.setdefault(key, torch.zeros_like(data.detach(), dtype=dtypes.torch_dtype(dtype)))
+            else:
+                beside = bool(group.get("capturable") or group.get("fused"))
+                device = parameter.device if beside or shape else torch.device("cpu")
+                found.setdefault(key, torch.zeros(shape, dtype=dtypes.torch_dtype(dtype), device=device))
+    return found
+
+
+def _flat_shape(named: Named, fqn: str) -> tuple[int, ...]:
+    return next(part.shape for part in named.flat or () if part.fqn == fqn)
+
+
+def _settings(path: str, index: int, group: dict[str, Any]) -> dict[str, Any]:
+    encoded = {}
+    for key, value in group.items():
+        if key in _NOT_SETTINGS:
+            continue
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise Unsupported(f"{path}/param_groups/{index}/{key} is a tensor of {value.numel()} elements")
+            value = value.item()  # a tensor learning rate: the live group decides what it is, the number is the same
+        try:
+            encoded[str(key)] = values.encode_tree(value, _no_tensor)
+        except values.Refused as error:
+            raise Unsupported(f"{path}/param_groups/{index}/{key}{error.path}: {error.reason}") from None
+    return encoded
+
+
+def _no_tensor(tensor: torch.Tensor) -> str:
+    raise values.Refused("", "a tensor inside of a list is no setting of a parameter group")
+
+
+def _put_groups(path: str, tree: list[dict[str, Any]], live: list[tuple[dict[str, Any], list[str]]]) -> None:
+    """Give each live group the settings of the saved group that held its parameters."""
+    saved_of = {fqn: group for group in tree for fqn in group["params"]}
+    for index, (group, fqns) in enumerate(live):
+        sources = {id(saved_of[f]): saved_of[f] for f in fqns if f in saved_of}
+        if not sources and not fqns and index < len(tree):
+            sources = {0: tree[index]}
+        found = [{k: v for k, v in s.items() if k not in _NOT_SETTINGS} for s in sources.values()]
+        if any(other != found[0] for other in found[1:]):
+            raise Mismatch(
+                f"{path}: parameters of group {index} were saved in groups with different settings: {found}; "
+                "build the optimizer with the same grouping, or leave param_groups out by only="
+            )
+        for key, value in (found[0] if found else {}).items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value

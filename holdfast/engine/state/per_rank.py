@@ -1,0 +1,143 @@
+"""Values that differ by rank: `PerRank`, and `RNG`, the random generators of a rank.
+
+Put into a state by the user; the walk turns them into leaves. Never compared between ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from holdfast.errors import Mismatch
+
+Elsewhere = Literal["error", "first"] | Callable[[Sequence[Any], int, int], Any]
+"""What a rank gets on another world size: nothing (an error), rank 0's value, or ``f(values, rank, world_size)``."""
+
+
+@dataclass
+class PerRank:
+    """A value, or an object with ``state_dict()`` and ``load_state_dict()``, of which every rank has its own.
+
+    On the same world size each rank gets its own back (``value`` is replaced, or the object loaded). On another
+    one ``elsewhere`` decides: ``"error"`` raises Mismatch, ``"first"`` gives every rank the value of rank 0, a
+    callable ``f(values, rank, world_size)`` makes it from the values of all saved ranks, in rank order.
+    """
+
+    value: Any
+    elsewhere: Elsewhere = "error"
+
+    def state(self) -> Any:
+        """What is saved."""
+        return self.value.state_dict() if is_stateful(self.value) else self.value
+
+    def put(self, value: Any) -> None:
+        """Take a saved value back."""
+        if is_stateful(self.value):
+            self.value.load_state_dict(value)
+        else:
+            self.value = value
+
+
+def is_stateful(value: object) -> bool:
+    """Whether ``value`` is an object with ``state_dict()`` and ``load_state_dict()``."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def choose(path: str, elsewhere: object, values: Callable[[int], Any], saved_world: int, rank: int, world: int) -> Any:
+    """The value that ``rank`` of ``world`` gets, where ``values(r)`` fetches what rank r of ``saved_world`` saved."""
+    if saved_world == world:
+        return values(rank)
+    if elsewhere == "first":
+        return values(0)
+    if callable(elsewhere):
+        return elsewhere([values(r) for r in range(saved_world)], rank, world)
+    raise Mismatch(
+        f"{path} was saved by {saved_world} ranks, each with its own value, and is loaded by {world}: say what they "
+        'get with PerRank(value, elsewhere="first") or elsewhere=f(values, rank, world_size), or leave it out by only='
+    )
+
+
+@dataclass
+class RNG:
+    """The random generators of this rank: Python, NumPy (if imported), torch CPU and every accelerator device.
+
+    Put ``holdfast.RNG()`` into the state. On another world size a rank that existed at the save goes on with its
+    own streams; a new rank gets streams seeded from rank 0's state and its own number, so that no two ranks draw
+    the same and the same restart draws the same. ``elsewhere`` overrides that rule, as in `PerRank`.
+    """
+
+    elsewhere: Elsewhere | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all generators, in plain values."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "python": [version, list(words), gauss],
+            "torch": bytes(torch.get_rng_state().tolist()),
+        }
+        numpy = _numpy()
+        if numpy is not None:
+            kind, keys, position, has_gauss, cached = numpy.random.get_state()
+            state["numpy"] = [kind, keys.tobytes(), int(position), int(has_gauss), float(cached)]
+        accelerator = _accelerator()
+        if accelerator is not None:
+            state["devices"] = [bytes(accelerator.get_rng_state(i).tolist()) for i in range(accelerator.device_count())]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set every generator that both the state and this process have."""
+        if "seed" in state:
+            _seed_all(state["seed"])
+            return
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        torch.set_rng_state(_byte_tensor(state["torch"]))
+        numpy = _numpy()
+        if numpy is not None and "numpy" in state:
+            kind, keys, position, has_gauss, cached = state["numpy"]
+            numpy.random.set_state((kind, numpy.frombuffer(keys, dtype="uint32"), position, has_gauss, cached))
+        accelerator = _accelerator()
+        if accelerator is not None:
+            for i, saved in enumerate(state.get("devices", [])[: accelerator.device_count()]):
+                accelerator.set_rng_state(_byte_tensor(saved), i)
+
+    def rule(self) -> Elsewhere:
+        """The rule for another world size."""
+        return self.elsewhere if self.elsewhere is not None else _own_or_seeded
+
+
+def _own_or_seeded(values: Sequence[Any], rank: int, world_size: int) -> Any:
+    if rank < len(values):
+        return values[rank]
+    text = hashlib.sha256(values[0]["torch"] + f"rank {rank} of {world_size}".encode()).digest()
+    return {"seed": int.from_bytes(text[:8], "little") >> 1}
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = _numpy()
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << 32))
+
+
+def _byte_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _numpy() -> Any:
+    import sys
+
+    # Only a program that has imported NumPy can have drawn from it; importing it here would cost every save.
+    return sys.modules.get("numpy")
+
+
+def _accelerator() -> Any:
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    module = getattr(torch, kind.type, None) if kind is not None else None
+    return module if hasattr(module, "get_rng_state") else None

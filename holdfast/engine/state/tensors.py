@@ -1,0 +1,183 @@
+"""Every kind of tensor becomes boxes: plain, DTensor, ShardedTensor, `holdfast.Shard`, flattening subclasses.
+
+Called by the walk for each tensor leaf. Never copies a byte; what cannot be told exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from holdfast.engine.ranks import Ranks
+from holdfast.engine.spread import WHOLE, Boxes, Placed, Split, placed_runs
+from holdfast.engine.state.leaves import Entry, View
+from holdfast.errors import Mismatch, Unsupported
+from holdfast.ondisk import dtypes, names
+from holdfast.ondisk.box import Box, inside, whole
+
+try:
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+except ImportError:  # torch without the legacy package
+    ShardedTensor = None
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of a tensor that torch itself does not know to be sharded.
+
+    ``tensor`` holds the box that begins at ``offsets`` of a global tensor of ``shape``; the shards of all ranks
+    must tile it. Equal boxes on several ranks are replicas. Raises ValueError if the box leaves ``shape``.
+    """
+
+    tensor: torch.Tensor
+    shape: Sequence[int]
+    offsets: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != self.tensor.dim() or not inside(
+            Box(tuple(self.offsets), tuple(self.tensor.shape)), tuple(self.shape)
+        ):
+            raise ValueError(
+                f"a shard of shape {list(self.tensor.shape)} at {list(self.offsets)} does not lie in a tensor of "
+                f"shape {list(self.shape)}"
+            )
+
+
+def is_tensor_leaf(value: object) -> bool:
+    """Whether the walk hands ``value`` to `entries_of`."""
+    return isinstance(value, (torch.Tensor, Shard)) or (ShardedTensor is not None and isinstance(value, ShardedTensor))
+
+
+def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
+    """The entry of a tensor leaf, or one for each part of a subclass that flattens. Raises Unsupported by name."""
+    if type(value) in _PLAIN:
+        yield _plain(name, value)  # type: ignore[arg-type]
+    elif isinstance(value, DTensor):
+        yield _dtensor(name, value, ranks)
+    elif isinstance(value, Shard):
+        yield _explicit(name, value, ranks)
+    elif ShardedTensor is not None and isinstance(value, ShardedTensor):
+        yield _sharded_tensor(name, value, ranks)
+    elif isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+        raise Unsupported(f"{name} is an uninitialized parameter; run one forward pass before saving")
+    elif hasattr(value, "__tensor_flatten__"):
+        parts, _ = value.__tensor_flatten__()
+        for part in parts:
+            yield from entries_of(names.child(name, part), getattr(value, part), ranks)
+    else:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise Unsupported(
+            f"{name} is a {kind}: a tensor subclass without __tensor_flatten__ is not known; "
+            "save its parts as plain tensors, or wrap this rank's box as holdfast.Shard"
+        )
+
+
+def dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """torch's name of the element type. Raises Unsupported for what has no plain bytes."""
+    if tensor.is_meta:
+        raise Unsupported(f"{name} is on the meta device and has no bytes; materialize it first (to_empty, then init)")
+    if tensor.is_quantized:
+        raise Unsupported(f"{name} is quantized ({tensor.dtype}); save int_repr(), scale and zero point as tensors")
+    if tensor.layout is not torch.strided:
+        raise Unsupported(f"{name} has layout {tensor.layout}; save its indices and values as tensors, or to_dense()")
+    return dtypes.name_of(tensor.dtype)
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Entry:
+    shape = tuple(tensor.shape)
+    return Entry(name, dtype_name(name, tensor), shape, WHOLE, [View(whole(shape), tensor.detach())])
+
+
+def placed(name: str, tensor: DTensor, ranks: Ranks) -> tuple[Placed, int | None]:
+    """How a DTensor lies over the group's ranks, and this rank's position in the mesh (None: not part of it)."""
+    mesh = tensor.device_mesh
+    members = tuple(mesh.mesh.flatten().tolist())
+    splits: list[Split | None] = []
+    for placement in tensor.placements:
+        if isinstance(placement, _StridedShard):
+            splits.append(Split(placement.dim % max(tensor.dim(), 1), int(placement.split_factor)))
+        elif isinstance(placement, ShardPlacement):
+            splits.append(Split(placement.dim % max(tensor.dim(), 1)))
+        elif isinstance(placement, Replicate):
+            splits.append(None)
+        else:
+            raise Unsupported(
+                f"{name} has placement {placement} on mesh {mesh}: its value is not whole on any rank; "
+                "redistribute() it to Shard or Replicate first"
+            )
+    place = {g: r for r, g in enumerate(ranks.global_ranks)}
+    outside = [g for g in members if g not in place]
+    if outside:
+        raise Mismatch(f"{name} lies on a mesh with global ranks {outside}, which are not in the group of this save")
+    spread = Placed(tuple(place[g] for g in members), tuple(mesh.mesh.shape), tuple(splits))
+    position = spread.ranks.index(ranks.rank) if ranks.rank in spread.ranks else None
+    return spread, position
+
+
+def local_views(name: str, shape: tuple[int, ...], spread: Placed, position: int, local: torch.Tensor) -> list[View]:
+    """``local``, this rank's memory of a DTensor, as one view for each box (several if it is strided)."""
+    axes = placed_runs(shape, spread, position)
+    expected = tuple(sum(run.length for run in axis) for axis in axes)
+    if tuple(local.shape) != expected:
+        if local.numel() == 0 and 0 in expected:
+            return []
+        raise Unsupported(
+            f"{name} holds a local tensor of shape {list(local.shape)} where {spread} of shape {list(shape)} "
+            f"says {list(expected)}; this kind of placement is not known"
+        )
+    if 0 in expected:
+        return []
+    views = []
+    for runs in product(*axes):
+        view = local
+        for dim, run in enumerate(runs):
+            if run.length != local.shape[dim]:
+                view = view.narrow(dim, run.local, run.length)
+        views.append(View(Box(tuple(r.start for r in runs), tuple(r.length for r in runs)), view))
+    return views
+
+
+def _dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Entry:
+    spread, position = placed(name, tensor, ranks)
+    local = tensor._local_tensor.detach()
+    if type(local) not in _PLAIN and hasattr(local, "wait"):
+        local = local.wait()  # an AsyncCollectiveTensor: the result of a collective still under way
+    if type(local) not in _PLAIN:
+        raise Unsupported(f"{name} is a DTensor of {type(local).__qualname__}; only plain local tensors are known")
+    shape = tuple(tensor.shape)
+    dtype = dtype_name(name, local)
+    views = local_views(name, shape, spread, position, local) if position is not None else []
+    return Entry(name, dtype, shape, spread, views)
+
+
+def _explicit(name: str, shard: Shard, ranks: Ranks) -> Entry:
+    if type(shard.tensor) not in _PLAIN:
+        raise Unsupported(f"{name} is a Shard of {type(shard.tensor).__qualname__}; give it a plain tensor")
+    box = Box(tuple(shard.offsets), tuple(shard.tensor.shape))
+    views = [View(box, shard.tensor.detach())]
+    return boxed(name, dtype_name(name, shard.tensor), tuple(shard.shape), views, ranks)
+
+
+def boxed(name: str, dtype: str, shape: tuple[int, ...], views: list[View], ranks: Ranks) -> Entry:
+    """An entry of which this rank knows only its own boxes."""
+    views = [v for v in views if v.box.size]
+    own = (ranks.rank, tuple((v.box.offsets, v.box.lengths) for v in views))
+    return Entry(name, dtype, shape, Boxes((own,)), views)
+
+
+def _sharded_tensor(name: str, tensor: ShardedTensor, ranks: Ranks) -> Entry:
+    views = []
+    shape = tuple(tensor.metadata().size)
+    for shard in tensor.local_shards():
+        box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        views.append(View(box, shard.tensor.detach().view(box.lengths)))
+    dtype = dtypes.name_of(tensor.dtype) if not views else dtype_name(name, views[0].tensor)
+    return boxed(name, dtype, shape, views, ranks)

@@ -1,0 +1,237 @@
+"""From a nested state to its leaves: one walk, the same for saving and for loading.
+
+`save` and `load` call `collect`. Never copies a tensor and never changes an object of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.engine.ranks import Ranks
+from holdfast.engine.state import modules, optimizers
+from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
+from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
+from holdfast.engine.state.tensors import entries_of, is_tensor_leaf
+from holdfast.errors import Unsupported
+from holdfast.ondisk import names, values
+
+
+def collect(state: Mapping[str, Any], ranks: Ranks, saved: Saved | None = None) -> Collected:
+    """All leaves of ``state`` as this rank holds them, tensors as views of their own memory.
+
+    ``saved`` (when loading) says what the checkpoint holds, so that empty optimizers can make room for it.
+    Raises Unsupported, naming the path of the first leaf that cannot be saved.
+    """
+    if not isinstance(state, dict):
+        raise Unsupported(f"a state is a dict of names, not a {type(state).__qualname__}: wrap it as {{'model': …}}")
+    found = list(_modules("", state))
+    walk = _Walk(ranks, optimizers.names_of_parameters(found), saved)
+    walk.container("", state)
+    _find_aliases(walk.into)
+    return walk.into
+
+
+def _modules(path: str, node: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a state with the path that its leaves get."""
+    if isinstance(node, nn.Module):
+        yield path, node
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _modules(names.child(path, str(key)), value)
+    elif isinstance(node, (list, tuple)):
+        if node and all(isinstance(v, nn.Module) for v in node):
+            yield from modules.merged(path, list(node))
+        else:
+            for i, value in enumerate(node):
+                yield from _modules(names.child(path, str(i)), value)
+
+
+class _Walk:
+    """The walk under way; ``into`` fills as it goes."""
+
+    def __init__(self, ranks: Ranks, known: dict[int, tuple[str, optimizers.Named]], saved: Saved | None) -> None:
+        self.ranks, self.known, self.saved = ranks, known, saved
+        self.into = Collected()
+
+    def node(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
+        """One leaf, object or container at ``path``; ``put`` stores a new value in its place."""
+        if is_tensor_leaf(node):
+            self.tensor(path, node)
+        elif isinstance(node, PerRank):
+            self.per_rank(path, node.state(), node.put, node.elsewhere)
+        elif isinstance(node, RNG):
+            self.per_rank(path, node.state_dict(), node.load_state_dict, node.rule())
+        elif isinstance(node, nn.Module):
+            self.module(path, node)
+        elif _is_plain_optimizer(node):
+            self.optimizers(path, [node])
+        elif _is_container(node):
+            if node and isinstance(node, (list, tuple)) and all(isinstance(v, nn.Module) for v in node):
+                for at, module in modules.merged(path, list(node)):
+                    self.module(at, module)
+            elif node and isinstance(node, (list, tuple)) and all(_is_plain_optimizer(v) for v in node):
+                self.optimizers(path, list(node))
+            elif _only_values(node):
+                self.values(path, node, self.into.values)
+                self.into.slots.append(Slot(path, put))
+            else:
+                self.container(path, node)
+        elif is_stateful(node):
+            self.stateful(path, node)
+        else:
+            self.values(path, node, self.into.values)
+            self.into.slots.append(Slot(path, put))
+
+    def container(self, path: str, node: Any) -> None:
+        """The children of a container that holds more than plain values."""
+        self.note_container(path, node)
+        if isinstance(node, tuple):
+            for i, value in enumerate(node):
+                self.node(names.child(path, str(i)), value, _cannot_put(names.child(path, str(i))))
+            return
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            at = names.child(path, _key(path, key))
+            self.node(at, value, lambda new, node=node, key=key: node.__setitem__(key, new))
+
+    def note_container(self, path: str, node: Any) -> None:
+        """Lists, tuples and empty containers are noted; so is a dict whose keys are integers (see docs/format.md)."""
+        if isinstance(node, (list, tuple)):
+            self.into.containers[path] = "list" if isinstance(node, list) else "tuple"
+        elif path and (not node or any(type(k) is int for k in node)):
+            self.into.containers[path] = "dict"
+
+    def values(self, path: str, node: Any, into: dict[str, values.JSON]) -> None:
+        """Plain values, however nested."""
+        if _is_container(node):
+            self.note_container(path, node)
+            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+                self.values(names.child(path, _key(path, key)), value, into)
+            return
+        try:
+            into[path] = values.encode(node)
+        except values.Refused as error:
+            raise Unsupported(f"{path}: {error.reason}") from None
+
+    def tensor(self, path: str, tensor: Any) -> list[Entry]:
+        added = list(entries_of(path, tensor, self.ranks))
+        for entry in added:
+            if entry.name in self.into.entries:
+                raise Unsupported(f"two leaves of the state are both named {entry.name}; rename one")
+            self.into.entries[entry.name] = entry
+        return added
+
+    def module(self, path: str, module: nn.Module) -> None:
+        modules.check_not_lazy(path, module)
+        state = modules.module_state(path, module, self.ranks)
+        for entry in state.entries:
+            self.into.entries[entry.name] = entry
+        for fqn, tensor in state.tensors.items():
+            self.tensor(names.child(path, fqn), tensor)
+            if fqn in state.loose:
+                self.into.then.append(lambda fqn=fqn, tensor=tensor: modules.put_loose(module, fqn, tensor))  # type: ignore[misc]
+        for fqn, value in state.loose.items():
+            if fqn not in state.tensors:
+                at = names.child(path, fqn)
+                self.owned(at, value, lambda new, fqn=fqn: modules.put_loose(module, fqn, new))
+        self.into.aliases.update(state.aliases)
+        if not state.entries and not state.tensors and not state.loose:
+            self.into.containers[path] = "dict"
+
+    def owned(self, path: str, value: Any, put: Callable[[Any], None]) -> None:
+        """A value of a module (its extra state): other pipeline stages need not have it."""
+        held: dict[str, Any] = {}
+        self.saved_tree(path, value, self.into.owned, held)
+        self.into.slots.append(Slot(path, put, whole=True, held=held))
+
+    def optimizers(self, path: str, found: list[Optimizer]) -> None:
+        optimizers.collect_optimizers(path, found, self.known, self.ranks, self.into, self.saved)
+
+    def stateful(self, path: str, node: Any) -> None:
+        held: dict[str, Any] = {}
+        self.saved_tree(path, node.state_dict(), self.into.values, held)
+        self.into.slots.append(Slot(path, node.load_state_dict, whole=True, held=held))
+
+    def saved_tree(self, path: str, node: Any, into: dict[str, values.JSON], held: dict[str, Any]) -> None:
+        """A state dict that an object made: tensors and values in any nest."""
+        if is_tensor_leaf(node):
+            if self.saved is None or self.fits(path, node):
+                self.tensor(path, node)
+                held[path] = node
+        elif _is_container(node):
+            self.note_container(path, node)
+            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+                self.saved_tree(names.child(path, _key(path, key)), value, into, held)
+        else:
+            self.values(path, node, into)
+
+    def fits(self, path: str, tensor: Any) -> bool:
+        """Whether an object's present tensor can take the saved one in place; if not, the object gets a new one."""
+        if type(tensor) is not torch.Tensor:
+            return True
+        return self.saved is not None and self.saved.tensors.get(path, ("", ()))[1] == tuple(tensor.shape)
+
+    def per_rank(self, path: str, value: Any, put: Callable[[Any], None], elsewhere: object) -> None:
+        tensors: dict[str, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> str:
+            if type(tensor) not in (torch.Tensor, nn.Parameter):
+                raise values.Refused("", f"a {type(tensor).__qualname__} inside of a PerRank value")
+            reference = str(len(tensors))
+            tensors[reference] = tensor.detach()
+            return reference
+
+        try:
+            encoded = values.encode_tree(value, keep)
+        except values.Refused as error:
+            raise Unsupported(f"{path}{error.path}: {error.reason}") from None
+        self.into.per_rank[path] = PerRankLeaf(path, encoded, tensors, put, elsewhere)
+
+
+def _is_plain_optimizer(node: Any) -> bool:
+    # A subclass with a state_dict of its own (ZeroRedundancyOptimizer) knows better than we do what its state is.
+    return isinstance(node, Optimizer) and type(node).state_dict is Optimizer.state_dict
+
+
+def _is_container(node: Any) -> bool:
+    return isinstance(node, dict) or type(node) in (list, tuple)
+
+
+def _only_values(node: Any) -> bool:
+    if _is_container(node):
+        return all(map(_only_values, node.values() if isinstance(node, dict) else node))
+    return not (is_tensor_leaf(node) or isinstance(node, (PerRank, RNG, nn.Module, Optimizer)) or is_stateful(node))
+
+
+def _key(path: str, key: Any) -> str:
+    if type(key) is str:
+        if not path and key in ("", "manifest.json"):
+            raise Unsupported(f"the state has the key {key!r} at the top, which cannot name a section; rename it")
+        return key
+    if type(key) is int:
+        return str(key)
+    raise Unsupported(f"{path or 'the state'} has the key {key!r} of type {type(key).__qualname__}; keys are strings")
+
+
+def _cannot_put(path: str) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        raise Unsupported(f"{path} is a plain value inside of a tuple that also holds tensors; make it a list")
+
+    return put
+
+
+def _find_aliases(into: Collected) -> None:
+    """Names whose every byte is the memory of an earlier name: tied weights. The first name keeps the tensor."""
+    first: dict[Any, str] = {}
+    for name, entry in into.entries.items():
+        if not entry.views or 0 in entry.shape:
+            continue
+        memory = tuple((v.tensor.data_ptr(), v.tensor.stride(), v.box) for v in entry.views)
+        key = (memory, entry.dtype, entry.shape, entry.views[0].tensor.device, entry.spread)
+        other = first.setdefault(key, name)
+        if other != name:
+            into.aliases[name] = other

@@ -1,0 +1,267 @@
+"""Local disk: durable small files, folders, listing, deleting; and how a large file is opened.
+
+Called by save, load and the manager. Knows nothing of tensors or ranks; every error names the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.errors import StorageError
+from holdfast.events import log
+
+SECTOR = 4096
+"""Direct I/O moves multiples of this many bytes between addresses and offsets that are multiples of it."""
+
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free space or prune old steps",
+    errno.EDQUOT: "the quota is used up: free space or raise it",
+    errno.EACCES: "no permission: check the owner and mode of the folder",
+    errno.EPERM: "not permitted: check the owner and mode of the folder",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.ENAMETOOLONG: "a name is too long for this file system",
+    errno.EIO: "the device failed: check its health, then restore from another copy",
+    errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
+}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
+    """Turn an OSError inside the block into a StorageError that says what was done to which file, and what to do."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        file = os.fspath(path)
+        advice = _ADVICE.get(error.errno or 0)
+        text = f"cannot {doing} {file}: {error.strerror or error}" + (f" ({advice})" if advice else "")
+        named = StorageError(text)
+        named.errno, named.file = error.errno, file
+        raise named from error
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents, durably: each new entry is synced into its own parent."""
+    with naming(path, "create the folder"):
+        missing = []
+        at = path
+        while not at.is_dir():
+            missing.append(at)
+            at = at.parent
+        for folder in reversed(missing):
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                if not folder.is_dir():
+                    raise
+            sync_folder(folder.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the entries of a folder durable."""
+    with naming(path, "sync the folder"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+                raise
+        finally:
+            os.close(fd)
+
+
+def write_small(path: Path, data: bytes) -> None:
+    """Write a small file whole and durably under its final name. An older one of that name is replaced in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with naming(path, "write"):
+        try:
+            _write_durably(temporary, data)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+
+
+def create_small(path: Path, data: bytes, temporary: Path) -> bool:
+    """Create a small file whole and durably, only if there is none: False if the name is taken.
+
+    ``temporary`` is a name in the same folder for the moments before. A crash leaves either nothing, the temporary
+    file, or the whole file.
+    """
+    with naming(path, "create"):
+        try:
+            _write_durably(temporary, data)
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
+                    raise
+                return _create_without_links(path, data)
+        finally:
+            temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return True
+
+
+def _create_without_links(path: Path, data: bytes) -> bool:
+    # File systems without hard links (some FUSE and SMB mounts): an exclusive create is atomic there, the bytes are
+    # not; the manifest's digest finds a torn one.
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return False
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+    return True
+
+
+def replace_small(path: Path, data: bytes, temporary: Path) -> None:
+    """Replace a small file in one durable step, so that at any moment either the old or the new one is there."""
+    with naming(path, "replace"):
+        try:
+            _write_durably(temporary, data)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_small(path: Path) -> bytes:
+    """All bytes of a small file. Raises FileNotFoundError as it is, anything else as StorageError."""
+    with naming_unless_missing(path, "read"):
+        return path.read_bytes()
+
+
+@contextmanager
+def naming_unless_missing(path: Path, doing: str) -> Iterator[None]:
+    """`naming`, but a missing file stays a FileNotFoundError: the caller knows what that means."""
+    try:
+        with naming(path, doing):
+            yield
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            raise FileNotFoundError(errno.ENOENT, "No such file", os.fspath(path)) from None
+        raise
+
+
+def delete(path: Path) -> None:
+    """Delete a file if it is there."""
+    with naming(path, "delete"):
+        path.unlink(missing_ok=True)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a folder and all below it, if it is there."""
+    with naming(path, "delete"):
+        if path.exists():
+            shutil.rmtree(path)
+
+
+def delete_if_empty(path: Path) -> None:
+    """Delete a folder that holds nothing; leave one that does."""
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            log.debug("cannot remove %s: %s", path, error)
+
+
+def files_below(folder: Path) -> list[str]:
+    """Relative paths (with ``/``) of all files in a folder, sorted; empty if there is no folder."""
+    found = []
+    for base, _, files in os.walk(folder):
+        found += [Path(base, f).relative_to(folder).as_posix() for f in files]
+    return sorted(found)
+
+
+def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
+    """Create a new file of ``nbytes`` for large aligned writes: (descriptor, whether it writes directly).
+
+    Space is taken up front where the file system can, so that a full disk is found before any copying. The file
+    carries a shared lock until it is closed: a sweeper can tell a save under way from the leavings of a dead one.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with naming(path, "create"):
+        try:
+            fd, direct = os.open(path, flags | os.O_DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # tmpfs before Linux 6.6 and some network file systems
+                raise
+            path.unlink(missing_ok=True)
+            fd, direct = os.open(path, flags, 0o666), False
+    try:
+        with naming(path, "lock"):
+            _lock(fd)
+        with naming(path, f"reserve {nbytes} bytes for"):
+            _reserve(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise
+    return fd, direct
+
+
+def _lock(fd: int) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    # fallocate(2) itself: posix_fallocate would write zeros where the file system has no such call.
+    if nbytes and _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+        number = ctypes.get_errno()
+        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(number, os.strerror(number))
+
+
+def in_use(path: Path) -> bool:
+    """Whether a living process has this file open as part of a save under way."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def open_to_read(path: Path) -> tuple[int, int | None]:
+    """Descriptors of an existing file: through the page cache, and directly (None where that cannot be had)."""
+    with naming_unless_missing(path, "open"):
+        cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return cached, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return cached, None

@@ -1,0 +1,114 @@
+"""The tree of errors: six reactions a caller can have, each also the built-in that a reader expects.
+
+Every floor raises from here; the public package exports the classes.
+Never does I/O and never knows about ranks beyond carrying their numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+
+
+class HoldfastError(Exception):
+    """Root of everything holdfast raises.
+
+    Attributes (each ``None`` where it does not apply): ``rank``, ``host``, ``phase`` and ``file`` say where
+    the first failure happened; ``cause`` is that failure's own text. They are equal on every rank.
+    """
+
+    rank: int | None = None
+    host: str | None = None
+    phase: str | None = None
+    file: str | None = None
+    cause: str | None = None
+
+
+class SaveFailed(HoldfastError, RuntimeError):
+    """A save did not commit; the checkpoint before it is untouched and training may go on."""
+
+
+class NotACheckpoint(HoldfastError, FileNotFoundError):
+    """The path holds no committed checkpoint: nothing, something else, or an unfinished save."""
+
+
+class Mismatch(HoldfastError, ValueError):
+    """Checkpoint and target (or two ranks of one save) do not fit; the text lists every name at once."""
+
+
+class Unsupported(HoldfastError, TypeError):
+    """A leaf, dtype or layout that cannot be saved, named by its path."""
+
+
+class Damaged(HoldfastError, ValueError):
+    """Bytes on storage are not the bytes that were written: truncated, altered or of another version."""
+
+
+class StorageError(HoldfastError, OSError):
+    """The disk or store refused: full, read-only, no permission, input/output error."""
+
+
+class RankLost(HoldfastError, TimeoutError):
+    """A rank did not come before the deadline; the text names it."""
+
+
+_KINDS: dict[str, type[HoldfastError]] = {
+    kind.__name__: kind
+    for kind in (SaveFailed, NotACheckpoint, Mismatch, Unsupported, Damaged, StorageError, RankLost, HoldfastError)
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong on one rank, in a form that travels to every other rank.
+
+    ``kind`` is the name of a class of this module; ``message`` stands by itself.
+    """
+
+    rank: int
+    host: str
+    phase: str
+    kind: str
+    message: str
+    file: str | None = None
+    errno: int | None = None
+
+
+def failure_of(error: BaseException, *, rank: int, host: str, phase: str) -> Failure:
+    """Describe ``error``, raised on ``rank`` during ``phase``; an ``OSError`` becomes a StorageError."""
+    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS and k is not SaveFailed), None)
+    file = getattr(error, "file", None)
+    number = error.errno if isinstance(error, OSError) else None
+    if kind is None and isinstance(error, OSError):
+        kind = "StorageError"
+        file = os.fspath(error.filename) if isinstance(error.filename, (str, os.PathLike)) else None
+    text = str(error) if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+    return Failure(rank, host, phase, kind or "HoldfastError", text, file, number)
+
+
+@cache
+def _save_failed_as(kind: type[HoldfastError]) -> type[HoldfastError]:
+    # A failed save is a SaveFailed whatever the cause, and the cause's own reaction too: `except OSError` catches
+    # a full disk, `except TypeError` a function in the state.
+    if kind in (SaveFailed, HoldfastError):
+        return SaveFailed
+    return type("SaveFailed", (SaveFailed, kind), {"__module__": __name__, "__doc__": SaveFailed.__doc__})
+
+
+def error_from(failure: Failure, *, saving: bool) -> HoldfastError:
+    """The exception that every rank raises for ``failure``: the same class, text and attributes everywhere."""
+    kind = _KINDS.get(failure.kind, HoldfastError)
+    where = f"rank {failure.rank} on {failure.host}, phase {failure.phase}"
+    if failure.file and failure.file not in failure.message:
+        where += f", file {failure.file}"
+    if saving:
+        text = f"save failed ({where}): {failure.message}. Nothing was committed; earlier checkpoints are untouched."
+        error = _save_failed_as(kind)(text)
+    else:
+        error = kind(f"{failure.message} ({where})")
+    error.rank, error.host, error.phase = failure.rank, failure.host, failure.phase
+    error.file, error.cause = failure.file, failure.message
+    if failure.errno is not None and isinstance(error, OSError):
+        error.errno = failure.errno
+    return error

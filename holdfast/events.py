@@ -1,0 +1,83 @@
+"""Observation from outside: phases and their progress, told to whoever listens.
+
+The engine calls `task`; progress bars, traces and tests call `listen`.
+Never raises into the engine, never prints, costs one list check when nobody listens.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+log = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One change of one task.
+
+    ``kind`` is ``"start"``, ``"advance"`` or ``"end"``; ``done`` and ``total`` count bytes (``total`` 0 if unknown);
+    ``seconds`` since the task began; ``rank`` of the process that reports.
+    """
+
+    kind: str
+    task: str
+    path: str
+    rank: int
+    done: int
+    total: int
+    seconds: float
+
+
+Listener = Callable[[Event], None]
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def listen(listener: Listener) -> Iterator[None]:
+    """Call ``listener(event)`` for every event of this process inside the ``with`` block, from any thread."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+class Task:
+    """A running phase; `advance` may be called from several threads."""
+
+    def __init__(self, name: str, path: str, rank: int, total: int) -> None:
+        self.name, self.path, self.rank, self.total = name, path, rank, total
+        self.done = 0
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def advance(self, count: int) -> None:
+        """Count ``count`` more bytes as done."""
+        with self._lock:
+            self.done += count
+        if _listeners:
+            self._tell("advance")
+
+    def _tell(self, kind: str) -> None:
+        event = Event(kind, self.name, self.path, self.rank, self.done, self.total, time.monotonic() - self._began)
+        for listener in list(_listeners):
+            try:
+                listener(event)
+            except Exception:  # an observer must never fail the save it observes
+                log.exception("a listener of holdfast events failed")
+
+
+@contextmanager
+def task(name: str, path: str, rank: int = 0, total: int = 0) -> Iterator[Task]:
+    """Report the enclosed work as one task of ``total`` bytes."""
+    running = Task(name, path, rank, total)
+    running._tell("start")
+    try:
+        yield running
+    finally:
+        running._tell("end")

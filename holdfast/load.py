@@ -1,0 +1,321 @@
+"""The story of a load: open, match names, read what intersects, hand values back, settle.
+
+Users and the manager call `load`. Never changes the target before every rank knows that everything fits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from holdfast import events
+from holdfast.checkpoint import Checkpoint, Patterns, matches, near, nest, open_checkpoint
+from holdfast.engine.ranks import DEADLINE, ranks_of
+from holdfast.engine.read import Verify, Wanted, read_boxes
+from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
+from holdfast.engine.state.per_rank import choose
+from holdfast.errors import Mismatch
+from holdfast.ondisk import dtypes, names, values
+from holdfast.ondisk.box import whole
+from holdfast.ondisk.manifest import TensorRecord
+
+Rename = Mapping[str, str] | Callable[[str], str]
+_SHOWN = 200
+
+
+@dataclass
+class Loaded:
+    """What a load did.
+
+    ``restored``: names of tensors and values that came; ``skipped``: left out by ``only``; ``kept``: not in the
+    checkpoint, kept as they were; ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
+    Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_unverified`` of those
+    needed whose blocks were read only in part and so could not be checked (``verify="blocks"`` checks all).
+    """
+
+    checkpoint: Checkpoint
+    restored: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    bytes_unverified: int = 0
+    seconds: float = 0.0
+
+    @property
+    def step(self) -> int | None:
+        """The training step of the checkpoint."""
+        return self.checkpoint.step
+
+
+def load(
+    path: str | os.PathLike[str], into: dict[str, Any], *, only: Patterns = "*", rename: Rename | None = None,
+    cast: bool = False, missing: Literal["error", "keep"] = "error", verify: Verify = True,
+    group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
+) -> Loaded:  # fmt: skip
+    """Load the checkpoint at ``path`` into the objects and tensors of ``into``, in place, on any mesh or none.
+
+    Called by every rank of ``group``; each reads only the bytes that its own shards need. Strict: every name of
+    ``into`` must be in the checkpoint and the other way round, with equal shapes and dtypes.
+
+    ``only``: patterns over names (``"model"``, ``"model/*.weight"``); the rest is left alone on both sides.
+    ``rename``: saved names to names of ``into``: a mapping of names or leading paths, or a function.
+    ``cast``: convert where dtypes differ. ``missing="keep"``: what the checkpoint lacks stays as it is.
+    ``verify``: True checks the sums of all blocks read whole; ``"blocks"`` reads blocks whole to check all;
+    False checks none.
+
+    Raises on every rank the same: Mismatch listing every name that does not fit (nothing was changed),
+    NotACheckpoint, Damaged (names file and tensor), Unsupported, StorageError, RankLost.
+    """
+    if missing not in ("error", "keep"):
+        raise ValueError(f'missing is "error" or "keep", not {missing!r}')
+    ranks = ranks_of(group)
+    began = monotonic()
+    with ranks.call(f"load {os.path.abspath(os.fspath(path))}", deadline=deadline) as call:
+        match: list[_Match] = []
+
+        def compare() -> _Fit:
+            checkpoint = open_checkpoint(path)
+            target = _target_names(checkpoint, rename)
+            saved = _saved(checkpoint, target, only)
+            found = _Match(checkpoint, target, saved, only, cast, collect(into, ranks, saved))
+            match.append(found)
+            return found.compare(keep=missing == "keep")
+
+        call.exchange("match", compare, _judge, bool)
+        work = match[0]
+        call.settle("read", lambda: work.restore(verify, ranks.rank, ranks.size), lambda notes: True, bool)
+    work.loaded.seconds = monotonic() - began
+    return work.loaded
+
+
+class _Fit(msgspec.Struct, array_like=True):
+    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order."""
+
+    where: str
+    names: list[str]
+    unclaimed: bytes
+    missing: list[str]
+    misfits: list[str]
+
+
+def _judge(fits: list[_Fit]) -> bool:
+    """On the first rank: raise Mismatch with every name of every rank, unless all fits."""
+    joint = fits[0].unclaimed
+    for fit in fits[1:]:
+        # A name is left over only if no rank asked for it: a pipeline stage asks for its own layers alone.
+        joint = bytes(a & b for a, b in zip(joint, fit.unclaimed, strict=True))
+    extra = [name for i, name in enumerate(fits[0].names) if joint[i // 8] >> (i % 8) & 1]
+    missing = list(dict.fromkeys(name for fit in fits for name in fit.missing))
+    misfits = list(dict.fromkeys(text for fit in fits for text in fit.misfits))
+    if not (extra or missing or misfits):
+        return True
+    text = [f"{fits[0].where} does not fit what it is loaded into; nothing was changed."]
+    if misfits:
+        text.append(f"{len(misfits)} differ:" + _listed(misfits))
+    if missing:
+        text.append(
+            f'{len(missing)} missing from the checkpoint (missing="keep" leaves them as they are):'
+            + _listed([name + near(name, extra or fits[0].names) for name in missing])
+        )
+    if extra:
+        text.append(
+            f"{len(extra)} in the checkpoint that nothing asks for (only= leaves them out, rename= maps them):"
+            + _listed([name + near(name, missing) for name in extra])
+        )
+    raise Mismatch("\n".join(text))
+
+
+def _listed(items: list[str]) -> str:
+    shown = "".join(f"\n    {item}" for item in items[:_SHOWN])
+    return shown + (f"\n    … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
+
+
+def _target_names(checkpoint: Checkpoint, rename: Rename | None) -> Callable[[str], str]:
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    table = sorted(rename.items(), key=lambda item: -len(item[0]))
+
+    def renamed(name: str) -> str:
+        for old, new in table:
+            if names.under(name, old.rstrip("/")):
+                return new.rstrip("/") + name[len(old.rstrip("/")) :]
+        return name
+
+    return renamed
+
+
+def _saved(checkpoint: Checkpoint, target: Callable[[str], str], only: Patterns) -> Saved:
+    tensors = {}
+    for name, record in checkpoint.records.items():
+        if matches(target(name), only):
+            tensors[target(name)] = (record.dtype, record.shape)
+    return Saved(tensors, {target(p): v for p, v in checkpoint.manifest.values.items() if matches(target(p), only)})
+
+
+class _Match:
+    """The comparison of one checkpoint with one rank's target, and the reading that follows from it."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, target: Callable[[str], str], saved: Saved, only: Patterns, cast: bool,
+        collected: Collected,
+    ) -> None:  # fmt: skip
+        self.checkpoint, self.saved, self.only, self.may_cast, self.state = checkpoint, saved, only, cast, collected
+        self.loaded = Loaded(checkpoint)
+        manifest = checkpoint.manifest
+        self.source = {target(name): name for name in checkpoint.records}
+        self.per_rank = {target(p): p for p in manifest.per_rank if matches(target(p), only)}
+        self.containers = {target(p): kind for p, kind in manifest.containers.items()}
+        everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
+        for name in everything:
+            if target(name) != name:
+                self.loaded.renamed[name] = target(name)
+            if not matches(target(name), only):
+                self.loaded.skipped.append(name)
+        if len({target(name) for name in everything}) < len(everything):
+            raise Mismatch(f"rename= gives two saved names of {checkpoint.path} the same new name")
+        self.below = _index_below([*saved.values, *self.containers, *saved.tensors])
+        self.claimed: set[str] = set()
+        self.wanted: list[Wanted] = []
+        self.slots: list[Slot] = []
+        self.fresh: dict[str, torch.Tensor] = {}
+
+    def compare(self, *, keep: bool) -> _Fit:
+        """Match every leaf of the target with the checkpoint; nothing is read or changed."""
+        missing: list[str] = []
+        misfits: list[str] = []
+        self._match_tensors(missing, misfits)
+        for slot in self.state.slots:
+            leaves = self._leaves(slot)
+            if leaves:
+                self.slots.append(slot)
+                self.claimed.update(leaves)
+                self.loaded.restored += [name for name in leaves if name in self.saved.values]
+            elif matches(slot.path, self.only):
+                missing.append(slot.path)
+        for path in self.state.per_rank:
+            if path in self.per_rank:
+                self.claimed.add(path)
+                self.loaded.restored.append(path)
+            elif matches(path, self.only):
+                missing.append(path)
+        everything = sorted({*self.saved.tensors, *self.saved.values, *self.per_rank})
+        bits = bytearray(-(-len(everything) // 8))
+        for i, name in enumerate(everything):
+            if name not in self.claimed:
+                bits[i // 8] |= 1 << (i % 8)
+        if keep:
+            self.loaded.kept, missing = missing, []
+        return _Fit(str(self.checkpoint.path), everything, bytes(bits), missing, misfits)
+
+    def _match_tensors(self, missing: list[str], misfits: list[str]) -> None:
+        tied: dict[str, list[str]] = {}
+        for alias, name in self.state.aliases.items():
+            tied.setdefault(name, []).append(alias)
+        for name, entry in self.state.entries.items():
+            if name in self.state.aliases or not matches(name, self.only):
+                continue
+            names_of_it = [name, *tied.get(name, ())]
+            found = [n for n in names_of_it if n in self.saved.tensors]
+            if not found:
+                missing.append(name)
+                continue
+            self.claimed.update(found)
+            self._match_tensor(found[0], entry, misfits)
+
+    def _match_tensor(self, name: str, entry: Entry, misfits: list[str]) -> None:
+        dtype, shape = self.saved.tensors[name]
+        if shape != entry.shape:
+            misfits.append(f"{entry.name}: saved with shape {list(shape)}, here {list(entry.shape)}")
+            return
+        if dtype != entry.dtype:
+            if not self.may_cast:
+                misfits.append(f"{entry.name}: saved as {dtype}, here {entry.dtype} (cast=True converts)")
+                return
+            self.loaded.cast[entry.name] = (dtype, entry.dtype)
+        self.loaded.restored.append(entry.name)
+        saved_name, record = self._record(name)
+        self.wanted += [Wanted(saved_name, record, view.box, view.tensor) for view in entry.views]
+
+    def _record(self, name: str) -> tuple[str, TensorRecord]:
+        source = self.source[name]
+        return self.checkpoint.saved_name(source), self.checkpoint.records[source]
+
+    def _leaves(self, slot: Slot) -> list[str]:
+        """What the checkpoint has at or below a slot: values, containers, and for a whole slot tensors too."""
+        found = [
+            n for n in (slot.path, *self.below.get(slot.path, ())) if n in self.saved.values or n in self.containers
+        ]
+        if not any(n in self.saved.values or matches(n, self.only) for n in found):
+            found = []
+        if slot.whole:
+            for name in self.below.get(slot.path, ()):
+                if name in self.saved.tensors:
+                    found.append(name)
+                    if name not in slot.held and name not in self.fresh:
+                        saved_name, record = self._record(name)
+                        tensor = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
+                        self.fresh[name] = tensor
+                        self.wanted.append(Wanted(saved_name, record, whole(record.shape), tensor))
+                        self.loaded.restored.append(name)
+        return found
+
+    def restore(self, verify: Verify, rank: int, world_size: int) -> int:
+        """Read every wanted byte, then hand all values back; the bytes read."""
+        with events.task("load", str(self.checkpoint.path), rank) as task:
+            task.total = sum(w.box.size * dtypes.itemsize(w.record.dtype) for w in self.wanted)
+            stats = read_boxes(self.checkpoint.files, self.wanted, verify=verify, progress=task.advance)
+        loaded = self.loaded
+        loaded.bytes_needed, loaded.bytes_read, loaded.bytes_unverified = stats.needed, stats.read, stats.unverified
+        if stats.unverified and verify is True:
+            events.log.debug("%d bytes of blocks read in part were not verified", stats.unverified)
+        for action in self.state.then:
+            action()
+        for slot in self.slots:
+            slot.put(self._tree(slot))
+        for path, leaf in self.state.per_rank.items():
+            if path in self.per_rank:
+                saved = self.per_rank[path]
+                leaf.put(
+                    choose(
+                        path, leaf.elsewhere, lambda r, saved=saved: self.checkpoint.per_rank(saved, r),  # type: ignore[misc]
+                        self.checkpoint.world_size, rank, world_size,
+                    )
+                )  # fmt: skip
+        return stats.read
+
+    def _tree(self, slot: Slot) -> Any:
+        """What was saved at a slot, nested as it was."""
+        below = [slot.path, *self.below.get(slot.path, ())]
+        leaves: dict[str, Any] = {n: values.decode(self.saved.values[n]) for n in below if n in self.saved.values}
+        if slot.whole:
+            leaves.update((n, slot.held.get(n, self.fresh.get(n))) for n in below if n in self.saved.tensors)
+        containers = {n: self.containers[n] for n in below if n in self.containers}
+        root = "r"
+        tree = nest(
+            {root + n[len(slot.path) :]: v for n, v in leaves.items()},
+            {root + n[len(slot.path) :]: kind for n, kind in containers.items()},
+        )
+        return tree[root]
+
+
+def _index_below(paths: list[str]) -> dict[str, list[str]]:
+    """Every path that is above something, with all that is below it."""
+    below: dict[str, list[str]] = {}
+    for name in dict.fromkeys(paths):
+        at = name
+        while "/" in at:
+            at = at.rpartition("/")[0]
+            below.setdefault(at, []).append(name)
+    return below

@@ -1,0 +1,204 @@
+"""A data file: one rank's pieces of one section as one valid safetensors file.
+
+The plan arranges pieces here and the reader parses headers here. Never touches a file: headers come and go as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import msgspec
+
+from holdfast.ondisk import blocks, dtypes
+from holdfast.ondisk.box import Box, covers
+
+ALIGN = 4096
+VERSION = "1"
+_NAME = re.compile(r"^(?P<section>[^/]+)/(?P<rank>\d{5,})-of-(?P<world>\d{5,})\.(?P<save>[0-9a-f]{16})\.safetensors$")
+MAX_HEADER = 100_000_000
+"""safetensors readers refuse a longer header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of one tensor in one data file.
+
+    ``key`` as in the header; ``lengths`` in elements; ``begin`` in bytes from the start of the tensor bytes.
+    """
+
+    key: str
+    dtype: str
+    lengths: tuple[int, ...]
+    nbytes: int
+    begin: int = 0
+
+
+@dataclass(frozen=True)
+class Header:
+    """A parsed header. ``pieces`` in file order, ``begin`` of each counted from the start of the file."""
+
+    nbytes: int
+    pieces: Mapping[str, Piece]
+    sums: Mapping[str, Sequence[str]]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+def file_name(section: str, rank: int, world_size: int, save: str) -> str:
+    """``model/00000-of-00004.7c1e09ab52d3f410.safetensors``: relative to the checkpoint."""
+    return f"{section}/{rank:05d}-of-{world_size:05d}.{save}.safetensors"
+
+
+def save_of(path: str) -> str | None:
+    """The save id in a data file's relative path, or None if this is no data file of ours."""
+    match = _NAME.match(path)
+    return match["save"] if match else None
+
+
+def key_of(name_in_section: str, box: Box, shape: Sequence[int]) -> str:
+    """How a piece is called in its file: the bare name if it is the whole tensor, else with its box."""
+    return name_in_section if covers(box, shape) else f"{name_in_section}{box}"
+
+
+def base_of(key: str) -> str:
+    """The tensor's name in a piece's key. ``[`` is escaped in names, so the first one opens the box."""
+    return key.partition("[")[0]
+
+
+def arrange(pieces: Iterable[Piece]) -> list[Piece]:
+    """Pieces in file order with their ``begin``: wider types first, so each is aligned to its item size, no holes."""
+    ordered = sorted(pieces, key=lambda p: -dtypes.itemsize(p.dtype))
+    begin, placed = 0, []
+    for piece in ordered:
+        placed.append(replace(piece, begin=begin))
+        begin += piece.nbytes
+    return placed
+
+
+def sums_length(pieces: Sequence[Piece]) -> int:
+    """How long the ``sums`` text will be; known before the data is."""
+    return 16 * sum(blocks.count(p.nbytes) for p in pieces) + max(len(pieces) - 1, 0)
+
+
+def build_header(
+    pieces: Sequence[Piece], *, save: str, rank: int, section: str, shapes: Mapping[str, Sequence[int]], sums: str
+) -> bytes:
+    """The first bytes of a data file: length, JSON, spaces up to a multiple of 4096.
+
+    ``pieces`` as arranged; ``shapes`` holds the global shape of each tensor held in part. The length depends on
+    ``sums`` only through its length, so a header of zeros tells where the tensors begin.
+    """
+    odd = {base_of(p.key): p.dtype for p in pieces if stored_as_bytes(p.dtype)}
+    header: dict[str, Any] = {
+        "__metadata__": {
+            "holdfast": VERSION,
+            "save": save,
+            "rank": str(rank),
+            "section": section,
+            "shapes": json.dumps(shapes, separators=(",", ":"), ensure_ascii=False),
+            "dtypes": json.dumps(odd, separators=(",", ":"), ensure_ascii=False),
+            "sums": sums,
+        }
+    }
+    for p in pieces:
+        header[p.key] = {
+            "dtype": dtypes.code_of(p.dtype) or "U8",
+            "shape": _stored_shape(p),
+            "data_offsets": [p.begin, p.begin + p.nbytes],
+        }
+    text = msgspec.json.encode(header)
+    text += b" " * (-(len(text) + 8) % ALIGN)
+    return len(text).to_bytes(8, "little") + text
+
+
+def stored_as_bytes(dtype: str) -> bool:
+    """Whether safetensors cannot name the type, so that its pieces are ``U8``."""
+    return dtypes.code_of(dtype) is None
+
+
+def _stored_shape(piece: Piece) -> tuple[int, ...]:
+    if not stored_as_bytes(piece.dtype):
+        return piece.lengths
+    size = dtypes.itemsize(piece.dtype)
+    return (*piece.lengths[:-1], piece.lengths[-1] * size) if piece.lengths else (size,)
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+_decode_meta = msgspec.json.Decoder(dict[str, str]).decode
+
+
+def header_length(first: bytes, file_bytes: int) -> int:
+    """Bytes of the whole header, from the first 8 bytes. Raises ValueError if that cannot be."""
+    if len(first) < 8:
+        raise ValueError(f"only {len(first)} bytes long, a header needs more")
+    length = int.from_bytes(first[:8], "little") + 8
+    if length > min(file_bytes, MAX_HEADER):
+        raise ValueError(f"its header claims {length} bytes, the file has {file_bytes}")
+    return length
+
+
+def parse_header(data: bytes, file_bytes: int) -> Header:
+    """Read a header (all of it, length included). Raises ValueError, saying what is wrong.
+
+    ``file_bytes`` is the size of the file: every piece must lie within it, without overlap.
+    """
+    nbytes = len(data)
+    try:
+        raw = _decode_header(data[8:])
+        meta = _decode_meta(raw.pop("__metadata__", msgspec.Raw(b"{}")))
+        entries = {key: _decode_entry(value) for key, value in raw.items()}
+        odd = json.loads(meta.get("dtypes", "{}"))
+    except (msgspec.MsgspecError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"its header is not valid: {error}") from None
+    pieces: dict[str, Piece] = {}
+    end = 0
+    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, stop = entry.data_offsets
+        dtype, lengths = _logical(entry, odd.get(base_of(key)))
+        if begin != end or stop - begin != prod(lengths) * dtypes.itemsize(dtype):
+            raise ValueError(f"piece {key!r} has offsets {begin}:{stop} that do not fit its shape or its neighbour")
+        end = stop
+        pieces[key] = Piece(key, dtype, lengths, stop - begin, nbytes + begin)
+    if nbytes + end != file_bytes:
+        raise ValueError(f"its header describes {nbytes + end} bytes, the file has {file_bytes}")
+    return Header(nbytes, pieces, _parse_sums(meta.get("sums"), pieces), meta)
+
+
+def _logical(entry: _Entry, odd: object) -> tuple[str, tuple[int, ...]]:
+    if odd is not None:
+        if entry.dtype != "U8" or not isinstance(odd, str) or not dtypes.known(odd):
+            raise ValueError(f"dtype {odd!r} is not known to this torch")
+        size = dtypes.itemsize(odd)
+        # The shape of a 0-dimensional tensor is [itemsize]: one axis more than its box has. The plan knows which.
+        if entry.shape[-1] % size:
+            raise ValueError(f"shape {entry.shape} holds no whole number of {odd}")
+        return odd, (*entry.shape[:-1], entry.shape[-1] // size)
+    name = dtypes.name_of_code(entry.dtype)
+    if name is None:
+        raise ValueError(f"dtype {entry.dtype!r} is not known")
+    return name, entry.shape
+
+
+def _parse_sums(text: str | None, pieces: Mapping[str, Piece]) -> dict[str, tuple[str, ...]]:
+    if text is None:
+        return {}
+    parts = text.split(",") if pieces else []
+    if len(parts) != len(pieces):
+        raise ValueError(f"it has sums for {len(parts)} pieces and holds {len(pieces)}")
+    sums = {}
+    for part, piece in zip(parts, pieces.values(), strict=True):
+        if len(part) != 16 * blocks.count(piece.nbytes):
+            raise ValueError(f"piece {piece.key!r} has the wrong number of sums")
+        sums[piece.key] = tuple(part[i : i + 16] for i in range(0, len(part), 16))
+    return sums

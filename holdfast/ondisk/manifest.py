@@ -1,0 +1,283 @@
+"""manifest.json: the commit record of a checkpoint.
+
+`save` encodes one, `open` decodes one, foreign formats make one. Never reads or writes a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast.errors import Damaged, NotACheckpoint, Unsupported
+from holdfast.ondisk import blocks, dtypes
+from holdfast.ondisk.box import Box, Grid, grid_of, inside, regular_cuts
+
+FILE_NAME = "manifest.json"
+FORMAT, VERSION = "holdfast", 1
+_TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\s*$')
+
+
+class FileRecord(NamedTuple):
+    """A data file: path relative to the checkpoint, its size, and what proves its header.
+
+    ``save`` is the id of another save that wrote it, if the piece is borrowed; else None and not in the file.
+    """
+
+    path: str
+    bytes: int
+    header_bytes: int
+    header_digest: str
+    save: str | None = None
+
+
+class Cells(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Cells that are no regular grid: cut points on each axis, or plain boxes."""
+
+    cuts: tuple[tuple[int, ...], ...] | None = None
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None = None
+
+
+class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor: torch's dtype name, global shape, how it is cut into cells, and the file of each non-empty cell."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    cells: list[int] | Cells | None
+    files: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * dtypes.itemsize(self.dtype)
+
+    def touching(self, box: Box) -> list[tuple[Box, int]]:
+        """The cells that meet ``box``, each with the index of its file."""
+        cells, files = _geometry(self.shape, _frozen(self.cells)), expand(self.files)
+        if isinstance(cells, Grid):
+            return [(cell, files[number]) for number, cell in cells.touching(box)]
+        return [(cell, files[n]) for n, cell in enumerate(cells) if all(_overlap(cell, box))]
+
+    def boxes(self) -> list[tuple[Box, int]]:
+        """Every non-empty cell with the index of its file."""
+        cells, files = _geometry(self.shape, _frozen(self.cells)), expand(self.files)
+        return list(zip(cells.boxes() if isinstance(cells, Grid) else cells, files, strict=True))
+
+
+def _overlap(a: Box, b: Box) -> list[bool]:
+    return [x < q and p < y for x, y, p, q in zip(a.offsets, a.ends, b.offsets, b.ends, strict=True)]
+
+
+def _frozen(cells: list[int] | Cells | None) -> tuple[int, ...] | Cells | None:
+    return tuple(cells) if isinstance(cells, list) else cells
+
+
+@lru_cache(maxsize=4096)
+def _geometry(shape: tuple[int, ...], cells: tuple[int, ...] | Cells | None) -> Grid | tuple[Box, ...]:
+    # Thousands of tensors share a handful of shapes and cuts: one Grid serves them all.
+    if 0 in shape:
+        return ()
+    if cells is None:
+        return Grid(tuple((0, n) for n in shape))
+    if isinstance(cells, tuple):
+        return Grid(tuple(regular_cuts(n, c) for n, c in zip(shape, cells, strict=True)))
+    if cells.cuts is not None:
+        return Grid(cells.cuts)
+    return tuple(Box(o, n) for o, n in cells.boxes or ())
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """All parts of a save joined; field order is the order in the file. ``digest`` is not a field: it is the seal."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    save: str
+    run: str
+    step: int | None
+    created: str
+    producer: dict[str, str]
+    world_size: int
+    files: list[list[str | int]]
+    tensors: dict[str, TensorRecord]
+    values: dict[str, Any]
+    containers: dict[str, str]
+    aliases: dict[str, str]
+    per_rank: dict[str, str]
+    attachments: list[tuple[str, int, str]]
+
+    @property
+    def data_files(self) -> list[FileRecord]:
+        """``files`` as records."""
+        return [FileRecord(*f) for f in self.files]  # type: ignore[arg-type]
+
+
+class _Head(msgspec.Struct):
+    format: str
+    version: int
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Manifest)
+_head_decoder = msgspec.json.Decoder(_Head)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of manifest.json, sealed by a digest of all that stands before it."""
+    body = _encoder.encode(manifest)[:-1]
+    return body + b',"digest":"' + blocks.digest(body).encode() + b'"}'
+
+
+def decode(data: bytes, where: str) -> Manifest:
+    """Read manifest.json. ``where`` is named in errors.
+
+    Raises NotACheckpoint if it is another program's file, Unsupported for a version from the future, Damaged if it
+    is truncated, altered or contradicts itself.
+    """
+    try:
+        head = _head_decoder.decode(data)
+    except msgspec.DecodeError as error:
+        if data.lstrip()[:1] == b"{" and b'"holdfast"' not in data[:64] and isinstance(error, msgspec.ValidationError):
+            raise NotACheckpoint(f"{where} was not written by holdfast: {error}") from None
+        raise Damaged(f"{where} is truncated or altered ({error}); restore an earlier step") from None
+    if head.format != FORMAT:
+        raise NotACheckpoint(f"{where} has format {head.format!r}, not {FORMAT!r}")
+    if head.version != VERSION:
+        raise Unsupported(
+            f"{where} has format version {head.version}, this holdfast reads version {VERSION}: install a newer one"
+        )
+    seal = _TAIL.search(data)
+    if seal is None or blocks.digest(data[: seal.start()]).encode() != seal[1]:
+        raise Damaged(f"{where} is altered or truncated: its digest does not match; restore an earlier step")
+    try:
+        manifest = _decoder.decode(data)
+        _check(manifest)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Damaged(f"{where} contradicts itself: {error}") from None
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    for raw in manifest.files:
+        if len(raw) not in (4, 5) or [type(x) for x in raw] != [str, int, int, str, str][: len(raw)]:
+            raise ValueError(f"file {raw} is not [path, bytes, header_bytes, header_digest]")
+        _check_path(str(raw[0]), borrowed=len(raw) == 5)
+    for path, _, _ in manifest.attachments:
+        _check_path(path, borrowed=False)
+    for name, record in manifest.tensors.items():
+        fault = _record_fault(record, len(manifest.files))
+        if fault:
+            raise ValueError(f"tensor {name!r}: {fault}")
+    for alias, name in manifest.aliases.items():
+        if name not in manifest.tensors:
+            raise ValueError(f"alias {alias!r} names {name!r}, which is no tensor")
+    for path, kind in manifest.containers.items():
+        if kind not in ("dict", "list", "tuple"):
+            raise ValueError(f"container {path!r} is a {kind!r}")
+    for path, files in manifest.per_rank.items():
+        if _count(files) != manifest.world_size or _largest(files) >= len(manifest.files):
+            raise ValueError(f"value {path!r} of each rank names files {files!r}")
+
+
+def _check_path(path: str, *, borrowed: bool) -> None:
+    parts = path.split("/")
+    if borrowed and parts[0] == ".." and len(parts) > 2:
+        parts = parts[1:]
+    if "\\" in path or any(p in ("", ".", "..") for p in parts) or ":" in parts[0]:
+        raise ValueError(f"path {path!r} leaves the checkpoint")
+
+
+def _record_fault(record: TensorRecord, files: int) -> str | None:
+    shape, cells = record.shape, record.cells
+    if not dtypes.known(record.dtype):
+        return f"dtype {record.dtype!r} is not known to this torch"
+    if any(n < 0 for n in shape):
+        return f"shape {list(shape)} is negative"
+    if 0 in shape:
+        return None if not record.files else "an empty tensor has files"
+    if cells is None:
+        count = 1
+    elif isinstance(cells, list):
+        if len(cells) != len(shape) or any(c < 1 for c in cells):
+            return f"cells {cells} do not fit shape {list(shape)}"
+        count = prod(-(-n // c) for n, c in zip(shape, cells, strict=True))
+    elif cells.cuts is not None:
+        if len(cells.cuts) != len(shape) or any(
+            len(c) < 2 or c[0] != 0 or c[-1] != n or any(a >= b for a, b in zip(c[:-1], c[1:], strict=True))
+            for c, n in zip(cells.cuts, shape, strict=True)
+        ):
+            return f"cuts do not fit shape {list(shape)}"
+        count = prod(len(c) - 1 for c in cells.cuts)
+    elif cells.boxes is not None:
+        boxes = [Box(o, n) for o, n in cells.boxes]
+        if any(len(b.offsets) != len(b.lengths) or not inside(b, shape) or not b.size for b in boxes):
+            return f"boxes do not fit shape {list(shape)}"
+        if sum(b.size for b in boxes) != prod(shape):
+            return f"boxes do not tile shape {list(shape)}"
+        count = len(boxes)
+    else:
+        return "cells are neither cuts nor boxes"
+    if _count(record.files) != count:
+        return f"{count} cells, files {record.files!r}"
+    return None if _largest(record.files) < files else f"files {record.files!r}, but there are only {files}"
+
+
+def cells_for(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[list[int] | Cells | None, list[int]]:
+    """How to write ``boxes`` (which tile ``shape``) shortest: (cells, order of the boxes as cells count them)."""
+    if len(boxes) == 1 or 0 in shape:
+        return None, list(range(len(boxes)))
+    grid = grid_of(shape, boxes)
+    if grid is None:
+        order = sorted(range(len(boxes)), key=lambda i: boxes[i])
+        return Cells(boxes=tuple((boxes[i].offsets, boxes[i].lengths) for i in order)), order
+    order = sorted(range(len(boxes)), key=lambda i: boxes[i].offsets)
+    cell = [c[1] for c in grid.cuts]
+    if all(cuts == regular_cuts(n, c) for cuts, n, c in zip(grid.cuts, shape, cell, strict=True)):
+        return cell, order
+    return Cells(cuts=grid.cuts), order
+
+
+def file_row(file: FileRecord) -> list[str | int]:
+    """A record as it stands in the file: four items, five if it is borrowed."""
+    return [x for x in file if x is not None]
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """``[0, 1, 2, 3, 7]`` as ``"0-3,7"``: ascending runs, in order."""
+    spans: list[list[int]] = []
+    for i in indices:
+        if spans and i == spans[-1][1] + 1:
+            spans[-1][1] = i
+        else:
+            spans.append([i, i])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def _spans(text: str) -> list[tuple[int, int]]:
+    spans = []
+    for part in text.split(",") if text else []:
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ValueError(f"{text!r} is no list of ranges")
+        spans.append((int(first), int(last) if dash else int(first)))
+        if spans[-1][1] < spans[-1][0]:
+            raise ValueError(f"{text!r} is no list of ranges")
+    return spans
+
+
+@lru_cache(maxsize=4096)
+def expand(text: str) -> tuple[int, ...]:
+    """The inverse of `ranges`."""
+    return tuple(i for a, b in _spans(text) for i in range(a, b + 1))
+
+
+@lru_cache(maxsize=4096)
+def _count(text: str) -> int:
+    return sum(b - a + 1 for a, b in _spans(text))
+
+
+@lru_cache(maxsize=4096)
+def _largest(text: str) -> int:
+    return max((b for _, b in _spans(text)), default=-1)

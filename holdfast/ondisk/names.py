@@ -1,0 +1,55 @@
+"""Names of leaves: keys joined by ``/``, escaped so that a name has exactly one reading.
+
+Called wherever a state is walked or rebuilt. Never looks at values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from urllib.parse import unquote
+
+TOP_SECTION = "state"
+_SPECIAL = frozenset("/%@[") | {chr(c) for c in range(32)} | {chr(127)}
+
+
+@lru_cache(maxsize=65536)
+def escape(key: str) -> str:
+    """A key as it stands in a name; ``.`` and ``..`` are escaped too, because a section is also a folder."""
+    if key in (".", ".."):
+        return "%2E" * len(key)
+    if _SPECIAL.isdisjoint(key):
+        return key
+    return "".join(f"%{ord(c):02X}" if c in _SPECIAL else c for c in key)
+
+
+def join(keys: Sequence[str]) -> str:
+    """The name of the leaf at ``keys``."""
+    return "/".join(map(escape, keys))
+
+
+def split(name: str) -> tuple[str, ...]:
+    """The keys of a name, unescaped."""
+    return tuple(unquote(key) if "%" in key else key for key in name.split("/"))
+
+
+def child(prefix: str, key: str) -> str:
+    """The name of ``key`` below ``prefix`` (``""`` is the top)."""
+    return f"{prefix}/{escape(key)}" if prefix else escape(key)
+
+
+def section_of(name: str) -> str:
+    """The section a name belongs to: its first key, or ``state`` for a leaf directly at the top."""
+    head, slash, _ = name.partition("/")
+    return head if slash else TOP_SECTION
+
+
+def in_section(name: str) -> str:
+    """The name without its section: how a data file of that section calls it."""
+    _, slash, rest = name.partition("/")
+    return rest if slash else name
+
+
+def under(name: str, prefix: str) -> bool:
+    """Whether ``name`` is ``prefix`` or lies below it."""
+    return not prefix or name == prefix or name.startswith(prefix + "/")

@@ -1,0 +1,122 @@
+"""Leaves that are no tensors, as JSON and back; nothing executable can be written or read.
+
+Called by the state on save and by the checkpoint on load. Never guesses: a type outside of the table is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+JSON = Any
+_INT64 = 1 << 63
+
+
+class Refused(TypeError):
+    """A value that the format does not keep. ``path`` says where below the value it sits, ``reason`` why."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}" if path else reason)
+        self.path, self.reason = path, reason
+
+
+def encode(value: object) -> JSON:
+    """One leaf as JSON: plain where JSON has it, else ``{"$": tag, "v": …}``. Raises Refused."""
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -_INT64 <= value < _INT64 else {"$": "int", "v": str(value)}  # type: ignore[operator]
+    if kind is float:
+        return value if math.isfinite(value) else {"$": "float", "v": repr(value)}  # type: ignore[arg-type]
+    if kind is bytes or kind is bytearray:
+        return {"$": "bytes", "v": base64.b64encode(value).decode()}  # type: ignore[arg-type]
+    if kind is complex:
+        return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}  # type: ignore[attr-defined]
+    if kind is torch.dtype:
+        return {"$": "dtype", "v": str(value).removeprefix("torch.")}
+    if kind is torch.device:
+        return {"$": "device", "v": str(value)}
+    if kind is torch.Size:
+        return {"$": "size", "v": list(value)}  # type: ignore[call-overload]
+    raise Refused("", _why_not(value))
+
+
+def _why_not(value: object) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if hasattr(value, "dtype") and hasattr(value, "item"):
+        return f"{kind} is not kept; store .item() of a NumPy scalar, or torch.from_numpy(array) of an array"
+    if callable(value):
+        return f"{kind} is code, and a checkpoint holds nothing executable; store its name or its settings"
+    return (
+        f"{kind} is not kept; a state holds tensors, dicts, lists, tuples, None, bool, int, float, str, bytes, "
+        "complex, torch dtypes, devices and sizes, and objects with state_dict() and load_state_dict()"
+    )
+
+
+def decode(value: JSON) -> object:
+    """The inverse of `encode`. Raises ValueError on a tag it does not know."""
+    if not isinstance(value, dict):
+        return value
+    tag, inner = value.get("$"), value.get("v")
+    if tag == "int":
+        return int(inner)
+    if tag == "float":
+        return float(inner)
+    if tag == "bytes":
+        return base64.b64decode(inner, validate=True)
+    if tag == "complex":
+        return complex(float(inner[0]), float(inner[1]))
+    if tag == "dtype":
+        found = getattr(torch, inner, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"this torch has no dtype {inner!r}")
+        return found
+    if tag == "device":
+        return torch.device(inner)
+    if tag == "size":
+        return torch.Size(inner)
+    raise ValueError(f"unknown value tag {tag!r}")
+
+
+def encode_tree(value: object, tensor_at: Callable[[torch.Tensor], str], path: str = "") -> JSON:
+    """A nested value of one rank as one JSON text: containers inside, tensors as references.
+
+    ``tensor_at(tensor)`` stores a tensor and returns the reference that stands for it.
+    """
+    if isinstance(value, torch.Tensor):
+        return {"$": "tensor", "v": tensor_at(value)}
+    if type(value) is list:
+        return [encode_tree(v, tensor_at, f"{path}/{i}") for i, v in enumerate(value)]
+    if type(value) is tuple:
+        return {"$": "tuple", "v": [encode_tree(v, tensor_at, f"{path}/{i}") for i, v in enumerate(value)]}
+    if isinstance(value, dict):
+        pairs = [(k, encode_tree(v, tensor_at, f"{path}/{k}")) for k, v in value.items()]
+        if all(type(k) is str for k in value) and "$" not in value:
+            return dict(pairs)
+        return {"$": "dict", "v": [[encode(k), v] for k, v in pairs]}
+    try:
+        return encode(value)
+    except Refused as error:
+        raise Refused(path, error.reason) from None
+
+
+def decode_tree(value: JSON, tensor_of: Callable[[str], torch.Tensor]) -> object:
+    """The inverse of `encode_tree`; ``tensor_of(reference)`` fetches a tensor."""
+    if isinstance(value, list):
+        return [decode_tree(v, tensor_of) for v in value]
+    if isinstance(value, dict):
+        tag = value.get("$")
+        if tag is None:
+            return {k: decode_tree(v, tensor_of) for k, v in value.items()}
+        if tag == "tensor":
+            return tensor_of(value["v"])
+        if tag == "tuple":
+            return tuple(decode_tree(v, tensor_of) for v in value["v"])
+        if tag == "dict":
+            return {decode(k): decode_tree(v, tensor_of) for k, v in value["v"]}
+    return decode(value)
