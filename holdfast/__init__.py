@@ -13,11 +13,14 @@ from holdfast.errors import (
     StorageError,
     Unsupported,
 )
-from holdfast.events import Event, listen
+from holdfast.events import Event, install, listen
 from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager, Keep
+from holdfast.report.progress import Bars
 from holdfast.save import save
 from holdfast.version import __version__
+
+install(Bars())
 
 __all__ = [
     "RNG",

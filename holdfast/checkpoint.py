@@ -19,7 +19,7 @@ import torch
 from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.read import DataFiles, ReadStats, Verify, Wanted, check_file, read_boxes
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.manifest import Manifest, TensorRecord
@@ -29,6 +29,8 @@ Patterns = str | Sequence[str]
 
 def matches(name: str, only: Patterns) -> bool:
     """Whether ``name`` fits a pattern: a name, a path above it, or a glob over the whole name (``*`` crosses ``/``)."""
+    if only == "*":
+        return True
     patterns = (only,) if isinstance(only, str) else only
     return any(p == "*" or names.under(name, p.rstrip("/")) or fnmatchcase(name, p) for p in patterns)
 
@@ -52,8 +54,10 @@ class TensorInfo:
 class Checkpoint:
     """A committed checkpoint, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seconds: float = 0.0) -> None:
         self.path = folder
+        self.seconds = seconds
+        """How long the save took that returned this; 0.0 if it was opened."""
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r})"
@@ -143,6 +147,11 @@ class Checkpoint:
         result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype))
         read_boxes(self.files, [Wanted(self.saved_name(name), record, wanted, result)], verify=verify)
         return result
+
+    @property
+    def differing(self) -> list[str]:
+        """Paths of the values that differ by rank; `per_rank` reads them."""
+        return list(self.manifest.per_rank)
 
     def per_rank(self, path: str, rank: int) -> Any:
         """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
@@ -240,11 +249,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and prove the manifest of a folder."""
     target = folder / manifest.FILE_NAME
     try:
-        return manifest.decode(storage.read_small(target), str(target))
-    except (FileNotFoundError, storage.StorageError) as error:
-        if isinstance(error, storage.StorageError) and folder.is_dir():
+        data = storage.read_small(target)
+    except (FileNotFoundError, StorageError) as error:
+        if isinstance(error, StorageError) and folder.is_dir():
             raise
         raise NotACheckpoint(_what_is_there(folder)) from None
+    return manifest.decode(data, str(target))
 
 
 def _what_is_there(folder: Path) -> str:

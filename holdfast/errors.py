@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 
 class HoldfastError(Exception):
@@ -87,26 +87,26 @@ def failure_of(error: BaseException, *, rank: int, host: str, phase: str) -> Fai
     return Failure(rank, host, phase, kind or "HoldfastError", text, file, number)
 
 
-@cache
-def _save_failed_as(kind: type[HoldfastError]) -> type[HoldfastError]:
+@lru_cache(maxsize=16)
+def _save_failed_as(kind: str) -> type[HoldfastError]:
     # A failed save is a SaveFailed whatever the cause, and the cause's own reaction too: `except OSError` catches
     # a full disk, `except TypeError` a function in the state.
-    if kind in (SaveFailed, HoldfastError):
+    cause = _KINDS.get(kind, HoldfastError)
+    if cause in (SaveFailed, HoldfastError):
         return SaveFailed
-    return type("SaveFailed", (SaveFailed, kind), {"__module__": __name__, "__doc__": SaveFailed.__doc__})
+    return type("SaveFailed", (SaveFailed, cause), {"__module__": __name__, "__doc__": SaveFailed.__doc__})
 
 
 def error_from(failure: Failure, *, saving: bool) -> HoldfastError:
     """The exception that every rank raises for ``failure``: the same class, text and attributes everywhere."""
-    kind = _KINDS.get(failure.kind, HoldfastError)
     where = f"rank {failure.rank} on {failure.host}, phase {failure.phase}"
     if failure.file and failure.file not in failure.message:
         where += f", file {failure.file}"
     if saving:
         text = f"save failed ({where}): {failure.message}. Nothing was committed; earlier checkpoints are untouched."
-        error = _save_failed_as(kind)(text)
+        error = _save_failed_as(failure.kind)(text)
     else:
-        error = kind(f"{failure.message} ({where})")
+        error = _KINDS.get(failure.kind, HoldfastError)(f"{failure.message} ({where})")
     error.rank, error.host, error.phase = failure.rank, failure.host, failure.phase
     error.file, error.cause = failure.file, failure.message
     if failure.errno is not None and isinstance(error, OSError):

@@ -37,6 +37,11 @@ Listener = Callable[[Event], None]
 _listeners: list[Listener] = []
 
 
+def install(listener: Listener) -> None:
+    """Call ``listener(event)`` for every event of this process from now on, from any thread."""
+    _listeners.append(listener)
+
+
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Call ``listener(event)`` for every event of this process inside the ``with`` block, from any thread."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from holdfast import events
 from holdfast.checkpoint import Checkpoint, Patterns, matches, near, nest, open_checkpoint
+from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.read import Verify, Wanted, read_boxes
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
@@ -80,12 +82,13 @@ def load(
         raise ValueError(f'missing is "error" or "keep", not {missing!r}')
     ranks = ranks_of(group)
     began = monotonic()
-    with ranks.call(f"load {os.path.abspath(os.fspath(path))}", deadline=deadline) as call:
+    label = f"load {os.path.abspath(os.fspath(path))}"
+    with no_collection(), ranks.call(label, deadline=deadline) as call:
         match: list[_Match] = []
 
         def compare() -> _Fit:
             checkpoint = open_checkpoint(path)
-            target = _target_names(checkpoint, rename)
+            target = _target_names(rename)
             saved = _saved(checkpoint, target, only)
             found = _Match(checkpoint, target, saved, only, cast, collect(into, ranks, saved))
             match.append(found)
@@ -140,7 +143,7 @@ def _listed(items: list[str]) -> str:
     return shown + (f"\n    … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
-def _target_names(checkpoint: Checkpoint, rename: Rename | None) -> Callable[[str], str]:
+def _target_names(rename: Rename | None) -> Callable[[str], str]:
     if rename is None:
         return lambda name: name
     if callable(rename):
@@ -201,6 +204,11 @@ class _Match:
             if leaves:
                 self.slots.append(slot)
                 self.claimed.update(leaves)
+                if slot.check is not None:
+                    try:
+                        slot.check(self._tree(slot))
+                    except Mismatch as error:
+                        misfits.append(str(error))
                 self.loaded.restored += [name for name in leaves if name in self.saved.values]
             elif matches(slot.path, self.only):
                 missing.append(slot.path)
@@ -287,12 +295,8 @@ class _Match:
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 saved = self.per_rank[path]
-                leaf.put(
-                    choose(
-                        path, leaf.elsewhere, lambda r, saved=saved: self.checkpoint.per_rank(saved, r),  # type: ignore[misc]
-                        self.checkpoint.world_size, rank, world_size,
-                    )
-                )  # fmt: skip
+                fetch = partial(self.checkpoint.per_rank, saved)
+                leaf.put(choose(path, leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
         return stats.read
 
     def _tree(self, slot: Slot) -> Any:

@@ -6,6 +6,7 @@ committed manifest counts.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -76,7 +77,9 @@ class CheckpointManager:
     One on every rank of ``group``, all with the same arguments. ``name`` formats a step's folder. ``deadline`` is
     what each phase of a save or load may take, in seconds. ``signals`` ask for one last save: the first rank to get
     one tells the others, all save the same step, and `should_stop` turns true everywhere; ranks look for it every
-    ``poll`` steps.
+    ``poll`` steps. After a signal no wait for other ranks lasts longer than ``grace`` seconds, so that a save which
+    cannot finish, because the signal came with a rank's death, says so before the launcher kills (torchrun and
+    Kubernetes: after 30).
 
         manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
         manager.restore(state)
@@ -92,7 +95,8 @@ class CheckpointManager:
     def __init__(
         self, root: str | os.PathLike[str], *, every: int, keep: Keep = Keep(), name: str = "step-{step:09d}",
         files: Mapping[str, str | os.PathLike[str] | bytes] | None = None, group: dist.ProcessGroup | None = None,
-        deadline: float = DEADLINE, signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
+        deadline: float = DEADLINE, grace: float = 25.0,
+        signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
     ) -> None:  # fmt: skip
         if every < 1 or poll < 1:
             raise ValueError(f"every={every} and poll={poll} must be at least 1")
@@ -103,8 +107,10 @@ class CheckpointManager:
         self._run: str | None = None
         self._saved: int | None = None
         self._stop_at: int | None = None
-        self._signalled = threading.Event()
-        self._stop_key = "manager/stop"
+        self._signalled, self._grace = threading.Event(), grace
+        # Ranks make their managers in the same order, so the same number means the same manager on each of them.
+        made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
+        self._stop_key = f"manager/{self._ranks.calls}.{made}/stop"
         self.should_stop = False
         self._handlers = self._watch(signals)
 
@@ -120,6 +126,7 @@ class CheckpointManager:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
         self._handlers = {}
+        self._ranks.limit = math.inf
 
     # Saving
 
@@ -139,7 +146,14 @@ class CheckpointManager:
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, overwrite: bool = False
     ) -> Checkpoint:
-        """Save ``step`` now, whatever the rhythm, then drop what is no longer to be kept."""
+        """Save ``step`` now, whatever the rhythm, then drop what is no longer to be kept.
+
+        A step that this manager has just saved is not saved again, so this may end a run of any length.
+        """
+        if step == self._saved and not overwrite:
+            return Checkpoint(self.root / self._name.format(step=step))
+        if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
+            log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
         files = {**self._files, NOTES: msgspec.json.encode(_Notes(None if metric is None else float(metric)))}
         path = self.root / self._name.format(step=step)
         checkpoint = save(
@@ -148,6 +162,7 @@ class CheckpointManager:
         )  # fmt: skip
         self._saved = step
         if self._ranks.first:
+            log.info("saved step %d: %d bytes in %.2f s, %s", step, checkpoint.nbytes, checkpoint.seconds, path)
             self._sweep(step)
         return checkpoint
 
@@ -246,6 +261,7 @@ class CheckpointManager:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled.set()
+        self._ranks.hurry(self._grace)
 
     def _agree_to_stop(self, step: int) -> bool:
         """Whether ``step`` is the last one, as all ranks see it.
@@ -329,6 +345,9 @@ def _sweep_beside(path: Path) -> None:
     except (Damaged, Unsupported, NotACheckpoint):
         return
     named = {f.path for f in record.data_files}
-    for f in found:
-        if f not in named and datafile.save_of(f) != record.save and not storage.in_use(path / f):
+    strays = [f for f in found if f not in named and datafile.save_of(f) != record.save]
+    # All or nothing of a save: a first rank that still holds its own file may yet commit the others.
+    alive = {datafile.save_of(f) for f in strays if storage.in_use(path / f)}
+    for f in strays:
+        if datafile.save_of(f) not in alive and not (alive and datafile.save_of(f) is None):
             storage.delete(path / f)

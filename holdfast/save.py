@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import prod
 from pathlib import Path, PurePosixPath
 from platform import python_version
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -35,11 +36,12 @@ from holdfast.engine.layout import (
     layout_of,
     owned_values,
 )
+from holdfast.engine.memory import no_collection
 from holdfast.engine.plan import Plan, make_plan
 from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.engine.state import Collected, collect
 from holdfast.engine.write import Image, OpenFiles, write_images
-from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
+from holdfast.errors import Damaged, HoldfastError, RankLost, StorageError, Unsupported
 from holdfast.ondisk import blocks, datafile, manifest, names, values
 from holdfast.ondisk.box import Box, covers, relative
 from holdfast.ondisk.datafile import Piece
@@ -67,13 +69,15 @@ def save(
     committed, training may go on, and an older checkpoint at ``path`` is as it was.
     """
     folder = local_folder(path)
-    if step is None and type(state.get("step")) is int:
+    if step is None and isinstance(state, dict) and type(state.get("step")) is int:
         step = state["step"]
     ranks = ranks_of(group)
-    with ranks.call(f"save {folder} (step {step})", deadline=deadline, saving=True) as call:
+    began = monotonic()
+    label = f"save {folder} (step {step})"
+    with no_collection(), ranks.call(label, deadline=deadline, saving=True) as call:
         work = _Save(call, state, folder, step, dict(files or {}), overwrite, run or _RUN)
         work.run()
-    return Checkpoint(folder)
+    return Checkpoint(folder, monotonic() - began)
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
@@ -146,11 +150,12 @@ class _Save:
     collected: Collected = field(default_factory=Collected)
     plan: Plan | None = None
     joined: OwnedJoin | None = None
+    save_id: str = ""
 
     def run(self) -> None:
         ranks, memory = self.call.ranks, _memory_of(self.call.ranks)
         opened = OpenFiles()
-        committed = False
+        leave = False
         try:
             with events.task("save", str(self.folder), ranks.rank) as task:
                 decision = self.call.exchange("plan", self._describe, self._decide, _Decision)
@@ -159,18 +164,36 @@ class _Save:
                         "layout", lambda: self._tell(decision), lambda notes: self._join(decision, notes), list[Layout]
                     )
                     memory.layouts.update((digest_of(layout), layout) for layout in told)
-                self.call.settle(
-                    "write",
-                    lambda: self._write(decision, opened, task),
-                    lambda parts: self._commit(decision, parts),
-                    str,
-                )
-            committed = True
+                leave = self._settle(decision, opened, task)
         finally:
-            if not committed:
-                _remove(opened.paths, self.folder, ranks)
+            if not leave and not self._is_committed():
+                _remove(opened.paths, self.folder)
             opened.close()
             memory.trim()
+
+    def _settle(self, decision: _Decision, opened: OpenFiles, task: events.Task) -> bool:
+        """Write, report, commit. True if this rank's files are to stay where they are."""
+        self.save_id = decision.save
+        try:
+            self.call.settle(
+                "write", lambda: self._write(decision, opened, task), lambda parts: self._commit(decision, parts), str
+            )
+        except RankLost as lost:
+            # The first rank may have died after the commit and before it could tell, or may still be at it: the
+            # manifest is the truth, and files that it may name are left to a later sweep.
+            opened.paths.clear()
+            if not self._is_committed():
+                raise
+            events.log.warning("%s is committed, although the ranks could not settle it: %s", self.folder, lost.cause)
+        return True
+
+    def _is_committed(self) -> bool:
+        """Whether the manifest that stands in the folder is this save's."""
+        try:
+            found = manifest.decode(storage.read_small(self.folder / manifest.FILE_NAME), str(self.folder))
+        except (HoldfastError, OSError):
+            return False
+        return found.save == self.save_id
 
     # What every rank does before the plan.
 
@@ -385,7 +408,7 @@ def _manifest_values(state: Collected, joined: OwnedJoin) -> tuple[dict[str, Any
     for path, groups in joined.groups.items():
         found: JoinedGroups = msgspec.convert(groups, JoinedGroups) if not isinstance(groups, JoinedGroups) else groups
         tree = [
-            {**{k: values.decode_tree(v, _no_tensor) for k, v in settings.items()}, "params": params}  # type: ignore[dict-item]
+            {**{k: values.decode_tree(v, _no_tensor) for k, v in settings.items()}, "params": params}
             for settings, params in zip(found.settings, found.params, strict=True)
         ]
         _flatten(names.child(path, "param_groups"), tree, leaves, containers)
@@ -486,13 +509,11 @@ def _remove_old_files(folder: Path, old: Manifest, new: Manifest) -> None:
             events.log.warning("the checkpoint is committed, but an older file stays: %s", error)
 
 
-def _remove(paths: Sequence[Path], folder: Path, ranks: Ranks) -> None:
-    """Delete what this rank wrote for a save that did not commit."""
+def _remove(paths: Sequence[Path], folder: Path) -> None:
+    """Delete what this rank wrote for a save that did not commit; the last rank to do so takes the folder away."""
     for path in paths:
         try:
             storage.delete(path)
         except StorageError as error:
             events.log.warning("a failed save leaves a file behind, to be swept later: %s", error)
-        storage.delete_if_empty(path.parent)
-    if ranks.first and folder.is_dir():
-        storage.delete_if_empty(folder)
+    storage.delete_empty_folders(folder)

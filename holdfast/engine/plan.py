@@ -67,6 +67,7 @@ def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
     for index, layout in enumerate(layouts):
         for tensor in layout.tensors:
             told.setdefault(tensor.name, []).append((index, tensor))
+    _check_names(told, members)
     aliases = _join_aliases(layouts, told)
     tensors: dict[str, PlannedTensor] = {}
     shared: dict[Holders, list[tuple[str, Box, int]]] = defaultdict(list)
@@ -77,8 +78,8 @@ def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 raise Mismatch(
                     f"{name} is {first.dtype} {list(first.shape)} on rank {members[views[0][0]][0]} and {other.dtype} "
-                    f"{list(other.shape)} on rank {members[index][0]}: one name, one tensor. If every rank has its own, "
-                    "wrap it as holdfast.PerRank(…); if these are shards, as DTensor or holdfast.Shard"
+                    f"{list(other.shape)} on rank {members[index][0]}: one name, one tensor. If every rank has its "
+                    "own, wrap it as holdfast.PerRank(…); if these are shards, as DTensor or holdfast.Shard"
                 )
         if name in aliases:
             continue
@@ -92,8 +93,8 @@ def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
         if fault:
             ranks = sorted(r for index, _ in views for r in members[index])
             raise Mismatch(
-                f"{name} of shape {list(first.shape)} is not whole: {fault}. Ranks {_some(ranks)} hold it; either a rank "
-                "did not bring its shard, or this group is not the one that the tensor is sharded over"
+                f"{name} of shape {list(first.shape)} is not whole: {fault}. Ranks {_some(ranks)} hold it; either a "
+                "rank did not bring its shard, or this group is not the one that the tensor is sharded over"
             )
         size = dtypes.itemsize(first.dtype)
         for box, holders in boxes.items():
@@ -174,6 +175,20 @@ def _cut_at(box: Box, bounds: Sequence[float], share: float) -> list[tuple[Box, 
     return parts
 
 
+def _check_names(told: dict[str, list[tuple[int, TensorLayout]]], members: Sequence[Sequence[int]]) -> None:
+    """A name that is a tensor on one rank cannot lie above a tensor of another: no nested state has both."""
+    for name, views in told.items():
+        above = name.rpartition("/")[0]
+        while above:
+            if above in told:
+                one, other = members[told[above][0][0]][0], members[views[0][0]][0]
+                raise Mismatch(
+                    f"{above} is a tensor on rank {one}, and on rank {other} it holds {name}: make the ranks agree, "
+                    "or rename one"
+                )
+            above = above.rpartition("/")[0]
+
+
 def _join_aliases(layouts: Sequence[Layout], told: dict[str, list[tuple[int, TensorLayout]]]) -> dict[str, str]:
     """Names that are stored under another one: only if every rank that can know agrees."""
     aliases = {}
@@ -184,8 +199,8 @@ def _join_aliases(layouts: Sequence[Layout], told: dict[str, list[tuple[int, Ten
             aliases[name] = target
     for layout in layouts:
         for name, target in layout.aliases.items():
-            if name not in told and target in told:
-                aliases[name] = target
+            if name not in told and target in told and aliases.setdefault(name, target) != target:
+                raise Mismatch(f"{name} is tied to {aliases[name]} on one rank and to {target} on another")
     # An alias of an alias (a name un-aliased elsewhere) points at what is stored.
     for name, target in list(aliases.items()):
         while target in aliases:
@@ -196,10 +211,15 @@ def _join_aliases(layouts: Sequence[Layout], told: dict[str, list[tuple[int, Ten
 
 def _join_containers(layouts: Sequence[Layout], members: Sequence[Sequence[int]]) -> dict[str, str]:
     joined: dict[str, str] = {}
+    source: dict[str, int] = {}
     for layout, ranks in zip(layouts, members, strict=True):
         for path, kind in layout.containers.items():
+            source.setdefault(path, ranks[0])
             if joined.setdefault(path, kind) != kind:
-                raise Mismatch(f"{path} is a {joined[path]} on one rank and a {kind} on rank {ranks[0]}")
+                raise Mismatch(
+                    f"{path} is a {joined[path]} on rank {source[path]} and a {kind} on rank {ranks[0]}: "
+                    "make the ranks agree"
+                )
     return joined
 
 

@@ -6,10 +6,10 @@ with different verdicts: the answer of a round is written once, and whoever come
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,12 +71,17 @@ class Ranks:
     hosts: list[str] | None = None
     calls: int = 0
     remembered: dict[str, Any] = field(default_factory=dict)
+    limit: float = math.inf
     _finished: list[str] = field(default_factory=list)
     _one_call: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    def hurry(self, seconds: float) -> None:
+        """From now on no wait of this process lasts longer than ``seconds`` from now; safe in a signal handler."""
+        self.limit = min(self.limit, time.monotonic() + seconds)
 
     @contextmanager
     def call(self, label: str, *, deadline: float = DEADLINE, saving: bool = False) -> Iterator[Call]:
@@ -125,35 +130,37 @@ class Call:
         self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
     ) -> Answer:
         ranks = self.ranks
-        own: BaseException | None = None
-        note: Note | None = None
+        own: list[BaseException] = []  # what this rank itself failed of: at work, or to decide
+        kind: type[Note]
+        word = _Word(ranks.host, self.label, None, None)
         try:
             note = work()
-        except BaseException as error:  # stored here, told to every rank, raised below
-            own = error
-        word = _Word(ranks.host, self.label, None, None)
-        if own is not None:
-            word.failure = failure_of(own, rank=ranks.rank, host=ranks.host, phase=phase)
-            if not isinstance(own, HoldfastError):
-                log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=own)
-        else:
-            word.note = msgspec.msgpack.encode(note)
+            kind, word.note = type(note), msgspec.msgpack.encode(note)
+        except BaseException as error:  # noqa: BLE001 - stored here, told to every rank, raised below
+            own.append(error)
+            word.failure = self._failure_of(error, phase)
 
         def conclude(words: list[_Word]) -> _Verdict:
-            return self._conclude(words, phase, lambda: decide([_decode(w.note, type(note)) for w in words]))
+            return self._conclude(words, phase, lambda: decide([_decode(w.note, kind) for w in words]), own)
 
-        if ranks.store is None:
-            verdict = conclude([word])
-        else:
-            verdict = self._meet_over_store(word, phase, conclude)
-        if own is not None and not isinstance(own, Exception):
-            raise own  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
+        verdict = conclude([word]) if ranks.store is None else self._meet_over_store(word, phase, conclude)
+        for interrupt in own:
+            if not isinstance(interrupt, Exception):
+                raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
         if verdict.failure is not None:
-            error = error_from(verdict.failure, saving=self.saving)
-            raise error from (own if verdict.failure == word.failure else None)
+            failed = error_from(verdict.failure, saving=self.saving)
+            raise failed from (own[0] if own and verdict.failure.rank == ranks.rank else None)
         return _decode(verdict.answer, answer)
 
-    def _conclude(self, words: list[_Word], phase: str, decide: Callable[[], object]) -> _Verdict:
+    def _failure_of(self, error: BaseException, phase: str) -> Failure:
+        ranks = self.ranks
+        if not isinstance(error, HoldfastError):
+            log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=error)
+        return failure_of(error, rank=ranks.rank, host=ranks.host, phase=phase)
+
+    def _conclude(
+        self, words: list[_Word], phase: str, decide: Callable[[], object], own: list[BaseException]
+    ) -> _Verdict:
         """What the first rank makes of all the words; its own failure to decide counts like any other failure."""
         ranks = self.ranks
         verdict = _Verdict(self.label, None, None, [], None)
@@ -169,10 +176,9 @@ class Call:
                     )
                     raise Mismatch(f"the ranks do different things: {told}")
                 verdict.answer = msgspec.msgpack.encode(decide())
-            except Exception as error:
-                verdict.failure = failure_of(error, rank=ranks.rank, host=ranks.host, phase=phase)
-                if not isinstance(error, HoldfastError):
-                    log.debug("the first rank failed in phase %s:\n%s", phase, traceback.format_exc())
+            except BaseException as error:  # noqa: BLE001 - stored, told to every rank, raised by `_meet`
+                own.append(error)
+                verdict.failure = self._failure_of(error, phase)
         return verdict
 
     def _meet_over_store(self, word: _Word, phase: str, conclude: Callable[[list[_Word]], _Verdict]) -> _Verdict:
@@ -186,6 +192,7 @@ class Call:
                     break
                 # This rank missed a whole call (its training code caught an error and skipped a save, say): it finds
                 # that call's verdict, under another label, naming it as absent. It catches up with the others.
+                ranks._finished.append(base)
                 ranks.calls += 1
             if not verdict.absent:
                 self._forget_finished_rounds()
@@ -225,12 +232,16 @@ class Call:
                 # The claim keeps one verdict: once it stands nobody may declare the round failed, and if somebody
                 # has declared it, the first rank must not commit.
                 if bytes(store.compare_set(key, "", _CLAIMED)) == _CLAIMED:
-                    told = [_decode(zlib.decompress(bytes(store.get(w))), _Word) for w in words]
-                    verdict = conclude(told)
+                    try:
+                        told = [_decode(zlib.decompress(bytes(store.get(w))), _Word) for w in words]
+                    except (zlib.error, msgspec.MsgspecError) as error:  # another version of holdfast on some rank
+                        verdict = _Verdict(self.label, None, self._failure_of(error, phase), [], None)
+                    else:
+                        verdict = conclude(told)
                     store.set(key, _encode(verdict))
                     return verdict
                 continue
-            if time.monotonic() > until:
+            if time.monotonic() > min(until, ranks.limit):
                 if claimed:
                     return self._lost(phase, [0], "began to decide but gave no outcome")
                 absent = [r for r, w in enumerate(words) if not store.check([w])]
@@ -266,6 +277,8 @@ def _decode(data: bytes | None, kind: type[Answer]) -> Answer:
     return msgspec.msgpack.decode(data or b"", type=kind)
 
 
+_HashStore: Any = getattr(dist, "HashStore", ())  # missing from a torch built without distributed
+_PrefixStore: Any = getattr(dist, "PrefixStore", None)
 _known: dict[tuple[int, ...], tuple[Any, Ranks]] = {}
 _alone = Ranks(0, 1)
 
@@ -277,7 +290,7 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return _alone
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise Mismatch("this rank is not in the group; call only on the ranks that are")
     members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     me = dist.get_rank()
@@ -289,8 +302,8 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
         return known[1]
     # A process group made anew over the same server must not meet the keys of its predecessor: go on counting.
     calls = known[1].calls if known is not None else 0
-    own = store.clone() if hasattr(store, "clone") and not isinstance(store, dist.HashStore) else store
-    prefixed = dist.PrefixStore(f"holdfast/{digest(repr(members).encode())}", own)
+    own = store.clone() if hasattr(store, "clone") and not isinstance(store, _HashStore) else store
+    prefixed = _PrefixStore(f"holdfast/{digest(repr(members).encode())}", own)
     ranks = Ranks(members.index(me), len(members), prefixed, members, calls=calls)
     _known[members] = (store, ranks)
     return ranks

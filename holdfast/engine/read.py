@@ -7,7 +7,6 @@ Never reads a block that nobody wants, and never hands out a whole block whose s
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +18,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from holdfast.engine.stage import host_view
-from holdfast.engine.storage import SECTOR, naming, naming_unless_missing, open_to_read
+from holdfast.engine.memory import Buffer, buffer
+from holdfast.engine.stage import host_view, is_plain_memory
+from holdfast.engine.storage import SECTOR, is_cached, naming, naming_unless_missing, open_to_read
 from holdfast.errors import Damaged
 from holdfast.ondisk import blocks, datafile, dtypes, names
 from holdfast.ondisk.blocks import BLOCK
@@ -124,6 +124,8 @@ class DataFiles:
 
     def header(self, index: int, stats: ReadStats | None = None) -> Header:
         """The header of a file. Raises Damaged if the file is missing, has another size or another header."""
+        if index in self._headers:
+            return self._headers[index]
         with self._lock:
             if index not in self._headers:
                 self._headers[index] = self._read_header(index)
@@ -134,7 +136,7 @@ class DataFiles:
     def _read_header(self, index: int) -> Header:
         record, path = self.records[index], self.path(index)
         try:
-            with naming_unless_missing(path, "read"), open(path, "rb") as file:
+            with naming_unless_missing(path, "read"), path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 data = file.read(record.header_bytes) if size == record.bytes else b""
         except FileNotFoundError:
@@ -289,13 +291,7 @@ def _slabs(share: _Share) -> Iterator[_Share]:
 
 def _in_place(share: _Share) -> bool:
     view = share.view
-    return (
-        view.device.type == "cpu"
-        and view.is_contiguous()
-        and dtypes.name_of(view.dtype) == share.dtype
-        and not view.is_conj()
-        and not view.is_neg()
-    )
+    return view.device.type == "cpu" and dtypes.name_of(view.dtype) == share.dtype and is_plain_memory(view)
 
 
 def _byte_runs(share: _Share) -> tuple[int, list[int]]:
@@ -427,22 +423,14 @@ def _run(source: _Source, job: list[_Range], progress: Callable[[int], None] | N
         progress(sum(n for r in job for _, _, n in r.parts))
 
 
-class _Buffer:
-    """Aligned host memory of one thread, grown as needed and used again."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, nbytes)
-        self.view = memoryview(self.memory)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-
 _buffers = threading.local()
 
 
-def _buffer(name: str, nbytes: int) -> _Buffer:
-    found: _Buffer | None = getattr(_buffers, name, None)
+def _buffer(name: str, nbytes: int) -> Buffer:
+    """Memory of this thread, grown as needed and used again."""
+    found: Buffer | None = getattr(_buffers, name, None)
     if found is None or len(found.view) < nbytes:
-        found = _Buffer(-(-nbytes // (1 << 20)) * (1 << 20))
+        found = buffer(-(-nbytes // (2 << 20)) * (2 << 20))
         setattr(_buffers, name, found)
     return found
 
@@ -456,15 +444,17 @@ class _Source:
     direct: int | None
     stats: ReadStats
 
-    def buffer(self, nbytes: int) -> _Buffer:
+    def buffer(self, nbytes: int) -> Buffer:
         return _buffer("gather", nbytes)
 
     def read(self, begin: int, memory: memoryview, address: int) -> None:
         """Fill ``memory`` (at ``address``) from the file: pages that are cached from there, cold ones directly."""
         total = len(memory)
         with naming(self.path, "read"):
-            at = self._from_cache(begin, memory) if self.direct is not None else 0
-            self.stats.add(at)
+            at = 0
+            if self.direct is not None and is_cached(self.cached, begin, total):
+                at = os.preadv(self.cached, [memory], begin)
+                self.stats.add(at)
             while at < total and self.direct is not None:
                 low = (begin + at) // SECTOR * SECTOR
                 high = -(-min(begin + total, low + SPAN) // SECTOR) * SECTOR
@@ -483,14 +473,6 @@ class _Source:
                     raise _damaged(self.path, f"ends at byte {begin + at}")
                 self.stats.add(got)
                 at += got
-
-    def _from_cache(self, begin: int, memory: memoryview) -> int:
-        try:
-            return os.preadv(self.cached, [memory], begin, os.RWF_NOWAIT)
-        except (BlockingIOError, AttributeError):
-            return 0
-        except OSError:  # a file system without RWF_NOWAIT
-            return 0
 
     def check(self, r: _Range, data: memoryview) -> None:
         if r.sum is not None and blocks.block_sum(data) != r.sum:

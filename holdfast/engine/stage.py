@@ -14,9 +14,14 @@ SLAB = 32 << 20
 """A tensor that is not contiguous is made so in parts of at most this many bytes."""
 
 
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes, row-major, lie one after the other: contiguous, no lazy conjugate or minus."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
+
+
 def contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor as contiguous tensors in row-major order: itself if it is one, else slabs made on the way."""
-    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+    if not is_plain_memory(tensor):
         if tensor.dim() and tensor.nbytes > SLAB and max(tensor.shape) > 1:
             rows = max(1, SLAB * tensor.shape[0] // tensor.nbytes)
             for start in range(0, tensor.shape[0], rows):

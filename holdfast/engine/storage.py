@@ -63,7 +63,7 @@ def make_folder(path: Path) -> None:
                 folder.mkdir()
             except FileExistsError:
                 if not folder.is_dir():
-                    raise
+                    raise OSError(errno.ENOTDIR, f"{folder} is not a folder") from None
             sync_folder(folder.parent)
 
 
@@ -143,7 +143,7 @@ def replace_small(path: Path, data: bytes, temporary: Path) -> None:
 
 
 def _write_durably(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -187,6 +187,16 @@ def delete_if_empty(path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             log.debug("cannot remove %s: %s", path, error)
+
+
+def delete_empty_folders(path: Path) -> None:
+    """Delete the folders directly in ``path`` that hold nothing, and then ``path`` itself if nothing is left."""
+    try:
+        inner = [entry for entry in path.iterdir() if entry.is_dir()]
+    except OSError:  # gone already, or never there
+        return
+    for folder in [*inner, path]:
+        delete_if_empty(folder)
 
 
 def files_below(folder: Path) -> list[str]:
@@ -255,6 +265,32 @@ def in_use(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
+
+
+_CACHESTAT = 451  # the same number on every architecture; Linux 6.5
+
+
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether every page of a range of a file is in the page cache; looking brings none in.
+
+    A read that must not wait (``RWF_NOWAIT``) would tell as well, but on a cold page it starts a read-ahead, and the
+    disk then reads everything twice (measured). Without cachestat(2) one page stands for the range.
+    """
+    pages = _Pages()
+    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, nbytes)), ctypes.byref(pages), 0) == 0:
+        return int(pages.cached) > (offset + nbytes - 1) // SECTOR - offset // SECTOR
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False
 
 
 def open_to_read(path: Path) -> tuple[int, int | None]:

@@ -6,9 +6,7 @@ size of the state.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import queue
 from collections.abc import Callable, Sequence
@@ -19,7 +17,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from holdfast.engine.stage import contiguous_parts, copy_bytes
+from holdfast.engine.memory import Buffer, buffer
+from holdfast.engine.stage import contiguous_parts, copy_bytes, is_plain_memory
 from holdfast.engine.storage import SECTOR, naming, open_to_write
 from holdfast.errors import HoldfastError
 from holdfast.ondisk import blocks, datafile
@@ -69,13 +68,6 @@ class OpenFiles:
             os.close(self.descriptors.pop())
 
 
-@dataclass(frozen=True)
-class _Window:
-    memory: mmap.mmap
-    view: memoryview
-    address: int
-
-
 class _Ring:
     """Windows that go round: filled by one thread, written by a few."""
 
@@ -83,10 +75,9 @@ class _Ring:
         size = min(WINDOW, -(-max(nbytes, 1) // SECTOR) * SECTOR)
         count = min(WINDOWS, -(-max(nbytes, 1) // size))
         self.size = size
-        self.free: queue.SimpleQueue[_Window] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for _ in range(count):
-            memory = mmap.mmap(-1, size)
-            self.free.put(_Window(memory, memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory))))
+            self.free.put(buffer(size))
 
 
 def write_images(
@@ -131,7 +122,7 @@ class _Stream:
     ) -> None:  # fmt: skip
         self.path, self.fd, self.direct, self.ring, self.pool, self.progress = path, fd, direct, ring, pool, progress
         self.offset = start  # in the file, of the window being filled
-        self.window: _Window | None = None
+        self.window: Buffer | None = None
         self.used = 0
         self.pending: list[Future[None]] = []
 
@@ -146,7 +137,7 @@ class _Stream:
     def _piece(self, piece: Piece, source: torch.Tensor) -> str:
         window = self.window
         size = piece.nbytes
-        if window is not None and size <= self.ring.size - self.used and size <= STRIDE and source.is_contiguous():
+        if window is not None and size <= self.ring.size - self.used and size <= STRIDE and is_plain_memory(source):
             # The short way for the many small tensors of a state: one copy, one sum.
             copy_bytes(source, 0, size, window.address + self.used)
             end = self.used + size
@@ -167,7 +158,7 @@ class _Stream:
                     state, left = xxhash.xxh3_64(), min(blocks.BLOCK, size)
         return "".join(sums)
 
-    def _room(self) -> _Window:
+    def _room(self) -> Buffer:
         if self.window is not None and self.used == self.ring.size:
             self._hand_over()
         if self.window is None:
@@ -191,14 +182,14 @@ class _Stream:
             self.offset += self.used
             self.window, self.used = None, 0
 
-    def _write(self, window: _Window, nbytes: int, offset: int) -> None:
+    def _write(self, window: Buffer, nbytes: int, offset: int) -> None:
         try:
             self.write_at(window, nbytes, offset)
         finally:
             self.ring.free.put(window)
         self.progress(nbytes)
 
-    def write_at(self, window: _Window, nbytes: int, offset: int) -> None:
+    def write_at(self, window: Buffer, nbytes: int, offset: int) -> None:
         """Write the first ``nbytes`` of a window; directly they are padded to whole sectors, cut off at the end."""
         padded = -(-nbytes // SECTOR) * SECTOR if self.direct else nbytes
         window.view[nbytes:padded] = bytes(padded - nbytes)
@@ -229,10 +220,9 @@ def _finish(stream: _Stream, image: Image, save: str, rank: int, size: int, sums
     for future in stream.pending:
         future.result()
     header = _header(image, save, rank, sums)
-    memory = mmap.mmap(-1, len(header))
-    memory[:] = header
-    view = memoryview(memory)
-    stream.write_at(_Window(memory, view, 0), len(header), 0)
+    first = buffer(len(header))
+    first.view[:] = header
+    stream.write_at(first, len(header), 0)
     with naming(stream.path, "sync"):
         os.ftruncate(stream.fd, size)
         os.fsync(stream.fd)

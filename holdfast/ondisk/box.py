@@ -6,11 +6,14 @@ A box of a 0-dimensional tensor has no axes and one element.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
+
+_TEXT = re.compile(r"\[((?:[0-9]+:[0-9]+(?:,[0-9]+:[0-9]+)*)?)\]")
 
 
 class Box(NamedTuple):
@@ -63,11 +66,14 @@ def relative(box: Box, origin: Box) -> Box:
 
 def parse(text: str) -> Box:
     """The inverse of ``str(box)``. Raises ValueError on anything else."""
-    if len(text) < 2 or text[0] != "[" or text[-1] != "]":
+    match = _TEXT.fullmatch(text)
+    if match is None:
         raise ValueError(f"not a box: {text!r}")
-    spans = [span.split(":") for span in text[1:-1].split(",")]
-    starts = tuple(int(a) for a, _ in spans)
-    return Box(starts, tuple(int(b) - a for (_, b), a in zip(spans, starts, strict=True)))
+    spans = [span.split(":") for span in match[1].split(",")] if match[1] else []
+    box = Box(tuple(int(a) for a, _ in spans), tuple(int(b) - int(a) for a, b in spans))
+    if str(box) != text or any(n < 0 for n in box.lengths):
+        raise ValueError(f"not a box: {text!r}")
+    return box
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -128,12 +134,14 @@ class Grid(NamedTuple):
 
     def boxes(self) -> Iterator[Box]:
         """Every cell, in order."""
-        axes = [list(zip(c[:-1], c[1:], strict=True)) for c in self.cuts]
+        axes = [list(pairwise(c)) for c in self.cuts]
         for spans in product(*axes):
             yield Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
     def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
         """The cells (number, box) that share at least one element with ``box``."""
+        if 0 in box.lengths:
+            return
         axes = []
         for cuts, start, length in zip(self.cuts, box.offsets, box.lengths, strict=True):
             first = bisect_right(cuts, start) - 1
@@ -165,7 +173,7 @@ def grid_of(shape: Sequence[int], boxes: Sequence[Box]) -> Grid | None:
     grid = Grid(axes)
     if prod(grid.counts) != len(boxes):
         return None
-    steps = [dict(zip(c[:-1], c[1:], strict=True)) for c in axes]
+    steps = [dict(pairwise(c)) for c in axes]
     for b in boxes:
         if any(step.get(o) != o + n for step, o, n in zip(steps, b.offsets, b.lengths, strict=True)):
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -19,7 +19,7 @@ from holdfast.ondisk.box import Box, covers
 
 ALIGN = 4096
 VERSION = "1"
-_NAME = re.compile(r"^(?P<section>[^/]+)/(?P<rank>\d{5,})-of-(?P<world>\d{5,})\.(?P<save>[0-9a-f]{16})\.safetensors$")
+_NAME = re.compile(r"(?P<section>[^/]+)/(?P<rank>\d{5,})-of-(?P<world>\d{5,})\.(?P<save>[0-9a-f]{16})\.safetensors")
 MAX_HEADER = 100_000_000
 """safetensors readers refuse a longer header."""
 
@@ -55,7 +55,7 @@ def file_name(section: str, rank: int, world_size: int, save: str) -> str:
 
 def save_of(path: str) -> str | None:
     """The save id in a data file's relative path, or None if this is no data file of ours."""
-    match = _NAME.match(path)
+    match = _NAME.fullmatch(path)
     return match["save"] if match else None
 
 
@@ -74,7 +74,7 @@ def arrange(pieces: Iterable[Piece]) -> list[Piece]:
     ordered = sorted(pieces, key=lambda p: -dtypes.itemsize(p.dtype))
     begin, placed = 0, []
     for piece in ordered:
-        placed.append(replace(piece, begin=begin))
+        placed.append(Piece(piece.key, piece.dtype, piece.lengths, piece.nbytes, begin))
         begin += piece.nbytes
     return placed
 
@@ -154,12 +154,14 @@ def parse_header(data: bytes, file_bytes: int) -> Header:
     ``file_bytes`` is the size of the file: every piece must lie within it, without overlap.
     """
     nbytes = len(data)
+    if header_length(data, file_bytes) != nbytes:
+        raise ValueError(f"its header claims another length than {nbytes} bytes")
     try:
         raw = _decode_header(data[8:])
         meta = _decode_meta(raw.pop("__metadata__", msgspec.Raw(b"{}")))
         entries = {key: _decode_entry(value) for key, value in raw.items()}
-        odd = json.loads(meta.get("dtypes", "{}"))
-    except (msgspec.MsgspecError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        odd = _decode_meta(meta.get("dtypes", "{}"))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ValueError(f"its header is not valid: {error}") from None
     pieces: dict[str, Piece] = {}
     end = 0
@@ -175,13 +177,15 @@ def parse_header(data: bytes, file_bytes: int) -> Header:
     return Header(nbytes, pieces, _parse_sums(meta.get("sums"), pieces), meta)
 
 
-def _logical(entry: _Entry, odd: object) -> tuple[str, tuple[int, ...]]:
+def _logical(entry: _Entry, odd: str | None) -> tuple[str, tuple[int, ...]]:
+    if any(n < 0 for n in entry.shape):
+        raise ValueError(f"shape {entry.shape} is negative")
     if odd is not None:
-        if entry.dtype != "U8" or not isinstance(odd, str) or not dtypes.known(odd):
+        if entry.dtype != "U8" or not dtypes.known(odd):
             raise ValueError(f"dtype {odd!r} is not known to this torch")
         size = dtypes.itemsize(odd)
         # The shape of a 0-dimensional tensor is [itemsize]: one axis more than its box has. The plan knows which.
-        if entry.shape[-1] % size:
+        if not entry.shape or entry.shape[-1] % size:
             raise ValueError(f"shape {entry.shape} holds no whole number of {odd}")
         return odd, (*entry.shape[:-1], entry.shape[-1] // size)
     name = dtypes.name_of_code(entry.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import msgspec
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.ondisk import blocks, dtypes
-from holdfast.ondisk.box import Box, Grid, grid_of, inside, regular_cuts
+from holdfast.ondisk.box import Box, Grid, grid_of, regular_cuts, tiling_fault, whole
 
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "holdfast", 1
@@ -56,10 +57,12 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
 
     def touching(self, box: Box) -> list[tuple[Box, int]]:
         """The cells that meet ``box``, each with the index of its file."""
+        if self.cells is None and self.files and 0 not in box.lengths:  # by far the most common: saved whole
+            return [(whole(self.shape), expand(self.files)[0])]
         cells, files = _geometry(self.shape, _frozen(self.cells)), expand(self.files)
         if isinstance(cells, Grid):
             return [(cell, files[number]) for number, cell in cells.touching(box)]
-        return [(cell, files[n]) for n, cell in enumerate(cells) if all(_overlap(cell, box))]
+        return [(cell, files[n]) for n, cell in enumerate(cells) if box.size and all(_overlap(cell, box))]
 
     def boxes(self) -> list[tuple[Box, int]]:
         """Every non-empty cell with the index of its file."""
@@ -125,7 +128,15 @@ _head_decoder = msgspec.json.Decoder(_Head)
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json, sealed by a digest of all that stands before it."""
+    """The bytes of manifest.json, sealed by a digest of all that stands before it.
+
+    Raises ValueError for what `decode` would refuse: nothing is committed that cannot be opened again.
+    """
+    _check(manifest)
+    return _sealed(manifest)
+
+
+def _sealed(manifest: Manifest) -> bytes:
     body = _encoder.encode(manifest)[:-1]
     return body + b',"digest":"' + blocks.digest(body).encode() + b'"}'
 
@@ -133,12 +144,12 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes, where: str) -> Manifest:
     """Read manifest.json. ``where`` is named in errors.
 
-    Raises NotACheckpoint if it is another program's file, Unsupported for a version from the future, Damaged if it
-    is truncated, altered or contradicts itself.
+    Raises NotACheckpoint if it is another program's file, Unsupported for a version from the future or a dtype that
+    this torch lacks, Damaged if it is truncated, altered or contradicts itself.
     """
     try:
         head = _head_decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         if data.lstrip()[:1] == b"{" and b'"holdfast"' not in data[:64] and isinstance(error, msgspec.ValidationError):
             raise NotACheckpoint(f"{where} was not written by holdfast: {error}") from None
         raise Damaged(f"{where} is truncated or altered ({error}); restore an earlier step") from None
@@ -154,7 +165,7 @@ def decode(data: bytes, where: str) -> Manifest:
     try:
         manifest = _decoder.decode(data)
         _check(manifest)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise Damaged(f"{where} contradicts itself: {error}") from None
     return manifest
 
@@ -163,16 +174,30 @@ def _check(manifest: Manifest) -> None:
     for raw in manifest.files:
         if len(raw) not in (4, 5) or [type(x) for x in raw] != [str, int, int, str, str][: len(raw)]:
             raise ValueError(f"file {raw} is not [path, bytes, header_bytes, header_digest]")
-        _check_path(str(raw[0]), borrowed=len(raw) == 5)
-    for path, _, _ in manifest.attachments:
+        file = FileRecord(*raw)  # type: ignore[arg-type]
+        _check_path(file.path, borrowed=file.save is not None)
+        if not 8 <= file.header_bytes <= file.bytes:
+            raise ValueError(f"file {raw} of {file.bytes} bytes cannot have a header of {file.header_bytes}")
+    if len({raw[0] for raw in manifest.files}) < len(manifest.files):
+        raise ValueError("a file is listed twice")
+    for path, size, _ in manifest.attachments:
         _check_path(path, borrowed=False)
+        if not path.startswith("attachments/") or size < 0:
+            raise ValueError(f"attachment {path!r} of {size} bytes cannot be")
     for name, record in manifest.tensors.items():
-        fault = _record_fault(record, len(manifest.files))
+        if not dtypes.known(record.dtype):
+            raise Unsupported(f"tensor {name!r} is of dtype {record.dtype!r}, which this torch does not have")
+        try:
+            fault = _record_fault(record, len(manifest.files))
+        except ValueError as error:
+            fault = str(error)
         if fault:
             raise ValueError(f"tensor {name!r}: {fault}")
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors:
             raise ValueError(f"alias {alias!r} names {name!r}, which is no tensor")
+        if alias in manifest.tensors:
+            raise ValueError(f"{alias!r} is an alias and a tensor")
     for path, kind in manifest.containers.items():
         if kind not in ("dict", "list", "tuple"):
             raise ValueError(f"container {path!r} is a {kind!r}")
@@ -185,14 +210,12 @@ def _check_path(path: str, *, borrowed: bool) -> None:
     parts = path.split("/")
     if borrowed and parts[0] == ".." and len(parts) > 2:
         parts = parts[1:]
-    if "\\" in path or any(p in ("", ".", "..") for p in parts) or ":" in parts[0]:
+    if "\\" in path or "\0" in path or any(p in ("", ".", "..") for p in parts):
         raise ValueError(f"path {path!r} leaves the checkpoint")
 
 
 def _record_fault(record: TensorRecord, files: int) -> str | None:
     shape, cells = record.shape, record.cells
-    if not dtypes.known(record.dtype):
-        return f"dtype {record.dtype!r} is not known to this torch"
     if any(n < 0 for n in shape):
         return f"shape {list(shape)} is negative"
     if 0 in shape:
@@ -205,23 +228,29 @@ def _record_fault(record: TensorRecord, files: int) -> str | None:
         count = prod(-(-n // c) for n, c in zip(shape, cells, strict=True))
     elif cells.cuts is not None:
         if len(cells.cuts) != len(shape) or any(
-            len(c) < 2 or c[0] != 0 or c[-1] != n or any(a >= b for a, b in zip(c[:-1], c[1:], strict=True))
+            len(c) < 2 or c[0] != 0 or c[-1] != n or any(a >= b for a, b in pairwise(c))
             for c, n in zip(cells.cuts, shape, strict=True)
         ):
             return f"cuts do not fit shape {list(shape)}"
         count = prod(len(c) - 1 for c in cells.cuts)
     elif cells.boxes is not None:
-        boxes = [Box(o, n) for o, n in cells.boxes]
-        if any(len(b.offsets) != len(b.lengths) or not inside(b, shape) or not b.size for b in boxes):
+        boxes = tuple(Box(o, n) for o, n in cells.boxes)
+        if any(len(b.offsets) != len(b.lengths) or 0 in b.lengths for b in boxes):
             return f"boxes do not fit shape {list(shape)}"
-        if sum(b.size for b in boxes) != prod(shape):
-            return f"boxes do not tile shape {list(shape)}"
+        fault = _tiling_fault(shape, boxes)
+        if fault:
+            return fault
         count = len(boxes)
     else:
         return "cells are neither cuts nor boxes"
     if _count(record.files) != count:
         return f"{count} cells, files {record.files!r}"
     return None if _largest(record.files) < files else f"files {record.files!r}, but there are only {files}"
+
+
+@lru_cache(maxsize=4096)
+def _tiling_fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
+    return tiling_fault(shape, boxes)
 
 
 def cells_for(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[list[int] | Cells | None, list[int]]:
@@ -259,7 +288,7 @@ def _spans(text: str) -> list[tuple[int, int]]:
     spans = []
     for part in text.split(",") if text else []:
         first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not text.isascii() or not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"{text!r} is no list of ranges")
         spans.append((int(first), int(last) if dash else int(first)))
         if spans[-1][1] < spans[-1][0]:

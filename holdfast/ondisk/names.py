@@ -9,15 +9,27 @@ from collections.abc import Sequence
 from functools import lru_cache
 from urllib.parse import unquote
 
+from holdfast.errors import Unsupported
+
 TOP_SECTION = "state"
-_SPECIAL = frozenset("/%@[") | {chr(c) for c in range(32)} | {chr(127)}
+_SPECIAL = frozenset("/%@[\\") | {chr(c) for c in range(32)} | {chr(127)}
+_RESERVED = {".": "%2E", "..": "%2E%2E", "__metadata__": "%5F_metadata__"}
 
 
 @lru_cache(maxsize=65536)
 def escape(key: str) -> str:
-    """A key as it stands in a name; ``.`` and ``..`` are escaped too, because a section is also a folder."""
-    if key in (".", ".."):
-        return "%2E" * len(key)
+    """A key as it stands in a name. Raises Unsupported if it is no Unicode text (a lone surrogate).
+
+    ``.`` and ``..`` are escaped too, because a section is also a folder; and ``__metadata__``, which safetensors
+    keeps for itself.
+    """
+    if key in _RESERVED:
+        return _RESERVED[key]
+    if not key.isascii():
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            raise Unsupported(f"the key {key!r} is no Unicode text; rename it") from None
     if _SPECIAL.isdisjoint(key):
         return key
     return "".join(f"%{ord(c):02X}" if c in _SPECIAL else c for c in key)

@@ -14,6 +14,7 @@ import torch
 
 JSON = Any
 _INT64 = 1 << 63
+_MAX_BITS = 14_000  # Python reads no more than 4300 decimal digits back as an int
 
 
 class Refused(TypeError):
@@ -27,10 +28,12 @@ class Refused(TypeError):
 def encode(value: object) -> JSON:
     """One leaf as JSON: plain where JSON has it, else ``{"$": tag, "v": …}``. Raises Refused."""
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if value is None or kind is bool:
         return value
-    if kind is int:
-        return value if -_INT64 <= value < _INT64 else {"$": "int", "v": str(value)}  # type: ignore[operator]
+    if isinstance(value, str) and kind is str:
+        return _text(value)
+    if isinstance(value, int) and kind is int:
+        return value if -_INT64 <= value < _INT64 else _big_integer(value)
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "v": repr(value)}  # type: ignore[arg-type]
     if kind is bytes or kind is bytearray:
@@ -46,6 +49,21 @@ def encode(value: object) -> JSON:
     raise Refused("", _why_not(value))
 
 
+def _text(value: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise Refused("", f"{value[:40]!r} is no Unicode text (a lone surrogate); store bytes") from None
+    return value
+
+
+def _big_integer(value: int) -> JSON:
+    if value.bit_length() > _MAX_BITS:
+        raise Refused("", f"an integer of {value.bit_length()} bits; store bytes")
+    return {"$": "int", "v": str(value)}
+
+
 def _why_not(value: object) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if hasattr(value, "dtype") and hasattr(value, "item"):
@@ -59,10 +77,16 @@ def _why_not(value: object) -> str:
 
 
 def decode(value: JSON) -> object:
-    """The inverse of `encode`. Raises ValueError on a tag it does not know."""
+    """The inverse of `encode`. Raises ValueError on what `encode` cannot have made, or made for a newer torch."""
     if not isinstance(value, dict):
         return value
-    tag, inner = value.get("$"), value.get("v")
+    try:
+        return _untagged(value.get("$"), value.get("v"))
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{str(value)[:200]} is no value: {error}") from None
+
+
+def _untagged(tag: object, inner: Any) -> object:
     if tag == "int":
         return int(inner)
     if tag == "float":
@@ -95,10 +119,14 @@ def encode_tree(value: object, tensor_at: Callable[[torch.Tensor], str], path: s
     if type(value) is tuple:
         return {"$": "tuple", "v": [encode_tree(v, tensor_at, f"{path}/{i}") for i, v in enumerate(value)]}
     if isinstance(value, dict):
-        pairs = [(k, encode_tree(v, tensor_at, f"{path}/{k}")) for k, v in value.items()]
+        pairs = [(_encode_at(path, k), encode_tree(v, tensor_at, f"{path}/{k}")) for k, v in value.items()]
         if all(type(k) is str for k in value) and "$" not in value:
             return dict(pairs)
-        return {"$": "dict", "v": [[encode(k), v] for k, v in pairs]}
+        return {"$": "dict", "v": [[k, v] for k, v in pairs]}
+    return _encode_at(path, value)
+
+
+def _encode_at(path: str, value: object) -> JSON:
     try:
         return encode(value)
     except Refused as error:

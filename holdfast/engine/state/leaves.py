@@ -38,12 +38,14 @@ class Slot:
     """Where values of the checkpoint go: everything saved at or under ``path`` is rebuilt and handed to ``put``.
 
     A slot of an object with a ``state_dict`` of its own is ``whole``: it takes all that was saved below its path,
-    tensors included. ``held`` are its present tensors by name: the ones that fit are filled in place.
+    tensors included. ``held`` are its present tensors by name: the ones that fit are filled in place. ``check``
+    raises Mismatch, before anything is changed, if the target cannot take what was saved.
     """
 
     path: str
     put: Callable[[Any], None]
     whole: bool = False
+    check: Callable[[Any], object] | None = None
     held: dict[str, Any] = field(default_factory=dict)
 
 

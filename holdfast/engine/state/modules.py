@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -40,15 +40,16 @@ class FlatPart:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside of a wrapper that leaves no trace in names, or ``module`` itself."""
+    inner: Any = module
     if isinstance(module, (DistributedDataParallel, DataParallel)):
-        return module.module
-    if isinstance(module, FSDP1):
-        return module._fsdp_wrapped_module
-    if isinstance(module, CheckpointWrapper):
-        return module._checkpoint_wrapped_module
-    if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-        return module._orig_mod
-    return module
+        inner = module.module
+    elif isinstance(module, FSDP1):
+        inner = module._fsdp_wrapped_module
+    elif isinstance(module, CheckpointWrapper):
+        inner = module._checkpoint_wrapped_module
+    elif isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+        inner = module._orig_mod
+    return cast(nn.Module, inner)
 
 
 def named_modules(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
@@ -129,7 +130,7 @@ def flat_entry(name: str, part: FlatPart, shard: torch.Tensor, ranks: Ranks) -> 
 def local_flat(flat: Any) -> torch.Tensor:
     """This rank's shard of an FSDP1 flat parameter, in full precision; the unsharded one is only a cache of it."""
     shard = getattr(flat, "_local_shard", None)
-    return flat.data if shard is None else shard
+    return cast(torch.Tensor, flat.data if shard is None else shard)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def put_loose(module: nn.Module, key: str, value: Any) -> None:
 
 
 def merged(path: str, modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Where each module of a list is kept: all at ``path`` if no name stands twice (pipeline chunks), else by position."""
+    """Where each module of a list is kept: all at ``path`` if no name stands twice (pipeline chunks), else by index."""
     seen: set[str] = set()
     for module in modules:
         own = {fqn for fqn, _ in parameter_names(module).values()}
@@ -223,5 +224,5 @@ def merged(path: str, modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module
 def check_not_lazy(path: str, module: nn.Module) -> None:
     """Raise Unsupported if the module has parameters that do not exist yet."""
     for fqn, parameter in parameter_names(module).values():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, nn.UninitializedParameter):
             raise Unsupported(f"{path}/{fqn} is an uninitialized parameter; run one forward pass first")

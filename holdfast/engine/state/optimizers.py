@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -69,7 +71,8 @@ def collect_optimizers(
             groups.append(Group(_settings(path, len(groups), group), fqns))
             live.append((group, fqns))
     into.groups[path] = groups
-    into.slots.append(Slot(names.child(path, "param_groups"), lambda tree: _put_groups(path, tree, live)))
+    at = names.child(path, "param_groups")
+    into.slots.append(Slot(at, partial(_put_groups, path, live), check=partial(_match_groups, path, live)))
 
 
 def _call_parameters(path: str, optimizer: Optimizer, known: dict[int, tuple[str, Named]]) -> dict[int, Named]:
@@ -89,7 +92,8 @@ def _call_parameters(path: str, optimizer: Optimizer, known: dict[int, tuple[str
         return {id(p): f[1] for p, f in zip(parameters, found, strict=True) if f is not None}
     called = {}
     for p, f in zip(parameters, found, strict=True):
-        assert f is not None
+        if f is None:
+            continue
         owner, named = f[0].replace("/", "."), f[1]
         flat = None if named.flat is None else [_renamed(part, f"{owner}.{part.fqn}") for part in named.flat]
         called[id(p)] = Named(f"{owner}.{named.fqn}", flat)
@@ -104,15 +108,22 @@ def _collect_parameter(
     path: str, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, named: Named, ranks: Ranks,
     into: Collected, saved: Saved | None,
 ) -> None:  # fmt: skip
-    has = optimizer.state[parameter] if parameter in optimizer.state else {}
+    has = optimizer.state.get(parameter, {})
     for key, value in has.items():
         _collect_leaf(path, named, str(key), value, parameter, ranks, into, _setter(optimizer, parameter, key))
     if saved is None or has:
         return
     for key, value in _from_saved(path, group, parameter, named, saved).items():
+        put = _setter(optimizer, parameter, key)
         if isinstance(value, torch.Tensor):
-            into.then.append(lambda key=key, value=value: _setter(optimizer, parameter, key)(value))  # type: ignore[misc]
-        _collect_leaf(path, named, key, value, parameter, ranks, into, _setter(optimizer, parameter, key))
+            into.then.append(partial(put, value))
+        # What was made with a shape of its own is whole on every rank; only a like of the parameter is sharded.
+        along = value if value is None or value.shape == _own_shape(parameter) else None
+        _collect_leaf(path, named, key, value, parameter if along is not None else None, ranks, into, put)
+
+
+def _own_shape(parameter: torch.Tensor) -> torch.Size:
+    return modules.local_flat(parameter).shape if isinstance(parameter, FlatParameter) else parameter.shape
 
 
 def _setter(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Callable[[Any], None]:
@@ -123,7 +134,7 @@ def _setter(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Callable
 
 
 def _collect_leaf(
-    path: str, named: Named, key: str, value: Any, parameter: torch.Tensor, ranks: Ranks, into: Collected,
+    path: str, named: Named, key: str, value: Any, parameter: torch.Tensor | None, ranks: Ranks, into: Collected,
     put: Callable[[Any], None],
 ) -> None:  # fmt: skip
     for i, fqn in enumerate(named.fqns):
@@ -134,7 +145,7 @@ def _collect_leaf(
                 into.entries[entry.name] = entry
         elif isinstance(value, dict):
             for inner, leaf in value.items():
-                _collect_nested(name, str(inner), leaf, ranks, into, lambda v, d=value, k=inner: d.__setitem__(k, v))
+                _collect_nested(name, str(inner), leaf, ranks, into, partial(value.__setitem__, inner))
         else:
             _collect_value(name, value, into, put)
 
@@ -146,7 +157,7 @@ def _collect_nested(
     name = names.child(prefix, key)
     if isinstance(value, dict):
         for inner, leaf in value.items():
-            _collect_nested(name, str(inner), leaf, ranks, into, lambda v, d=value, k=inner: d.__setitem__(k, v))
+            _collect_nested(name, str(inner), leaf, ranks, into, partial(value.__setitem__, inner))
     elif isinstance(value, torch.Tensor):
         for entry in entries_of(name, value, ranks):
             into.entries[entry.name] = entry
@@ -163,29 +174,31 @@ def _collect_value(name: str, value: Any, into: Collected, put: Callable[[Any], 
 
 
 def _entries(
-    name: str, value: torch.Tensor, parameter: torch.Tensor, part: FlatPart | None, ranks: Ranks
+    name: str, value: torch.Tensor, parameter: torch.Tensor | None, part: FlatPart | None, ranks: Ranks
 ) -> list[Entry]:
     """A state tensor: sharded as its parameter is if it has the parameter's local shape, else as it says itself."""
-    if part is not None and value.dim() == 1 and not isinstance(value, DTensor):
+    plain = parameter is not None and type(value) is torch.Tensor and value.dim() > 0
+    if plain and part is not None and value.shape != part.shape:
         # Orig parameters of FSDP1 have state for their own elements alone, flat ones for the whole local shard.
-        own = part.stop - part.start
-        whole_shard = value.numel() != own or isinstance(parameter, modules.FlatParameter)
-        return [modules.flat_entry(name, part if whole_shard else _at_start(part), value, ranks)]
-    local = getattr(parameter, "_local_tensor", None)
-    sharded = isinstance(parameter, DTensor) and local is not None and local.shape != parameter.shape
-    if sharded and type(value) is torch.Tensor and value.dim() > 0:
-        assert isinstance(parameter, DTensor)
-        if value.shape != local.shape:
-            raise Unsupported(
-                f"{name} has shape {list(value.shape)} beside a sharded parameter of local shape {list(local.shape)}: "
-                "it cannot be told how it is sharded; make it a DTensor"
-            )
+        flat = isinstance(parameter, FlatParameter)
+        _check_local(name, value, (modules.local_flat(parameter).numel() if flat else part.stop - part.start,))
+        return [modules.flat_entry(name, part if flat else _at_start(part), value, ranks)]
+    if plain and isinstance(parameter, DTensor) and parameter._local_tensor.shape != parameter.shape:
+        _check_local(name, value, parameter._local_tensor.shape)
         # An optimizer that works on local tensors keeps plain ones; by its looks alone it would pass for a replica.
         spread, position = placed(name, parameter, ranks)
         shape = tuple(parameter.shape)
         views = local_views(name, shape, spread, position, value.detach()) if position is not None else []
         return [Entry(name, dtypes.name_of(value.dtype), shape, spread, views)]
     return list(entries_of(name, value, ranks))
+
+
+def _check_local(name: str, value: torch.Tensor, local: Sequence[int]) -> None:
+    if tuple(value.shape) != tuple(local):
+        raise Unsupported(
+            f"{name} has shape {list(value.shape)} beside a sharded parameter of local shape {list(local)}: it cannot "
+            "be told how it is sharded; make it a DTensor"
+        )
 
 
 def _at_start(part: FlatPart) -> FlatPart:
@@ -207,7 +220,7 @@ def _from_saved(
             dtype, shape = saved.tensors[name]
             global_shape = tuple(parameter.shape) if named.flat is None else _flat_shape(named, fqn)
             if shape == global_shape and (shape or not isinstance(found.get(key), torch.Tensor)):
-                data = modules.local_flat(parameter) if isinstance(parameter, modules.FlatParameter) else parameter
+                data = modules.local_flat(parameter) if isinstance(parameter, FlatParameter) else parameter
                 found.setdefault(key, torch.zeros_like(data.detach(), dtype=dtypes.torch_dtype(dtype)))
             else:
                 beside = bool(group.get("capturable") or group.get("fused"))
@@ -240,20 +253,34 @@ def _no_tensor(tensor: torch.Tensor) -> str:
     raise values.Refused("", "a tensor inside of a list is no setting of a parameter group")
 
 
-def _put_groups(path: str, tree: list[dict[str, Any]], live: list[tuple[dict[str, Any], list[str]]]) -> None:
-    """Give each live group the settings of the saved group that held its parameters."""
+Live = list[tuple[dict[str, Any], list[str]]]
+"""The groups of the live optimizers, each with the names of its parameters."""
+
+
+def _match_groups(path: str, live: Live, tree: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each live group the settings of the saved group that held its parameters. Raises Mismatch if unclear."""
     saved_of = {fqn: group for group in tree for fqn in group["params"]}
-    for index, (group, fqns) in enumerate(live):
+    matched = []
+    for index, (_, fqns) in enumerate(live):
         sources = {id(saved_of[f]): saved_of[f] for f in fqns if f in saved_of}
-        if not sources and not fqns and index < len(tree):
+        if not fqns and index < len(tree):
             sources = {0: tree[index]}
         found = [{k: v for k, v in s.items() if k not in _NOT_SETTINGS} for s in sources.values()]
-        if any(other != found[0] for other in found[1:]):
-            raise Mismatch(
-                f"{path}: parameters of group {index} were saved in groups with different settings: {found}; "
-                "build the optimizer with the same grouping, or leave param_groups out by only="
-            )
-        for key, value in (found[0] if found else {}).items():
+        for other in found[1:]:
+            odd = sorted(k for k in {*found[0], *other} if found[0].get(k) != other.get(k))
+            if odd:
+                told = ", ".join(f"{k} {found[0].get(k)} and {other.get(k)}" for k in odd)
+                raise Mismatch(
+                    f"{path}: the parameters of group {index} were saved in groups that differ ({told}); build the "
+                    "optimizer with the same grouping, or leave param_groups out by only="
+                )
+        matched.append(found[0] if found else {})
+    return matched
+
+
+def _put_groups(path: str, live: Live, tree: list[dict[str, Any]]) -> None:
+    for (group, _), settings in zip(live, _match_groups(path, live, tree), strict=True):
+        for key, value in settings.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].fill_(value)
             else:

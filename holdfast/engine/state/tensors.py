@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -20,11 +24,6 @@ from holdfast.engine.state.leaves import Entry, View
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import Box, inside, whole
-
-try:
-    from torch.distributed._shard.sharded_tensor import ShardedTensor
-except ImportError:  # torch without the legacy package
-    ShardedTensor = None
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -53,7 +52,7 @@ class Shard:
 
 def is_tensor_leaf(value: object) -> bool:
     """Whether the walk hands ``value`` to `entries_of`."""
-    return isinstance(value, (torch.Tensor, Shard)) or (ShardedTensor is not None and isinstance(value, ShardedTensor))
+    return isinstance(value, (torch.Tensor, Shard, ShardedTensor))
 
 
 def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
@@ -64,9 +63,9 @@ def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
         yield _dtensor(name, value, ranks)
     elif isinstance(value, Shard):
         yield _explicit(name, value, ranks)
-    elif ShardedTensor is not None and isinstance(value, ShardedTensor):
+    elif isinstance(value, ShardedTensor):
         yield _sharded_tensor(name, value, ranks)
-    elif isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+    elif isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         raise Unsupported(f"{name} is an uninitialized parameter; run one forward pass before saving")
     elif hasattr(value, "__tensor_flatten__"):
         parts, _ = value.__tensor_flatten__()
@@ -98,28 +97,39 @@ def _plain(name: str, tensor: torch.Tensor) -> Entry:
 
 def placed(name: str, tensor: DTensor, ranks: Ranks) -> tuple[Placed, int | None]:
     """How a DTensor lies over the group's ranks, and this rank's position in the mesh (None: not part of it)."""
-    mesh = tensor.device_mesh
-    members = tuple(mesh.mesh.flatten().tolist())
+    try:
+        return _placed(
+            tensor.device_mesh, tuple(tensor.placements), max(tensor.dim(), 1), ranks.global_ranks, ranks.rank
+        )
+    except (Unsupported, Mismatch) as error:
+        raise type(error)(f"{name} {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _placed(
+    mesh: DeviceMesh, placements: tuple[Any, ...], ndim: int, global_ranks: tuple[int, ...], rank: int
+) -> tuple[Placed, int | None]:
+    # Thousands of tensors share a mesh and placements, and asking a mesh for its ranks makes a tensor each time.
     splits: list[Split | None] = []
-    for placement in tensor.placements:
+    for placement in placements:
         if isinstance(placement, _StridedShard):
-            splits.append(Split(placement.dim % max(tensor.dim(), 1), int(placement.split_factor)))
+            splits.append(Split(placement.dim % ndim, int(placement.split_factor)))
         elif isinstance(placement, ShardPlacement):
-            splits.append(Split(placement.dim % max(tensor.dim(), 1)))
+            splits.append(Split(placement.dim % ndim))
         elif isinstance(placement, Replicate):
             splits.append(None)
         else:
             raise Unsupported(
-                f"{name} has placement {placement} on mesh {mesh}: its value is not whole on any rank; "
+                f"has placement {placement!r} on mesh {mesh}: its value is not whole on any rank; "
                 "redistribute() it to Shard or Replicate first"
             )
-    place = {g: r for r, g in enumerate(ranks.global_ranks)}
+    members = tuple(mesh.mesh.flatten().tolist())
+    place = {g: r for r, g in enumerate(global_ranks)}
     outside = [g for g in members if g not in place]
     if outside:
-        raise Mismatch(f"{name} lies on a mesh with global ranks {outside}, which are not in the group of this save")
+        raise Mismatch(f"lies on a mesh with global ranks {outside}, which are not in the group of this call")
     spread = Placed(tuple(place[g] for g in members), tuple(mesh.mesh.shape), tuple(splits))
-    position = spread.ranks.index(ranks.rank) if ranks.rank in spread.ranks else None
-    return spread, position
+    return spread, spread.ranks.index(rank) if rank in spread.ranks else None
 
 
 def local_views(name: str, shape: tuple[int, ...], spread: Placed, position: int, local: torch.Tensor) -> list[View]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
 from holdfast.engine.state.tensors import entries_of, is_tensor_leaf
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names, values
+from holdfast.ondisk.values import JSON
 
 
 def collect(state: Mapping[str, Any], ranks: Ranks, saved: Saved | None = None) -> Collected:
@@ -96,7 +98,7 @@ class _Walk:
             return
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             at = names.child(path, _key(path, key))
-            self.node(at, value, lambda new, node=node, key=key: node.__setitem__(key, new))
+            self.node(at, value, partial(node.__setitem__, key))
 
     def note_container(self, path: str, node: Any) -> None:
         """Lists, tuples and empty containers are noted; so is a dict whose keys are integers (see docs/format.md)."""
@@ -105,7 +107,7 @@ class _Walk:
         elif path and (not node or any(type(k) is int for k in node)):
             self.into.containers[path] = "dict"
 
-    def values(self, path: str, node: Any, into: dict[str, values.JSON]) -> None:
+    def values(self, path: str, node: Any, into: dict[str, JSON]) -> None:
         """Plain values, however nested."""
         if _is_container(node):
             self.note_container(path, node)
@@ -133,11 +135,11 @@ class _Walk:
         for fqn, tensor in state.tensors.items():
             self.tensor(names.child(path, fqn), tensor)
             if fqn in state.loose:
-                self.into.then.append(lambda fqn=fqn, tensor=tensor: modules.put_loose(module, fqn, tensor))  # type: ignore[misc]
+                self.into.then.append(partial(modules.put_loose, module, fqn, tensor))
         for fqn, value in state.loose.items():
             if fqn not in state.tensors:
                 at = names.child(path, fqn)
-                self.owned(at, value, lambda new, fqn=fqn: modules.put_loose(module, fqn, new))
+                self.owned(at, value, partial(modules.put_loose, module, fqn))
         self.into.aliases.update(state.aliases)
         if not state.entries and not state.tensors and not state.loose:
             self.into.containers[path] = "dict"
@@ -156,7 +158,7 @@ class _Walk:
         self.saved_tree(path, node.state_dict(), self.into.values, held)
         self.into.slots.append(Slot(path, node.load_state_dict, whole=True, held=held))
 
-    def saved_tree(self, path: str, node: Any, into: dict[str, values.JSON], held: dict[str, Any]) -> None:
+    def saved_tree(self, path: str, node: Any, into: dict[str, JSON], held: dict[str, Any]) -> None:
         """A state dict that an object made: tensors and values in any nest."""
         if is_tensor_leaf(node):
             if self.saved is None or self.fits(path, node):

@@ -1,0 +1,48 @@
+# Everything that is made here. Each target sets up what it needs: on a fresh machine `make demo` is all it takes.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+BIN    := .venv/bin
+READY  := .venv/ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench bench-quick clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
+		printf '  make %-12s %s\n' $$name "$$text"; done
+
+demo: $(READY)  ## train on 4 ranks, kill one in the middle of a save, go on with 2: under two minutes
+	$(BIN)/python examples/demo.py
+
+test: lint  ## lint and all tests that take seconds
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+test-all: lint  ## lint and all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(READY)  ## ruff, mypy, and the floors of docs/architecture.md
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(READY)  ## all benchmarks, at full size
+	$(BIN)/python -m benchmarks.bench
+
+bench-quick: $(READY)  ## the same in small
+	$(BIN)/python -m benchmarks.bench --quick
+
+clean:  ## remove what the other targets made, but for the environment in .venv
+	rm -rf demo-run bench-out build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The environment, made once and looked at again when pyproject.toml changes. torch comes first and by itself: what
+# is installed after it finds a torch that is new enough and leaves it alone. A torch that is there already (of
+# another version, or built for a GPU) stays.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("holdfast needs Python 3.10 or newer; say which: make PYTHON=python3.11 …")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e ".[dev]"
+	touch $@

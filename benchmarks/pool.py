@@ -1,0 +1,120 @@
+"""Ranks that stay: processes joined in a gloo group, given one job after another.
+
+Called by the bench, one pool for each world size. A job that fails or hangs is an error of that job alone: the pool
+starts afresh for the next. Never runs two jobs at once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+PATIENCE = 300.0
+"""Seconds that a job may take."""
+
+
+class JobFailed(Exception):
+    """A job that raised on a rank, or did not come back."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+
+
+class Pool:
+    """``size`` ranks, started when first needed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, job: Callable[..., T], *args: object) -> list[T]:
+        """``job(*args)`` on every rank at once, in rank order. Raises JobFailed."""
+        if not self._ranks:
+            self._start()
+        try:
+            for _, pipe in self._ranks:
+                pipe.send((job, args))
+            return self._collect(getattr(job, "__name__", str(job)))
+        except (JobFailed, OSError):
+            self.close()
+            raise
+
+    def _collect(self, name: str) -> list[Any]:
+        until = monotonic() + PATIENCE
+        results: dict[int, Any] = {}
+        while len(results) < self.size:
+            for rank, (process, pipe) in enumerate(self._ranks):
+                if rank in results or not pipe.poll(0.02):
+                    if rank not in results and (not process.is_alive() or monotonic() > until):
+                        state = "hangs" if process.is_alive() else f"died with exit code {process.exitcode}"
+                        raise JobFailed(f"rank {rank} {state} in {name}")
+                    continue
+                try:
+                    results[rank] = pipe.recv()
+                except EOFError:
+                    raise JobFailed(f"rank {rank} died in {name}") from None
+                if isinstance(results[rank], _Failure):
+                    raise JobFailed(f"rank {rank}: {results[rank].text}")
+        return [results[rank] for rank in range(self.size)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.jobs"])  # torch is imported once for all ranks
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_rank, args=(theirs, rank, self.size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def close(self) -> None:
+        """End the ranks, also those that hang."""
+        for _, pipe in self._ranks:
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._ranks.clear()
+
+
+def _rank(pipe: Connection, rank: int, size: int, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
+    )
+    while True:
+        try:
+            job, args = pipe.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # the bench let go; a barrier at the end could only hang
+        try:
+            answer = job(*args)
+        except BaseException as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
+            answer = _Failure(f"{type(error).__name__}: {str(error)[:400]} ({place})")
+        try:
+            pipe.send(answer)
+        except OSError:
+            os._exit(0)  # another rank failed first, and the bench has let go

@@ -1,0 +1,102 @@
+"""The systems compared, each as two functions: save durably, load in place.
+
+Called by the jobs, on every rank. `torch.save` and safetensors know no ranks: each rank keeps its own local shards.
+Never tuned: each system as its documentation shows it, plus the fsync without which a save is a promise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import holdfast
+from benchmarks.states import State, local_tensors
+
+
+@dataclass(frozen=True)
+class Told:
+    """Bytes as a system itself reports them."""
+
+    needed: int
+    read: int
+
+
+@dataclass(frozen=True)
+class System:
+    """``reshards``: whether it can load on another number of ranks. ``mapped``: it reads by mmap, unseen by rchar."""
+
+    name: str
+    save: Callable[[State, Path, int], None]
+    load: Callable[[State, Path, int], Told | None]
+    reshards: bool = False
+    mapped: bool = False
+
+
+def _save_holdfast(state: State, folder: Path, rank: int) -> None:
+    holdfast.save(state, folder)
+
+
+def _load_holdfast(state: State, folder: Path, rank: int) -> Told:
+    loaded = holdfast.load(folder, state)
+    return Told(loaded.bytes_needed, loaded.bytes_read)
+
+
+def _save_dcp(state: State, folder: Path, rank: int) -> None:
+    dcp_save(state, storage_writer=FileSystemWriter(folder, sync_files=True))
+
+
+def _load_dcp(state: State, folder: Path, rank: int) -> None:
+    dcp_load(state, storage_reader=FileSystemReader(folder))
+
+
+def _save_torch(state: State, folder: Path, rank: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{rank}.pt").open("wb") as file:
+        torch.save(dict(local_tensors(state)), file)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _load_torch(state: State, folder: Path, rank: int) -> None:
+    _put(state, torch.load(folder / f"{rank}.pt", weights_only=True))
+
+
+def _save_safetensors(state: State, folder: Path, rank: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{rank}.safetensors"
+    safetensors.torch.save_file(dict(local_tensors(state)), path)
+    _sync(path)
+    _sync(folder)
+
+
+def _load_safetensors(state: State, folder: Path, rank: int) -> None:
+    _put(state, safetensors.torch.load_file(folder / f"{rank}.safetensors"))
+
+
+def _put(state: State, found: dict[str, torch.Tensor]) -> None:
+    for name, tensor in local_tensors(state):
+        tensor.copy_(found[name])
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+HOLDFAST = System("holdfast", _save_holdfast, _load_holdfast, reshards=True)
+DCP = System("torch DCP", _save_dcp, _load_dcp, reshards=True)
+TORCH_SAVE = System("torch.save", _save_torch, _load_torch)
+SAFETENSORS = System("safetensors", _save_safetensors, _load_safetensors, mapped=True)
+SYSTEMS = {system.name: system for system in (HOLDFAST, DCP, TORCH_SAVE, SAFETENSORS)}

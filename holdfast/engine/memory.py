@@ -1,0 +1,62 @@
+"""Memory for moving bytes: aligned buffers in huge pages, and quiet from Python's garbage collector.
+
+Called by the writer, the reader and the two stories. Never holds more than its caller asks for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Page-aligned host memory of this process, as bytes and by address."""
+
+    memory: mmap.mmap
+    view: memoryview
+    address: int
+
+
+def buffer(nbytes: int) -> Buffer:
+    """New zeroed memory of ``nbytes``.
+
+    In huge pages where the kernel has them: direct I/O pins pages one by one, and with 4 KiB pages that alone costs
+    a third of a disk's rate (measured: writes 2.5 and 3.9 GB/s, reads 1.5 and 2.7 GB/s).
+    """
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel or a Python without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return Buffer(memory, memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+
+_lock = threading.Lock()
+_pauses = 0
+_resume = False
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Pause the cyclic garbage collector while thousands of small objects are made that all stay alive.
+
+    It would look at each of them again and again: half the time of a state of 20,000 tensors. Nests, and serves
+    several threads.
+    """
+    global _pauses, _resume
+    with _lock:
+        if _pauses == 0:
+            _resume = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if _pauses == 0 and _resume:
+                gc.enable()

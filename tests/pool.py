@@ -1,0 +1,134 @@
+"""Warm pools of real gloo ranks, one for each world size, shared by the whole test session.
+
+Tests call `run(world, function, …)`: it runs on every rank at once and returns each rank's result.
+Never reused after a rank was killed or hung: `close` it then, the next call starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+LIMIT = 120.0
+
+
+@dataclass
+class RemoteError:
+    """An exception of a rank, as plain data."""
+
+    rank: int
+    kinds: list[str]
+    text: str
+    trace: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class RankFailed(AssertionError):
+    """Raised by `run` if a rank raised."""
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", rank=rank, world_size=world)
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+        except BaseException as error:
+            kinds = [k.__name__ for k in type(error).__mro__]
+            fields = {k: getattr(error, k, None) for k in ("rank", "host", "phase", "file", "cause", "errno")}
+            pipe.send((False, RemoteError(rank, kinds, str(error), traceback.format_exc(), fields)))
+
+
+class Pool:
+    """``world`` processes of one gloo group."""
+
+    def __init__(self, world: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Each rank's result, or its `RemoteError`."""
+        for pipe in self.pipes:
+            pipe.send((function.__module__, function.__name__, args))
+        return [self._result(rank, pipe) for rank, pipe in enumerate(self.pipes)]
+
+    def _result(self, rank: int, pipe: Connection) -> Any:
+        if not pipe.poll(LIMIT):
+            raise RankFailed(f"rank {rank} gave no answer within {LIMIT:g} s")
+        try:
+            return pipe.recv()[1]
+        except EOFError:
+            return RemoteError(rank, ["Killed"], "the process is gone", "")
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+_pools: dict[int, Pool] = {}
+
+
+def attempt(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``function(*args)`` on every rank; a rank that raises gives a `RemoteError`."""
+    if world not in _pools:
+        _pools[world] = Pool(world)
+    try:
+        return _pools[world].call(function, *args)
+    except RankFailed:
+        close(world)
+        raise
+
+
+def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``function(*args)`` on every rank and return the results; raises if any rank does."""
+    results = attempt(world, function, *args)
+    for result in results:
+        if isinstance(result, RemoteError):
+            close(world)
+            raise RankFailed(f"rank {result.rank}: {result.trace}")
+    return results
+
+
+def close(world: int) -> None:
+    """End the pool of that size; the next call starts another."""
+    pool = _pools.pop(world, None)
+    if pool is not None:
+        pool.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for world in list(_pools):
+        close(world)

@@ -1,0 +1,69 @@
+"""Checkpoints of every format version that was ever released: still read, by both readers, to the last bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from tests import format_reader
+from tests.golden import make
+from tests.test_format import equal
+
+VERSIONS = sorted(p.name for p in make.HERE.glob("v*"))
+
+
+def test_there_is_one_of_every_version() -> None:
+    assert VERSIONS == ["v1"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_state_is_read_to_the_last_bit(version: str) -> None:
+    folder = make.HERE / version
+    checkpoint = holdfast.open(folder)
+    assert equal(checkpoint.state_dict(), make.expected())
+    assert (checkpoint.step, checkpoint.world_size) == (7, make.WORLD)
+    assert {name: checkpoint.attachment(name) for name in checkpoint.attachments} == make.FILES
+    assert equal([checkpoint.per_rank("own", r) for r in range(make.WORLD)], list(map(make.of_rank, range(make.WORLD))))
+    checkpoint.verify()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_second_reader_agrees(version: str) -> None:
+    found = format_reader.read(make.HERE / version)
+    assert equal(found.state, make.expected())
+    assert equal(found.per_rank["own"], list(map(make.of_rank, range(make.WORLD))))
+    assert found.attachments == make.FILES and found.manifest["version"] == int(version[1:])
+
+
+def test_todays_code_writes_what_the_newest_golden_one_holds(tmp_path: Path) -> None:
+    """Another plan may cut tensors elsewhere; whatever else differs, the format has changed."""
+    make.make(tmp_path / "now")
+    now, then = (format_reader.read_manifest(p / "manifest.json") for p in (tmp_path / "now", make.HERE / VERSIONS[-1]))
+    for key in ("format", "version", "world_size", "values", "containers", "aliases", "per_rank", "step"):
+        assert now[key] == then[key], key
+    assert list(now) == list(then)
+    kinds = [{name: record[:2] for name, record in m["tensors"].items()} for m in (now, then)]
+    assert kinds[0] == kinds[1]
+
+
+def test_it_is_small_and_its_kinds_are_all_there() -> None:
+    folder = make.HERE / VERSIONS[-1]
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) < 100_000
+    manifest = format_reader.read_manifest(folder / "manifest.json")
+    cells = [record[2] for record in manifest["tensors"].values()]
+    assert None in cells and any(type(c) is list for c in cells)
+    assert {key for c in cells if isinstance(c, dict) for key in c} == {"cuts", "boxes"}
+    assert manifest["aliases"] and manifest["per_rank"] and manifest["attachments"] and manifest["containers"]
+
+
+def test_one_lost_byte_of_it_is_found(tmp_path: Path) -> None:
+    folder = shutil.copytree(make.HERE / VERSIONS[-1], tmp_path / "copy")
+    [file] = (folder / "model").glob("00001-of-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(holdfast.Damaged, match=file.name):
+        holdfast.open(folder).verify()

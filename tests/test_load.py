@@ -1,0 +1,374 @@
+"""Loads: strict, in part, renamed, cast, lazy; and checkpoints that lie are refused with what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast
+from holdfast.ondisk import blocks
+from tests import pool
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    state = {
+        "model": {"layers.0.weight": torch.randn(8, 4), "layers.1.weight": torch.randn(8, 4), "scale": torch.ones(3)},
+        "optimizer": {"state": {"layers.0.weight": {"exp_avg": torch.randn(8, 4)}}},
+        "step": 9,
+        "config": {"lr": 0.1},
+    }
+    holdfast.save(state, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def _target() -> dict[str, Any]:
+    return {
+        "model": {"layers.0.weight": torch.zeros(8, 4), "layers.1.weight": torch.zeros(8, 4), "scale": torch.zeros(3)},
+        "optimizer": {"state": {"layers.0.weight": {"exp_avg": torch.zeros(8, 4)}}},
+        "step": 0,
+        "config": {},
+    }
+
+
+def test_all(saved: Path) -> None:
+    into = _target()
+    loaded = holdfast.load(saved, into)
+    assert loaded.step == 9 and into["step"] == 9 and into["config"] == {"lr": 0.1}
+    assert torch.equal(into["model"]["layers.1.weight"], holdfast.open(saved).read("model/layers.1.weight"))
+    assert set(loaded.restored) >= {"model/scale", "step", "config/lr"} and not loaded.skipped and not loaded.kept
+    assert loaded.bytes_needed == 3 * 128 + 12 and loaded.bytes_unverified == 0
+
+
+def test_every_misfit_is_listed_at_once_and_nothing_changes(saved: Path) -> None:
+    into = _target()
+    into["model"]["layers.0.weight"] = torch.zeros(8, 5)
+    into["model"]["scale"] = torch.zeros(3, dtype=torch.float64)
+    into["model"]["layers.1.wieght"] = into["model"].pop("layers.1.weight")
+    del into["config"]
+    into["extra"] = {"a": 1}
+    with pytest.raises(holdfast.Mismatch) as caught:
+        holdfast.load(saved, into)
+    text = str(caught.value)
+    assert "model/layers.0.weight: saved with shape [8, 4], here [8, 5]" in text
+    assert "model/scale: saved as float32, here float64 (cast=True converts)" in text
+    assert "model/layers.1.wieght (did you mean model/layers.1.weight?)" in text
+    assert "config/lr" in text and "extra" in text and "nothing was changed" in text
+    assert isinstance(caught.value, ValueError)
+    assert into["step"] == 0 and not any(t.any() for t in into["model"].values())
+
+
+def test_in_part_by_pattern(saved: Path) -> None:
+    into = {"model": {"layers.0.weight": torch.zeros(8, 4), "scale": torch.zeros(3)}}
+    loaded = holdfast.load(saved, into, only=["model/layers.0.*", "model/scale"])
+    assert into["model"]["scale"].sum() == 3 and "model/layers.1.weight" in loaded.skipped and "step" in loaded.skipped
+    one = _target()
+    holdfast.load(saved, one, only="optimizer")
+    assert one["optimizer"]["state"]["layers.0.weight"]["exp_avg"].any() and not one["model"]["scale"].any()
+    assert one["step"] == 0
+    with pytest.raises(holdfast.Mismatch, match="model/layers.1.weight"):
+        holdfast.load(saved, {"model": {"scale": torch.zeros(3)}}, only="model")
+
+
+def test_renamed(saved: Path) -> None:
+    into = {
+        "net": {"blocks.0.weight": torch.zeros(8, 4), "blocks.1.weight": torch.zeros(8, 4), "scale": torch.zeros(3)}
+    }
+    loaded = holdfast.load(
+        saved, into, only="net", rename=lambda n: n.replace("model/", "net/").replace("layers", "blocks")
+    )
+    assert into["net"]["blocks.1.weight"].any() and loaded.renamed["model/scale"] == "net/scale"
+    into = {"net": _target()["model"]}
+    holdfast.load(saved, into, only="net", rename={"model": "net"})
+    assert into["net"]["scale"].sum() == 3
+    with pytest.raises(holdfast.Mismatch, match="same new name"):
+        holdfast.load(saved, into, rename=lambda name: "x")
+
+
+def test_missing_may_be_kept(saved: Path) -> None:
+    into = _target()
+    into["model"]["new"] = torch.full((2,), 5.0)
+    loaded = holdfast.load(saved, into, missing="keep")
+    assert loaded.kept == ["model/new"] and (into["model"]["new"] == 5).all() and into["step"] == 9
+    with pytest.raises(ValueError, match='"error" or "keep"'):
+        holdfast.load(saved, into, missing="ignore")  # type: ignore[arg-type]
+
+
+def test_cast_says_so(saved: Path) -> None:
+    into = _target()
+    into["model"]["scale"] = torch.zeros(3, dtype=torch.float16)
+    loaded = holdfast.load(saved, into, cast=True)
+    assert loaded.cast == {"model/scale": ("float32", "float16")} and into["model"]["scale"].dtype is torch.float16
+
+
+def test_module_keeps_identity_device_and_grad(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    other.bias.requires_grad_(False)
+    holdfast.save({"model": model}, tmp_path / "c")
+    before = [(id(p), p.data_ptr(), p.requires_grad) for p in other.parameters()]
+    holdfast.load(tmp_path / "c", {"model": other})
+    assert [(id(p), p.data_ptr(), p.requires_grad) for p in other.parameters()] == before
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_lists_of_modules_and_optimizers(tmp_path: Path) -> None:
+    def pair() -> dict[str, Any]:
+        nets = [nn.Linear(2, 2), nn.Linear(2, 2)]  # the same names in both: kept by position
+        return {
+            "nets": nets,
+            "optimizers": {
+                "a": torch.optim.Adam(nets[0].parameters()),
+                "b": torch.optim.SGD(nets[1].parameters(), lr=1.0, momentum=0.9),
+            },
+        }
+
+    state, into = pair(), pair()
+    for net, optimizer in zip(state["nets"], state["optimizers"].values(), strict=True):
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    holdfast.save(state, tmp_path / "c")
+    assert "nets/1/weight" in holdfast.open(tmp_path / "c").tensors
+    assert "optimizers/b/state/weight/momentum_buffer" in holdfast.open(tmp_path / "c").tensors
+    holdfast.load(tmp_path / "c", into)
+    for a, b in zip(state["nets"], into["nets"], strict=True):
+        assert torch.equal(a.weight, b.weight)
+    for key in ("a", "b"):
+        ours, theirs = state["optimizers"][key].state_dict(), into["optimizers"][key].state_dict()
+        assert ours["param_groups"] == theirs["param_groups"]
+        assert str(ours["state"]) == str(theirs["state"])
+
+
+def test_optimizers_without_their_module_use_integer_ids(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    holdfast.save({"o": optimizer}, tmp_path / "c")
+    assert set(holdfast.open(tmp_path / "c").tensors) == {
+        f"o/state/{i}/{k}" for i in (0, 1) for k in ("step", "exp_avg", "exp_avg_sq")
+    }
+    other = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    holdfast.load(tmp_path / "c", {"o": other})
+    assert str(other.state_dict()["state"]) == str(optimizer.state_dict()["state"])
+
+
+def test_optimizer_of_an_unknown_parameter(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model.weight, nn.Parameter(torch.ones(7))], lr=1.0)
+    with pytest.raises(holdfast.Unsupported, match=r"parameter 1 \(shape \[7\]\) belongs to no module"):
+        holdfast.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
+
+
+def test_tensor_learning_rate_and_scheduler(tmp_path: Path) -> None:
+    def make(lr: float) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(lr), capturable=False, foreach=False)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": torch.amp.GradScaler("cpu")}
+
+    state, into = make(0.5), make(0.25)
+    for _ in range(3):
+        state["model"](torch.ones(1, 2)).sum().backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+    holdfast.save(state, tmp_path / "c")
+    lr = into["optimizer"].param_groups[0]["lr"]
+    holdfast.load(tmp_path / "c", into)
+    assert into["optimizer"].param_groups[0]["lr"] is lr
+    assert torch.equal(lr, state["optimizer"].param_groups[0]["lr"])
+    assert into["scheduler"].state_dict().keys() == state["scheduler"].state_dict().keys()
+    assert into["scheduler"].last_epoch == 3 and into["scaler"].state_dict() == state["scaler"].state_dict()
+
+
+def test_data_loader(tmp_path: Path) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def loader() -> Any:
+        return StatefulDataLoader(
+            list(range(20)), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+
+    ours = loader()
+    batches = iter(ours)
+    [next(batches) for _ in range(4)]
+    holdfast.save({"data": ours}, tmp_path / "c")
+    rest = [b.tolist() for b in batches]
+    again = loader()
+    holdfast.load(tmp_path / "c", {"data": again})
+    assert [b.tolist() for b in again] == rest and len(rest) == 6
+
+
+# Opened lazily
+
+
+def test_open_reads_slices_only(tmp_path: Path) -> None:
+    holdfast.save({"big": torch.arange(4_000_000.0).reshape(2000, 2000), "small": torch.ones(2)}, tmp_path / "c")
+    checkpoint = holdfast.open(tmp_path / "c")
+    info = checkpoint.tensors["big"]
+    assert (info.shape, info.dtype, info.nbytes) == ((2000, 2000), torch.float32, 16_000_000)
+    box = checkpoint.read("big", (slice(5, 8), slice(10, 20)))
+    assert torch.equal(box, torch.arange(4_000_000.0).reshape(2000, 2000)[5:8, 10:20])
+    assert torch.equal(checkpoint.read("big", [(1999, 2000)])[0, -1], torch.tensor(3_999_999.0))
+    assert checkpoint.read("big", (slice(3, 3),)).shape == (0, 2000)
+    with pytest.raises(holdfast.Mismatch, match="does not lie"):
+        checkpoint.read("big", ((0, 2001),))
+    with pytest.raises(KeyError, match="did you mean small"):
+        checkpoint.read("smal")
+    assert checkpoint.state_dict(only="small").keys() == {"small"}
+
+
+def counted_load(path: str) -> tuple[int, int]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = 4096 // world
+    into = {"w": {f"t{i}": holdfast.Shard(torch.zeros(rows, 512), (4096, 512), (rank * rows, 0)) for i in range(6)}}
+    loaded = holdfast.load(path, into)
+    for i in range(6):
+        assert (into["w"][f"t{i}"].tensor == torch.arange(4096.0)[rank * rows : (rank + 1) * rows, None] + i).all()
+    return loaded.bytes_read, loaded.bytes_needed
+
+
+def counted_save(path: str) -> None:
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    size = -(-4096 // world)
+    rows = torch.arange(4096.0)[rank * size : (rank + 1) * size, None].expand(-1, 512)
+    holdfast.save({"w": {f"t{i}": holdfast.Shard(rows + i, (4096, 512), (rank * size, 0)) for i in range(6)}}, path)
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 4), (3, 4), (4, 2), (2, 2)])
+def test_resharded_load_reads_only_what_it_needs(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
+    pool.run(saved_by, counted_save, str(tmp_path / "c"))
+    for read, needed in pool.run(loaded_by, counted_load, str(tmp_path / "c")):
+        assert needed == 6 * 4096 * 512 * 4 // loaded_by and read <= 1.05 * needed
+
+
+def test_partial_blocks_are_counted_or_checked(tmp_path: Path) -> None:
+    tensor = torch.arange(6_000_000.0)  # 24 MB: three blocks
+    holdfast.save({"t": tensor}, tmp_path / "c")
+    file = next((tmp_path / "c").rglob("*.safetensors"))
+    with file.open("r+b") as f:
+        f.seek(4096 + 4_000_000)
+        f.write(b"\xff\xff\xff\xff")
+    part = {"t": holdfast.Shard(torch.zeros(2_000_000), (6_000_000,), (3_000_000,))}
+    holdfast.load(tmp_path / "c", part, verify="blocks")  # the flipped block is not touched
+    half = {"t": holdfast.Shard(torch.zeros(500_000), (6_000_000,), (0,))}
+    loaded = holdfast.load(tmp_path / "c", half)
+    assert loaded.bytes_unverified == 2_000_000, "told, since reading the whole block would cost four times the bytes"
+    with pytest.raises(holdfast.Damaged, match=r"is altered.* in t, "):
+        holdfast.load(tmp_path / "c", half, verify="blocks")
+    with pytest.raises(holdfast.Damaged, match="is altered"):
+        holdfast.load(tmp_path / "c", {"t": torch.zeros(6_000_000)})
+    holdfast.load(tmp_path / "c", {"t": torch.zeros(6_000_000)}, verify=False)
+
+
+# Checkpoints that lie
+
+
+def test_not_a_checkpoint(tmp_path: Path) -> None:
+    holdfast.save({"x": torch.ones(1)}, tmp_path / "run" / "step-1")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text('{"name": "a web app"}')
+    cases = {
+        "nowhere": "there is nothing at",
+        "run": "holds checkpoints but is none itself: open one of step-1",
+        "run/step-2": "beside it are the checkpoints step-1",
+        "run/step-1/manifest.json": "is a file, a checkpoint is a folder; the checkpoint is its folder",
+        "empty": "holds no manifest.json",
+        "other": "was not written by holdfast",
+    }
+    for path, says in cases.items():
+        for use in (holdfast.open, lambda p: holdfast.load(p, {"x": torch.ones(1)})):
+            with pytest.raises(holdfast.NotACheckpoint, match=says) as caught:
+                use(tmp_path / path)
+            assert isinstance(caught.value, FileNotFoundError)
+    (tmp_path / "run" / "step-1" / "manifest.json").unlink()
+    with pytest.raises(holdfast.NotACheckpoint, match="never committed"):
+        holdfast.open(tmp_path / "run" / "step-1")
+
+
+def _rewrite(path: Path, change: Any) -> None:
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    del manifest["digest"]
+    change(manifest)
+    body = json.dumps(manifest, separators=(",", ":")).encode()[:-1]
+    (path / "manifest.json").write_bytes(body + b',"digest":"' + blocks.digest(body).encode() + b'"}')
+
+
+def test_version_from_the_future(saved: Path) -> None:
+    _rewrite(saved, lambda m: m.update(version=2))
+    with pytest.raises(holdfast.Unsupported, match="format version 2, this holdfast reads version 1"):
+        holdfast.load(saved, _target())
+
+
+def test_manifest_cut_or_altered_anywhere(saved: Path) -> None:
+    data = (saved / "manifest.json").read_bytes()
+    for length in [*range(0, len(data) - 1, 37), len(data) - 1]:
+        (saved / "manifest.json").write_bytes(data[:length])
+        with pytest.raises(holdfast.Damaged):
+            holdfast.open(saved)
+    for at in range(60, len(data), 29):
+        (saved / "manifest.json").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises((holdfast.Damaged, holdfast.Unsupported, holdfast.NotACheckpoint)):
+            holdfast.open(saved)
+
+
+def test_manifest_that_leads_outside(saved: Path, tmp_path: Path) -> None:
+    for path in ("../secret", "/etc/passwd", "a\\b", "model/../../x", ""):
+        _rewrite(saved, lambda m, path=path: m["files"][0].__setitem__(0, path))
+        with pytest.raises(holdfast.Damaged, match="leaves the checkpoint"):
+            holdfast.open(saved)
+
+
+def load_into_target(path: str) -> None:
+    holdfast.load(path, _target())
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing", "flipped data", "flipped header", "grown"])
+def test_damaged_data_files(how: str, saved: Path) -> None:
+    file = next((saved / "model").iterdir())
+    data = bytearray(file.read_bytes())
+    if how == "missing":
+        file.unlink()
+    elif how == "truncated":
+        os.truncate(file, len(data) - 5)
+    elif how == "grown":
+        file.write_bytes(data + b"\0")
+    else:
+        data[-3 if how == "flipped data" else 100] ^= 4
+        file.write_bytes(data)
+    errors = pool.attempt(2, load_into_target, str(saved))
+    assert errors[0].kinds == errors[1].kinds and errors[0].text == errors[1].text
+    assert "Damaged" in errors[0].kinds and file.name in errors[0].text
+    if how == "flipped data":
+        assert "model" in errors[0].text and "scale" in errors[0].text
+    with pytest.raises(holdfast.Damaged, match=file.name):
+        holdfast.open(saved).verify()
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    import random
+
+    state = {"a": torch.arange(900, dtype=torch.int16), "p": holdfast.PerRank({"k": [1, 2]})}
+    holdfast.save(state, tmp_path / "c", files={"note": b"attached"})
+    files = [p for p in (tmp_path / "c").rglob("*") if p.is_file()]
+    chance = random.Random(5)
+    for _ in range(300):
+        file = chance.choice(files)
+        data = bytearray(file.read_bytes())
+        at = chance.randrange(len(data))
+        data[at] ^= 1 << chance.randrange(8)
+        original = file.read_bytes()
+        file.write_bytes(data)
+        with pytest.raises(holdfast.HoldfastError) as caught:
+            holdfast.open(tmp_path / "c").verify()
+        assert file.name in str(caught.value)
+        file.write_bytes(original)
+    holdfast.open(tmp_path / "c").verify()

@@ -1,0 +1,52 @@
+"""Rules of the house that an import linter cannot express."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "holdfast"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+# They take a process group as an argument and pass it on.
+TAKE_A_GROUP = {"save.py", "load.py", "manager.py"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_only_the_state_and_the_ranks_know_torch_distributed(path: Path) -> None:
+    inside = _name(path).startswith("engine/state/") or _name(path) == "engine/ranks.py"
+    used = {name for name in _imports(path) if name.startswith("torch.distributed")}
+    if _name(path) in TAKE_A_GROUP:
+        used -= {"torch.distributed"}
+    assert inside or not used
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_nothing_executes_what_it_reads(path: Path) -> None:
+    assert not _imports(path) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    text = path.read_text()
+    assert "torch.load(" not in text and "torch.save(" not in text and "eval(" not in text and "exec(" not in text
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.stat().st_size], ids=_name)
+def test_modules_say_what_they_are(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    assert text and text.splitlines()[0].endswith(".")
+    assert path.stem not in ("utils", "common", "base", "types", "misc", "helpers")
