@@ -18,7 +18,8 @@ import torch
 
 from holdfast import events
 from holdfast.engine import storage
-from holdfast.engine.read import DataFiles, ReadStats, Verify, Wanted, check_file, read_boxes
+from holdfast.engine.ranges import Verify
+from holdfast.engine.read import DataFiles, ReadStats, Wanted, check_file, read_boxes
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import Box, inside, whole

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from holdfast import events
 from holdfast.checkpoint import Checkpoint, Patterns, matches, near, nest, open_checkpoint
 from holdfast.engine.memory import no_collection
+from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, ranks_of
-from holdfast.engine.read import Verify, Wanted, read_boxes
+from holdfast.engine.read import Wanted, read_boxes
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
 from holdfast.engine.state.per_rank import choose
 from holdfast.errors import Mismatch

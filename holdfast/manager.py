@@ -22,13 +22,13 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpoint, read_manifest
-from holdfast.engine import storage
+from holdfast.engine.folder import delete_checkpoint, sweep_beside, sweep_dead
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.load import Loaded, load
-from holdfast.ondisk import datafile, manifest
-from holdfast.save import is_leaving, local_folder, save
+from holdfast.ondisk import manifest
+from holdfast.save import local_folder, save
 
 NOTES = "holdfast-manager.json"
 """The attachment in which the manager keeps a step's metric."""
@@ -247,10 +247,12 @@ class CheckpointManager:
     def _sweep_orphans(self) -> None:
         for path in self.root.iterdir() if self.root.is_dir() else ():
             if path.is_dir() and self._pattern.fullmatch(path.name):
-                if (path / manifest.FILE_NAME).exists():
-                    _sweep_beside(path)
-                else:
-                    _sweep_dead(path)
+                try:
+                    sweep_beside(path, read_manifest(path))
+                except NotACheckpoint:
+                    sweep_dead(path)
+                except (Damaged, Unsupported) as error:
+                    log.debug("not swept: %s", error)
 
     # Signals
 
@@ -313,41 +315,3 @@ def _metric(path: Path) -> float | None:
         return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=_Notes).metric
     except (HoldfastError, KeyError, msgspec.MsgspecError):
         return None
-
-
-def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint: its manifest first, so that it is none from the first moment on; then the rest."""
-    storage.delete(path / manifest.FILE_NAME)
-    storage.sync_folder(path)
-    storage.delete_folder(path)
-
-
-def _sweep_dead(path: Path) -> None:
-    """Delete a folder that never committed, unless a living save writes to it or it holds other people's files."""
-    found = storage.files_below(path)
-    ours = [f for f in found if is_leaving(f)]
-    others = [f for f in found if f not in ours and not f.startswith("attachments/")]
-    if others or (found and not ours and any(not f.startswith("attachments/") for f in found)):
-        return
-    if any(storage.in_use(path / f) for f in ours):
-        return
-    log.info("sweeping %s: a save that never committed", path)
-    storage.delete_folder(path)
-
-
-def _sweep_beside(path: Path) -> None:
-    """Delete leavings of dead saves beside a committed checkpoint: data files that it does not name."""
-    found = [f for f in storage.files_below(path) if is_leaving(f)]
-    if not found:
-        return
-    try:
-        record = read_manifest(path)
-    except (Damaged, Unsupported, NotACheckpoint):
-        return
-    named = {f.path for f in record.data_files}
-    strays = [f for f in found if f not in named and datafile.save_of(f) != record.save]
-    # All or nothing of a save: a first rank that still holds its own file may yet commit the others.
-    alive = {datafile.save_of(f) for f in strays if storage.in_use(path / f)}
-    for f in strays:
-        if datafile.save_of(f) not in alive and not (alive and datafile.save_of(f) is None):
-            storage.delete(path / f)

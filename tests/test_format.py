@@ -232,7 +232,6 @@ def test_a_fresh_state_takes_it_all_back(case: tuple[dict[str, Any], dict[str, A
         assert equal(unwrapped(target), unwrapped(state))
 
 
-@pytest.mark.xfail(raises=holdfast.SaveFailed, strict=True, reason="staging calls .contiguous() on them; see stage.py")
 @pytest.mark.parametrize("layout", ["turned", "expanded"])
 @pytest.mark.parametrize("name", sorted(UNCOPIED))
 def test_types_that_torch_cannot_copy_in_any_layout(name: str, layout: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import CheckpointManager, Keep
-from holdfast import manager as manager_module
+from holdfast.engine import folder as folder_module
 from tests import pool
 
 
@@ -171,9 +171,9 @@ def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.M
     def crash(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(manager_module.storage, "delete_folder", crash)
+    monkeypatch.setattr(folder_module, "_delete_ours", crash)
     with pytest.raises(KeyboardInterrupt):
-        manager_module.delete_checkpoint(tmp_path / "c")
+        folder_module.delete_checkpoint(tmp_path / "c")
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 

@@ -6,7 +6,6 @@ Made from `Collected`, told once for each distinct one, joined by the plan. Pure
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -112,6 +111,13 @@ class JoinedGroups(msgspec.Struct, array_like=True, frozen=True):
     params: list[list[str]]
 
 
+class OwnedJoin(msgspec.Struct, array_like=True, frozen=True):
+    """What `join_owned` makes."""
+
+    values: dict[str, JSON]
+    groups: dict[str, JoinedGroups]
+
+
 def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedValues]]) -> OwnedJoin:
     """One set of values and groups from those of all ranks; ``told`` = (rank, index of its layout, its values).
 
@@ -143,10 +149,3 @@ def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedVa
                 have = set(joined.params[at])
                 joined.params[at].extend(p for p in params if p not in have)
     return OwnedJoin(values, groups)
-
-
-class OwnedJoin(msgspec.Struct, array_like=True, frozen=True):
-    """What `join_owned` makes."""
-
-    values: dict[str, JSON]
-    groups: dict[str, Any]

@@ -31,8 +31,18 @@ def contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 else:
                     yield from contiguous_parts(part)
             return
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        tensor = as_integers(tensor.resolve_conj().resolve_neg()).contiguous()
     yield tensor
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same width: torch can copy those in any layout, ``int4`` and its like not."""
+    if tensor.itemsize in _INTEGERS and not tensor.is_neg() and not tensor.is_conj():
+        return tensor.view(_INTEGERS[tensor.itemsize])
+    return tensor
 
 
 def copy_bytes(tensor: torch.Tensor, start: int, nbytes: int, address: int) -> None:

@@ -9,7 +9,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,7 +111,11 @@ def create_small(path: Path, data: bytes, temporary: Path) -> bool:
                 return _create_without_links(path, data)
         finally:
             temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    try:
+        sync_folder(path.parent)
+    except StorageError:
+        path.unlink(missing_ok=True)  # what is not durable must not be seen
+        raise
     return True
 
 
@@ -173,13 +176,6 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def delete_folder(path: Path) -> None:
-    """Delete a folder and all below it, if it is there."""
-    with naming(path, "delete"):
-        if path.exists():
-            shutil.rmtree(path)
-
-
 def delete_if_empty(path: Path) -> None:
     """Delete a folder that holds nothing; leave one that does."""
     try:
@@ -190,13 +186,9 @@ def delete_if_empty(path: Path) -> None:
 
 
 def delete_empty_folders(path: Path) -> None:
-    """Delete the folders directly in ``path`` that hold nothing, and then ``path`` itself if nothing is left."""
-    try:
-        inner = [entry for entry in path.iterdir() if entry.is_dir()]
-    except OSError:  # gone already, or never there
-        return
-    for folder in [*inner, path]:
-        delete_if_empty(folder)
+    """Delete every folder at or below ``path`` that holds nothing."""
+    for base, _, _ in os.walk(path, topdown=False):
+        delete_if_empty(Path(base))
 
 
 def files_below(folder: Path) -> list[str]:

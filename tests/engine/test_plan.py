@@ -240,7 +240,7 @@ def test_each_of_four_ranks_writes_a_quarter(spread: Spread) -> None:
 
 
 def test_one_large_tensor_is_cut() -> None:
-    for shape in [(50304, 64), (64, 50304), (1, 1, 1 << 20), (3, 1 << 18), (1 << 20,)]:
+    for shape in [(50304, 64), (64, 50304), (1, 1, 1 << 20), (3, 1 << 18), (1 << 20,), (3, 160, 8)]:
         ranks = [Rank({"m/w": ("bfloat16", shape, WHOLE)})] * 8
         plan = plan_of(ranks)
         check(ranks, plan)

@@ -1,0 +1,188 @@
+"""The commit: all parts joined into one manifest, created last, whole or not at all.
+
+The first rank calls `build` and `commit` while it settles a save. Never replaces a manifest that it was not told to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from platform import python_version
+from typing import Any
+
+import torch
+
+from holdfast import events
+from holdfast.engine import storage
+from holdfast.engine.folder import taken
+from holdfast.engine.layout import OwnedJoin
+from holdfast.engine.plan import Plan
+from holdfast.engine.state import Collected
+from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
+from holdfast.ondisk import blocks, datafile, manifest, names, values
+from holdfast.ondisk.box import Box, tiling_fault
+from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
+from holdfast.version import __version__
+
+Attached = Mapping[str, str | os.PathLike[str] | bytes]
+"""Files to keep beside the state: name below ``attachments/`` to a path or the bytes themselves."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a save is called: its own id, its run's, its step, and how many ranks make it."""
+
+    save: str
+    run: str
+    step: int | None
+    world_size: int
+
+
+def build(
+    identity: Identity, plan: Plan, files: Sequence[FileRecord], state: Collected, owned: OwnedJoin,
+    attachments: list[tuple[str, int, str]],
+) -> Manifest:  # fmt: skip
+    """The manifest of a save whose ranks wrote ``files``. Raises HoldfastError if they do not hold the whole plan."""
+    files = _in_order(files)
+    index = {file.path: i for i, file in enumerate(files)}
+    leaves, containers = _leaves(state, owned)
+
+    def file_of(name: str, rank: int) -> int:
+        path = datafile.file_name(names.section_of(name), rank, identity.world_size, identity.save)
+        if path not in index:
+            raise HoldfastError(f"rank {rank} was to write {path} and did not report it; this is a fault of holdfast")
+        return index[path]
+
+    return Manifest(
+        save=identity.save,
+        run=identity.run,
+        step=identity.step,
+        created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        producer={"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()},
+        world_size=identity.world_size,
+        files=[manifest.file_row(file) for file in files],
+        tensors={
+            name: _record(tensor.dtype, tensor.shape, [(box, file_of(name, rank)) for box, rank in tensor.pieces])
+            for name, tensor in plan.tensors.items()
+        },
+        values=leaves,
+        containers={**plan.containers, **containers},
+        aliases=plan.aliases,
+        per_rank={
+            path: manifest.ranges(file_of(path, rank) for rank in range(identity.world_size)) for path in plan.per_rank
+        },
+        attachments=attachments,
+    )
+
+
+def commit(folder: Path, record: Manifest, *, replaces: bool) -> None:
+    """Create the manifest, or replace the one that is there; what only the replaced one named is deleted after.
+
+    Raises StorageError if another save has committed to the folder in the meantime.
+    """
+    target, data = folder / manifest.FILE_NAME, manifest.encode(record)
+    temporary = folder / f".manifest.{record.save}.tmp"
+    if replaces:
+        previous = _previous(target)
+        storage.replace_small(target, data, temporary)
+        if previous is not None:
+            _remove_old_files(folder, previous, record)
+    elif not storage.create_small(target, data, temporary):
+        winner = manifest.decode(storage.read_small(target), str(target))
+        if winner.save != record.save:  # else our own answer was lost
+            raise taken(f"{folder} was committed by another save ({winner.save}) in the meantime")
+
+
+def _record(dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, int]]) -> TensorRecord:
+    if 0 in shape:
+        return TensorRecord(dtype, shape, None, "")
+    cells, order = _cells(shape, tuple(box for box, _ in pieces))
+    return TensorRecord(dtype, shape, cells, manifest.ranges(pieces[i][1] for i in order))
+
+
+@lru_cache(maxsize=1024)
+def _cells(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Any:
+    fault = tiling_fault(shape, boxes)
+    if fault:
+        raise HoldfastError(f"the pieces of a tensor of shape {list(shape)} do not tile it: {fault}")
+    return manifest.cells_for(shape, boxes)
+
+
+def _in_order(found: Sequence[FileRecord]) -> list[FileRecord]:
+    """All files, by section and then by rank, so that the ranks of a tensor are one range."""
+    sections = {section: i for i, section in enumerate(dict.fromkeys(f.path.partition("/")[0] for f in found))}
+    return sorted(found, key=lambda f: sections[f.path.partition("/")[0]])
+
+
+def _leaves(state: Collected, joined: OwnedJoin) -> tuple[dict[str, Any], dict[str, str]]:
+    """Leaf values and containers as the manifest has them, parameter groups spelled out."""
+    leaves = {**state.values, **joined.values}
+    containers: dict[str, str] = {}
+    for path, groups in joined.groups.items():
+        tree = [
+            {**{k: values.decode_tree(v, _no_tensor) for k, v in settings.items()}, "params": params}
+            for settings, params in zip(groups.settings, groups.params, strict=True)
+        ]
+        _flatten(names.child(path, "param_groups"), tree, leaves, containers)
+    return leaves, containers
+
+
+def _no_tensor(reference: str) -> torch.Tensor:
+    raise HoldfastError(f"a parameter group refers to tensor {reference}; a fault of holdfast")
+
+
+def _flatten(path: str, node: Any, leaves: dict[str, Any], containers: dict[str, str]) -> None:
+    if isinstance(node, (dict, list, tuple)) and type(node) is not torch.Size:
+        if not isinstance(node, dict) or not node:
+            containers[path] = "dict" if isinstance(node, dict) else "list" if isinstance(node, list) else "tuple"
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            _flatten(names.child(path, str(key)), value, leaves, containers)
+    else:
+        leaves[path] = values.encode(node)
+
+
+def check_attachment(name: str) -> None:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or "\\" in name or any(p in (".", "..") for p in parts):
+        raise Unsupported(f"attachment {name!r} must be a relative path that stays below attachments/")
+
+
+def write_attachments(attachments: Attached, folder: Path, save: str, *, fresh: bool) -> list[tuple[str, int, str]]:
+    """Write the attached files; beside an older checkpoint under a folder of this save, so that nothing is changed."""
+    below = "attachments" if fresh else f"attachments/{save}"
+    records = []
+    for name, source in attachments.items():
+        if not isinstance(source, bytes):
+            with storage.naming(source, "read the attachment"):
+                source = Path(source).read_bytes()
+        path = folder / below / name
+        storage.make_folder(path.parent)
+        storage.write_small(path, source)
+        records.append((f"{below}/{name}", len(source), blocks.digest(source)))
+    return records
+
+
+def _previous(target: Path) -> Manifest | None:
+    """The checkpoint to be replaced, or None if it can no longer be read: what it named is then left to a sweep."""
+    try:
+        return manifest.decode(storage.read_small(target), str(target))
+    except (Damaged, Unsupported) as error:
+        events.log.warning("overwriting a checkpoint that cannot be read: %s", error)
+        return None
+
+
+def _remove_old_files(folder: Path, old: Manifest, new: Manifest) -> None:
+    """Delete what only the replaced checkpoint named. It is committed over, so a failure here loses space alone."""
+    kept = {f.path for f in new.data_files} | {path for path, _, _ in new.attachments}
+    for path in [*(f.path for f in old.data_files if f.save is None), *(path for path, _, _ in old.attachments)]:
+        if path in kept:
+            continue
+        try:
+            storage.delete(folder / path)
+            storage.delete_if_empty((folder / path).parent)
+        except StorageError as error:
+            events.log.warning("the checkpoint is committed, but an older file stays: %s", error)

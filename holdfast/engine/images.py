@@ -1,0 +1,69 @@
+"""From a plan to this rank's images: which pieces it writes, under which keys, from which memory.
+
+`save` calls `images_of` before it writes. Moves no byte and opens no file.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from holdfast.engine.plan import Plan
+from holdfast.engine.ranks import Ranks
+from holdfast.engine.state import Collected
+from holdfast.engine.write import Image
+from holdfast.errors import HoldfastError, Unsupported
+from holdfast.ondisk import datafile, dtypes, names
+from holdfast.ondisk.box import Box, relative
+from holdfast.ondisk.datafile import Piece
+
+
+def images_of(state: Collected, plan: Plan, ranks: Ranks, save: str) -> list[Image]:
+    """This rank's data files: the pieces it owns and its own PerRank values, by section."""
+    sections: dict[str, list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
+
+    def add(name: str, key: str, dtype: str, source: torch.Tensor, shape: tuple[int, ...]) -> None:
+        piece = Piece(key, dtype, tuple(source.shape), source.nbytes)
+        sections.setdefault(names.section_of(name), []).append((piece, source, shape))
+
+    for name, tensor, box in plan.written_by(ranks.rank):
+        key = datafile.key_of(names.in_section(name), box, tensor.shape)
+        add(name, key, tensor.dtype, _source(state, name, box), tensor.shape)
+    for path, leaf in state.per_rank.items():
+        own = f"{names.in_section(path)}@{ranks.rank}"
+        text = bytearray(msgspec.json.encode(leaf.encoded))
+        add(path, own, "uint8", torch.frombuffer(text, dtype=torch.uint8), (len(text),))
+        for reference, inner in leaf.tensors.items():
+            add(path, f"{own}/{reference}", dtypes.name_of(inner.dtype), inner, tuple(inner.shape))
+    images = []
+    for section, found in sections.items():
+        by_key = {piece.key: (source, shape) for piece, source, shape in found}
+        if len(by_key) < len(found):
+            raise Unsupported(f"two tensors of section {section!r} have the same key: rename the one at the top")
+        pieces = datafile.arrange(piece for piece, _, _ in found)
+        shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or _shape_is_lost(p)}
+        path = datafile.file_name(section, ranks.rank, ranks.size, save)
+        images.append(Image(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes))
+    return images
+
+
+def _shape_is_lost(piece: Piece) -> bool:
+    # A single number of a type kept as bytes is stored as one row of bytes, as a vector of one would be.
+    return not piece.lengths and datafile.stored_as_bytes(piece.dtype)
+
+
+def _source(state: Collected, name: str, box: Box) -> torch.Tensor:
+    """This rank's memory of one planned piece: a view, or a part of one."""
+    for view in state.entries[name].views:
+        if view.box == box:
+            return view.tensor
+        if all(a >= b for a, b in zip(box.offsets, view.box.offsets, strict=True)) and all(
+            a <= b for a, b in zip(box.ends, view.box.ends, strict=True)
+        ):
+            part = view.tensor
+            for dim, (start, length) in enumerate(zip(*relative(box, view.box), strict=True)):
+                part = part.narrow(dim, start, length)
+            return part
+    if box.size == 0:  # an empty tensor, of which a sharded one has no view
+        return torch.empty(box.lengths, dtype=dtypes.torch_dtype(state.entries[name].dtype))
+    raise HoldfastError(f"this rank was to write {name}{box} and does not hold it; this is a fault of holdfast")
