@@ -15,7 +15,8 @@ class HoldfastError(Exception):
     """Root of everything holdfast raises.
 
     Attributes (each ``None`` where it does not apply): ``rank``, ``host``, ``phase`` and ``file`` say where
-    the first failure happened; ``cause`` is that failure's own text. They are equal on every rank.
+    the first failure happened; ``cause`` is that failure's own text. They are equal on every rank. ``settled`` is
+    False if this rank could not learn the common outcome, because the first rank or the store died at the end.
     """
 
     rank: int | None = None
@@ -23,6 +24,7 @@ class HoldfastError(Exception):
     phase: str | None = None
     file: str | None = None
     cause: str | None = None
+    settled: bool = True
 
 
 class SaveFailed(HoldfastError, RuntimeError):

@@ -172,6 +172,8 @@ class _Save:
                 "write", lambda: self._write(decision, opened, task), lambda parts: self._commit(decision, parts), str
             )
         except RankLost as lost:
+            if lost.settled:
+                raise
             # The first rank may have died after the commit and before it could tell, or may still be at it: the
             # manifest is the truth, and files that it may name are left to a later sweep.
             opened.paths.clear()

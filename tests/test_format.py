@@ -242,6 +242,17 @@ def test_types_that_torch_cannot_copy_in_any_layout(name: str, layout: str, tmp_
     assert equal(holdfast.open(tmp_path / "c").read("m/t"), tensor)
 
 
+def test_long_lists_keep_their_order(tmp_path: Path) -> None:
+    state = {
+        "tensors": [torch.tensor(i) for i in range(12)],
+        "values": tuple(range(112)),
+        "m": {"x": [[i] for i in "abcdefghijkl"]},
+    }
+    holdfast.save(state, tmp_path / "c")
+    assert equal(format_reader.read(tmp_path / "c").state, state)
+    assert equal(holdfast.open(tmp_path / "c").state_dict(), state)
+
+
 def test_dicts_with_integer_keys(tmp_path: Path) -> None:
     state = {"by": {0: "a", 7: {"x": torch.arange(3)}, -1: None}, "top": {1: 2}}
     holdfast.save(state, tmp_path / "c")

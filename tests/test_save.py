@@ -332,3 +332,54 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     holdfast.load(tmp_path / "c", into)
     assert peak() - before <= 256 << 20
     assert torch.equal(into["w"], state["w"])
+
+
+COLLECTIVES = ["all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier"]
+
+
+def without_collectives(path: str) -> int:
+    """Save and load while every collective of torch is broken, as in a group that has no backend for the CPU."""
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a collective was used")
+
+    kept = {name: getattr(dist, name) for name in COLLECTIVES}
+    for name in COLLECTIVES:
+        setattr(dist, name, broken)
+    try:
+        holdfast.save({**_state(4), "rng": holdfast.RNG()}, path)
+        into = {**_state(0), "rng": holdfast.RNG()}
+        holdfast.load(path, into)
+        return int(into["step"])
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def test_no_collective_is_used(tmp_path: Path) -> None:
+    assert pool.run(3, without_collectives, str(tmp_path / "c")) == [4, 4, 4]
+
+
+def phases_of_saves(root: str) -> list[list[str]]:
+    from holdfast.engine.ranks import Call
+
+    meet, seen = Call._meet, []
+
+    def recorded(self: Call, phase: str, *args: Any) -> Any:
+        seen[-1].append(phase)
+        return meet(self, phase, *args)
+
+    Call._meet = recorded  # type: ignore[method-assign]
+    try:
+        for step, rows in enumerate((4, 4, 5, 4, 5)):
+            seen.append([])
+            holdfast.save({"w": holdfast.Shard(torch.ones(rows), (2 * rows,), (_rank() * rows,))}, f"{root}/{step}")
+    finally:
+        Call._meet = meet  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_known_layout_is_not_told_again(tmp_path: Path) -> None:
+    for seen in pool.run(2, phases_of_saves, str(tmp_path)):
+        assert [len(phases) for phases in seen] == [3, 2, 3, 2, 2], seen
+        assert seen[0] == ["plan", "layout", "write"] and seen[1] == ["plan", "write"]

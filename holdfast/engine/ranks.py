@@ -53,6 +53,7 @@ class _Verdict(msgspec.Struct, array_like=True):
     failure: Failure | None
     absent: list[int]
     hosts: list[str] | None
+    settled: bool = True
 
 
 @dataclass
@@ -149,6 +150,7 @@ class Call:
                 raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
         if verdict.failure is not None:
             failed = error_from(verdict.failure, saving=self.saving)
+            failed.settled = verdict.settled
             raise failed from (own[0] if own and verdict.failure.rank == ranks.rank else None)
         return _decode(verdict.answer, answer)
 
@@ -199,7 +201,9 @@ class Call:
             ranks._finished.append(base)
         except RuntimeError as error:  # what torch's stores raise when their server is gone
             lost = f"the store of the process group does not answer: the process that serves it is gone ({error})"
-            return _Verdict(self.label, None, Failure(0, self._where(0), phase, RankLost.__name__, lost), [0], None)
+            return _Verdict(
+                self.label, None, Failure(0, self._where(0), phase, RankLost.__name__, lost), [0], None, False
+            )
         self._round += 1
         if verdict.hosts is not None:
             ranks.hosts = verdict.hosts
@@ -243,7 +247,7 @@ class Call:
                 continue
             if time.monotonic() > min(until, ranks.limit):
                 if claimed:
-                    return self._lost(phase, [0], "began to decide but gave no outcome")
+                    return self._lost(phase, [0], "began to decide but gave no outcome", settled=False)
                 absent = [r for r, w in enumerate(words) if not store.check([w])]
                 store.compare_set(key, "", _encode(self._lost(phase, absent or [0], "never came")))
                 until += COMMIT_GRACE
@@ -251,7 +255,7 @@ class Call:
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
-    def _lost(self, phase: str, absent: list[int], what: str) -> _Verdict:
+    def _lost(self, phase: str, absent: list[int], what: str, *, settled: bool = True) -> _Verdict:
         named = ", ".join(f"rank {r} ({self._where(r)})" for r in absent[:20])
         if len(absent) > 20:
             named += f" and {len(absent) - 20} more"
@@ -260,7 +264,7 @@ class Call:
             "look at that rank's log or stack, or raise deadline="
         )
         failure = Failure(absent[0], self._where(absent[0]), phase, RankLost.__name__, text)
-        return _Verdict(self.label, None, failure, absent, None)
+        return _Verdict(self.label, None, failure, absent, None, settled)
 
     def _where(self, rank: int) -> str:
         if self.ranks.hosts is not None:

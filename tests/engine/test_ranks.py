@@ -23,7 +23,7 @@ from holdfast.errors import Damaged, HoldfastError, Mismatch, RankLost, SaveFail
 SOON = 1.0
 """A deadline for rounds in which somebody is missing."""
 
-LONG = 100.0
+LONG = 30.0
 """A deadline for rounds in which everybody comes."""
 
 
