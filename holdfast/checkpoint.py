@@ -231,7 +231,10 @@ _SECTION = "state"  # any section: a piece's key is its name without one
 
 def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str]) -> tuple[int, ...]:
     # A number of a type that safetensors cannot name looks like one row of bytes; its true shape is noted.
-    noted = msgspec.json.decode(metadata.get("shapes", "{}"), type=dict[str, tuple[int, ...]])
+    try:
+        noted = msgspec.json.decode(metadata.get("shapes", "{}"), type=dict[str, tuple[int, ...]])
+    except msgspec.MsgspecError as error:
+        raise Damaged(f"the header that holds {piece.key} has no valid shapes: {error}") from None
     return noted.get(piece.key, piece.lengths)
 
 
@@ -308,6 +311,19 @@ def nest(leaves: Mapping[str, Any], containers: Mapping[str, str]) -> dict[str, 
     return {key: _shaped(names.escape(key), value, containers) for key, value in root.items()}
 
 
+def _in_positions(path: str, children: Mapping[str, Any]) -> list[Any]:
+    """Children of a list by their position; one that is left out (it differs by rank, say) leaves None there."""
+    if not all(key.isdecimal() for key in children):
+        raise Damaged(f"{path} is noted as a list, but has the keys {sorted(children)[:5]}")
+    length = max(map(int, children), default=-1) + 1
+    if length > 1_000_000 + 2 * len(children):
+        raise Damaged(f"{path} is noted as a list of {length} elements, but has only {len(children)}")
+    ordered: list[Any] = [None] * length
+    for key, value in children.items():
+        ordered[int(key)] = value
+    return ordered
+
+
 def _at(root: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     for key in keys:
         root = root.setdefault(names.split(key)[0], {})
@@ -321,7 +337,7 @@ def _shaped(path: str, node: Any, containers: Mapping[str, str]) -> Any:
     children = {key: _shaped(f"{path}/{names.escape(key)}", value, containers) for key, value in node.items()}
     kind = containers.get(path)
     if kind in ("list", "tuple"):
-        ordered = [children[key] for key in sorted(children, key=int)]
+        ordered = _in_positions(path, children)
         return ordered if kind == "list" else tuple(ordered)
     if kind == "dict":  # noted although it is not empty: its keys are integers
         return {int(key) if key.removeprefix("-").isdecimal() else key: value for key, value in children.items()}

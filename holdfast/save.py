@@ -30,6 +30,7 @@ from holdfast.engine.layout import (
     join_owned,
     join_values,
     layout_of,
+    owned_digest,
     owned_values,
 )
 from holdfast.engine.memory import no_collection
@@ -197,9 +198,7 @@ class _Save:
         self.layout = layout_of(self.collected)
         for name in self.attachments:
             check_attachment(name)
-        return _PlanNote(
-            digest_of(self.layout), digest_of(self.collected.values), digest_of(owned_values(self.collected))
-        )
+        return _PlanNote(digest_of(self.layout), digest_of(self.collected.values), owned_digest(self.collected))
 
     def _tell(self, decision: _Decision) -> _Told:
         rank = self.call.ranks.rank
@@ -222,7 +221,7 @@ class _Save:
             [index[n.layout] for n in notes],
             [rank for digest, rank in _first_with(n.layout for n in notes).items() if digest not in known],
             _unless_one(_first_with(n.values for n in notes)),
-            _unless_one(_first_with((n.owned, n.layout) for n in notes), len({n.owned for n in notes})),
+            _unless_one(_first_with(n.owned for n in notes)),
         )
 
     def _join(self, decision: _Decision, notes: list[_Told]) -> list[Layout]:
@@ -279,5 +278,6 @@ def _first_with(keys: Any) -> dict[Any, int]:
     return found
 
 
-def _unless_one(found: dict[Any, int], distinct: int | None = None) -> list[int]:
-    return list(found.values()) if (len(found) if distinct is None else distinct) > 1 else []
+def _unless_one(found: dict[Any, int]) -> list[int]:
+    """The ranks to ask, or none if all have the same."""
+    return list(found.values()) if len(found) > 1 else []

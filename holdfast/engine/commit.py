@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from platform import python_version
 from typing import Any
 
@@ -146,8 +146,8 @@ def _flatten(path: str, node: Any, leaves: dict[str, Any], containers: dict[str,
 
 
 def check_attachment(name: str) -> None:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or "\\" in name or any(p in (".", "..") for p in parts):
+    parts = name.split("/")
+    if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise Unsupported(f"attachment {name!r} must be a relative path that stays below attachments/")
 
 

@@ -78,6 +78,11 @@ def digest_of(message: object) -> str:
     return digest(_json.encode(message))
 
 
+def owned_digest(state: Collected) -> str:
+    """Stands for the owned values and for which parameters are in which group: stages may differ in either."""
+    return digest_of([owned_values(state), {path: [g.params for g in groups] for path, groups in state.groups.items()}])
+
+
 def owned_values(state: Collected) -> OwnedValues:
     """The values that may be missing on other ranks."""
     settings = {path: [g.settings for g in groups] for path, groups in state.groups.items()}

@@ -35,6 +35,18 @@ def buffer(nbytes: int) -> Buffer:
     return Buffer(memory, memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)))
 
 
+_LARGE = 64 << 10
+_move_and_yield = ctypes.memmove  # lets other threads run meanwhile
+_move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+
+
+def move(target: int, source: int, nbytes: int) -> None:
+    """Copy ``nbytes`` between two addresses. Small copies keep the interpreter lock: passing it on costs more."""
+    (_move if nbytes < _LARGE else _move_and_yield)(target, source, nbytes)
+
+
 _lock = threading.Lock()
 _pauses = 0
 _resume = False

@@ -117,9 +117,9 @@ def _in_place(share: Share) -> bool:
 
 def _byte_runs(share: Share) -> tuple[int, list[int]]:
     """Length and starts, in bytes of the piece, of what the share takes from it."""
-    size = dtypes.itemsize(share.dtype)
-    if share.cell == share.box:
+    if share.cell is share.box or share.cell == share.box:
         return share.piece.nbytes, [0]
+    size = dtypes.itemsize(share.dtype)
     run, starts = runs(whole(share.cell.lengths), relative(share.box, share.cell))
     return run * size, [s * size for s in starts]
 

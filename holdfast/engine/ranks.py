@@ -74,6 +74,7 @@ class Ranks:
     remembered: dict[str, Any] = field(default_factory=dict)
     limit: float = math.inf
     _finished: list[str] = field(default_factory=list)
+    _caller: int | None = None
     _one_call: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -90,10 +91,14 @@ class Ranks:
 
         ``label`` must be equal on every rank, and is checked to be. ``saving`` makes failures SaveFailed.
         """
+        if self._caller == threading.get_ident():
+            raise HoldfastError(f"{label} was called from inside another save or load of the same group")
         with self._one_call:
+            self._caller = threading.get_ident()
             try:
                 yield Call(self, label, deadline, saving)
             finally:
+                self._caller = None
                 self.calls += 1
 
 

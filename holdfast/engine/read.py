@@ -6,7 +6,6 @@ Never reads a block that nobody wants, and never hands out a whole block whose s
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.engine.memory import Buffer, buffer
+from holdfast.engine.memory import Buffer, buffer, move
 from holdfast.engine.ranges import SPAN, Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.engine.stage import host_view
 from holdfast.engine.storage import SECTOR, is_cached, naming, naming_unless_missing, open_to_read
@@ -195,7 +194,7 @@ def _shares(files: DataFiles, want: Wanted, stats: ReadStats) -> Iterator[Share]
         if piece is None or piece.dtype != record.dtype or piece.nbytes != cell.size * dtypes.itemsize(record.dtype):
             raise _damaged(files.path(index), f"does not hold {key} as the manifest says")
         if cell == box:
-            yield Share(index, piece, header.sums.get(key, ()), box, cell, want.view, record.dtype)
+            yield Share(index, piece, header.sums.get(key, ()), box, box, want.view, record.dtype)
             continue
         share = intersect(cell, box)
         if share is None:
@@ -222,7 +221,7 @@ def _run(source: _Source, job: list[Range], progress: Callable[[int], None] | No
             at = r.begin - begin
             source.check(r, buffer.view[at : at + r.nbytes])
             for start, address, length in r.parts:
-                ctypes.memmove(address, buffer.address + at + start, length)
+                move(address, buffer.address + at + start, length)
     for r in job:
         if r.landing is not None:
             r.landing.arrived()
@@ -271,7 +270,7 @@ class _Source:
                 useful = min(got - skip, total - at)
                 if useful <= 0:
                     break
-                ctypes.memmove(address + at, bounce.address + skip, useful)
+                move(address + at, bounce.address + skip, useful)
                 self.stats.add(got)
                 at += useful
             while at < total:

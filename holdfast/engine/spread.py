@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import permutations, product
+from math import prod
 
 import msgspec
 
@@ -19,7 +20,8 @@ class Split(msgspec.Struct, array_like=True, frozen=True):
     """One mesh axis cuts tensor axis ``dim``.
 
     ``strides`` > 1 is torch's ``_StridedShard``: the axis is first cut into that many parts, then each part over
-    the mesh axis, so that a mesh axis on the left cuts what one on the right has cut before it.
+    the mesh axis. Where that number says that mesh axes on the right have cut before (FSDP over tensor parallel),
+    it stands for that order of cutting; see `_in_order`.
     """
 
     dim: int
@@ -116,16 +118,29 @@ def placed_runs(shape: tuple[int, ...], spread: Placed, position: int) -> tuple[
     """For each tensor axis the runs that the ``position``-th rank of the mesh holds."""
     where = coordinate(spread, position)
     return tuple(
-        axis_runs(
-            length,
-            tuple(
-                (spread.shape[axis], where[axis], split.strides)
-                for axis, split in enumerate(spread.splits)
-                if split is not None and split.dim == dim
-            ),
-        )
+        axis_runs(length, tuple((spread.shape[axis], where[axis], strides) for axis, strides in _in_order(spread, dim)))
         for dim, length in enumerate(shape)
     )
+
+
+@lru_cache(maxsize=4096)
+def _in_order(spread: Placed, dim: int) -> tuple[tuple[int, int], ...]:
+    """The mesh axes that cut tensor axis ``dim``, in the order in which they cut it, each with its strides.
+
+    torch writes another order than left to right as strides: those of a mesh axis are the product of the sizes of
+    the axes to its right that cut before it. If an order explains all strides, it is what was meant, which for
+    uneven cuts is not the same as taking the strides by their word (torch: `DTensorSpec.shard_order`).
+    """
+    cutting = tuple((axis, s.strides) for axis, s in enumerate(spread.splits) if s is not None and s.dim == dim)
+    if all(strides == 1 for _, strides in cutting):
+        return cutting
+    for order in permutations(cutting):
+        if all(
+            strides == prod(spread.shape[before] for before, _ in order[:place] if before > axis)
+            for place, (axis, strides) in enumerate(order)
+        ):
+            return tuple((axis, 1) for axis, _ in order)
+    return cutting
 
 
 def boxes_held(shape: Sequence[int], spread: Spread, rank: int) -> list[Box]:

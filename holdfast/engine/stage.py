@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from holdfast.engine.memory import move
+
 SLAB = 32 << 20
 """A tensor that is not contiguous is made so in parts of at most this many bytes."""
 
@@ -48,7 +50,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 def copy_bytes(tensor: torch.Tensor, start: int, nbytes: int, address: int) -> None:
     """Bytes ``start:start + nbytes`` of a contiguous tensor on any device to host memory at ``address``."""
     if tensor.device.type == "cpu":
-        ctypes.memmove(address, tensor.data_ptr() + start, nbytes)
+        move(address, tensor.data_ptr() + start, nbytes)
         return
     flat = tensor.reshape(-1).view(torch.uint8)[start : start + nbytes]
     host_tensor(address, nbytes).copy_(flat)

@@ -36,7 +36,7 @@ def encode(value: object) -> JSON:
         return value if -_INT64 <= value < _INT64 else _big_integer(value)
     if kind is float:
         return value if math.isfinite(value) else {"$": "float", "v": repr(value)}  # type: ignore[arg-type]
-    if kind is bytes or kind is bytearray:
+    if kind is bytes:
         return {"$": "bytes", "v": base64.b64encode(value).decode()}  # type: ignore[arg-type]
     if kind is complex:
         return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}  # type: ignore[attr-defined]

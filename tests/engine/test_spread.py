@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 from math import prod
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -53,12 +55,29 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def local_numbers(shape: tuple[int, ...], spread: Placed, placements: list[Placement], position: int) -> torch.Tensor:
-    """The local tensor that torch's own placements cut out of a tensor of element numbers."""
+    """The local tensor that torch's own placements cut out of a tensor of element numbers.
+
+    Strides that torch itself decodes as an order of cutting (FSDP over tensor parallel) are cut in that order.
+    """
     local = torch.arange(prod(shape)).reshape(shape)
-    for placement, size, index in zip(placements, spread.shape, coordinate(spread, position), strict=True):
-        if not isinstance(placement, Replicate):
-            local = placement._split_tensor(local, size, with_padding=False)[0][index]
+    where = coordinate(spread, position)
+    for axis, placement in ordered(spread.shape, placements):
+        local = placement._split_tensor(local, spread.shape[axis], with_padding=False)[0][where[axis]]
     return local
+
+
+def ordered(mesh_shape: tuple[int, ...], placements: list[Placement]) -> list[tuple[int, Placement]]:
+    found: list[tuple[int, Placement]] = []
+    for dim in sorted({p.dim for p in placements if not isinstance(p, Replicate)}):
+        # Each tensor axis by itself: torch decodes all of a tensor's axes or none.
+        alone = [p if not isinstance(p, Replicate) and p.dim == dim else Replicate() for p in placements]
+        mesh = SimpleNamespace(size=lambda axis: mesh_shape[axis], ndim=len(mesh_shape), shape=mesh_shape)
+        order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(tuple(alone), mesh)
+        if order is None:
+            found += [(axis, p) for axis, p in enumerate(alone) if not isinstance(p, Replicate)]
+        else:
+            found += [(axis, Shard(dim)) for entry in order for axis in entry.mesh_dims]
+    return found
 
 
 def cut_out(shape: tuple[int, ...], box: Box) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -92,14 +93,16 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 def _plain(name: str, tensor: torch.Tensor) -> Entry:
     shape = tuple(tensor.shape)
-    return Entry(name, dtype_name(name, tensor), shape, WHOLE, [View(whole(shape), tensor.detach())])
+    memory = tensor.detach() if tensor.requires_grad else tensor
+    return Entry(name, dtype_name(name, tensor), shape, WHOLE, [View(whole(shape), memory)])
 
 
 def placed(name: str, tensor: DTensor, ranks: Ranks) -> tuple[Placed, int | None]:
     """How a DTensor lies over the group's ranks, and this rank's position in the mesh (None: not part of it)."""
     try:
+        order = getattr(tensor._spec, "shard_order", None) or ()
         return _placed(
-            tensor.device_mesh, tuple(tensor.placements), max(tensor.dim(), 1), ranks.global_ranks, ranks.rank
+            tensor.device_mesh, tuple(tensor.placements), order, max(tensor.dim(), 1), ranks.global_ranks, ranks.rank
         )
     except (Unsupported, Mismatch) as error:
         raise type(error)(f"{name} {error}") from None
@@ -107,15 +110,17 @@ def placed(name: str, tensor: DTensor, ranks: Ranks) -> tuple[Placed, int | None
 
 @lru_cache(maxsize=256)
 def _placed(
-    mesh: DeviceMesh, placements: tuple[Any, ...], ndim: int, global_ranks: tuple[int, ...], rank: int
-) -> tuple[Placed, int | None]:
+    mesh: DeviceMesh, placements: tuple[Any, ...], order: tuple[Any, ...], ndim: int, global_ranks: tuple[int, ...],
+    rank: int,
+) -> tuple[Placed, int | None]:  # fmt: skip
     # Thousands of tensors share a mesh and placements, and asking a mesh for its ranks makes a tensor each time.
+    strides = _strides_of(order, tuple(mesh.mesh.shape))
     splits: list[Split | None] = []
-    for placement in placements:
+    for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
             splits.append(Split(placement.dim % ndim, int(placement.split_factor)))
         elif isinstance(placement, ShardPlacement):
-            splits.append(Split(placement.dim % ndim))
+            splits.append(Split(placement.dim % ndim, strides.get(axis, 1)))
         elif isinstance(placement, Replicate):
             splits.append(None)
         else:
@@ -130,6 +135,15 @@ def _placed(
         raise Mismatch(f"lies on a mesh with global ranks {outside}, which are not in the group of this call")
     spread = Placed(tuple(place[g] for g in members), tuple(mesh.mesh.shape), tuple(splits))
     return spread, spread.ranks.index(rank) if rank in spread.ranks else None
+
+
+def _strides_of(order: tuple[Any, ...], mesh_shape: tuple[int, ...]) -> dict[int, int]:
+    """An order of cutting that torch states apart from the placements, as strides (see `spread._in_order`)."""
+    return {
+        axis: prod(mesh_shape[before] for before in entry.mesh_dims[:place] if before > axis)
+        for entry in order
+        for place, axis in enumerate(entry.mesh_dims)
+    }
 
 
 def local_views(name: str, shape: tuple[int, ...], spread: Placed, position: int, local: torch.Tensor) -> list[View]:

@@ -105,6 +105,11 @@ class _Walk:
         if isinstance(node, (list, tuple)):
             self.into.containers[path] = "list" if isinstance(node, list) else "tuple"
         elif path and (not node or any(type(k) is int for k in node)):
+            alike = [k for k in node if type(k) is str and _looks_like_integer(k)]
+            if alike and any(type(k) is int for k in node):
+                raise Unsupported(
+                    f"{path} has integers and the text {alike[0]!r} as keys, which could not be told apart"
+                )
             self.into.containers[path] = "dict"
 
     def values(self, path: str, node: Any, into: dict[str, JSON]) -> None:
@@ -209,12 +214,16 @@ def _only_values(node: Any) -> bool:
     return not (is_tensor_leaf(node) or isinstance(node, (PerRank, RNG, nn.Module, Optimizer)) or is_stateful(node))
 
 
+def _looks_like_integer(key: str) -> bool:
+    return key.removeprefix("-").isdecimal()
+
+
 def _key(path: str, key: Any) -> str:
     if type(key) is str:
         if not path and key in ("", "manifest.json"):
             raise Unsupported(f"the state has the key {key!r} at the top, which cannot name a section; rename it")
         return key
-    if type(key) is int:
+    if type(key) is int and path:
         return str(key)
     raise Unsupported(f"{path or 'the state'} has the key {key!r} of type {type(key).__qualname__}; keys are strings")
 
@@ -228,12 +237,21 @@ def _cannot_put(path: str) -> Callable[[Any], None]:
 
 def _find_aliases(into: Collected) -> None:
     """Names whose every byte is the memory of an earlier name: tied weights. The first name keeps the tensor."""
-    first: dict[Any, str] = {}
+    at: dict[int, list[Entry]] = {}
     for name, entry in into.entries.items():
         if not entry.views or 0 in entry.shape:
             continue
-        memory = tuple((v.tensor.data_ptr(), v.tensor.stride(), v.box) for v in entry.views)
-        key = (memory, entry.dtype, entry.shape, entry.views[0].tensor.device, entry.spread)
-        other = first.setdefault(key, name)
-        if other != name:
-            into.aliases[name] = other
+        beginning = at.setdefault(entry.views[0].tensor.data_ptr(), [])
+        other = next((e for e in beginning if _same_memory(e, entry)), None)
+        if other is None:
+            beginning.append(entry)
+        else:
+            into.aliases[name] = other.name
+
+
+def _same_memory(a: Entry, b: Entry) -> bool:
+    return (a.dtype, a.shape, a.spread, len(a.views)) == (b.dtype, b.shape, b.spread, len(b.views)) and all(
+        (v.box, v.tensor.data_ptr(), v.tensor.stride(), v.tensor.device)
+        == (w.box, w.tensor.data_ptr(), w.tensor.stride(), w.tensor.device)
+        for v, w in zip(a.views, b.views, strict=True)
+    )

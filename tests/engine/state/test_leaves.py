@@ -329,3 +329,10 @@ def test_attachments(tmp_path: Path) -> None:
 def test_explicit_shard_is_checked() -> None:
     with pytest.raises(ValueError, match="does not lie"):
         holdfast.Shard(torch.ones(3), (4,), (2,))
+
+
+def test_integer_keys_never_collide_with_texts(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Unsupported, match="could not be told apart"):
+        holdfast.save({"x": {1: "a", "1": "b"}}, tmp_path / "c")
+    with pytest.raises(holdfast.Unsupported, match="keys are strings"):
+        holdfast.save({1: {"a": 2}}, tmp_path / "c")  # type: ignore[dict-item]

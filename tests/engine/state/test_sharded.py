@@ -370,3 +370,47 @@ def test_a_model_of_another_size_is_a_mismatch(tmp_path: Path) -> None:
     text = pool.run(2, wrong_width, str(tmp_path / "c"))[1]
     assert "model/weight: saved with shape [8, 8], here [4, 4]" in text and "model/bias" in text
     assert text.endswith(" 0"), "the optimizer is as empty as before"
+
+
+def uneven_fsdp_over_tp(path: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def make(value: torch.Tensor) -> nn.Module:
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(4, 9, bias=False), nn.Linear(9, 3, bias=False))
+        with torch.no_grad():
+            model[0].weight.copy_(value.reshape(9, 4))
+            model[1].weight.copy_(value[:27].reshape(3, 9))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["dp"])
+
+    model, other = make(torch.arange(36.0)), make(torch.zeros(36))
+    holdfast.save({"model": model}, path)
+    holdfast.load(path, {"model": other})
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.to_local(), b.to_local())
+
+
+def test_uneven_fsdp_over_tensor_parallel(tmp_path: Path) -> None:
+    """Rows 5 and 4 of the tensor parallel halves over 4 shards: the last shard of one half is empty, not the other."""
+    pool.run(8, uneven_fsdp_over_tp, str(tmp_path / "c"))
+    opened = holdfast.open(tmp_path / "c")
+    assert torch.equal(opened.read("model/0.weight"), torch.arange(36.0).reshape(9, 4))
+    assert torch.equal(opened.read("model/1.weight"), torch.arange(27.0).reshape(3, 9))
+
+
+def same_groups_on_every_stage(path: str, save: bool) -> list[float]:
+    rank = dist.get_rank()
+    stage = Stage(range(rank, rank + 1))
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.25 if save else 0.5)
+    state = {"model": stage, "optimizer": optimizer}
+    holdfast.save(state, path) if save else holdfast.load(path, state)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_stages_with_equal_settings_keep_their_parameters_names(tmp_path: Path) -> None:
+    pool.run(2, same_groups_on_every_stage, str(tmp_path / "c"), True)
+    groups = holdfast.open(tmp_path / "c").values["optimizer"]["param_groups"]
+    assert [g["params"] for g in groups] == [["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]]
+    assert pool.run(2, same_groups_on_every_stage, str(tmp_path / "c"), False) == [[0.25], [0.25]]
