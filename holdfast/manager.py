@@ -106,6 +106,7 @@ class CheckpointManager:
         self._ranks = ranks_of(group)
         self._run: str | None = None
         self._saved: int | None = None
+        self._broken: set[str] = set()  # committed once, found damaged; known to the first rank, which decides
         self._stop_at: int | None = None
         self._signalled, self._grace = threading.Event(), grace
         # Ranks make their managers in the same order, so the same number means the same manager on each of them.
@@ -156,6 +157,8 @@ class CheckpointManager:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
         files = {**self._files, NOTES: msgspec.json.encode(_Notes(None if metric is None else float(metric)))}
         path = self.root / self._name.format(step=step)
+        # A step that could not be restored stands in the way of its own successor.
+        overwrite = overwrite or path.name in self._broken
         checkpoint = save(
             state, path, step=step, files=files, overwrite=overwrite, group=self._group, deadline=self._deadline,
             run=self._run_id(),
@@ -197,6 +200,7 @@ class CheckpointManager:
             except (Damaged, NotACheckpoint) as error:
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
                 refused.append(name)
+                self._broken.add(name)
                 continue
             self._run, self._saved = loaded.checkpoint.manifest.run, loaded.step
             return loaded
@@ -209,6 +213,7 @@ class CheckpointManager:
             fault = _fault(path)
             if fault is None:
                 return path.name
+            self._broken.add(path.name)
             log.warning("%s is passed over: %s", path, fault)
         return ""
 

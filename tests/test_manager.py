@@ -108,6 +108,12 @@ def test_restore_falls_back_and_says_why(how: str, tmp_path: Path, caplog: pytes
             loaded = manager.restore(state)
         assert loaded is not None and loaded.step == state["step"] == 2 and (state["model"]["w"] == 2).all()
         assert "step-000000003" in caplog.text
+        if how != "manifest":
+            manager.step(3, _state(3))
+            assert holdfast.open(tmp_path / "step-000000003").verify().read, (
+                "the broken step gives way to its successor"
+            )
+            _break(tmp_path / "step-000000003", how)
         for step in (1, 2):
             _break(tmp_path / f"step-00000000{step}", "flipped")
         if how != "flipped":
