@@ -144,7 +144,9 @@ class _Save:
     collected: Collected = field(default_factory=Collected)
     plan: Plan | None = None
     joined: OwnedJoin | None = None
+    layout: Layout | None = None
     save_id: str = ""
+    reported: bool = False
 
     def run(self) -> None:
         ranks, memory = self.call.ranks, _memory_of(self.call.ranks)
@@ -181,6 +183,13 @@ class _Save:
             if not self._is_committed():
                 raise
             events.log.warning("%s is committed, although the ranks could not settle it: %s", self.folder, lost.cause)
+        except HoldfastError:
+            raise
+        except BaseException:
+            # Interrupted while it waited for the verdict: what it has reported may be committed any moment.
+            if self.reported:
+                opened.paths.clear()
+            raise
         return True
 
     def _is_committed(self) -> bool:
@@ -252,12 +261,13 @@ class _Save:
         )
         for image in images:
             storage.sync_folder(self.folder / image.section)
+        self.reported = True
         return _Part([(w.path, w.bytes, w.header_bytes, w.header_digest) for w in written], key)
 
     # The commit, on the first rank.
 
     def _commit(self, decision: _Decision, parts: list[_Part]) -> str:
-        if self.plan is None or len({part.plan for part in parts}) > 1:
+        if self.plan is None or self.layout is None or len({part.plan for part in parts}) > 1:
             raise HoldfastError("the ranks followed different plans; this is a fault of holdfast, please report it")
         if self.joined is None:
             self.joined = join_owned([self.layout], [(0, 0, owned_values(self.collected))])

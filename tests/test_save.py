@@ -383,3 +383,30 @@ def test_a_known_layout_is_not_told_again(tmp_path: Path) -> None:
     for seen in pool.run(2, phases_of_saves, str(tmp_path)):
         assert [len(phases) for phases in seen] == [3, 2, 3, 2, 2], seen
         assert seen[0] == ["plan", "layout", "write"] and seen[1] == ["plan", "write"]
+
+
+def interrupted_while_waiting(path: str) -> str:
+    from holdfast.engine.ranks import Call
+
+    wait = Call._await_verdict
+
+    def interrupted(self: Call, base: str, phase: str, conclude: Any) -> Any:
+        if phase == "write" and _rank() == 1:
+            raise KeyboardInterrupt
+        return wait(self, base, phase, conclude)
+
+    Call._await_verdict = interrupted  # type: ignore[method-assign]
+    try:
+        return save_step(path, 3)
+    except KeyboardInterrupt:
+        return "interrupted"
+    finally:
+        Call._await_verdict = wait  # type: ignore[method-assign]
+
+
+def test_an_interrupt_after_the_report_takes_nothing_away(tmp_path: Path) -> None:
+    """Rank 1 has told that its files are durable; whatever happens to it then, the first rank may commit them."""
+    results = pool.run(2, interrupted_while_waiting, str(tmp_path / "c"))
+    pool.close(2)  # that rank has missed a verdict on purpose
+    assert results[1] == "interrupted" and results[0] != "interrupted"
+    _is_whole(tmp_path / "c", 3)

@@ -266,7 +266,7 @@ class Call:
             named += f" and {len(absent) - 20} more"
         text = (
             f"{named} {what} to phase {phase!r} of {self.label!r} within {self.deadline:g} s; "
-            "look at that rank's log or stack, or raise deadline="
+            "look at that rank's log or stack, or raise deadline=; every rank of the group has to make this call"
         )
         failure = Failure(absent[0], self._where(absent[0]), phase, RankLost.__name__, text)
         return _Verdict(self.label, None, failure, absent, None, settled)
