@@ -23,7 +23,7 @@ from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.read import Wanted, read_boxes
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
-from holdfast.engine.state.per_rank import choose
+from holdfast.engine.state.per_rank import choose, no_rule
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.box import whole
@@ -93,7 +93,7 @@ def load(
             saved = _saved(checkpoint, target, only)
             found = _Match(checkpoint, target, saved, only, cast, collect(into, ranks, saved))
             match.append(found)
-            return found.compare(keep=missing == "keep")
+            return found.compare(keep=missing == "keep", world_size=ranks.size)
 
         call.exchange("match", compare, _judge, bool)
         work = match[0]
@@ -195,7 +195,7 @@ class _Match:
         self.slots: list[Slot] = []
         self.fresh: dict[str, torch.Tensor] = {}
 
-    def compare(self, *, keep: bool) -> _Fit:
+    def compare(self, *, keep: bool, world_size: int) -> _Fit:
         """Match every leaf of the target with the checkpoint; nothing is read or changed."""
         missing: list[str] = []
         misfits: list[str] = []
@@ -213,8 +213,9 @@ class _Match:
                 self.loaded.restored += [name for name in leaves if name in self.saved.values]
             elif matches(slot.path, self.only):
                 missing.append(slot.path)
-        for path in self.state.per_rank:
+        for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
+                misfits += no_rule(path, leaf.elsewhere, self.checkpoint.world_size, world_size)
                 self.claimed.add(path)
                 self.loaded.restored.append(path)
             elif matches(path, self.only):
@@ -297,7 +298,7 @@ class _Match:
             if path in self.per_rank:
                 saved = self.per_rank[path]
                 fetch = partial(self.checkpoint.per_rank, saved)
-                leaf.put(choose(path, leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
+                leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
         return stats.read
 
     def _tree(self, slot: Slot) -> Any:

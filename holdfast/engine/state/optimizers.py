@@ -118,8 +118,8 @@ def _collect_parameter(
         if isinstance(value, torch.Tensor):
             into.then.append(partial(put, value))
         # What was made with a shape of its own is whole on every rank; only a like of the parameter is sharded.
-        along = value if value is None or value.shape == _own_shape(parameter) else None
-        _collect_leaf(path, named, key, value, parameter if along is not None else None, ranks, into, put)
+        alike = isinstance(value, torch.Tensor) and value.shape == _own_shape(parameter)
+        _collect_leaf(path, named, key, value, parameter if alike else None, ranks, into, put)
 
 
 def _own_shape(parameter: torch.Tensor) -> torch.Size:

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from holdfast.errors import Mismatch
-
 Elsewhere = Literal["error", "first"] | Callable[[Sequence[Any], int, int], Any]
 """What a rank gets on another world size: nothing (an error), rank 0's value, or ``f(values, rank, world_size)``."""
 
@@ -48,18 +46,25 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def choose(path: str, elsewhere: object, values: Callable[[int], Any], saved_world: int, rank: int, world: int) -> Any:
+def no_rule(path: str, elsewhere: object, saved_world: int, world: int) -> list[str]:
+    """What stands against loading a value saved by ``saved_world`` ranks on ``world`` ranks, if anything."""
+    if saved_world == world or elsewhere == "first" or callable(elsewhere):
+        return []
+    return [
+        f"{path}: saved by {saved_world} ranks, each with its own value, and loaded by {world}; say what they get with "
+        'PerRank(value, elsewhere="first") or elsewhere=f(values, rank, world_size), or leave it out by only='
+    ]
+
+
+def choose(elsewhere: object, values: Callable[[int], Any], saved_world: int, rank: int, world: int) -> Any:
     """The value that ``rank`` of ``world`` gets, where ``values(r)`` fetches what rank r of ``saved_world`` saved."""
     if saved_world == world:
         return values(rank)
     if elsewhere == "first":
         return values(0)
-    if callable(elsewhere):
-        return elsewhere([values(r) for r in range(saved_world)], rank, world)
-    raise Mismatch(
-        f"{path} was saved by {saved_world} ranks, each with its own value, and is loaded by {world}: say what they "
-        'get with PerRank(value, elsewhere="first") or elsewhere=f(values, rank, world_size), or leave it out by only='
-    )
+    if not callable(elsewhere):
+        raise TypeError(f'elsewhere is "error", "first" or a function, not {elsewhere!r}')
+    return elsewhere([values(r) for r in range(saved_world)], rank, world)
 
 
 @dataclass

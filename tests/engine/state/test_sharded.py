@@ -289,7 +289,7 @@ def test_per_rank_values(tmp_path: Path) -> None:
     assert [got["drawn"] for got in four[:3]] == expected
     assert four[3]["drawn"] not in expected and four[3]["drawn"] == again[3]["drawn"]
     for error in pool.attempt(2, per_rank_load, path, "*"):
-        assert "Mismatch" in error.kinds and "ours was saved by 3 ranks" in error.text and "elsewhere" in error.text
+        assert "Mismatch" in error.kinds and "ours: saved by 3 ranks" in error.text and "elsewhere" in error.text
     assert holdfast.open(path).per_rank("ours", 2) == "rank 2"
 
 
