@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from holdfast.engine.layout import Layout, TensorLayout
 from holdfast.engine.spread import Spread, boxes_held
@@ -234,8 +233,3 @@ def _join_per_rank(layouts: Sequence[Layout], members: Sequence[Sequence[int]]) 
 
 def _some(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" … ({len(ranks)} in all)" if len(ranks) > 8 else "")
-
-
-def nbytes(tensor: PlannedTensor, box: Box) -> int:
-    """Bytes of one piece."""
-    return prod(box.lengths) * dtypes.itemsize(tensor.dtype)

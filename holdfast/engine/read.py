@@ -50,7 +50,6 @@ class ReadStats:
     needed: int = 0
     read: int = 0
     unverified: int = 0
-    seconds: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, read: int) -> None:

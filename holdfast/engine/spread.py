@@ -158,12 +158,3 @@ def boxes_held(shape: Sequence[int], spread: Spread, rank: int) -> list[Box]:
             axes = placed_runs(shape, spread, position)
             found += [Box(tuple(r.start for r in c), tuple(r.length for r in c)) for c in product(*axes)]
     return found
-
-
-def ranks_named(spread: Spread) -> frozenset[int] | None:
-    """The ranks that a spread speaks of, or None if it speaks only of the one that tells it."""
-    if isinstance(spread, Placed):
-        return frozenset(spread.ranks)
-    if isinstance(spread, Boxes):
-        return frozenset(rank for rank, _ in spread.of)
-    return None

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.layout import Layout, TensorLayout, digest_of
-from holdfast.engine.plan import CUT_SHARE, SMALLEST_CUT, Plan, make_plan, nbytes, share_out
+from holdfast.engine.plan import CUT_SHARE, SMALLEST_CUT, Plan, make_plan, share_out
 from holdfast.engine.spread import WHOLE, Boxes, Placed, Split, Spread, boxes_held
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes
@@ -83,7 +83,7 @@ def bytes_by_rank(plan: Plan, world: int) -> list[int]:
     total = Counter(dict.fromkeys(range(world), 0))
     for tensor in plan.tensors.values():
         for box, owner in tensor.pieces:
-            total[owner] += nbytes(tensor, box)
+            total[owner] += box.size * dtypes.itemsize(tensor.dtype)
     return [total[rank] for rank in range(world)]
 
 

@@ -23,7 +23,6 @@ from holdfast.engine.spread import (
     boxes_held,
     coordinate,
     placed_runs,
-    ranks_named,
 )
 from holdfast.ondisk.box import Box, tiling_fault, whole
 
@@ -168,16 +167,13 @@ def test_ranks_outside_of_the_mesh_hold_nothing(case: Case, rank: int) -> None:
     shape, spread, _ = case
     if rank not in spread.ranks:
         assert boxes_held(shape, spread, rank) == []
-    assert ranks_named(spread) == frozenset(spread.ranks)
 
 
 def test_whole_and_explicit() -> None:
     assert boxes_held((3, 4), WHOLE, 99) == [whole((3, 4))]
     assert boxes_held((), WHOLE, 0) == [whole(())]
     assert boxes_held((3, 0), WHOLE, 0) == []
-    assert ranks_named(WHOLE) is None
     spread = Boxes(((1, (((0, 0), (2, 4)), ((2, 0), (0, 4)))), (4, (((2, 0), (1, 4)),))))
     assert boxes_held((3, 4), spread, 1) == [Box((0, 0), (2, 4))]
     assert boxes_held((3, 4), spread, 4) == [Box((2, 0), (1, 4))]
     assert boxes_held((3, 4), spread, 0) == []
-    assert ranks_named(spread) == frozenset({1, 4})
