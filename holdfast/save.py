@@ -36,6 +36,7 @@ from holdfast.engine.layout import (
 from holdfast.engine.memory import no_collection
 from holdfast.engine.plan import Plan, make_plan
 from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
+from holdfast.engine.replicas import join_sums, sums_of
 from holdfast.engine.state import Collected, collect
 from holdfast.engine.write import OpenFiles, write_images
 from holdfast.errors import HoldfastError, RankLost, Unsupported
@@ -86,6 +87,7 @@ class _PlanNote(msgspec.Struct, array_like=True):
     layout: str
     values: str
     owned: str
+    plain: str
 
 
 class _Decision(msgspec.Struct, array_like=True):
@@ -97,12 +99,19 @@ class _Decision(msgspec.Struct, array_like=True):
     tell_layout: list[int]
     tell_values: list[int]
     tell_owned: list[int]
+    tell_plain: list[int]
+
+    @property
+    def tells(self) -> bool:
+        """Whether anybody has to tell anything."""
+        return bool(self.tell_layout or self.tell_values or self.tell_owned or self.tell_plain)
 
 
 class _Told(msgspec.Struct, array_like=True):
     layout: Layout | None = None
     values: dict[str, Any] | None = None
     owned: OwnedValues | None = None
+    plain: dict[str, str] | None = None
 
 
 class _Part(msgspec.Struct, array_like=True):
@@ -145,6 +154,7 @@ class _Save:
     plan: Plan | None = None
     joined: OwnedJoin | None = None
     layout: Layout | None = None
+    plain: dict[str, str] = field(default_factory=dict)
     save_id: str = ""
     reported: bool = False
 
@@ -155,7 +165,7 @@ class _Save:
         try:
             with events.task("save", str(self.folder), ranks.rank) as task:
                 decision = self.call.exchange("plan", self._describe, self._decide, _Decision)
-                if decision.tell_layout or decision.tell_values or decision.tell_owned:
+                if decision.tells:
                     told = self.call.exchange(
                         "layout", lambda: self._tell(decision), lambda notes: self._join(decision, notes), list[Layout]
                     )
@@ -207,7 +217,13 @@ class _Save:
         self.layout = layout_of(self.collected)
         for name in self.attachments:
             check_attachment(name)
-        return _PlanNote(digest_of(self.layout), digest_of(self.collected.values), owned_digest(self.collected))
+        self.plain = sums_of(self.collected) if self.call.ranks.size > 1 else {}
+        return _PlanNote(
+            digest_of(self.layout),
+            digest_of(self.collected.values),
+            owned_digest(self.collected),
+            digest_of(self.plain),
+        )
 
     def _tell(self, decision: _Decision) -> _Told:
         rank = self.call.ranks.rank
@@ -215,6 +231,7 @@ class _Save:
             self.layout if rank in decision.tell_layout else None,
             self.collected.values if rank in decision.tell_values else None,
             owned_values(self.collected) if rank in decision.tell_owned else None,
+            self.plain if rank in decision.tell_plain else None,
         )
 
     # What the first rank decides.
@@ -231,12 +248,14 @@ class _Save:
             [rank for digest, rank in _first_with(n.layout for n in notes).items() if digest not in known],
             _unless_one(_first_with(n.values for n in notes)),
             _unless_one(_first_with(n.owned for n in notes)),
+            _unless_one(_first_with(n.plain for n in notes)),
         )
 
     def _join(self, decision: _Decision, notes: list[_Told]) -> list[Layout]:
         told_values = [(rank, note.values) for rank, note in enumerate(notes) if note.values is not None]
         if told_values:
             join_values(told_values)
+        join_sums([(rank, note.plain) for rank, note in enumerate(notes) if note.plain is not None])
         told = [note.layout for note in notes if note.layout is not None]
         known = {**_memory_of(self.call.ranks).layouts, **{digest_of(layout): layout for layout in told}}
         if decision.tell_owned:

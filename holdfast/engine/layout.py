@@ -19,7 +19,8 @@ from holdfast.ondisk.values import JSON
 class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
     """One tensor; ``spread`` indexes the layout's table. ``alias`` is set if it is the same memory as another name.
 
-    ``empty`` says that the telling rank has no element of it, and so cannot know whether it is an alias.
+    ``empty`` says that the telling rank has no element of it, and so cannot know whether it is an alias. ``first``
+    asks for the copy of the first rank that holds it, whole: a buffer, which ranks may have updated each on its own.
     """
 
     name: str
@@ -28,6 +29,7 @@ class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
     spread: int
     alias: str | None
     empty: bool
+    first: bool = False
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):
@@ -67,7 +69,9 @@ def layout_of(state: Collected) -> Layout:
         alias = state.aliases.get(entry.name)
         empty = not entry.views and 0 not in entry.shape
         # A rank without elements says nothing of its own: its layout then equals that of its mesh neighbours.
-        tensors.append(TensorLayout(entry.name, entry.dtype, entry.shape, index, alias, empty and alias is None))
+        lone = empty and alias is None
+        buffer = entry.name in state.buffers
+        tensors.append(TensorLayout(entry.name, entry.dtype, entry.shape, index, alias, lone, buffer))
     unheld = {a: n for a, n in state.aliases.items() if a not in state.entries}
     params = {path: [g.params for g in groups] for path, groups in state.groups.items()}
     return Layout(tensors, spreads, unheld, dict(state.containers), list(state.per_rank), params)

@@ -97,7 +97,7 @@ def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
             )
         size = dtypes.itemsize(first.dtype)
         for box, holders in boxes.items():
-            if len(holders) == 1:
+            if len(holders) == 1 or first.first:
                 pieces.append((box, holders[0]))
             else:
                 shared[holders].append((name, box, size))

@@ -73,7 +73,8 @@ class Collected:
     """All leaves of one rank's state.
 
     ``values`` must be equal on every rank; ``owned`` belong to modules and optimizers, which a pipeline stage may
-    lack. ``aliases`` are names whose tensor is the same memory as an entry's.
+    lack. ``aliases`` are names whose tensor is the same memory as an entry's. ``plain`` are names of tensors that
+    belong to no module or optimizer, ``buffers`` those of modules' buffers, which ranks update each on its own.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -81,6 +82,8 @@ class Collected:
     owned: dict[str, JSON] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+    buffers: set[str] = field(default_factory=set)
     groups: dict[str, list[Group]] = field(default_factory=dict)
     per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)

@@ -79,6 +79,11 @@ def parameter_names(module: nn.Module) -> dict[int, tuple[str, nn.Parameter]]:
     return found
 
 
+def buffer_names(module: nn.Module) -> set[str]:
+    """Plain FQNs of the buffers."""
+    return {prefix + key for prefix, sub in named_modules(module) for key in sub._buffers}
+
+
 def flat_parameters(module: nn.Module) -> dict[Any, list[FlatPart]]:
     """FSDP1: each flat parameter with the original parameters of which this rank's shard holds elements."""
     found: dict[Any, list[FlatPart]] = {}

@@ -63,7 +63,7 @@ class _Walk:
     def node(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
         """One leaf, object or container at ``path``; ``put`` stores a new value in its place."""
         if is_tensor_leaf(node):
-            self.tensor(path, node)
+            self.into.plain += [entry.name for entry in self.tensor(path, node)]
         elif isinstance(node, PerRank):
             self.per_rank(path, node.state(), node.put, node.elsewhere)
         elif isinstance(node, RNG):
@@ -146,6 +146,7 @@ class _Walk:
                 at = names.child(path, fqn)
                 self.owned(at, value, partial(modules.put_loose, module, fqn))
         self.into.aliases.update(state.aliases)
+        self.into.buffers |= {names.child(path, fqn) for fqn in modules.buffer_names(module)}
         if not state.entries and not state.tensors and not state.loose:
             self.into.containers[path] = "dict"
 
@@ -167,7 +168,7 @@ class _Walk:
         """A state dict that an object made: tensors and values in any nest."""
         if is_tensor_leaf(node):
             if self.saved is None or self.fits(path, node):
-                self.tensor(path, node)
+                self.into.plain += [entry.name for entry in self.tensor(path, node)]
                 held[path] = node
         elif _is_container(node):
             self.note_container(path, node)
