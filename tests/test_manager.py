@@ -232,6 +232,7 @@ def resume(root: str, steps: int) -> tuple[int, float, list[int]]:
             state["w"].tensor.add_(1)
             state["step"] = step
             manager.step(step, state)
+        dist.barrier()  # the first rank sweeps after the save; the others see its result only then
         return start, float(state["w"].tensor[0]), manager.steps()
 
 
