@@ -48,7 +48,7 @@ def train(rank: int, port: int, root: Path, overwrite: bool, told: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     for step in range(1, 1000):
         path = root / ("latest" if overwrite else f"step-{step:09d}")
-        holdfast.save(state_of(step, rank, WORLD), path, overwrite=overwrite, deadline=1.0)
+        holdfast.save(state_of(step, rank, WORLD), path, overwrite=overwrite, deadline=2.5)
         os.write(told, f"{step}\n".encode())
 
 

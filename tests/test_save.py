@@ -135,12 +135,12 @@ def test_dcp_3_failed_overwrite_keeps_the_old_checkpoint(tmp_path: Path) -> None
 def hang_on_rank_2(path: str) -> str:
     if _rank() == 2:
         try:
-            holdfast.save({"x": holdfast.PerRank(Sleepy())}, path, deadline=0.5)
+            holdfast.save({"x": holdfast.PerRank(Sleepy())}, path, deadline=1.5)
         except holdfast.SaveFailed as error:
             return str(error)
         return "saved"
     try:
-        holdfast.save({"x": holdfast.PerRank(1)}, path, deadline=0.5)
+        holdfast.save({"x": holdfast.PerRank(1)}, path, deadline=1.5)
     except holdfast.SaveFailed as error:
         assert isinstance(error, TimeoutError) and error.rank == 2 and error.phase == "plan"
         return str(error)
@@ -151,7 +151,7 @@ class Sleepy:
     def state_dict(self) -> dict[str, int]:
         import time
 
-        time.sleep(2.0)
+        time.sleep(4.0)
         return {"a": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None: ...
