@@ -165,6 +165,7 @@ class _Save:
         try:
             with events.task("save", str(self.folder), ranks.rank) as task:
                 decision = self.call.exchange("plan", self._describe, self._decide, _Decision)
+                self.save_id = decision.save
                 if decision.tells:
                     told = self.call.exchange(
                         "layout", lambda: self._tell(decision), lambda notes: self._join(decision, notes), list[Layout]
@@ -172,14 +173,14 @@ class _Save:
                     memory.layouts.update((digest_of(layout), layout) for layout in told)
                 leave = self._settle(decision, opened, task)
         finally:
-            if not leave and not self._is_committed():
+            # Before the decision the folder may be somebody else's: then nothing in it is ours to take away.
+            if self.save_id and not leave and not self._is_committed():
                 withdraw(opened.paths, self.folder)
             opened.close()
             memory.trim()
 
     def _settle(self, decision: _Decision, opened: OpenFiles, task: events.Task) -> bool:
         """Write, report, commit. True if this rank's files are to stay where they are."""
-        self.save_id = decision.save
         try:
             self.call.settle(
                 "write", lambda: self._write(decision, opened, task), lambda parts: self._commit(decision, parts), str

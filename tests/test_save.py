@@ -191,6 +191,7 @@ def test_a_path_that_is_taken(tmp_path: Path) -> None:
 def test_a_path_that_holds_something_else(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    (tmp_path / "mine" / "figures").mkdir()
     (tmp_path / "file").write_text("x")
     for overwrite in (False, True):
         with pytest.raises(holdfast.SaveFailed, match=r"holds other files \(thesis.tex\)"):
@@ -200,6 +201,7 @@ def test_a_path_that_holds_something_else(tmp_path: Path) -> None:
         with pytest.raises(holdfast.SaveFailed, match="part of the path is a file"):
             holdfast.save(_state(1), tmp_path / "file" / "c", overwrite=overwrite)
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+    assert (tmp_path / "mine" / "figures").is_dir(), "not even an empty folder is taken away"
 
 
 def test_no_permission() -> None:
