@@ -77,7 +77,7 @@ class CheckpointManager:
     One on every rank of ``group``, all with the same arguments. ``name`` formats a step's folder. ``deadline`` is
     what each phase of a save or load may take, in seconds. ``signals`` ask for one last save: the first rank to get
     one tells the others, all save the same step, and `should_stop` turns true everywhere; ranks look for it every
-    ``poll`` steps. After a signal no wait for other ranks lasts longer than ``grace`` seconds, so that a save which
+    ``poll`` steps. After a SIGTERM no wait for other ranks lasts longer than ``grace`` seconds, so that a save which
     cannot finish, because the signal came with a rank's death, says so before the launcher kills (torchrun and
     Kubernetes: after 30).
 
@@ -268,7 +268,8 @@ class CheckpointManager:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled.set()
-        self._ranks.hurry(self._grace)
+        if number == signal.SIGTERM:  # SIGUSR1 comes early, as a warning; after SIGTERM comes SIGKILL
+            self._ranks.hurry(self._grace)
 
     def _agree_to_stop(self, step: int) -> bool:
         """Whether ``step`` is the last one, as all ranks see it.

@@ -44,7 +44,7 @@ from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import FileRecord
 
 _RUN = secrets.token_hex(8)
-_REMEMBERED = 8  # layouts and plans kept for later saves of the same state
+_REMEMBERED = 8  # saves whose layouts and plans are kept for later ones of the same state
 
 
 def save(
@@ -127,11 +127,14 @@ class _Memory:
 
     layouts: dict[str, Layout] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
+    recent: list[tuple[str, list[str]]] = field(default_factory=list)
 
-    def trim(self) -> None:
-        for known in (self.layouts, self.plans):
-            while len(known) > _REMEMBERED * 64:
-                del known[next(iter(known))]
+    def keep(self, plan: str, layouts: list[str]) -> None:
+        """Note what a save uses, and forget what none of the last few used; alike on every rank."""
+        self.recent = [*self.recent, (plan, layouts)][-_REMEMBERED:]
+        used = {digest for _, digests in self.recent for digest in digests}
+        self.layouts = {digest: layout for digest, layout in self.layouts.items() if digest in used}
+        self.plans = {key: made for key, made in self.plans.items() if any(key == k for k, _ in self.recent)}
 
 
 def _memory_of(ranks: Ranks) -> _Memory:
@@ -156,6 +159,7 @@ class _Save:
     layout: Layout | None = None
     plain: dict[str, str] = field(default_factory=dict)
     save_id: str = ""
+    plan_key: str = ""
     reported: bool = False
 
     def run(self) -> None:
@@ -171,13 +175,14 @@ class _Save:
                         "layout", lambda: self._tell(decision), lambda notes: self._join(decision, notes), list[Layout]
                     )
                     memory.layouts.update((digest_of(layout), layout) for layout in told)
+                self.plan_key = digest_of([decision.layouts, decision.layout_of])
+                memory.keep(self.plan_key, decision.layouts)
                 leave = self._settle(decision, opened, task)
         finally:
             # Before the decision the folder may be somebody else's: then nothing in it is ours to take away.
             if self.save_id and not leave and not self._is_committed():
                 withdraw(opened.paths, self.folder)
             opened.close()
-            memory.trim()
 
     def _settle(self, decision: _Decision, opened: OpenFiles, task: events.Task) -> bool:
         """Write, report, commit. True if this rank's files are to stay where they are."""
@@ -268,10 +273,10 @@ class _Save:
 
     def _write(self, decision: _Decision, opened: OpenFiles, task: events.Task) -> _Part:
         ranks, memory = self.call.ranks, _memory_of(self.call.ranks)
-        key = digest_of([decision.layouts, decision.layout_of])
-        if key not in memory.plans:
-            memory.plans[key] = make_plan([memory.layouts[d] for d in decision.layouts], decision.layout_of)
-        self.plan = memory.plans[key]
+        if self.plan_key not in memory.plans:
+            told = [memory.layouts[digest] for digest in decision.layouts]
+            memory.plans[self.plan_key] = make_plan(told, decision.layout_of)
+        self.plan = memory.plans[self.plan_key]
         images = images_of(self.collected, self.plan, ranks, decision.save)
         task.total = sum(p.nbytes for image in images for p in image.pieces)
         for image in images:
@@ -282,7 +287,7 @@ class _Save:
         for image in images:
             storage.sync_folder(self.folder / image.section)
         self.reported = True
-        return _Part([(w.path, w.bytes, w.header_bytes, w.header_digest) for w in written], key)
+        return _Part([(w.path, w.bytes, w.header_bytes, w.header_digest) for w in written], self.plan_key)
 
     # The commit, on the first rank.
 

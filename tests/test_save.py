@@ -412,3 +412,12 @@ def test_an_interrupt_after_the_report_takes_nothing_away(tmp_path: Path) -> Non
     pool.close(2)  # that rank has missed a verdict on purpose
     assert results[1] == "interrupted" and results[0] != "interrupted"
     _is_whole(tmp_path / "c", 3)
+
+
+def test_old_layouts_and_plans_are_forgotten(tmp_path: Path) -> None:
+    from holdfast.engine.ranks import ranks_of
+
+    for step in range(20):
+        holdfast.save({"growing": {str(i): torch.ones(2) for i in range(step)}}, tmp_path / str(step))
+    memory = ranks_of().remembered["save"]
+    assert len(memory.plans) <= 8 and len(memory.layouts) <= 8

@@ -26,8 +26,8 @@ class Buffer:
 def buffer(nbytes: int) -> Buffer:
     """New zeroed memory of ``nbytes``.
 
-    In huge pages where the kernel has them: direct I/O pins pages one by one, and with 4 KiB pages that alone costs
-    a third of a disk's rate (measured: writes 2.5 and 3.9 GB/s, reads 1.5 and 2.7 GB/s).
+    In huge pages where the kernel has them: direct I/O pins pages one by one, which with 4 KiB pages costs part of a
+    disk's rate (`make bench` prints both as its raw rows).
     """
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):  # a kernel or a Python without them

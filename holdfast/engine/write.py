@@ -7,6 +7,7 @@ size of the state.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import queue
 from collections.abc import Callable, Sequence
@@ -203,15 +204,12 @@ class _Stream:
                         raise
                     # Opened directly, but this file system cannot write so (some overlay and network ones).
                     self.direct = False
-                    os.set_blocking(self.fd, True)
                     _leave_direct(self.fd)
                 if self.direct:
                     at -= at % SECTOR
 
 
 def _leave_direct(fd: int) -> None:
-    import fcntl
-
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
