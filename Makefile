@@ -12,7 +12,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
 		printf '  make %-12s %s\n' $$name "$$text"; done
 
-demo: $(READY)  ## train on 4 ranks, kill one in the middle of a save, go on with 2: under two minutes
+demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on with 2 and with 1: under two minutes
 	$(BIN)/python examples/demo.py
 
 test: lint  ## lint and all tests that take seconds
@@ -29,9 +29,12 @@ lint: $(READY)  ## ruff, mypy, and the floors of docs/architecture.md
 
 bench: $(READY)  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.bench
+	$(BIN)/python -m benchmarks.stall
+	$(BIN)/python -m benchmarks.gpu_stall
 
 bench-quick: $(READY)  ## the same in small
 	$(BIN)/python -m benchmarks.bench --quick
+	$(BIN)/python -m benchmarks.stall --quick
 
 clean:  ## remove what the other targets made, but for the environment in .venv
 	rm -rf demo-run bench-out build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -33,10 +33,10 @@ class _Failure:
 
 
 class Pool:
-    """``size`` ranks, started when first needed."""
+    """``size`` ranks, started when first needed. ``daemon``: they can have no processes of their own."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, *, daemon: bool = True) -> None:
+        self.size, self.daemon = size, daemon
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, job: Callable[..., T], *args: object) -> list[T]:
@@ -76,7 +76,7 @@ class Pool:
             port = free.getsockname()[1]
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, rank, self.size, port), daemon=True)
+            process = context.Process(target=_rank, args=(theirs, rank, self.size, port), daemon=self.daemon)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

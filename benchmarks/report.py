@@ -37,6 +37,11 @@ def show(rows: Rows, bars: list[Bar], facts: dict[str, object]) -> None:
         for row in found:
             if row.error:
                 console.print(f"  [red]{row.system} failed[/red]: {row.error}", highlight=False)
+    show_bars(console, bars)
+
+
+def show_bars(console: Console, bars: list[Bar]) -> None:
+    """Print what must be cleared, and whether it was."""
     table = Table(title="bars", title_justify="left", title_style="bold")
     for column in ("bar", "limit", "measured", "best of each", ""):
         table.add_column(column, justify="left" if column == "bar" else "right")

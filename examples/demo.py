@@ -1,8 +1,9 @@
 """What holdfast promises, shown on a real run in two minutes: `make demo`.
 
 Four ranks train a small GPT (train.py); one of them is killed in the middle of a save; two ranks on another mesh go on.
-Then the checkpoint is opened in one process and its files are read with plain safetensors. Everything that is said is
-checked: the exit code is 0 only if all of it is true.
+Both of these are killed too, once a save has copied everything and before it is committed; one process goes on from
+that very save. Then a checkpoint is opened in one process and its files are read with plain safetensors. Everything
+that is said is checked: the exit code is 0 only if all of it is true.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,14 @@ def training(run: Path, ranks: int, output: Path, *options: str) -> Iterator[sub
             process.wait()
 
 
-def pid_of_rank(torchrun: int, rank: int) -> int:
-    """The process of one rank: a child of torchrun, which has put the rank into its environment."""
+def pids_of_ranks(torchrun: int) -> dict[int, int]:
+    """The process of each rank: a child of torchrun, which has put the rank into its environment."""
+    found = {}
     for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
-        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return int(pid)
-    raise RuntimeError(f"torchrun has no child with RANK={rank}")
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                found[int(entry.removeprefix(b"RANK="))] = int(pid)
+    return found
 
 
 def is_committed(folder: Path) -> bool:
@@ -98,31 +101,41 @@ def contents(folder: Path) -> str:
     return f"{files}, {'a' if is_committed(folder) else 'no'} manifest.json"
 
 
-def kill_during_a_save(torchrun: subprocess.Popen[bytes], run: Path, after: int) -> Path | None:
-    """Wait for a save later than step ``after``; kill a rank while data is there and the manifest is not.
+def parts_of(folder: Path) -> set[int]:
+    """The ranks whose data of a save is durable: each has left a note of it, its part, beside the data."""
+    return {int(file.name.split(".")[0]) for file in folder.glob("parts/*.json")}
 
-    A save takes a tenth of a second, so the rank is first stopped (SIGSTOP). If the manifest has not come half a
-    second later, it cannot come without this rank, and the kill falls into the middle of the save. If it has come,
-    the rank was done already: it is let go, and the next save is tried.
+
+def kill_during_a_save(
+    torchrun: subprocess.Popen[bytes], run: Path, after: int, victims: set[int], sign: str,
+    wanted: Callable[[Path], bool],
+) -> Path | None:  # fmt: skip
+    """Wait for a save later than step ``after`` that shows a ``sign``, and kill ranks if it stands as ``wanted``.
+
+    A save takes a tenth of a second, so the ranks are first stopped (SIGSTOP), for long enough that their writers
+    finish what they have. If the save has no manifest then, none can come without these ranks: what is killed now is
+    killed in the middle of it. If it has one, or stands otherwise, the ranks are let go, and the next save is tried.
     """
     while torchrun.poll() is None:
         time.sleep(0.001)
         for folder in run.glob("step-*"):
-            if step_of(folder) <= after or is_committed(folder) or not any(folder.rglob("*.safetensors")):
+            if step_of(folder) <= after or is_committed(folder) or not any(folder.glob(sign)):
                 continue
-            pid = pid_of_rank(torchrun.pid, VICTIM)
-            os.kill(pid, signal.SIGSTOP)
-            time.sleep(0.5)
-            if not is_committed(folder):
-                os.kill(pid, signal.SIGKILL)
+            pids = [pid for rank, pid in pids_of_ranks(torchrun.pid).items() if rank in victims]
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(1)
+            hit = not is_committed(folder) and wanted(folder)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL if hit else signal.SIGCONT)
+            if hit:
                 return folder
-            os.kill(pid, signal.SIGCONT)
             after = step_of(folder)
     return None
 
 
 def log_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of the run's log that tell of a ``"step"``, of a step ``"saved"`` or ``"restored"``."""
+    """The lines of the run's log of one kind: ``"step"``, ``"saving"``, ``"saved"``, or ``"restored"``."""
     log = run / "log.jsonl"
     entries = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return [entry for entry in entries if kind in entry]
@@ -158,79 +171,115 @@ def read_with_safetensors(files: list[Path], whole: dict[str, torch.Tensor]) -> 
 
 
 def table_of_saves(run: Path) -> Table:
-    table = Table(title="every save of this run", title_justify="left")
-    for column in ("step", "ranks", "bytes", "seconds", "GB/s", "loss"):
+    table = Table(title="every save that the run told of", title_justify="left")
+    for column in ("step", "ranks", "bytes", "seconds", "training waited", "loss"):
         table.add_column(column, justify="right")
     table.add_column("now")
     for save in log_of(run, "saved"):
         there = is_committed(run / f"step-{save['saved']:09d}")
         table.add_row(
             str(save["saved"]), str(save["ranks"]), f"{save['bytes']:,}", f"{save['seconds']:.3f}",
-            f"{save['bytes'] / save['seconds'] / 1e9:.2f}", f"{save['loss']:.3f}",
-            "kept" if there else "dropped, by keep=",
+            f"{save['waited']:.3f}", f"{save['loss']:.3f}",
+            "kept" if there else "dropped",
         )  # fmt: skip
     return table
 
 
+def restored_by(run: Path, ranks: int, at: int) -> dict[str, Any]:
+    """Check that the last start of a run was by so many ranks and went on after step ``at``; its line of the log."""
+    restored = log_of(run, "restored")[-1]
+    who = "1 process goes" if ranks == 1 else f"{ranks} ranks go"
+    check(
+        (restored["restored"], restored["ranks"]) == (at, ranks),
+        f"{who} on after step {at}, saved by {restored['saved_by']} ranks",
+    )
+    check(restored["seen"] == at * BATCH, f"the loader goes on after sample {restored['seen']}, which was the last one")
+    return restored
+
+
+def same_bits(run: Path, at: int, digests: dict[str, str]) -> None:
+    saved = next(entry for entry in log_of(run, "saving") if entry["saving"] == at)
+    digests = {"of the live state, when it was saved": saved["digest"], **digests}
+    for where, digest in digests.items():
+        tell(f"{digest[:32]}…  {where}")
+    check(
+        len(set(digests.values())) == 1,
+        f"model, optimizer, scheduler, loader, random generators of step {at}: the same bits",
+    )
+
+
 def demo(folder: Path) -> int:
-    run, first_output, second_output = folder / "run", folder / "first-run.txt", folder / "second-run.txt"
+    run = folder / "run"
+    outputs = [folder / f"{which}-run.txt" for which in ("first", "second", "third")]
     began = time.monotonic()
 
     title("1  Four ranks train with FSDP2, sharded over all; a rank is killed in the middle of a save")
-    with training(run, 4, first_output, "--steps=1000") as torchrun:
-        interrupted = kill_during_a_save(torchrun, run, after=2 * EVERY)
-        if interrupted is None:
-            return stop_here(first_output)
-        tell(f"rank {VICTIM} gets SIGKILL while step {step_of(interrupted)} is being saved: {contents(interrupted)}")
+    with training(run, 4, outputs[0], "--steps=1000") as torchrun:
+        torn = kill_during_a_save(
+            torchrun, run, 2 * EVERY, {VICTIM}, "*/*.safetensors", lambda save: VICTIM not in parts_of(save)
+        )
+        if torn is None:
+            return stop_here(outputs[0])
+        tell(f"rank {VICTIM} gets SIGKILL before it has copied all of step {step_of(torn)}: {contents(torn)}")
         code = torchrun.wait(timeout=90)
     check(code != 0, f"the run dies with it (torchrun ends with code {code})")
-    reasons = re.findall(r"SaveFailed: (save failed .*)", first_output.read_text(errors="replace"))
+    reasons = re.findall(r"save failed \(.*", outputs[0].read_text(errors="replace"))
     if reasons:
         tell(f"what the other ranks say: {reasons[0]}")
 
     title("2  What lies on disk")
-    tell(f"{interrupted.name}: {contents(interrupted)}; what the living ranks wrote they have removed")
+    there = ", ".join(map(str, sorted(parts_of(torn))))
+    tell(f"{torn.name}: {contents(torn)}; all of ranks {there}, not all of rank {VICTIM}")
     try:
-        holdfast.open(interrupted)
-        check(False, f"{interrupted.name} is no checkpoint")
+        holdfast.open(torn)
+        check(False, f"{torn.name} is no checkpoint")
     except holdfast.NotACheckpoint as error:
-        check(True, f"{interrupted.name} is no checkpoint: {error}")
+        check(True, f"{torn.name} is no checkpoint: {error}")
     whole = sorted(f for f in run.glob("step-*") if is_committed(f))
     for path in whole:
         stats = holdfast.open(path).verify()
         check(True, f"{path.name} is whole: {stats.read:,} bytes read, every sum is right")
     last = whole[-1]
-    check(step_of(last) == step_of(interrupted) - EVERY, f"the last one is of the save before: step {step_of(last)}")
-
-    title("3  Two ranks go on, on another mesh: two replicas instead of four shards")
-    until = step_of(last) + 2 * EVERY
-    with training(run, 2, second_output, f"--steps={until}", "--mesh=2x1") as torchrun:
-        code = torchrun.wait(timeout=90)
-    if code != 0 or not log_of(run, "restored"):
-        return stop_here(second_output)
-    restored = log_of(run, "restored")[-1]
     at = step_of(last)
-    check((restored["restored"], restored["ranks"]) == (at, 2), f"2 ranks go on after step {at}, saved by 4")
-    check(restored["seen"] == at * BATCH, f"the loader goes on after sample {restored['seen']}, which was the last one")
+    check(at == step_of(torn) - EVERY, f"the last one is of the save before: step {at}")
+    last = Path(shutil.copytree(last, folder / last.name))  # keep= drops it in time
+
+    title("3  Two ranks go on, on another mesh; both are killed when a save is copied and not yet committed")
+    with training(run, 2, outputs[1], "--steps=1000", "--mesh=2x1") as torchrun:
+        finished = kill_during_a_save(
+            torchrun, run, step_of(torn), {0, 1}, "parts/*.json", lambda save: parts_of(save) == {0, 1}
+        )
+        if finished is None:
+            return stop_here(outputs[1])
+        torchrun.wait(timeout=90)
+    restored = restored_by(run, 2, at)
     before, after = [entry["loss"] for entry in log_of(run, "step") if entry["step"] == at + 1]
     check(
         abs(before - after) < 0.3,
         f"step {at + 1} sees the same batch: loss {after:.3f}, on 4 ranks {before:.3f} (other dropout)",
     )
+    anew = [save for save in log_of(run, "saved") if save["saved"] == step_of(torn)]
+    check(
+        [save["ranks"] for save in anew] == [2], f"{torn.name}, once interrupted, was swept and saved anew by 2 ranks"
+    )
+    same_bits(
+        run, at, {"on 2 ranks when it was restored": restored["digest"], "in one process": digest_of_checkpoint(last)}
+    )
+
+    title("4  One process goes on: the save that nobody was left to commit is committed first")
+    tell(f"{finished.name}: {contents(finished)}; the writers of both ranks had finished their parts")
+    until = step_of(finished) + EVERY
+    with training(run, 1, outputs[2], f"--steps={until}") as torchrun:
+        code = torchrun.wait(timeout=90)
+    if code != 0:
+        return stop_here(outputs[2])
+    restored = restored_by(run, 1, step_of(finished))
+    same_bits(run, step_of(finished), {"in one process when it was restored": restored["digest"]})
     reached = [entry["step"] for entry in log_of(run, "step")][-1]
     check(reached == until, f"the run goes on to step {reached}")
-    holdfast.open(interrupted).verify()
-    check(True, f"{interrupted.name}, once interrupted, was swept, saved anew, and is whole now")
-
-    title("4  Model, optimizer, scheduler, loader, random generators: the same bits")
-    digests = {
-        "on 4 ranks when it was saved": next(s["digest"] for s in log_of(run, "saved") if s["saved"] == at),
-        "on 2 ranks when it was restored": restored["digest"],
-        "read by one process": digest_of_checkpoint(last),
-    }
-    for where, digest in digests.items():
-        tell(f"{digest[:32]}…  {where}")
-    check(len(set(digests.values())) == 1, f"the state of step {at} has one digest everywhere")
+    for path in sorted(run.glob("step-*")):
+        holdfast.open(path).verify()
+        check(True, f"{path.name} is whole")
 
     title("5  One process opens a checkpoint")
     checkpoint = holdfast.open(last)

@@ -7,7 +7,7 @@ on where the last checkpoint is. The number of processes and the mesh may be oth
 
     torchrun --standalone --nproc-per-node 2 examples/train.py --root runs/first --mesh 2x1
 
-This is ordinary training code. What checkpointing adds to it is marked with [1] to [6].
+This is ordinary training code. What checkpointing adds to it is marked with [1] to [7].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 import json
 import os
 import sysconfig
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -162,6 +162,17 @@ def write_log(root: str, **entry: object) -> None:
             file.write(json.dumps(entry) + "\n")
 
 
+def tell_saved(saving: holdfast.Saving, root: str, **entry: object) -> None:
+    """Say how a save ended. Called beside training, in the thread that learns of it."""
+    if saving.failed is not None:
+        say(f"step {saving.step:5d}   not saved: {saving.failed}")
+    elif dist.get_rank() == 0:
+        nbytes, took = holdfast.open(saving.path).nbytes, saving.timing
+        text = f"{nbytes / 1e6:.1f} MB in {took.total:.2f} s, of which training waited {took.stall:.3f} s"
+        say(f"step {saving.step:5d}   saved {text}")
+        write_log(root, saved=saving.step, bytes=nbytes, seconds=took.total, waited=took.stall, **entry)
+
+
 def main() -> None:
     args = arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -204,6 +215,9 @@ def main() -> None:
     # there is none: then nothing happens and the run starts at step 0.
     restored = manager.restore(state)
 
+    # [5] Agree on the plan and take memory now, while nothing runs: the first save then costs what any other costs.
+    manager.prepare(state)
+
     say(f"{world_size} ranks, {mesh}, {sum(p.numel() for p in model.parameters()):,} parameters")
     if restored is not None:
         say(f"goes on after step {state['step']}, saved by {restored.checkpoint.world_size} ranks")
@@ -231,23 +245,19 @@ def main() -> None:
         if step % 10 == 0:
             say(f"step {step:5d}   loss {mean_loss:.4f}")
 
-        # [5] Saves when it is time. If a save fails it raises on every rank, and the checkpoints before it are whole.
+        # [6] Begins to save when it is time, and goes on at once: the next optimizer.step() waits until its tensors
+        # are copied. If a save fails, a later call raises it on every rank; the checkpoints before it are whole.
         state["step"] = step
-        began = time.perf_counter()
-        checkpoint = manager.step(step, state, metric=mean_loss)
-        if checkpoint is not None:
-            seconds = time.perf_counter() - began
-            say(f"step {step:5d}   saved {checkpoint.nbytes / 1e6:.1f} MB in {seconds:.2f} s")
-            digest = digest_of_run(model, optimizer, state) if args.digest else None
-            write_log(
-                args.root, saved=step, ranks=world_size, bytes=checkpoint.nbytes, seconds=seconds, loss=mean_loss,
-                digest=digest,
-            )  # fmt: skip
-        # A scheduler's SIGTERM or SIGUSR1 to any rank: all have saved this step and leave together.
+        saving = manager.step(step, state, metric=mean_loss)
+        if saving is not None and saving.step == step:
+            if args.digest:  # of the state as it is now: that is what is saved, however far training is by then
+                write_log(args.root, saving=step, digest=digest_of_run(model, optimizer, state))
+            saving.add_done_callback(partial(tell_saved, root=args.root, ranks=world_size, loss=mean_loss))
+        # A scheduler's SIGTERM or SIGUSR1 to any rank: all have the same last step on disk and leave together.
         if manager.should_stop:
-            say(f"asked to stop: step {step} is saved")
+            say(f"asked to stop after step {step}; on disk are {manager.steps()}")
             break
-    manager.close()  # [6]
+    manager.close()  # [7] waits for the last save
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
 """holdfast: saves the state of a distributed training run and gets it back, whole, on any number of ranks."""
 
-from holdfast.checkpoint import Checkpoint, TensorInfo
+from holdfast.checkpoint import Checkpoint, TensorInfo, recover
 from holdfast.checkpoint import open_checkpoint as open
 from holdfast.engine.state import RNG, PerRank, Shard
 from holdfast.errors import (
@@ -14,16 +14,20 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.events import Event, install, listen
+from holdfast.interval import Advice
+from holdfast.keep import Keep
 from holdfast.load import Loaded, load
-from holdfast.manager import CheckpointManager, Keep
+from holdfast.manager import CheckpointManager
 from holdfast.report.progress import Bars
 from holdfast.save import save
+from holdfast.saver import Saver, Saving, Timing
 from holdfast.version import __version__
 
 install(Bars())
 
 __all__ = [
     "RNG",
+    "Advice",
     "Checkpoint",
     "CheckpointManager",
     "Damaged",
@@ -36,13 +40,17 @@ __all__ = [
     "PerRank",
     "RankLost",
     "SaveFailed",
+    "Saver",
+    "Saving",
     "Shard",
     "StorageError",
     "TensorInfo",
+    "Timing",
     "Unsupported",
     "__version__",
     "listen",
     "load",
     "open",
+    "recover",
     "save",
 ]

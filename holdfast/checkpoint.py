@@ -18,6 +18,7 @@ import torch
 
 from holdfast import events
 from holdfast.engine import storage
+from holdfast.engine.parts import commit_late
 from holdfast.engine.ranges import Verify
 from holdfast.engine.read import DataFiles, ReadStats, Wanted, check_file, read_boxes
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
@@ -249,6 +250,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
+def recover(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at ``path``; a background save whose ranks all finished, but died before its commit, is committed.
+
+    `CheckpointManager.restore` does so by itself. Raises NotACheckpoint if not all ranks had finished.
+    """
+    folder = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+    commit_late(folder)
+    return open_checkpoint(folder)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Read and prove the manifest of a folder."""
     target = folder / manifest.FILE_NAME
@@ -274,6 +285,8 @@ def _what_is_there(folder: Path) -> str:
     below = sorted(p.parent.name for p in folder.glob(f"*/{manifest.FILE_NAME}"))
     if below:
         return f"{folder} holds checkpoints but is none itself: open one of {', '.join(below[-5:])}"
+    if any(folder.glob("parts/*.json")):
+        return f"{folder} holds a save that never committed; holdfast.recover commits it if all its ranks had finished"
     if any(folder.rglob("*.safetensors")):
         return f"{folder} holds data but no manifest.json: a save that never committed, or another program's files"
     return f"{folder} holds no manifest.json, so it is no checkpoint"

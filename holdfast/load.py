@@ -24,6 +24,7 @@ from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.read import Wanted, read_boxes
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
 from holdfast.engine.state.per_rank import choose, no_rule
+from holdfast.engine.still import wait_for_copies
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.box import whole
@@ -97,6 +98,7 @@ def load(
 
         call.exchange("match", compare, _judge, bool)
         work = match[0]
+        wait_for_copies()  # a save in the background still reads what would change here
         call.settle("read", lambda: work.restore(verify, ranks.rank, ranks.size), lambda notes: True, bool)
     work.loaded.seconds = monotonic() - began
     return work.loaded

@@ -12,9 +12,12 @@ import re
 import signal
 import string
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import fmean, median
 from types import FrameType
 from typing import Any, Literal
 
@@ -22,49 +25,27 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.engine.board import Board, Notice
+from holdfast.engine.commit import Attached
 from holdfast.engine.folder import delete_checkpoint, sweep_beside, sweep_dead
+from holdfast.engine.parts import commit_late
 from holdfast.engine.ranks import DEADLINE, ranks_of
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError, Unsupported
 from holdfast.events import log
+from holdfast.interval import Advice, advise, check_mtbf
+from holdfast.keep import Keep
 from holdfast.load import Loaded, load
 from holdfast.ondisk import manifest
 from holdfast.save import local_folder, save
+from holdfast.saver import Saver, Saving
 
 NOTES = "holdfast-manager.json"
 """The attachment in which the manager keeps a step's metric."""
 
+SURVIVORS = 60.0
+"""Seconds to wait at a restart for writer processes that outlived their trainers."""
 
-@dataclass(frozen=True)
-class Keep:
-    """Which committed steps to keep; a step is kept if any rule keeps it.
-
-    ``last``: the newest so many (at least 1). ``every``: every step that is a multiple of it, for good. ``best``:
-    so many with the best ``metric`` given to `CheckpointManager.step`; ``mode`` says whether less or more is better.
-    """
-
-    last: int = 2
-    every: int | None = None
-    best: int = 0
-    mode: Literal["min", "max"] = "min"
-
-    def __post_init__(self) -> None:
-        if self.last < 1:
-            raise ValueError(f"Keep(last={self.last}): at least the newest checkpoint is always kept")
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"Keep(every={self.every}) must be at least 1, or None")
-        if self.best < 0 or self.mode not in ("min", "max"):
-            raise ValueError(f"Keep(best={self.best}, mode={self.mode!r}): best is 0 or more, mode is 'min' or 'max'")
-
-    def kept(self, steps: Mapping[int, float | None]) -> set[int]:
-        """Of committed ``steps`` with their metrics, those to keep."""
-        newest = sorted(steps)
-        kept = set(newest[-self.last :])
-        if self.every is not None:
-            kept |= {s for s in newest if s % self.every == 0}
-        if self.best:
-            rated = [(m if self.mode == "min" else -m, -s) for s, m in steps.items() if m is not None and m == m]
-            kept |= {-s for _, s in sorted(rated)[: self.best]}
-        return kept
+_MEASURED = 50  # steps and saves whose times count
 
 
 class _Notes(msgspec.Struct):
@@ -75,11 +56,18 @@ class CheckpointManager:
     """Saves a training run's state under ``root`` every ``every`` steps, keeps what ``keep`` says, and restores it.
 
     One on every rank of ``group``, all with the same arguments. ``name`` formats a step's folder. ``deadline`` is
-    what each phase of a save or load may take, in seconds. ``signals`` ask for one last save: the first rank to get
-    one tells the others, all save the same step, and `should_stop` turns true everywhere; ranks look for it every
-    ``poll`` steps. After a SIGTERM no wait for other ranks lasts longer than ``grace`` seconds, so that a save which
-    cannot finish, because the signal came with a rank's death, says so before the launcher kills (torchrun and
-    Kubernetes: after 30).
+    what each phase of a save or load may take, in seconds.
+
+    Saves go on in the background, as of a `Saver` with these ``worker``, ``slots``, ``busy`` and ``memory_limit``;
+    ``worker="none"`` makes `step` wait for each. One that fails is raised by a later `step`, the same one on all ranks
+    (``on_failure="raise"``), or only logged (``"warn"``); training may go on either way.
+
+    ``signals`` ask for one last save: the first rank to get one tells the others, all end with the same step on disk,
+    and `should_stop` turns true everywhere; ranks look for it every ``poll`` steps. A save that was under way at the
+    signal is that last one. After a SIGTERM no wait lasts longer than ``grace`` seconds, so that a save which cannot
+    finish says so before the launcher kills (torchrun and Kubernetes: after 30); the step before it stays.
+
+    With a mean time between failures ``mtbf``, in seconds, the best interval is logged at debug level; see `advice`.
 
         manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
         manager.restore(state)
@@ -95,79 +83,206 @@ class CheckpointManager:
     def __init__(
         self, root: str | os.PathLike[str], *, every: int, keep: Keep = Keep(), name: str = "step-{step:09d}",
         files: Mapping[str, str | os.PathLike[str] | bytes] | None = None, group: dist.ProcessGroup | None = None,
-        deadline: float = DEADLINE, grace: float = 25.0,
+        deadline: float = DEADLINE, worker: Literal["process", "thread", "none"] = "process", slots: int = 1,
+        busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
+        on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
+        mtbf: float | None = None,
     ) -> None:  # fmt: skip
         if every < 1 or poll < 1:
             raise ValueError(f"every={every} and poll={poll} must be at least 1")
+        if on_failure not in ("raise", "warn"):
+            raise ValueError(f'on_failure is "raise" or "warn", not {on_failure!r}')
+        if mtbf is not None:
+            check_mtbf(mtbf)
         self.root, self.every, self.keep = local_folder(root), every, keep
         self._name, self._pattern = name, _pattern_of(name)
-        self._files, self._group, self._deadline, self._poll = dict(files or {}), group, deadline, poll
+        self._files, self._group, self._deadline = dict(files or {}), group, deadline
+        self._on_failure, self._grace, self._mtbf = on_failure, grace, mtbf
         self._ranks = ranks_of(group)
+        self._saver = None
+        if worker != "none":
+            self._saver = Saver(
+                worker=worker, slots=slots, busy=busy, memory_limit=memory_limit, group=group, deadline=deadline
+            )
         self._run: str | None = None
-        self._saved: int | None = None
+        self._newest: Saving | None = None
+        self._restored: int | None = None
+        self._begun = 0
+        self._recent: dict[int, Saving] = {}  # by number: under way, failed and not heard of, and the last one
+        self._writing_to: set[Path] = set()
         self._broken: set[str] = set()  # committed once, found damaged; known to the first rank, which decides
-        self._stop_at: int | None = None
-        self._signalled, self._grace = threading.Event(), grace
+        self._sweeping = threading.Lock()
+        self._signalled = threading.Event()
         # Ranks make their managers in the same order, so the same number means the same manager on each of them.
         made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
-        self._stop_key = f"manager/{self._ranks.calls}.{made}/stop"
+        self._board = Board(self._ranks.store, f"manager/{self._ranks.calls}.{made}", poll)
+        self._calls = 0  # of `step`: ranks make them alike, whatever the steps are called
+        self._stop: Notice | None = None
+        self._to_raise: list[int] = []
+        self._hurries = False
+        self._step_seconds: deque[float] = deque(maxlen=_MEASURED)
+        self._left_step: tuple[int, float] | None = None
+        self._timings: deque[tuple[float, float]] = deque(maxlen=_MEASURED)
         self.should_stop = False
         self._handlers = self._watch(signals)
 
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except SaveFailed as error:
+            if kind is None:
+                raise
+            log.error("%s", error)  # what ended the block is the cause to be seen
 
     def close(self) -> None:
-        """Give the signals back to whoever handled them before. Idempotent."""
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, handler)
-        self._handlers = {}
-        self._ranks.limit = math.inf
+        """Wait for the saves under way, give the signals back to whoever handled them before. Idempotent.
+
+        Raises a failure that no `step` has raised, if ``on_failure`` says so; not after a signal, when the last step
+        has had its verdict.
+        """
+        try:
+            if self._saver is not None:
+                with self._failures_heard(quiet=self.should_stop):
+                    self._saver.close(timeout=self._left())
+        finally:
+            for number, handler in self._handlers.items():
+                if signal.getsignal(number) == self._on_signal:
+                    signal.signal(number, handler)
+            self._handlers = {}
+            self._ranks.at_leisure()
 
     # Saving
 
-    def step(self, step: int, state: Mapping[str, Any], *, metric: float | None = None) -> Checkpoint | None:
-        """Tell that ``step`` steps are done; saves if it is time, and returns the checkpoint if it did.
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Do now what the first save would have to, best once model and optimizers exist; see `Saver.prepare`."""
+        if self._saver is not None:
+            self._saver.prepare(state)
 
-        ``metric`` is what ``Keep(best=…)`` compares. Raises SaveFailed as `save` does; the steps before stay.
+    def step(self, step: int, state: Mapping[str, Any], *, metric: float | None = None) -> Saving | None:
+        """Tell that ``step`` steps are done; begins to save if it is time, and returns the save if it did.
+
+        Does not wait for the save, but for the one before it if no slot is free. ``metric`` is what ``Keep(best=…)``
+        compares. Raises SaveFailed for an earlier save that failed; training may go on, and the steps before stay.
         """
-        last = self._agree_to_stop(step)
-        if not (last or step % self.every == 0) or step == self._saved:
-            self.should_stop = self.should_stop or last
-            return None
-        checkpoint = self.save(step, state, metric=metric)
-        self.should_stop = self.should_stop or last
-        return checkpoint
+        self._measure(step)
+        self._calls += 1
+        try:
+            if self._hear(step):
+                return self._save_last(step, state, metric)
+            if step % self.every or step == self._saved:
+                return None
+            return self._begin(step, state, metric)
+        finally:
+            self._left_step = (step, time.monotonic())
 
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, overwrite: bool = False
     ) -> Checkpoint:
-        """Save ``step`` now, whatever the rhythm, then drop what is no longer to be kept.
+        """Save ``step`` now, whatever the rhythm, and wait for it.
 
-        A step that this manager has just saved is not saved again, so this may end a run of any length.
+        A step that this manager has saved last is not saved again, so this may end a run of any length. An earlier
+        save that failed does not keep this one from being made; it was logged when it failed.
         """
+        self._settle_quietly()
         if step == self._saved and not overwrite:
-            return Checkpoint(self.root / self._name.format(step=step))
+            if self._newest is None:
+                return Checkpoint(self._path(step))
+            if self._newest.failed is None:
+                return self._newest.wait()
+        return self._begin(step, state, metric, overwrite=overwrite).wait()
+
+    def _settle_quietly(self) -> None:
+        """Wait for the saves under way; what has failed of them will not be raised any more."""
+        for saving in self._recent.values():
+            saving.settled()
+            saving.hear()
+
+    def wait(self) -> None:
+        """Wait for the saves under way. Raises a failure that no `step` has raised, if ``on_failure`` says so."""
+        if self._saver is not None:
+            with self._failures_heard():
+                self._saver.wait()
+
+    @property
+    def _saved(self) -> int | None:
+        return self._newest.step if self._newest is not None else self._restored
+
+    def _path(self, step: int) -> Path:
+        return self.root / self._name.format(step=step)
+
+    def _begin(self, step: int, state: Mapping[str, Any], metric: float | None, *, overwrite: bool = False) -> Saving:
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
         files = {**self._files, NOTES: msgspec.json.encode(_Notes(None if metric is None else float(metric)))}
-        path = self.root / self._name.format(step=step)
+        path, run = self._path(step), self._run_id()
         # A step that could not be restored stands in the way of its own successor.
         overwrite = overwrite or path.name in self._broken
-        checkpoint = save(
-            state, path, step=step, files=files, overwrite=overwrite, group=self._group, deadline=self._deadline,
-            run=self._run_id(),
+        self._writing_to.add(path)
+        try:
+            saving = self._start(state, path, step, files, overwrite, run)
+        except BaseException:
+            self._writing_to.discard(path)
+            raise
+        self._newest = saving
+        self._begun += 1
+        self._recent = {**self._recent_that_count(), self._begun: saving}
+        saving.add_done_callback(self._ended)
+        if self._saver is None:
+            if saving.failed is not None and self._on_failure == "warn":
+                log.warning("%s: %s", saving.path, saving.failed)
+            with self._failures_heard():
+                saving.wait()
+        return saving
+
+    def _recent_that_count(self) -> dict[int, Saving]:
+        """Saves under way, those whose failure somebody has yet to hear of, and the last one that took place."""
+        last = max((number for number, s in self._recent.items() if s.done and not s.skipped), default=None)
+        return {
+            number: saving
+            for number, saving in self._recent.items()
+            if number == last or not saving.done or (self._on_failure == "raise" and self._unheard(saving))
+        }
+
+    @staticmethod
+    def _unheard(saving: Saving) -> bool:
+        return saving.failed is not None and not saving.heard and not saving.skipped
+
+    def _start(
+        self, state: Mapping[str, Any], path: Path, step: int, files: Attached, overwrite: bool, run: str | None
+    ) -> Saving:
+        if self._saver is not None:
+            return self._saver.save(state, path, step=step, files=files, overwrite=overwrite, run=run)
+        saving = Saving(path, step)
+        saving.follow(
+            lambda: save(
+                state, path, step=step, files=files, overwrite=overwrite, group=self._group, deadline=self._deadline,
+                run=run,
+            )
         )  # fmt: skip
-        self._saved = step
-        if self._ranks.first:
-            log.info("saved step %d: %d bytes in %.2f s, %s", step, checkpoint.nbytes, checkpoint.seconds, path)
-            self._sweep(step)
-        return checkpoint
+        return saving
+
+    def _ended(self, saving: Saving) -> None:
+        """In the thread of a save, once its outcome is known."""
+        self._writing_to.discard(saving.path)
+        if saving.failed is not None:
+            if self._on_failure == "warn":
+                saving.hear()  # it was logged, and that is all
+            return
+        timing = saving.timing
+        self._timings.append((timing.stall, timing.total))
+        if self._ranks.first and saving.step is not None:
+            with suppress(HoldfastError):  # another save may have swept it already
+                log.info(
+                    "saved step %d: %d bytes in %.2f s, training waited %.3f s, %s",
+                    saving.step, Checkpoint(saving.path).nbytes, timing.total, timing.stall, saving.path,
+                )  # fmt: skip
+            if self._mtbf is not None:
+                log.debug("for a mean time between failures of %g s: %s", self._mtbf, self.advice(self._mtbf))
+            self._sweep(saving.step)
 
     def _run_id(self) -> str | None:
         if self._run is None and self._ranks.first:
@@ -176,16 +291,37 @@ class CheckpointManager:
             self._run = newest.manifest.run if newest is not None else None
         return self._run
 
+    # Failures
+
+    @contextmanager
+    def _failures_heard(self, *, quiet: bool = False) -> Iterator[None]:
+        """Around what raises an earlier failure: it passes, or, as it was logged when it happened, goes no further."""
+        try:
+            yield
+        except SaveFailed:
+            if self._on_failure == "raise" and not quiet:
+                raise
+
+    def _raise(self, number: int) -> None:
+        """Raise the failure of a save, unless that was done."""
+        saving = self._recent.get(number)
+        if saving is not None and not saving.settled() and not saving.heard:
+            saving.wait()
+
     # Restoring
 
     def restore(self, state: dict[str, Any]) -> Loaded | None:
         """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts afresh.
 
         Whole means: committed, it opens, and every file is there in its size. One that is not, or that proves
-        damaged while it is read, is passed over for the one before, with a warning that says why. What dead saves
-        left is swept. Raises Mismatch if the checkpoint does not fit ``state``.
+        damaged while it is read, is passed over for the one before, with a warning that says why. A save that all
+        ranks had finished when they died is committed first; what other dead saves left is swept. Raises Mismatch if
+        the checkpoint does not fit ``state``.
         """
+        for saving in self._recent.values():
+            saving.settled()
         if self._ranks.first:
+            self._commit_late()
             self._sweep(None)
         refused: list[str] = []
         while True:
@@ -202,8 +338,18 @@ class CheckpointManager:
                 refused.append(name)
                 self._broken.add(name)
                 continue
-            self._run, self._saved = loaded.checkpoint.manifest.run, loaded.step
+            self._run, self._restored, self._newest = loaded.checkpoint.manifest.run, loaded.step, None
             return loaded
+
+    def _commit_late(self) -> None:
+        """Commit the saves whose ranks had all finished; their writers may still be at it."""
+        # The other ranks wait meanwhile.
+        until = time.monotonic() + min(SURVIVORS, self._deadline / 2)
+        for path in sorted(self._folders(), reverse=True):
+            try:
+                commit_late(path, patience=max(until - time.monotonic(), 0.0))
+            except (HoldfastError, OSError) as error:
+                log.warning("%s cannot be looked at: %s", path, error)
 
     def _choose(self, refused: list[str]) -> str:
         """The folder of the newest whole checkpoint that was not refused, or ``""``."""
@@ -234,32 +380,39 @@ class CheckpointManager:
                 found.append((int(match["step"]), path))
         return found
 
+    def _folders(self) -> list[Path]:
+        """All folders that are called like a step."""
+        found = self.root.iterdir() if self.root.is_dir() else ()
+        return [path for path in found if path.is_dir() and self._pattern.fullmatch(path.name)]
+
     # Retention
 
     def _sweep(self, just_saved: int | None) -> None:
         """Delete committed steps that no rule keeps, and the leavings of dead saves. Failures cost space alone."""
         try:
-            committed = dict(self._committed())
-            if just_saved is not None and len(committed) > self.keep.last:
-                metrics = {step: _metric(path) for step, path in committed.items()} if self.keep.best else {}
-                kept = self.keep.kept({step: metrics.get(step) for step in committed})
-                for step in sorted(set(committed) - kept - {just_saved}):
-                    delete_checkpoint(committed[step])
-            self._sweep_orphans()
+            with self._sweeping:
+                committed = dict(self._committed())
+                if just_saved is not None and len(committed) > self.keep.last:
+                    metrics = {step: _metric(path) for step, path in committed.items()} if self.keep.best else {}
+                    kept = self.keep.kept({step: metrics.get(step) for step in committed})
+                    for step in sorted(set(committed) - kept - {just_saved}):
+                        delete_checkpoint(committed[step])
+                self._sweep_orphans()
         except (StorageError, OSError) as error:
             log.warning("sweeping %s failed: %s", self.root, error)
 
     def _sweep_orphans(self) -> None:
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            if path.is_dir() and self._pattern.fullmatch(path.name):
-                try:
-                    sweep_beside(path, read_manifest(path))
-                except NotACheckpoint:
-                    sweep_dead(path)
-                except (Damaged, Unsupported) as error:
-                    log.debug("not swept: %s", error)
+        for path in self._folders():
+            if path in self._writing_to:
+                continue
+            try:
+                sweep_beside(path, read_manifest(path))
+            except NotACheckpoint:
+                sweep_dead(path)
+            except (Damaged, Unsupported) as error:
+                log.debug("not swept: %s", error)
 
-    # Signals
+    # The end: signals, and what the ranks tell each other
 
     def _watch(self, signals: tuple[signal.Signals, ...]) -> dict[signal.Signals, Any]:
         if threading.current_thread() is not threading.main_thread():
@@ -269,28 +422,88 @@ class CheckpointManager:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled.set()
         if number == signal.SIGTERM:  # SIGUSR1 comes early, as a warning; after SIGTERM comes SIGKILL
+            self._hurries = True
             self._ranks.hurry(self._grace)
 
-    def _agree_to_stop(self, step: int) -> bool:
-        """Whether ``step`` is the last one, as all ranks see it.
+    def _hear(self, step: int) -> bool:
+        """Tell the other ranks what this one knows, and act on what all know. True if this step is the last one."""
+        now = self._calls
+        if self._signalled.is_set() and self._stop is None:
+            flying = any(not saving.done for saving in self._recent.values())
+            self._board.put(Notice("stop", step, now, flying, self._hurries))
+        for number, saving in self._recent.items() if self._on_failure == "raise" else ():
+            if self._unheard(saving):
+                self._board.put(Notice("failed", number, now))
+        due = self._board.due(now)
+        for notice in [*self._board.pending, *due]:
+            if notice.kind == "stop" and notice.hurry and not self._hurries:
+                self._hurries = True
+                self._ranks.hurry(self._grace)
+        self._stop = next((notice for notice in due if notice.kind == "stop"), self._stop)
+        self._to_raise += [notice.of for notice in due if notice.kind == "failed"]
+        while self._to_raise and self._stop is None:
+            self._raise(self._to_raise.pop(0))
+        return self._stop is not None
 
-        Ranks of one training loop are at most one step apart. Whoever is signalled writes the step it is at; every
-        rank looks at each polling step and stops at the first one after the step after that, so all have seen it.
+    def _save_last(self, step: int, state: Mapping[str, Any], metric: float | None) -> Saving | None:
+        """Have one last step on disk: the save that was under way at the signal, or else this step."""
+        self.should_stop = True
+        flying = self._stop is not None and self._stop.flying
+        for saving in reversed(self._recent.values()):
+            ended = self._finish(saving)
+            if ended == "late" or (ended == "saved" and (flying or saving.step == step)):
+                return saving
+            if not saving.skipped:
+                break
+        if self._newest is None and step == self._restored:
+            return None
+        for saving in self._recent.values():
+            saving.hear()  # what failed before was logged; now this step counts
+        last = self._begin(step, state, metric)
+        if self._finish(last) == "failed":
+            with self._failures_heard():
+                last.wait()
+        return last
+
+    def _finish(self, saving: Saving) -> Literal["saved", "failed", "late"]:
+        """Wait for a save, no longer than the grace lasts."""
+        try:
+            if saving.settled(self._left()):
+                return "saved"
+            # Whichever rank's grace ends first declares a rank lost that is not done: then that is what happened here.
+            if self._left() is None or not isinstance(saving.failed, RankLost):
+                return "failed"
+        except TimeoutError:
+            pass
+        newest = self.latest()
+        log.error(
+            "step %s cannot be saved within the grace of %g s; the newest checkpoint is %s", saving.step, self._grace,
+            newest.path if newest is not None else "none",
+        )  # fmt: skip
+        return "late"
+
+    def _left(self) -> float | None:
+        """Seconds until the grace ends; None without a signal that set it."""
+        left = self._ranks.limit - time.monotonic()
+        return max(left, 0.0) if math.isfinite(left) else None
+
+    # Figures
+
+    def _measure(self, step: int) -> None:
+        if self._left_step is not None and step > self._left_step[0]:
+            self._step_seconds.append((time.monotonic() - self._left_step[1]) / (step - self._left_step[0]))
+
+    def advice(self, mtbf: float) -> Advice | None:
+        """The best interval between saves for a mean time between failures of ``mtbf`` seconds (Young, Daly).
+
+        From what this rank has measured so far: the stall of its saves and the length of its steps. None before the
+        first save is done. Raises ValueError if ``mtbf`` is not positive.
         """
-        store = self._ranks.store
-        if store is None:
-            if self._signalled.is_set() and self._stop_at is None:
-                self._stop_at = step
-        elif self._stop_at is None:
-            if self._signalled.is_set():
-                told = bytes(store.compare_set(self._stop_key, "", str(step)))
-                self._stop_at = self._after(int(told))
-            elif step % self._poll == 0 and store.check([self._stop_key]):
-                self._stop_at = self._after(int(bytes(store.get(self._stop_key))))
-        return self._stop_at is not None and step >= self._stop_at
-
-    def _after(self, told: int) -> int:
-        return (told + 1) // self._poll * self._poll + self._poll
+        check_mtbf(mtbf)
+        if not self._timings or not self._step_seconds:
+            return None
+        stall, total = (fmean(values) for values in zip(*self._timings, strict=True))
+        return advise(mtbf, stall=stall, save=total, step=median(self._step_seconds))
 
 
 def _pattern_of(name: str) -> re.Pattern[str]:

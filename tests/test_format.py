@@ -326,14 +326,14 @@ def thread_save(size: int, state_of: Any, path: Path) -> None:
 
     import torch.distributed as dist
 
-    from holdfast.save import _Save
+    from holdfast.save import save_in
 
     store = dist.HashStore()
 
     def one(rank: int) -> None:
         ranks = Ranks(rank, size, store)
         with ranks.call("save", deadline=60, saving=True) as call:
-            _Save(call, state_of(rank), path, 0, {}, False, "0" * 16).run()
+            save_in(call, state_of(rank), path, step=0, files={}, overwrite=False, run="0" * 16)
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(one, range(size)))

@@ -1,23 +1,30 @@
-"""The manager: rhythm, retention, falling back, sweeping, stopping on a signal; alone and on real ranks."""
+"""The manager: rhythm, failures, retention, falling back, sweeping, stopping, advice; alone and on real ranks."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
+import math
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import holdfast
 from holdfast import CheckpointManager, Keep
+from holdfast import manager as manager_module
+from holdfast.engine import courier
 from holdfast.engine import folder as folder_module
+from holdfast.saver import Saver, Saving
 from tests import pool
 
 
@@ -29,10 +36,52 @@ def _names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
-def test_rhythm_and_retention(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, every=2, keep=Keep(last=2, every=6), name="ckpt-{step}") as manager:
+WORKERS = ["process", "thread", "none"]
+
+
+@contextmanager
+def before_each_write(then: Callable[[str], object]) -> Iterator[None]:
+    """Every write of this process to a data file is preceded by ``then(path)``; for workers of this process."""
+    write = courier._write
+
+    def patched(file: Any, *args: Any) -> None:
+        then(file.path)
+        write(file, *args)
+
+    courier._write = patched
+    try:
+        yield
+    finally:
+        courier._write = write
+
+
+@contextmanager
+def held_back(only: str = "") -> Iterator[threading.Event]:
+    """No byte reaches a data file, or one with ``only`` in its path, before the event is set."""
+    free = threading.Event()
+    with before_each_write(lambda path: only in path and not free.wait(60)):
+        try:
+            yield free
+        finally:
+            free.set()
+
+
+def refuse(path: str) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def begun(manager: CheckpointManager, step: int) -> Saving:
+    saving = manager.step(step, _state(step))
+    assert saving is not None
+    return saving
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_rhythm_and_retention(worker: Any, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=2, keep=Keep(last=2, every=6), name="ckpt-{step}", worker=worker) as manager:
         assert manager.restore(_state()) is None and manager.latest() is None
         saved = [step for step in range(1, 14) if manager.step(step, _state(step)) is not None]
+        manager.wait()
         assert saved == [2, 4, 6, 8, 10, 12] and manager.steps() == [6, 10, 12]
         assert _names(tmp_path) == ["ckpt-10", "ckpt-12", "ckpt-6"]
         latest = manager.latest()
@@ -44,42 +93,34 @@ def test_best_by_metric(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "min", every=1, keep=Keep(last=1, best=2)) as manager:
         for step, loss in losses.items():
             manager.step(step, _state(step), metric=loss)
+        manager.wait()
         assert manager.steps() == [2, 6, 8]
-    with CheckpointManager(tmp_path / "max", every=1, keep=Keep(last=1, best=1, mode="max")) as manager:
+    with CheckpointManager(tmp_path / "max", every=1, keep=Keep(last=1, best=1, mode="max"), slots=3) as manager:
         for step, loss in losses.items():
             manager.step(step, _state(step), metric=loss)
+        manager.wait()
         assert manager.steps() == [5, 8]
 
 
-@settings(max_examples=200)
-@given(
-    st.dictionaries(st.integers(0, 100), st.none() | st.floats(allow_nan=True), min_size=1, max_size=30),
-    st.builds(Keep, last=st.integers(1, 5), every=st.none() | st.integers(1, 20), best=st.integers(0, 4)),
-)
-def test_kept_steps(steps: dict[int, float | None], keep: Keep) -> None:
-    kept = keep.kept(steps)
-    assert (
-        kept <= set(steps)
-        and max(steps) in kept
-        and len(kept & set(sorted(steps)[-keep.last :])) == min(keep.last, len(steps))
-    )
-    assert all(step in kept for step in steps if keep.every and step % keep.every == 0)
-    rated = [m for m in steps.values() if m is not None and m == m]
-    assert not keep.best or not rated or any(steps[s] == min(rated) for s in kept)
-
-
-@pytest.mark.parametrize("bad", [{"last": 0}, {"every": 0}, {"best": -1}, {"mode": "low"}])
-def test_keep_is_checked(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="Keep"):
-        Keep(**bad)
-
-
 @pytest.mark.parametrize(
-    "bad", [{"every": 0}, {"every": 1, "name": "fixed"}, {"every": 1, "name": "a/{step}"}, {"every": 1, "poll": 0}]
+    "bad",
+    [
+        {"every": 0},
+        {"name": "fixed"},
+        {"name": "a/{step}"},
+        {"poll": 0},
+        {"on_failure": "ignore"},
+        {"worker": "fork"},
+        {"busy": "queue"},
+        {"slots": 0},
+        {"mtbf": 0.0},
+        {"mtbf": -1.0},
+        {"mtbf": math.nan},
+    ],
 )
 def test_manager_is_checked(bad: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError):
-        CheckpointManager(tmp_path, **bad)
+        CheckpointManager(tmp_path, **{"every": 1, **bad})
 
 
 def _break(path: Path, how: str) -> None:
@@ -102,6 +143,7 @@ def test_restore_falls_back_and_says_why(how: str, tmp_path: Path, caplog: pytes
     with CheckpointManager(tmp_path, every=1, keep=Keep(last=3)) as manager:
         for step in (1, 2, 3):
             manager.step(step, _state(step))
+        manager.wait()
         _break(tmp_path / "step-000000003", how)
         state = _state()
         with caplog.at_level(logging.WARNING, "holdfast"):
@@ -109,7 +151,8 @@ def test_restore_falls_back_and_says_why(how: str, tmp_path: Path, caplog: pytes
         assert loaded is not None and loaded.step == state["step"] == 2 and (state["model"]["w"] == 2).all()
         assert "step-000000003" in caplog.text
         if how != "manifest":
-            manager.step(3, _state(3))
+            saving = manager.step(3, _state(3))
+            assert saving is not None and saving.wait().step == 3
             assert holdfast.open(tmp_path / "step-000000003").verify().read, (
                 "the broken step gives way to its successor"
             )
@@ -130,7 +173,8 @@ def test_mismatch_does_not_fall_back(tmp_path: Path) -> None:
             manager.restore({"model": {"w": torch.zeros(2)}, "step": 0})
 
 
-def test_orphans_are_swept_but_never_a_living_save(tmp_path: Path) -> None:
+def test_orphans_are_swept_but_never_a_living_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "SURVIVORS", 0.1)
     holdfast.save(_state(7), tmp_path / "step-000000007")
     (tmp_path / "step-000000007" / "manifest.json").unlink()
     (tmp_path / "step-000000008").mkdir()
@@ -159,16 +203,36 @@ def test_leavings_beside_a_committed_step_are_swept(tmp_path: Path) -> None:
         holdfast.open(tmp_path / "step-000000001").verify()
 
 
-def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, every=1) as manager:
-        first = manager.step(1, _state(1))
-    holdfast.save(_state(5), tmp_path / "other")
+def test_a_part_that_was_only_begun_is_swept(tmp_path: Path) -> None:
+    """A writer that is killed while it writes its part leaves a file under a temporary name."""
+    for step in (1, 2):
+        holdfast.save(_state(step), tmp_path / f"step-00000000{step}")
+        (tmp_path / f"step-00000000{step}" / "parts").mkdir()
+        (tmp_path / f"step-00000000{step}" / "parts" / ".00000.0123456789abcdef.json.77.tmp").write_bytes(b"{")
+    (tmp_path / "step-000000002" / "manifest.json").unlink()
+    assert holdfast.save(_state(2), tmp_path / "step-000000002").step == 2, "nor is it in the way of another save"
+    (tmp_path / "step-000000002" / "manifest.json").unlink()
     with CheckpointManager(tmp_path, every=1) as manager:
         manager.restore(_state())
-        second = manager.step(2, _state(2))
+        assert _names(tmp_path) == ["step-000000001"] and not (tmp_path / "step-000000001" / "parts").exists()
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager(tmp_path, every=1) as manager:
+        saving = manager.step(1, _state(1))
+        assert saving is not None
+        first = saving.wait().manifest
+    holdfast.save(_state(5), tmp_path / "other")
+    with CheckpointManager(tmp_path, every=1) as manager:
+        monkeypatch.setattr("holdfast.saver.RUN", "0123456789abcdef")  # as another process would have another one
+        manager.restore(_state())
+        saving = manager.step(2, _state(2))
         assert manager.step(2, _state(2)) is None, "a step is saved once"
-    assert first is not None and second is not None and first.manifest.run == second.manifest.run
-    assert first.manifest.save != second.manifest.save
+        assert saving is not None
+        second = saving.wait().manifest
+        third = manager.save(3, _state(3)).manifest
+    assert first.run == second.run == third.run != "0123456789abcdef"
+    assert len({first.save, second.save, third.save}) == 3
 
 
 def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +296,7 @@ def resume(root: str, steps: int) -> tuple[int, float, list[int]]:
             state["w"].tensor.add_(1)
             state["step"] = step
             manager.step(step, state)
+        manager.wait()
         dist.barrier()  # the first rank sweeps after the save; the others see its result only then
         return start, float(state["w"].tensor[0]), manager.steps()
 
@@ -241,3 +306,334 @@ def test_resume_on_other_world_sizes(tmp_path: Path) -> None:
     for world, start in ((4, 0), (2, 4), (3, 8), (4, 12)):
         for got in pool.run(world, resume, root, 5):
             assert got == (start, start + 5.0, [start + 2, start + 4])
+
+
+# Saves beside training.
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_step_waits_only_for_a_slot(slots: int, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=2, worker="thread", slots=slots) as manager, held_back() as free:
+        savings = []
+        for step in range(1, 2 * slots + 2):
+            saving = manager.step(step, _state(step))
+            savings += [saving] if saving is not None else []
+        assert [s.step for s in savings] == [2, 4][:slots] and not any(s.done for s in savings)
+        assert manager.steps() == [], "these steps returned although nothing could be written"
+        step = 2 * slots + 2
+        waits = threading.Thread(target=lambda: savings.append(begun(manager, step)))
+        waits.start()
+        waits.join(0.3)
+        assert waits.is_alive(), "there is no slot for one more"
+        free.set()
+        waits.join()
+        assert savings[0].done and savings[-1].wait().step == step
+
+
+def test_skip_leaves_out_what_has_no_slot(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1, worker="thread", busy="skip", keep=Keep(last=9)) as manager:
+        with held_back():
+            first = begun(manager, 1)
+            others = [begun(manager, step) for step in (2, 3, 4, 5)]
+        assert first.wait().step == 1
+        for saving in others:
+            with pytest.raises(holdfast.SaveFailed, match="skipped"):
+                saving.wait()
+            assert saving.skipped
+        assert begun(manager, 6).wait().step == 6, "and no step raises that others were skipped"
+    assert manager.steps() == [1, 6]
+
+
+def test_a_save_that_was_skipped_is_made_if_it_is_asked_for(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1, worker="thread", busy="skip") as manager:
+        with held_back():
+            begun(manager, 1)
+            assert begun(manager, 2) is not None
+        assert manager.save(2, _state(2)).step == 2
+    assert manager.steps() == [1, 2]
+
+
+def test_save_waits_and_does_not_save_twice(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=2, worker="thread") as manager:
+        with held_back() as free:
+            saving = begun(manager, 2)
+            threading.Timer(0.2, free.set).start()
+            ended = manager.save(2, _state(2))
+        assert saving.done and ended.manifest.save == saving.wait().manifest.save
+        again = manager.save(2, _state(2), overwrite=True)
+        assert again.manifest.save != ended.manifest.save
+        assert manager.save(3, _state(3)).step == 3 and manager.steps() == [2, 3]
+
+
+def test_restore_in_the_middle_of_a_run(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=2, worker="thread", keep=Keep(last=9)) as manager:
+        with held_back() as free:
+            begun(manager, 2)
+            manager.step(3, _state(3))
+            threading.Timer(0.2, free.set).start()
+            state = _state(3)
+            loaded = manager.restore(state)
+        assert loaded is not None and loaded.step == state["step"] == 2 and (state["model"]["w"] == 2).all()
+        assert manager.step(2, state) is None, "what was restored is not saved again"
+        for step in (3, 4):
+            manager.step(step, _state(step))
+    assert manager.steps() == [2, 4]
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("busy", ["wait", "skip"])
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_failure_is_raised_once_and_training_goes_on(worker: Any, busy: Any, tmp_path: Path) -> None:
+    blocked = tmp_path / "step-000000002"
+    blocked.write_text("a file where a folder should be")
+    raised = []
+    with CheckpointManager(tmp_path, every=2, worker=worker, busy=busy) as manager:
+        for step in range(1, 7):
+            try:
+                saving = manager.step(step, _state(step))
+                if saving is not None:
+                    with pytest.raises(holdfast.SaveFailed) if step == 2 else _nothing():
+                        assert saving.settled() or step == 2
+                        if worker == "none":
+                            saving.wait()
+                        elif step == 2:
+                            raise holdfast.SaveFailed("not heard yet")
+            except holdfast.SaveFailed as error:
+                raised.append((step, str(error)))
+    assert [step for step, _ in raised] == ([2] if worker == "none" else [3]) and str(blocked) in raised[0][1]
+    assert manager.steps() == [4, 6] and blocked.is_file()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def test_a_failure_is_not_forgotten_among_saves_that_are_skipped(tmp_path: Path) -> None:
+    gate, raised = threading.Event(), []
+
+    def wait_and_refuse(path: str) -> None:
+        gate.wait(60)
+        refuse(path)
+
+    with CheckpointManager(tmp_path, every=1, worker="thread", busy="skip") as manager:
+        with before_each_write(wait_and_refuse):
+            first = begun(manager, 1)
+            assert all(begun(manager, step) is not None for step in range(2, 8))
+            gate.set()
+            assert not first.settled()
+        for step in range(8, 12):
+            try:
+                manager.step(step, _state(step))
+            except holdfast.SaveFailed as error:
+                raised.append((step, error.errno))
+    assert raised == [(8, errno.ENOSPC)], "once, and closing does not raise it again"
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_failures_can_be_only_logged(worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "step-000000002").write_text("a file where a folder should be")
+    caplog.set_level(logging.WARNING, "holdfast")
+    with CheckpointManager(tmp_path, every=1, worker=worker, on_failure="warn", keep=Keep(last=9)) as manager:
+        for step in range(1, 5):
+            manager.step(step, _state(step))
+        manager.wait()
+        (tmp_path / "step-000000005").write_text("another")
+        manager.step(5, _state(5))
+    assert manager.steps() == [1, 3, 4]
+    assert all(f"step-00000000{step} is a file" in caplog.text for step in (2, 5)), "each failure has its line"
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_closing_raises_what_nobody_has_heard(slots: int, tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, every=1, worker="thread", slots=slots)
+    with before_each_write(refuse):
+        begun(manager, 1)
+        with pytest.raises(holdfast.SaveFailed) as caught:
+            manager.close()
+    assert caught.value.errno == errno.ENOSPC
+    manager.close()
+    with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path, every=1, worker="thread") as manager:
+        with before_each_write(refuse):
+            begun(manager, 1).settled()
+        raise ZeroDivisionError  # what ended the block is not hidden by the failure
+
+
+def train_with_a_failure(root: str, late: float, every: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 cannot write step 4; the failure is known on rank r only r times ``late`` seconds after it happened."""
+    rank = dist.get_rank()
+    raised, saved, end = [], [], Saver._end
+
+    def end_late(self: Saver, work: Any, saving: Saving, failed: BaseException | None) -> None:
+        if failed is not None:
+            time.sleep(late * rank)
+        end(self, work, saving, failed)
+
+    Saver._end = end_late
+    blocked = Path(root, "step-000000004", "model", f"00001-of-{dist.get_world_size():05d}")
+    try:
+        with CheckpointManager(root, every=every, keep=Keep(last=99), deadline=20, **options) as manager:
+            for step in range(1, 17):
+                dist.all_reduce(torch.ones(1))
+                time.sleep(0.02)
+                w = holdfast.Shard(torch.full((4,), float(step)), (4 * dist.get_world_size(),), (4 * rank,))
+                state = {"model": {"w": w}, "step": step}
+                try:
+                    with _unwritable(blocked) if rank == 1 and step == 4 else _nothing():
+                        saving = manager.step(step, state)
+                        if saving is not None and step == 4:
+                            saving.wait_staged()
+                    saved += [] if saving is None else [saving.step]
+                except holdfast.SaveFailed as error:
+                    raised.append((step, error.rank, str(error)))
+    finally:
+        Saver._end = end
+    return {"raised": raised, "begun": saved, "committed": manager.steps()}
+
+
+@contextmanager
+def _unwritable(start: Path) -> Iterator[None]:
+    """Files whose path starts so cannot be created by this process."""
+    from holdfast.engine import write
+
+    opened = write.open_to_write
+
+    def refuse_some(path: Path, nbytes: int) -> tuple[int, bool]:
+        if str(path).startswith(str(start)):
+            refuse(str(path))
+        return opened(path, nbytes)
+
+    write.open_to_write = refuse_some
+    try:
+        yield
+    finally:
+        write.open_to_write = opened
+
+
+@pytest.mark.parametrize(
+    ("world", "worker", "slots", "late"),
+    [(3, "process", 1, 0.03), (3, "thread", 1, 0.3), (2, "thread", 2, 0.05), (2, "none", 1, 0.0)],
+)
+def test_all_ranks_raise_a_failure_at_the_same_later_step(
+    world: int, worker: str, slots: int, late: float, tmp_path: Path
+) -> None:
+    options = {"worker": worker, "slots": slots}
+    results = pool.run(world, train_with_a_failure, str(tmp_path / "run"), late, 4, options)
+    assert all(result == results[0] for result in results), results
+    ((step, failed_rank, text),) = results[0]["raised"]
+    assert failed_rank == 1 and "No space left" in text
+    assert step == 4 if worker == "none" else 4 < step <= 4 + 4 * slots
+    expected = [s for s in (4, 8, 12, 16) if s != step]
+    assert results[0]["begun"] == expected and results[0]["committed"] == [s for s in expected if s != 4]
+
+
+@pytest.mark.parametrize(("every", "poll", "late"), [(2, 1, 0.02), (1, 4, 0.01), (4, 5, 0.3)])
+def test_no_rank_raises_a_failure_twice_when_busy_saves_are_skipped(
+    every: int, poll: int, late: float, tmp_path: Path
+) -> None:
+    options = {"worker": "thread", "busy": "skip", "poll": poll}
+    results = pool.run(2, train_with_a_failure, str(tmp_path / "run"), late, every, options)
+    assert results[0] == results[1]
+    assert [rank for _, rank, _ in results[0]["raised"]] == [1], "once, and not again when the manager is closed"
+
+
+def train_with_a_slow_rank(root: str) -> list[tuple[int, bool]]:
+    found = []
+    with CheckpointManager(root, every=2, worker="thread", busy="skip", keep=Keep(last=99), deadline=20) as manager:
+        with held_back() if dist.get_rank() == 1 else _nothing():
+            for step in range(1, 12):
+                dist.all_reduce(torch.ones(1))
+                saving = manager.step(step, {"w": torch.arange(6.0) + step, "step": step})
+                found += [] if saving is None else [saving]
+            for saving in found[1:]:
+                assert not saving.settled()
+        assert found[0].settled()
+        dist.barrier()
+        for step in range(12, 15):
+            dist.all_reduce(torch.ones(1))
+            saving = manager.step(step, {"w": torch.arange(6.0) + step, "step": step})
+            found += [] if saving is None else [saving]
+            manager.wait()
+    return [(s.step, s.skipped) for s in found]
+
+
+def test_ranks_skip_alike(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    results = pool.run(3, train_with_a_slow_rank, str(root))
+    skipped = [(step, 2 < step < 12) for step in range(2, 15, 2)]
+    assert results == [skipped] * 3
+    with CheckpointManager(root, every=1) as manager:
+        assert manager.steps() == [2, 12, 14]
+
+
+# Sweeping beside saves that are under way.
+
+
+def test_sweeping_leaves_a_save_under_way_alone(tmp_path: Path) -> None:
+    dead = tmp_path / "step-000000009"
+    holdfast.save(_state(9), dead)
+    (dead / "manifest.json").unlink()
+    with CheckpointManager(tmp_path, every=1, worker="thread", slots=2, keep=Keep(last=1)) as manager:
+        begun(manager, 1).wait()
+        assert not dead.exists(), "what was dead is gone"
+        with held_back("step-000000003") as free:
+            before, slow = begun(manager, 2), begun(manager, 3)
+            assert before.wait().step == 2 and manager.steps() == [2], "the older one is gone"
+            assert list((tmp_path / "step-000000003").rglob("*.safetensors")), "the one under way is not touched"
+            assert not slow.done
+            free.set()
+            slow.wait().verify()
+        assert manager.steps() == [3] and _names(tmp_path) == ["step-000000003"]
+
+
+def test_retention_goes_on_while_saves_overlap(tmp_path: Path) -> None:
+    losses = {step: float(abs(step - 7)) for step in range(1, 25)}
+    keep = Keep(last=2, every=10, best=1)
+    with CheckpointManager(tmp_path, every=1, slots=3, keep=keep) as manager:
+        for step, loss in losses.items():
+            manager.step(step, _state(step), metric=loss)
+        manager.wait()
+        manager.save(25, _state(25))
+        assert manager.steps() == [7, 10, 20, 24, 25]
+        for step in manager.steps():
+            opened = holdfast.open(tmp_path / f"step-{step:09d}")
+            opened.verify()
+            assert opened.state_dict()["step"] == step
+        assert not list(tmp_path.rglob("parts")), "parts go once a save is committed"
+
+
+# Advice.
+
+
+def test_advice_from_what_was_measured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path, every=2, mtbf=7200.0, worker="thread") as manager:
+        assert manager.advice(3600.0) is None, "nothing is measured yet"
+        with pytest.raises(ValueError, match="mtbf"):
+            manager.advice(-1.0)
+        timings = []
+        with caplog.at_level(logging.DEBUG, "holdfast"):
+            for step in range(1, 9):
+                time.sleep(0.01)
+                saving = manager.step(step, _state(step))
+                timings += [] if saving is None else [(saving.wait(), saving.timing)[1]]
+        assert "mean time between failures of 7200 s" in caplog.text
+        with pytest.raises(ValueError, match="mtbf"):
+            manager.advice(0.0)
+        advice = manager.advice(3600.0)
+        assert advice is not None
+        stall = sum(t.stall for t in timings) / len(timings)
+        assert advice.stall == pytest.approx(stall) and 0 < advice.stall < advice.save
+        young = math.sqrt(2 * stall * 3600.0)
+        assert advice.seconds == pytest.approx(max(young - stall, advice.save), rel=0.02)
+        assert advice.steps >= 1 and 0 < advice.lost < 1
+        often = manager.advice(1e-3)
+        assert often is not None and often.seconds >= often.save, "never more often than a save takes"
+
+
+def test_what_cannot_be_measured_does_not_stop_the_sweep(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1, mtbf=1.0, keep=Keep(last=1)) as manager:
+        for step in range(1, 5):
+            begun(manager, step).wait()
+        assert manager.steps() == [4]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine import storage, write
+from holdfast.engine import courier, storage
 from tests import pool
 
 
@@ -105,16 +105,16 @@ def test_dcp_2_full_disk(unreserved: bool, small_disk: Path) -> None:
 
 def fail_on_rank_1(path: str) -> None:
     if _rank() == 1:
-        original = write._Stream._write
+        original = courier._write
 
-        def broken(self: Any, *args: Any) -> None:
-            raise OSError(errno.EIO, "Input/output error", str(self.path))
+        def broken(*args: Any) -> None:
+            raise OSError(errno.EIO, "Input/output error")
 
-        write._Stream._write = broken  # type: ignore[method-assign]
+        courier._write = broken
         try:
             save_step(path, 2, True)
         finally:
-            write._Stream._write = original  # type: ignore[method-assign]
+            courier._write = original
     else:
         save_step(path, 2, True)
 

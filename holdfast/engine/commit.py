@@ -1,11 +1,13 @@
 """The commit: all parts joined into one manifest, created last, whole or not at all.
 
-The first rank calls `build` and `commit` while it settles a save. Never replaces a manifest that it was not told to.
+The first rank calls `draft`, `complete` and `commit` while it settles a save, `parts` long after. Never replaces a
+manifest that it was not told to.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -14,6 +16,7 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+import msgspec
 import torch
 
 from holdfast import events
@@ -42,20 +45,16 @@ class Identity:
     world_size: int
 
 
-def build(
-    identity: Identity, plan: Plan, files: Sequence[FileRecord], state: Collected, owned: OwnedJoin,
-    attachments: list[tuple[str, int, str]],
-) -> Manifest:  # fmt: skip
-    """The manifest of a save whose ranks wrote ``files``. Raises HoldfastError if they do not hold the whole plan."""
-    files = _in_order(files)
+def draft(
+    identity: Identity, plan: Plan, state: Collected, owned: OwnedJoin, attachments: list[tuple[str, int, str]]
+) -> Manifest:
+    """The manifest of a save, all but the sizes and digests of its files, which only their writers know."""
+    files = _planned_files(identity, plan)
     index = {file.path: i for i, file in enumerate(files)}
     leaves, containers = _leaves(state, owned)
 
     def file_of(name: str, rank: int) -> int:
-        path = datafile.file_name(names.section_of(name), rank, identity.world_size, identity.save)
-        if path not in index:
-            raise HoldfastError(f"rank {rank} was to write {path} and did not report it; this is a fault of holdfast")
-        return index[path]
+        return index[datafile.file_name(names.section_of(name), rank, identity.world_size, identity.save)]
 
     return Manifest(
         save=identity.save,
@@ -79,13 +78,24 @@ def build(
     )
 
 
+def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:
+    """The manifest with what the ranks wrote. Raises HoldfastError if that is not what was planned."""
+    written = {file.path: file for file in files}
+    planned = [str(row[0]) for row in drafted.files]
+    odd = set(written).symmetric_difference(planned)
+    if odd:
+        raise HoldfastError(f"{min(odd)} was planned and not written, or the other way round; a fault of holdfast")
+    return msgspec.structs.replace(drafted, files=[manifest.file_row(written[path]) for path in planned])
+
+
 def commit(folder: Path, record: Manifest, *, replaces: bool) -> None:
     """Create the manifest, or replace the one that is there; what only the replaced one named is deleted after.
 
     Raises StorageError if another save has committed to the folder in the meantime.
     """
     target, data = folder / manifest.FILE_NAME, manifest.encode(record)
-    temporary = folder / f".manifest.{record.save}.tmp"
+    # Two processes may commit one save late, at once: each has a name of its own for the moments before.
+    temporary = folder / f".manifest.{record.save}.{secrets.token_hex(4)}.tmp"
     if replaces:
         previous = _previous(target)
         storage.replace_small(target, data, temporary)
@@ -112,10 +122,18 @@ def _cells(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Any:
     return manifest.cells_for(shape, boxes)
 
 
-def _in_order(found: Sequence[FileRecord]) -> list[FileRecord]:
-    """All files, by section and then by rank, so that the ranks of a tensor are one range."""
-    sections = {section: i for i, section in enumerate(dict.fromkeys(f.path.partition("/")[0] for f in found))}
-    return sorted(found, key=lambda f: sections[f.path.partition("/")[0]])
+def _planned_files(identity: Identity, plan: Plan) -> list[FileRecord]:
+    """All files of a save, by section and then by rank, so that the ranks of a tensor are one range."""
+    writers: dict[str, set[int]] = {}
+    for name, tensor in plan.tensors.items():
+        writers.setdefault(names.section_of(name), set()).update(rank for _, rank in tensor.pieces)
+    for path in plan.per_rank:
+        writers.setdefault(names.section_of(path), set()).update(range(identity.world_size))
+    return [
+        FileRecord(datafile.file_name(section, rank, identity.world_size, identity.save), 0, 0, "")
+        for section, ranks in writers.items()
+        for rank in sorted(ranks)
+    ]
 
 
 def _leaves(state: Collected, joined: OwnedJoin) -> tuple[dict[str, Any], dict[str, str]]:
@@ -151,19 +169,28 @@ def check_attachment(name: str) -> None:
         raise Unsupported(f"attachment {name!r} must be a relative path that stays below attachments/")
 
 
-def write_attachments(attachments: Attached, folder: Path, save: str, *, fresh: bool) -> list[tuple[str, int, str]]:
-    """Write the attached files; beside an older checkpoint under a folder of this save, so that nothing is changed."""
-    below = "attachments" if fresh else f"attachments/{save}"
-    records = []
+def read_attachments(attachments: Attached) -> dict[str, bytes]:
+    """The bytes of the attached files. Raises Unsupported for a name that leaves the checkpoint, StorageError."""
+    found = {}
     for name, source in attachments.items():
+        check_attachment(name)
         if not isinstance(source, bytes):
             with storage.naming(source, "read the attachment"):
                 source = Path(source).read_bytes()
-        path = folder / below / name
-        storage.make_folder(path.parent)
-        storage.write_small(path, source)
-        records.append((f"{below}/{name}", len(source), blocks.digest(source)))
-    return records
+        found[name] = source
+    return found
+
+
+def place_attachments(
+    attachments: Mapping[str, bytes], save: str, *, fresh: bool
+) -> tuple[list[tuple[str, int, str]], list[tuple[str, bytes]]]:
+    """Records of attached files, and their relative paths with their bytes.
+
+    Beside an older checkpoint they go into a folder of this save, so that nothing is changed.
+    """
+    below = "attachments" if fresh else f"attachments/{save}"
+    records = [(f"{below}/{name}", len(data), blocks.digest(data)) for name, data in attachments.items()]
+    return records, [(f"{below}/{name}", data) for name, data in attachments.items()]
 
 
 def _previous(target: Path) -> Manifest | None:

@@ -41,7 +41,7 @@ def is_leaving(path: str) -> bool:
     return (
         datafile.save_of(path) is not None
         or (path.startswith(".manifest.") and path.endswith(".tmp"))
-        or (path.startswith("parts/") and path.endswith(".json"))
+        or (path.startswith("parts/") and path.endswith((".json", ".tmp")))
     )
 
 
@@ -84,6 +84,7 @@ def sweep_beside(path: Path, record: Manifest) -> None:
     if not any(storage.in_use(path / f) for f in strays):
         for f in strays:
             storage.delete(path / f)
+        storage.delete_if_empty(path / "parts")
 
 
 def _delete_ours(path: Path) -> None:

@@ -72,8 +72,8 @@ class Ranks:
     hosts: list[str] | None = None
     calls: int = 0
     remembered: dict[str, Any] = field(default_factory=dict)
-    limit: float = math.inf
-    _finished: list[str] = field(default_factory=list)
+    main: Ranks | None = None
+    _limit: float = math.inf
     _caller: int | None = None
     _one_call: threading.Lock = field(default_factory=threading.Lock)
 
@@ -81,9 +81,28 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    def lane(self, name: str) -> Ranks:
+        """The same ranks with calls of their own, in any order beside all others: what goes on in the background.
+
+        ``name`` must be equal on every rank and never used before.
+        """
+        store = None if self.store is None else _PrefixStore(name, self.store)
+        main = self.main or self
+        return Ranks(self.rank, self.size, store, self.global_ranks, self.host, self.hosts, main=main)
+
+    @property
+    def limit(self) -> float:
+        """The moment, by `time.monotonic`, that no wait outlasts."""
+        return (self.main or self)._limit
+
     def hurry(self, seconds: float) -> None:
         """From now on no wait of this process lasts longer than ``seconds`` from now; safe in a signal handler."""
-        self.limit = min(self.limit, time.monotonic() + seconds)
+        ranks = self.main or self
+        ranks._limit = min(ranks._limit, time.monotonic() + seconds)
+
+    def at_leisure(self) -> None:
+        """Take `hurry` back."""
+        (self.main or self)._limit = math.inf
 
     @contextmanager
     def call(self, label: str, *, deadline: float = DEADLINE, saving: bool = False) -> Iterator[Call]:
@@ -199,11 +218,9 @@ class Call:
                     break
                 # This rank missed a whole call (its training code caught an error and skipped a save, say): it finds
                 # that call's verdict, under another label, naming it as absent. It catches up with the others.
-                ranks._finished.append(base)
+                self._forget(base)
                 ranks.calls += 1
-            if not verdict.absent:
-                self._forget_finished_rounds()
-            ranks._finished.append(base)
+            self._forget(base)
         except RuntimeError as error:  # what torch's stores raise when their server is gone
             lost = f"the store of the process group does not answer: the process that serves it is gone ({error})"
             return _Verdict(
@@ -211,17 +228,19 @@ class Call:
             )
         self._round += 1
         if verdict.hosts is not None:
-            ranks.hosts = verdict.hosts
+            ranks.hosts = (ranks.main or ranks).hosts = verdict.hosts
         return verdict
 
-    def _forget_finished_rounds(self) -> None:
-        """Drop the keys of earlier rounds: whoever posted a word to a later one has read their verdicts."""
+    def _forget(self, base: str) -> None:
+        """Leave nothing of a round in the store: a word has served once the verdict stands, the verdict once all read.
+
+        Ranks that never come leave theirs, for whoever comes late.
+        """
         ranks = self.ranks
-        for base in ranks._finished:
-            ranks.store.delete_key(f"{base}/word/{ranks.rank}")
-            if ranks.first:
-                ranks.store.delete_key(f"{base}/verdict")
-        ranks._finished.clear()
+        ranks.store.delete_key(f"{base}/word/{ranks.rank}")
+        if ranks.store.add(f"{base}/read", 1) == ranks.size:
+            ranks.store.delete_key(f"{base}/verdict")
+            ranks.store.delete_key(f"{base}/read")
 
     def _await_verdict(self, base: str, phase: str, conclude: Callable[[list[_Word]], _Verdict]) -> _Verdict:
         ranks, store = self.ranks, self.ranks.store

@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import Buffer, buffer, move
 from holdfast.engine.ranges import SPAN, Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.engine.stage import host_view
-from holdfast.engine.storage import SECTOR, is_cached, naming, naming_unless_missing, open_to_read
+from holdfast.engine.storage import is_cached, naming, naming_unless_missing, open_to_read
 from holdfast.errors import Damaged
 from holdfast.ondisk import blocks, datafile, dtypes, names
 from holdfast.ondisk.blocks import BLOCK

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from holdfast.engine import courier
+from holdfast.engine.courier import SECTOR
 from holdfast.errors import StorageError
 from holdfast.events import log
-
-SECTOR = 4096
-"""Direct I/O moves multiples of this many bytes between addresses and offsets that are multiples of it."""
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free space or prune old steps",
@@ -41,55 +40,33 @@ def naming(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        file = os.fspath(path)
-        advice = _ADVICE.get(error.errno or 0)
-        text = f"cannot {doing} {file}: {error.strerror or error}" + (f" ({advice})" if advice else "")
-        named = StorageError(text)
-        named.errno, named.file = error.errno, file
-        raise named from error
+        raise storage_error(doing, os.fspath(path), error.errno, error.strerror or str(error)) from error
+
+
+def storage_error(doing: str, file: str, number: int | None, text: str) -> StorageError:
+    """The error that says what was done to which file, and what to do."""
+    advice = _ADVICE.get(number or 0)
+    named = StorageError(f"cannot {doing} {file}: {text}" + (f" ({advice})" if advice else ""))
+    named.errno, named.file = number, file
+    return named
 
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents, durably: each new entry is synced into its own parent."""
     with naming(path, "create the folder"):
-        missing = []
-        at = path
-        while not at.is_dir():
-            missing.append(at)
-            at = at.parent
-        for folder in reversed(missing):
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                if not folder.is_dir():
-                    raise OSError(errno.ENOTDIR, f"{folder} is not a folder") from None
-            sync_folder(folder.parent)
+        courier.make_folder(os.fspath(path))
 
 
 def sync_folder(path: Path) -> None:
     """Make the entries of a folder durable."""
     with naming(path, "sync the folder"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
-                raise
-        finally:
-            os.close(fd)
+        courier.sync_folder(os.fspath(path))
 
 
 def write_small(path: Path, data: bytes) -> None:
     """Write a small file whole and durably under its final name. An older one of that name is replaced in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path, "write"):
-        try:
-            _write_durably(temporary, data)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    sync_folder(path.parent)
+        courier.write_small(os.fspath(path), data)
 
 
 def create_small(path: Path, data: bytes, temporary: Path) -> bool:
@@ -146,10 +123,7 @@ def replace_small(path: Path, data: bytes, temporary: Path) -> None:
 
 
 def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    courier.write_durably(os.fspath(path), data)
 
 
 def read_small(path: Path) -> bytes:

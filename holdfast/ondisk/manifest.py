@@ -137,8 +137,19 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _sealed(manifest: Manifest) -> bytes:
-    body = _encoder.encode(manifest)[:-1]
+    return seal(_encoder.encode(manifest))
+
+
+def seal(text: bytes) -> bytes:
+    """A JSON object with one more key at its end: the digest of all that stands before it."""
+    body = text[:-1]
     return body + b',"digest":"' + blocks.digest(body).encode() + b'"}'
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether the digest at the end of ``data`` is the one of what stands before it."""
+    found = _TAIL.search(data)
+    return found is not None and blocks.digest(data[: found.start()]).encode() == found[1]
 
 
 def decode(data: bytes, where: str) -> Manifest:
@@ -159,8 +170,7 @@ def decode(data: bytes, where: str) -> Manifest:
         raise Unsupported(
             f"{where} has format version {head.version}, this holdfast reads version {VERSION}: install a newer one"
         )
-    seal = _TAIL.search(data)
-    if seal is None or blocks.digest(data[: seal.start()]).encode() != seal[1]:
+    if not is_sealed(data):
         raise Damaged(f"{where} is altered or truncated: its digest does not match; restore an earlier step")
     try:
         manifest = _decoder.decode(data)

@@ -19,6 +19,9 @@ PATIENCE = 2.0
 """Seconds before a bar appears."""
 
 
+BACKGROUND = "background save"
+
+
 class Bars:
     """The bars of this process: one for each task under way, shown from `PATIENCE` seconds on."""
 
@@ -33,6 +36,8 @@ class Bars:
         with self._lock:
             if event.kind == "end":
                 self._drop(key)
+            elif event.task == BACKGROUND:
+                pass  # nobody waits for it, and a bar would stand in the way of the training loop's own
             elif event.kind == "advance" and event.seconds >= PATIENCE and event.total and _wanted():
                 if key not in self._shown:
                     self._shown[key] = self._bars().add_task(f"{event.task} {event.path}", total=event.total)

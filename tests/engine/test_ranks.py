@@ -413,7 +413,7 @@ def test_keys_of_failed_and_skipped_calls_go_too() -> None:
         fleet.all(fails)
         fleet.texts(lambda ranks, n=number: fleet_sum(ranks, f"skipped {n}", 0.05), only=[0, 1])
         assert fleet.all(fleet_sum) == [3] * 3
-    assert fleet.store.num_keys() == 3 + 1, "the words and the verdict of the last round"
+    assert fleet.store.num_keys() == 0, "nothing stays in the store"
 
 
 def test_two_groups_share_a_store() -> None:
@@ -492,3 +492,56 @@ def test_any_sequence_of_failures_leaves_the_ranks_together(steps: list[tuple[An
         assert {type(error) for error in found.values()} == {kinds[what]}
         assert len({str(error) for error in found.values()}) == 1
     assert fleet.all(lambda ranks: fleet_sum(ranks, "last")) == [10] * 5
+
+
+# Lanes
+
+
+def test_lanes_go_on_beside_each_other_in_any_order() -> None:
+    """Each rank goes through its lanes in an order of its own, while all make calls in the foreground."""
+    fleet = Fleet(3)
+
+    def one(ranks: Ranks) -> Any:
+        order = [(lane + ranks.rank) % 3 for lane in range(3)]
+        with ThreadPoolExecutor(4) as pool:
+            beside = {
+                lane: pool.submit(lambda lane=lane: [fleet_sum(ranks.lane(f"{lane}/{n}")) for n in range(20)])
+                for lane in order
+            }
+            found = [fleet_sum(ranks) for _ in range(20)]
+            return found, [beside[lane].result() for lane in range(3)]
+
+    assert fleet.all(one) == [([3] * 20, [[3] * 20] * 3)] * 3
+    assert fleet.store.num_keys() == 0, "nothing stays in the store"
+
+
+def test_a_failure_in_one_lane_is_none_in_another() -> None:
+    fleet = Fleet(3)
+
+    def one(ranks: Ranks) -> Any:
+        def fails() -> Any:
+            with ranks.lane("bad").call("x", deadline=LONG) as call:
+                return meet(call, raising(Damaged("x")) if ranks.rank == 1 else lambda: 1, never)
+
+        with ThreadPoolExecutor(2) as pool:
+            bad, good = pool.submit(fails), pool.submit(fleet_sum, ranks.lane("good"))
+            return type(bad.exception()), good.result(), fleet_sum(ranks)
+
+    assert fleet.all(one) == [(Damaged, 3, 3)] * 3
+
+
+def test_hurrying_ends_waits_in_lanes_too() -> None:
+    fleet = Fleet(2)
+    ranks = fleet.ranks[0]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(fleet_sum, ranks.lane("a"), "x", LONG)
+        ranks.hurry(0.1)
+        assert isinstance(waiting.exception(LONG / 2), RankLost)
+    ranks.at_leisure()
+    assert ranks.lane("b").limit == ranks.limit == float("inf")
+
+
+def test_lanes_remember_apart() -> None:
+    ranks = Ranks(0, 1)
+    ranks.remembered["a"] = 1
+    assert ranks.lane("a").remembered == {} and ranks.lane("a").lane("b").main is ranks

@@ -28,7 +28,7 @@ def losses(log):
     return {entry["step"]: entry["loss"] for entry in log if "step" in entry}
 
 
-def digests(log, kind="saved"):
+def digests(log, kind="saving"):
     return {entry[kind]: entry["digest"] for entry in log if kind in entry}
 
 
@@ -42,6 +42,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_and_goes_on_elsewhere(tmp_path):
     whole = train(tmp_path / "whole", 2)
     assert sorted(losses(whole)) == [1, 2, 3, 4, 5, 6]
     assert sorted(digests(whole)) == [3, 6]
+    assert [entry["saved"] for entry in whole if "saved" in entry] == [3, 6]
 
     again_at = interrupted_after_step_3(tmp_path / "whole", tmp_path / "again")
     other_at = interrupted_after_step_3(tmp_path / "whole", tmp_path / "other")

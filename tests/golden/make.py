@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.engine.ranks import Ranks
-from holdfast.save import _Save
+from holdfast.save import save_in
 
 HERE = Path(__file__).parent
 FILES: dict[str, Any] = {"config.json": b'{"layers": 2}', "text/vocab.txt": "a\nb\né\n".encode()}
@@ -75,7 +75,7 @@ def make(path: Path) -> None:
 
     def one(rank: int) -> None:
         with Ranks(rank, WORLD, store).call("save", saving=True) as call:
-            _Save(call, state_of(rank), path, 7, FILES, False, "0123456789abcdef").run()
+            save_in(call, state_of(rank), path, step=7, files=FILES, overwrite=False, run="0123456789abcdef")
 
     with ThreadPoolExecutor(WORLD) as pool:
         list(pool.map(one, range(WORLD)))

@@ -75,6 +75,8 @@ class Collected:
     ``values`` must be equal on every rank; ``owned`` belong to modules and optimizers, which a pipeline stage may
     lack. ``aliases`` are names whose tensor is the same memory as an entry's. ``plain`` are names of tensors that
     belong to no module or optimizer, ``buffers`` those of modules' buffers, which ranks update each on its own.
+    ``still`` are names of tensors that nothing but a step of one of ``optimizers`` changes: its parameters and state.
+    ``to_come``: parameters whose optimizer has no state for them yet, and how many tensors of their size it will keep.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -84,6 +86,9 @@ class Collected:
     aliases: dict[str, str] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     buffers: set[str] = field(default_factory=set)
+    still: set[str] = field(default_factory=set)
+    optimizers: list[Any] = field(default_factory=list)
+    to_come: dict[str, int] = field(default_factory=dict)
     groups: dict[str, list[Group]] = field(default_factory=dict)
     per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)

@@ -152,8 +152,7 @@ def module_state(path: str, module: nn.Module, ranks: Ranks) -> ModuleState:
     """Everything a module would put into its state dict; tensors as they lie in memory, never gathered."""
     flat = flat_parameters(module)
     if not flat:
-        with torch.no_grad():
-            state = get_model_state_dict(module)
+        state = _state_dict(module)
         own = _storages(module)
         tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
         loose = {k: v for k, v in state.items() if k not in tensors or not _live(tensors[k], own)}
@@ -174,6 +173,17 @@ def module_state(path: str, module: nn.Module, ranks: Ranks) -> ModuleState:
         if type(sub).get_extra_state is not nn.Module.get_extra_state:
             loose[f"{prefix}{EXTRA_STATE}"] = sub.get_extra_state()
     return ModuleState(entries, tensors, loose, _flat_aliases(path, module, flat))
+
+
+def _state_dict(module: nn.Module) -> dict[str, Any]:
+    """A module's state dict by plain FQN. Torch finds plain names slowly, and only wrappers further in need that."""
+    inner = module
+    while unwrapped(inner) is not inner:
+        inner = unwrapped(inner)
+    with torch.no_grad():
+        if all(unwrapped(sub) is sub for sub in inner.modules()):
+            return inner.state_dict()
+        return get_model_state_dict(module)
 
 
 def _flat_aliases(path: str, module: nn.Module, flat: dict[Any, list[FlatPart]]) -> dict[str, str]:

@@ -61,11 +61,18 @@ def collect_optimizers(
     groups: list[Group] = []
     live: list[tuple[dict[str, Any], list[str]]] = []
     for optimizer in optimizers:
+        into.optimizers.append(optimizer)
         called = _call_parameters(path, optimizer, known)
         for group in optimizer.param_groups:
             fqns: list[str] = []
             for parameter in group["params"]:
                 named = called[id(parameter)]
+                if id(parameter) in known:
+                    owner, own = known[id(parameter)]
+                    own_names = [names.child(owner, fqn) for fqn in own.fqns]
+                    into.still.update(own_names)
+                    if parameter.requires_grad and not optimizer.state.get(parameter):
+                        into.to_come.update(dict.fromkeys(own_names, _tensors_to_come(optimizer, group)))
                 fqns += named.fqns
                 _collect_parameter(path, optimizer, group, parameter, named, ranks, into, saved)
             groups.append(Group(_settings(path, len(groups), group), fqns))
@@ -73,6 +80,16 @@ def collect_optimizers(
     into.groups[path] = groups
     at = names.child(path, "param_groups")
     into.slots.append(Slot(at, partial(_put_groups, path, live), check=partial(_match_groups, path, live)))
+
+
+def collect_settings(path: str, optimizers: Sequence[Optimizer], params: list[list[str]], into: Collected) -> None:
+    """The groups of ``optimizers`` alone, where all tensors and the names of the parameters are known already."""
+    found = [group for optimizer in optimizers for group in optimizer.param_groups]
+    into.optimizers.extend(optimizers)
+    into.groups[path] = [
+        Group(_settings(path, index, group), fqns)
+        for index, (group, fqns) in enumerate(zip(found, params, strict=True))
+    ]
 
 
 def _call_parameters(path: str, optimizer: Optimizer, known: dict[int, tuple[str, Named]]) -> dict[int, Named]:
@@ -122,6 +139,16 @@ def _collect_parameter(
         _collect_leaf(path, named, key, value, parameter if alike else None, ranks, into, put)
 
 
+def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
+    """How many tensors of a parameter's size an optimizer keeps for it: an estimate, to have memory ready."""
+    momentum = bool(group.get("momentum"))
+    if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
+        return int(momentum)
+    if isinstance(optimizer, torch.optim.RMSprop):
+        return 1 + momentum + bool(group.get("centered"))
+    return 2 + bool(group.get("amsgrad"))
+
+
 def _own_shape(parameter: torch.Tensor) -> torch.Size:
     return modules.local_flat(parameter).shape if isinstance(parameter, FlatParameter) else parameter.shape
 
@@ -143,6 +170,7 @@ def _collect_leaf(
             part = named.flat[i] if named.flat is not None else None
             for entry in _entries(name, value, parameter, part, ranks):
                 into.entries[entry.name] = entry
+                into.still.add(entry.name)
         elif isinstance(value, dict):
             for inner, leaf in value.items():
                 _collect_nested(name, str(inner), leaf, ranks, into, partial(value.__setitem__, inner))
@@ -161,6 +189,7 @@ def _collect_nested(
     elif isinstance(value, torch.Tensor):
         for entry in entries_of(name, value, ranks):
             into.entries[entry.name] = entry
+            into.still.add(entry.name)
     else:
         _collect_value(name, value, into, put)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,22 +17,27 @@ from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
 from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
+from holdfast.engine.state.recall import Recall, so_far
 from holdfast.engine.state.tensors import entries_of, is_tensor_leaf
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names, values
 from holdfast.ondisk.values import JSON
 
 
-def collect(state: Mapping[str, Any], ranks: Ranks, saved: Saved | None = None) -> Collected:
+def collect(
+    state: Mapping[str, Any], ranks: Ranks, saved: Saved | None = None, *, recall: Recall | None = None
+) -> Collected:
     """All leaves of ``state`` as this rank holds them, tensors as views of their own memory.
 
-    ``saved`` (when loading) says what the checkpoint holds, so that empty optimizers can make room for it.
+    ``saved`` (when loading) says what the checkpoint holds, so that empty optimizers can make room for it. With
+    ``recall`` (when saving) what has not changed since the last time is not walked again; then there are no slots.
     Raises Unsupported, naming the path of the first leaf that cannot be saved.
     """
     if not isinstance(state, dict):
         raise Unsupported(f"a state is a dict of names, not a {type(state).__qualname__}: wrap it as {{'model': …}}")
-    found = list(_modules("", state))
-    walk = _Walk(ranks, optimizers.names_of_parameters(found), saved)
+    if recall is not None:
+        recall.begin()
+    walk = _Walk(ranks, state, saved, recall)
     walk.container("", state)
     _find_aliases(walk.into)
     return walk.into
@@ -56,9 +61,19 @@ def _modules(path: str, node: Any) -> Iterator[tuple[str, nn.Module]]:
 class _Walk:
     """The walk under way; ``into`` fills as it goes."""
 
-    def __init__(self, ranks: Ranks, known: dict[int, tuple[str, optimizers.Named]], saved: Saved | None) -> None:
-        self.ranks, self.known, self.saved = ranks, known, saved
+    def __init__(self, ranks: Ranks, state: Mapping[str, Any], saved: Saved | None, recall: Recall | None) -> None:
+        self.ranks, self.state, self.saved, self.recall = ranks, state, saved, recall
         self.into = Collected()
+
+    @cached_property
+    def known(self) -> dict[int, tuple[str, optimizers.Named]]:
+        """What each parameter of the state's modules is called."""
+        return optimizers.names_of_parameters(self.owners)
+
+    @cached_property
+    def owners(self) -> list[tuple[str, nn.Module]]:
+        """The modules of the state by path."""
+        return list(_modules("", self.state))
 
     def node(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
         """One leaf, object or container at ``path``; ``put`` stores a new value in its place."""
@@ -133,6 +148,9 @@ class _Walk:
         return added
 
     def module(self, path: str, module: nn.Module) -> None:
+        if self.recall is not None and self.recall.module(path, module, self.into):
+            return
+        before = so_far(self.into) if self.recall is not None else None
         modules.check_not_lazy(path, module)
         state = modules.module_state(path, module, self.ranks)
         for entry in state.entries:
@@ -149,6 +167,8 @@ class _Walk:
         self.into.buffers |= {names.child(path, fqn) for fqn in modules.buffer_names(module)}
         if not state.entries and not state.tensors and not state.loose:
             self.into.containers[path] = "dict"
+        elif self.recall is not None and before is not None and not state.entries and not state.loose:
+            self.recall.note_module(path, module, before, self.into)
 
     def owned(self, path: str, value: Any, put: Callable[[Any], None]) -> None:
         """A value of a module (its extra state): other pipeline stages need not have it."""
@@ -157,7 +177,17 @@ class _Walk:
         self.into.slots.append(Slot(path, put, whole=True, held=held))
 
     def optimizers(self, path: str, found: list[Optimizer]) -> None:
+        if self.recall is None:
+            optimizers.collect_optimizers(path, found, self.known, self.ranks, self.into, self.saved)
+            return
+        params = self.recall.optimizers(path, found, self.owners, self.into)
+        if params is not None:
+            optimizers.collect_settings(path, found, params, self.into)
+            return
+        before = so_far(self.into)
         optimizers.collect_optimizers(path, found, self.known, self.ranks, self.into, self.saved)
+        params = [group.params for group in self.into.groups[path]]
+        self.recall.note_optimizers(path, found, self.owners, before, self.into, params)
 
     def stateful(self, path: str, node: Any) -> None:
         held: dict[str, Any] = {}

@@ -1,0 +1,160 @@
+"""What a save costs a training run that goes on: holdfast beside torch DCP, each by a thread and by a process.
+
+Run as `python -m benchmarks.stall [--quick]`; prints a table and bars, writes JSON.
+Never compares figures of two runs: all systems train the same model in turns, round after round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch, here and in the ranks
+
+import torch
+
+import holdfast
+from benchmarks import stall_job, stall_report
+from benchmarks.pool import JobFailed, Pool
+from benchmarks.stall_job import Course
+from benchmarks.stall_rows import Row, Rows, judge
+from benchmarks.stall_systems import DCP, HOLDFAST, NOTHING, PURE, check
+from benchmarks.stall_train import Size
+from benchmarks.stall_watch import Watch
+
+RANKS = 2
+SYSTEMS = [NOTHING, PURE, *HOLDFAST, *DCP]
+USUAL = [name for name in SYSTEMS if name != "DCP process"]
+"""Its two variants that overlap, and the better one of those that do as documented; `--only` measures any."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    size: Size
+    course: Course
+    rounds: int
+
+
+FULL = Scale(Size(width=896, depth=16, vocabulary=32000), Course(steps=12, every=4), rounds=3)
+QUICK = Scale(Size(width=384, depth=16, vocabulary=20000), Course(steps=12, every=4), rounds=2)
+
+
+class Bench:
+    """One run under way: its ranks, its rows, where it writes."""
+
+    def __init__(self, scale: Scale, work: Path, systems: list[str]) -> None:
+        self.scale, self.work = scale, work
+        self.rows = Rows(systems, scale.course.every)
+        self.pool = Pool(RANKS, daemon=False)  # ranks with processes of their own
+        self.checked: list[str] = []
+
+    def measure(self) -> None:
+        """Every round; what the last one saved is looked at."""
+        names = list(self.rows.all)
+        for number in range(self.scale.rounds):
+            at = number * len(names) // self.scale.rounds  # nobody always runs at the same point of a round
+            for name in names[at:] + names[:at]:
+                row = self.rows.all[name]
+                if not row.error:
+                    self._segment(row, look=number == self.scale.rounds - 1)
+
+    def _segment(self, row: Row, *, look: bool) -> None:
+        course = self.scale.course if row.system != NOTHING else replace(self.scale.course, every=0)
+        folder = self.work / row.system.replace(" ", "-")
+        folder.mkdir()
+        try:
+            self.pool.run(stall_job.hold, self.scale.size)
+            pids = self.pool.run(os.getpid)
+            with Watch(pids) as watch:
+                answers = self.pool.run(stall_job.segment, row.system, folder, course)
+        except JobFailed as error:
+            row.error = str(error)
+            say(f"{row.system}: {error}")
+        else:
+            row.segments.append(answers)
+            row.peaks.append([watch.peaks[pid] for pid in pids])
+            say(stall_report.line(row))
+            if look:
+                self._check(row, folder, course)
+        shutil.rmtree(folder)
+
+    def _check(self, row: Row, folder: Path, course: Course) -> None:
+        try:
+            for number in range(course.saves):
+                check(row.system, folder / f"save-{number}")
+        except (holdfast.HoldfastError, OSError) as error:
+            row.error = f"a save is not whole: {error}"
+        else:
+            self.checked.append(row.system)
+
+    def close(self) -> None:
+        self.pool.close()
+        shutil.rmtree(self.work)
+        with suppress(OSError):
+            self.work.parent.rmdir()  # unless it holds what is not ours
+
+
+def facts_of(bench: Bench, seconds: float) -> dict[str, object]:
+    """What one must know to read the figures."""
+    size, course = bench.scale.size, bench.scale.course
+    alone = bench.rows.all[NOTHING].intervals(course.every)
+    whole = [name for name in bench.checked if name in HOLDFAST or name in DCP]
+    return {
+        "training": f"GPT of {size.parameters / 1e6:.0f} million parameters, FSDP2 on {RANKS} gloo ranks of one thread "
+        f"each, AdamW; {size.nbytes / 1e9:.2f} GB of float32 parameters and moments",
+        "segments": f"{bench.scale.rounds} of {course.steps} steps for each system, in turns; a save before every "
+        f"{course.every}th step; what a system needs once comes before (for DCP, its first save)",
+        "added": f"seconds from one save to the next, {course.every} steps, over as many without; medians of all",
+        "noise": f"{course.every} steps without took {min(alone):.2f} to {max(alone):.2f} s" if alone else "unknown",
+        "memory": "peak of a rank and its processes, what they share counted once, over training alone",
+        "looked at": "the saves of the last round of " + ("; ".join(whole) or "none"),
+        "torch": str(torch.__version__),
+        "holdfast": holdfast.__version__,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}, "
+        f"load average {os.getloadavg()[1]:.1f}",
+        "seconds": round(seconds, 1),
+    }  # fmt: skip
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stall", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="less than half a gigabyte, under 3 minutes")
+    parser.add_argument("--dir", type=Path, default=Path("bench-out/stall-work"), help="where to write (then removed)")
+    parser.add_argument("--out", type=Path, default=Path("bench-out/stall.json"), help="the figures as JSON")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=USUAL, metavar="SYSTEM", help="just these")
+    options = parser.parse_args()
+    work = options.dir.resolve() / f"run-{os.getpid()}"  # never a folder that held something before
+    work.mkdir(parents=True)
+    systems = [name for name in SYSTEMS if name == NOTHING or name in options.only]
+    bench, began = Bench(QUICK if options.quick else FULL, work, systems), time.monotonic()
+    try:
+        bench.measure()
+    finally:
+        bench.close()
+    bars, facts = judge(bench.rows), facts_of(bench, time.monotonic() - began)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    judged = [{**vars(bar), "met": bar.met} for bar in bars]
+    options.out.write_text(json.dumps({"facts": facts, "bars": judged, "rows": bench.rows.plain()}, indent=1) + "\n")
+    stall_report.show(bench.rows, bars, facts)
+    print(f"written to {options.out}")
+    return 0
+
+
+def say(text: str) -> None:
+    """Progress, beside the table."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""A board on which any rank of a training loop puts a notice, and all ranks act on it at the same step.
+
+The manager owns one. Costs one look at the store a step, and never waits for another rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Kind = Literal["stop", "failed"]
+
+
+class Notice(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others: a ``kind``, the step ``of`` which it speaks, and the step ``at`` which it was put.
+
+    ``flying``: whether a save was under way there. ``hurry``: whether little time is left.
+    """
+
+    kind: Kind
+    of: int
+    at: int
+    flying: bool = False
+    hurry: bool = False
+
+
+class Board:
+    """Notices in one order, the same on all ranks. Without a ``store`` this process is alone.
+
+    Ranks of one training loop are at most one step apart, and look at every step that is a multiple of ``poll``. So a
+    notice is due at the first such step after the step after the one it was put at: by then all have seen it.
+    """
+
+    def __init__(self, store: Any, key: str, poll: int) -> None:
+        self._store, self._key, self._poll = store, key, poll
+        self._seen: list[Notice] = []
+        self._due: list[tuple[int, Notice]] = []
+
+    def put(self, notice: Notice) -> None:
+        """Put a notice up, unless one of its kind that speaks of the same step hangs there."""
+        while not any((n.kind, n.of if n.kind == "failed" else 0) == _subject(notice) for n in self._seen):
+            found = notice
+            if self._store is not None:
+                mine = msgspec.json.encode(notice).decode()
+                stands = bytes(self._store.compare_set(f"{self._key}/{len(self._seen)}", "", mine))
+                found = msgspec.json.decode(stands, type=Notice)
+            self._take(found)
+
+    def due(self, step: int) -> list[Notice]:
+        """The notices to act on at ``step``, each once."""
+        if self._store is not None and step % self._poll == 0:
+            while self._store.check([f"{self._key}/{len(self._seen)}"]):
+                stands = bytes(self._store.get(f"{self._key}/{len(self._seen)}"))
+                self._take(msgspec.json.decode(stands, type=Notice))
+        now = [notice for at, notice in self._due if step >= at]
+        self._due = [(at, notice) for at, notice in self._due if step < at]
+        return now
+
+    @property
+    def pending(self) -> list[Notice]:
+        """Notices seen and not yet due."""
+        return [notice for _, notice in self._due]
+
+    def _take(self, notice: Notice) -> None:
+        self._seen.append(notice)
+        at = notice.at if self._store is None else (notice.at + 1) // self._poll * self._poll + self._poll
+        self._due.append((at, notice))
+
+
+def _subject(notice: Notice) -> tuple[str, int]:
+    return notice.kind, notice.of if notice.kind == "failed" else 0

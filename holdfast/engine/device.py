@@ -1,0 +1,142 @@
+"""Device tensors to pinned host memory by a stream of their own, beside the stream that trains.
+
+`write` copies with a `Copier`, `still` notes the moment of a save. Never blocks the host while it queues copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.engine.stage import host_tensor
+from holdfast.events import log
+
+SMALL = 256 << 10
+"""Bytes up to which a tensor goes with its neighbours in one copy: a copy of its own costs about 10 us."""
+
+BATCH = 4 << 20
+"""Bytes gathered on the device before they go."""
+
+
+def streams_of(kind: str) -> Any:
+    """The module with streams and events of a kind of device, or None if it has none: then copies wait."""
+    module = getattr(torch, kind, None)
+    return module if kind != "cpu" and hasattr(module, "Stream") and hasattr(module, "Event") else None
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """The devices with streams that hold any of these tensors."""
+    found = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
+    return [d for d in found if streams_of(d.type) is not None]
+
+
+def _event(module: Any) -> Any:
+    # One that lets a waiting host thread sleep: CUDA's own default is to spin, on a processor that training needs.
+    return module.Event(blocking=True) if module is torch.cuda else module.Event()
+
+
+@dataclass
+class Moments:
+    """One moment of each device's stream: recorded now, waited for by other streams or by the host."""
+
+    events: list[tuple[torch.device, Any]] = field(default_factory=list)
+
+    @staticmethod
+    def now(devices: Iterable[torch.device]) -> Moments:
+        """The present moment of the streams that train."""
+        found = []
+        for device in devices:
+            module = streams_of(device.type)
+            event = _event(module)
+            event.record(module.current_stream(device))
+            found.append((device, event))
+        return Moments(found)
+
+    def hold_streams(self) -> None:
+        """What is queued from now on comes after these moments; the host goes on at once."""
+        for device, event in self.events:
+            streams_of(device.type).current_stream(device).wait_event(event)
+
+    def wait(self) -> None:
+        """Block the host until these moments have passed."""
+        for _, event in self.events:
+            event.synchronize()
+
+
+class Copier:
+    """Copies of one save, all on side streams, none earlier than ``after``; many small tensors in one copy."""
+
+    def __init__(self, after: Moments) -> None:
+        self._after = after
+        self._streams: dict[torch.device, Any] = {}
+        self._small: list[tuple[torch.Tensor, int]] = []
+        self._bytes = 0
+
+    def copy(self, tensor: torch.Tensor, start: int, nbytes: int, address: int) -> None:
+        """Queue bytes ``start:start + nbytes`` of a contiguous tensor to host memory at ``address``."""
+        flat = tensor.reshape(-1).view(torch.uint8)[start : start + nbytes]
+        follows = self._small and self._small[0][1] + self._bytes == address
+        if self._small and (self._small[0][0].device != flat.device or not follows or self._bytes >= BATCH):
+            self.flush()
+        if nbytes <= SMALL:
+            self._small.append((flat, address))
+            self._bytes += nbytes
+            return
+        self.flush()
+        with self.on(flat.device):
+            host_tensor(address, nbytes).copy_(flat, non_blocking=True)
+
+    def flush(self) -> None:
+        """Queue the small ones: gathered on the device, then one copy."""
+        small, total = self._small, self._bytes
+        self._small, self._bytes = [], 0
+        if not small:
+            return
+        with self.on(small[0][0].device):
+            gathered = small[0][0]
+            if len(small) > 1:
+                gathered = torch.empty(total, dtype=torch.uint8, device=small[0][0].device)
+                parts = gathered.split([flat.numel() for flat, _ in small])
+                torch._foreach_copy_(list(parts), [flat for flat, _ in small])
+            host_tensor(small[0][1], total).copy_(gathered, non_blocking=True)
+
+    def moment(self) -> Moments:
+        """When all copies queued so far will be done."""
+        self.flush()
+        found = []
+        for device, stream in self._streams.items():
+            event = _event(streams_of(device.type))
+            event.record(stream)
+            found.append((device, event))
+        return Moments(found)
+
+    def on(self, device: torch.device) -> ExitStack:
+        """Queue on the side stream of a device; where there are no streams, just run."""
+        stack, module = ExitStack(), streams_of(device.type)
+        if module is not None:
+            if device not in self._streams:
+                self._streams[device] = module.Stream(device)
+                for known, event in self._after.events:
+                    if known == device:
+                        self._streams[device].wait_event(event)
+            stack.enter_context(module.stream(self._streams[device]))
+        return stack
+
+
+def pin(address: int, nbytes: int) -> bool:
+    """Lock host memory for a CUDA device to copy into; False, with a warning, if the system refuses."""
+    if not torch.cuda.is_available():
+        return False
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if code:
+        log.warning("cannot pin %d bytes of staging memory (CUDA error %d): copies will be slower", nbytes, code)
+    return code == 0
+
+
+def unpin(address: int) -> None:
+    """Take `pin` back."""
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,94 @@
+"""Saves that nobody committed although every rank had finished: found by their parts, proved, committed late.
+
+The manager calls `commit_late` before it restores, `holdfast.recover` for a single folder. Never commits a save of
+which a file, a header or a part is missing, and never one that a living process still writes.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from holdfast.engine import storage
+from holdfast.engine.commit import commit, complete
+from holdfast.errors import Damaged, HoldfastError, StorageError
+from holdfast.events import log
+from holdfast.ondisk import blocks, manifest, part
+from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.part import Part
+
+
+def commit_late(folder: Path, *, patience: float = 0.0) -> Manifest | None:
+    """Commit what lies finished in ``folder``; None if nothing does.
+
+    Writer processes may outlive their trainers for a while: waits up to ``patience`` seconds for them to end.
+    """
+    if (folder / manifest.FILE_NAME).exists():
+        return None
+    saves = {part.save_of(path) for path in storage.files_below(folder)} - {None}
+    until = time.monotonic() + patience
+    while _is_written_to(folder):
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.05)
+    for save in sorted({part.save_of(path) for path in storage.files_below(folder)} - {None} | saves, key=str):
+        try:
+            record = _prove(folder, str(save))
+            if record is not None:
+                commit(folder, record, replaces=False)
+                log.info("%s: committed save %s, which all its ranks had finished", folder, save)
+                take_away(folder, str(save))
+                return record
+        except (HoldfastError, OSError) as error:
+            log.warning("%s: save %s is finished but cannot be committed: %s", folder, save, error)
+    return None
+
+
+def _is_written_to(folder: Path) -> bool:
+    return any(storage.in_use(folder / path) for path in storage.files_below(folder) if path.endswith(".safetensors"))
+
+
+def _prove(folder: Path, save: str) -> Manifest | None:
+    """The whole manifest of a save, if every part is there and every file is what its part says."""
+    found: dict[int, Part] = {}
+    for path in storage.files_below(folder):
+        if part.save_of(path) == save:
+            one = part.decode(storage.read_small(folder / path), str(folder / path))
+            found[one.rank] = one
+    first = found.get(0)
+    if first is None or first.manifest is None or set(found) != set(range(first.world_size)):
+        return None
+    if any(one.save != save or one.world_size != first.world_size for one in found.values()):
+        raise Damaged(f"the parts of save {save} contradict each other")
+    for one in found.values():
+        for path, nbytes, header_bytes, digest in one.files:
+            _prove_file(folder / path, nbytes, header_bytes, digest)
+    for path, nbytes, digest in first.manifest.attachments:
+        data = storage.read_small(folder / path)
+        if len(data) != nbytes or blocks.digest(data) != digest:
+            raise Damaged(f"{folder / path} is not what was attached")
+    return complete(first.manifest, [record for rank in sorted(found) for record in found[rank].records])
+
+
+def _prove_file(path: Path, nbytes: int, header_bytes: int, digest: str) -> None:
+    # As much as a commit in time would know: the sums in the header prove every block when it is read.
+    with storage.naming(path, "read"), path.open("rb") as file:
+        header = file.read(header_bytes)
+        size = file.seek(0, 2)
+    if size != nbytes or blocks.digest(header) != digest:
+        raise Damaged(f"{path} is not what its rank wrote")
+
+
+def take_away(folder: Path, save: str, rank: int | None = None) -> None:
+    """Delete the parts of a save, or that of one rank, once it is committed or given up."""
+    below = folder / "parts"
+    try:
+        if rank is not None:
+            storage.delete(folder / part.file_name(rank, save))
+        else:
+            for path in storage.files_below(below):
+                if part.save_of(f"parts/{path}") == save:
+                    storage.delete(below / path)
+        storage.delete_if_empty(below)
+    except StorageError as error:
+        log.warning("a part of a save stays behind, to be swept later: %s", error)

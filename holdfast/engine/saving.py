@@ -1,0 +1,475 @@
+"""One save under way on one rank: collect, exchange layouts, plan, write what this rank owns, settle, commit.
+
+`save` runs it through at once, the Saver in the background. Never leaves a moment without a whole checkpoint, and
+never commits half of one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast import events
+from holdfast.engine import storage
+from holdfast.engine.arena import Slot
+from holdfast.engine.commit import (
+    Attached,
+    Identity,
+    check_attachment,
+    commit,
+    complete,
+    draft,
+    place_attachments,
+    read_attachments,
+)
+from holdfast.engine.device import Moments
+from holdfast.engine.folder import prepare, withdraw
+from holdfast.engine.images import images_of
+from holdfast.engine.layout import (
+    Layout,
+    OwnedJoin,
+    OwnedValues,
+    digest_of,
+    join_owned,
+    join_values,
+    layout_of,
+    owned_digest,
+    owned_values,
+)
+from holdfast.engine.memory import no_collection
+from holdfast.engine.parts import take_away
+from holdfast.engine.plan import Plan, make_plan
+from holdfast.engine.ranks import Call, Ranks
+from holdfast.engine.replicas import join_sums, sums_of
+from holdfast.engine.state import Collected, Recall, collect
+from holdfast.engine.write import Image, OpenFiles, Writing
+from holdfast.errors import HoldfastError, RankLost
+from holdfast.ondisk import manifest, part
+from holdfast.ondisk.datafile import base_of
+from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.part import Part
+
+SCALAR = 64
+"""Bytes that small state of an optimizer takes for a parameter: more than it is."""
+
+_REMEMBERED = 8  # saves whose layouts and plans are kept for later ones of the same state
+
+
+class _PlanNote(msgspec.Struct, array_like=True):
+    layout: str
+    values: str
+    owned: str
+    plain: str
+    busy: bool
+
+
+class _Decision(msgspec.Struct, array_like=True):
+    """What the first rank decides before anything is planned, and what it still has to be told."""
+
+    save: str
+    skip: bool
+    layouts: list[str]
+    layout_of: list[int]
+    tell_layout: list[int]
+    tell_values: list[int]
+    tell_owned: list[int]
+    tell_plain: list[int]
+
+    @property
+    def tells(self) -> bool:
+        """Whether anybody has to tell anything."""
+        return bool(self.tell_layout or self.tell_values or self.tell_owned or self.tell_plain)
+
+
+class _Told(msgspec.Struct, array_like=True):
+    layout: Layout | None = None
+    values: dict[str, Any] | None = None
+    owned: OwnedValues | None = None
+    plain: dict[str, str] | None = None
+
+
+class _Note(msgspec.Struct, array_like=True):
+    """What one rank did: its durable files, and the plan that it followed."""
+
+    files: list[tuple[str, int, int, str]]
+    plan: str
+
+
+@dataclass
+class _Memory:
+    """Layouts and plans of earlier saves of one group; every rank has seen the same ones in the same order."""
+
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    recent: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    def keep(self, plan: str, layouts: list[str]) -> None:
+        """Note what a save uses, and forget what none of the last few used; alike on every rank."""
+        self.recent = [*self.recent, (plan, layouts)][-_REMEMBERED:]
+        used = {digest for _, digests in self.recent for digest in digests}
+        self.layouts = {digest: layout for digest, layout in self.layouts.items() if digest in used}
+        self.plans = {key: made for key, made in self.plans.items() if any(key == k for k, _ in self.recent)}
+
+
+def _memory_of(ranks: Ranks) -> _Memory:
+    memory: _Memory = ranks.remembered.setdefault("save", _Memory())
+    return memory
+
+
+class SlotSource(Protocol):
+    """Where a save gets its staging memory from, and where it brings it back."""
+
+    def take(self, sizes: list[int], *, pinned: bool) -> Slot:
+        """A slot for files with so many tensor bytes each; ``pinned`` if a device copies into it."""
+
+    def give(self) -> None:
+        """All is written: the slot may serve another save. Idempotent."""
+
+
+@dataclass
+class SaveWork:
+    """One save under way on one rank: `gather`, `plan`, perhaps `stage`, then `settle`, each once and in this order.
+
+    `plan` and `settle` may be rounds of one call of the ranks, or of two. ``folder`` is None for a rehearsal that only
+    plans. ``busy`` says that this rank cannot save now, and wants all to skip it. ``leaves_part``: the files are to
+    outlive this process. ``staged`` is called when every tensor is copied, or queued to be copied until those moments,
+    with the chance to fail the save. ``recall`` spares a walk.
+    """
+
+    ranks: Ranks
+    folder: Path | None
+    step: int | None
+    overwrite: bool
+    run_id: str
+    slots: SlotSource
+    name: str = "save"
+    leaves_part: bool = False
+    busy: bool = False
+    recall: Recall | None = None
+    after: Moments = field(default_factory=Moments)
+    staged: Callable[[Moments], None] = lambda moments: None
+    collected: Collected = field(default_factory=Collected)
+    save_id: str = ""
+    staged_at: float = 0.0
+    written_at: float = 0.0
+    nbytes: int = 0
+    _failed: BaseException | None = None
+    _attached: dict[str, bytes] = field(default_factory=dict)
+    _records: list[tuple[str, int, str]] = field(default_factory=list)
+    _layout: Layout | None = None
+    _plain: dict[str, str] = field(default_factory=dict)
+    _decision: _Decision | None = None
+    _plan: Plan | None = None
+    _plan_key: str = ""
+    _joined: OwnedJoin | None = None
+    _drafted: Manifest | None = None
+    _images: list[Image] = field(default_factory=list)
+    _writing: Writing | None = None
+    _is_staged: set[str] = field(default_factory=set)
+    _opened: OpenFiles = field(default_factory=OpenFiles)
+    _replaces: bool = False
+    _reported: bool = False
+
+    # What a rank does by itself, before it meets the others. What fails here is told to all of them.
+
+    def gather(self, state: Mapping[str, Any], attachments: Attached, then: Callable[[], None] | None = None) -> None:
+        """Collect the state and the attached files; ``then`` may look at ``collected``, and fail as well."""
+        with self._keeping_failure():
+            self.collected = collect(state, self.ranks, recall=self.recall)
+            self._layout = layout_of(self.collected)
+            for name in attachments:
+                check_attachment(name)
+            if self.ranks.first:
+                self._attached = read_attachments(attachments)
+            if then is not None:
+                then()
+
+    @contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - stored here, told to every rank and raised there
+            self._failed = self._failed or error
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+    # Planning
+
+    def plan(self, call: Call) -> bool:
+        """Agree with the other ranks on what there is and who writes it; False if the save is skipped.
+
+        Raises what every rank raises: SaveFailed.
+        """
+        memory = _memory_of(self.ranks)
+        decision = call.exchange("plan", self._describe, self._decide, _Decision)
+        if decision.skip:
+            return False
+        self.save_id, self._decision = decision.save, decision
+        if decision.tells:
+            try:
+                told = call.exchange(
+                    "layout", lambda: self._tell(decision), lambda notes: self._join(decision, notes), list[Layout]
+                )
+            except BaseException:
+                self._withdraw()
+                raise
+            memory.layouts.update((digest_of(layout), layout) for layout in told)
+        self._plan_key = digest_of([decision.layouts, decision.layout_of])
+        memory.keep(self._plan_key, decision.layouts)
+        with no_collection(), self._keeping_failure():  # not while waiting for others: training makes garbage meanwhile
+            if self._plan_key not in memory.plans:
+                told = [memory.layouts[digest] for digest in decision.layouts]
+                memory.plans[self._plan_key] = make_plan(told, decision.layout_of)
+            self._plan = memory.plans[self._plan_key]
+            self._images = images_of(self.collected, self._plan, self.ranks, decision.save)
+            self.nbytes = sum(image.nbytes for image in self._images)
+        return True
+
+    def _describe(self) -> _PlanNote:
+        self._raise_failure()
+        self._plain = sums_of(self.collected) if self.ranks.size > 1 else {}
+        return _PlanNote(
+            digest_of(self._layout),
+            digest_of(self.collected.values),
+            owned_digest(self.collected),
+            digest_of(self._plain),
+            self.busy,
+        )
+
+    def _tell(self, decision: _Decision) -> _Told:
+        rank = self.ranks.rank
+        return _Told(
+            self._layout if rank in decision.tell_layout else None,
+            self.collected.values if rank in decision.tell_values else None,
+            owned_values(self.collected) if rank in decision.tell_owned else None,
+            self._plain if rank in decision.tell_plain else None,
+        )
+
+    # What the first rank decides.
+
+    def _decide(self, notes: list[_PlanNote]) -> _Decision:
+        if any(note.busy for note in notes):
+            return _Decision("", True, [], [], [], [], [], [])
+        if self.folder is not None:
+            prepare(self.folder, overwrite=self.overwrite)
+        known = _memory_of(self.ranks).layouts
+        layouts = list(dict.fromkeys(n.layout for n in notes))
+        index = {digest: i for i, digest in enumerate(layouts)}
+        return _Decision(
+            secrets.token_hex(8),
+            False,
+            layouts,
+            [index[n.layout] for n in notes],
+            [rank for digest, rank in _first_with(n.layout for n in notes).items() if digest not in known],
+            _unless_one(_first_with(n.values for n in notes)),
+            _unless_one(_first_with(n.owned for n in notes)),
+            _unless_one(_first_with(n.plain for n in notes)),
+        )
+
+    def _join(self, decision: _Decision, notes: list[_Told]) -> list[Layout]:
+        told_values = [(rank, note.values) for rank, note in enumerate(notes) if note.values is not None]
+        if told_values:
+            join_values(told_values)
+        join_sums([(rank, note.plain) for rank, note in enumerate(notes) if note.plain is not None])
+        told = [note.layout for note in notes if note.layout is not None]
+        known = {**_memory_of(self.ranks).layouts, **{digest_of(layout): layout for layout in told}}
+        if decision.tell_owned:
+            owned = [(r, decision.layout_of[r], n.owned) for r, n in enumerate(notes) if n.owned is not None]
+            self._joined = join_owned([known[d] for d in decision.layouts], owned)
+        return told
+
+    # What every rank writes.
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tensor bytes of each data file that this rank writes. Raises what kept this rank from planning."""
+        self._raise_failure()
+        return [image.nbytes for image in self._images]
+
+    @property
+    def sizes_to_come(self) -> list[int]:
+        """Of the files of optimizers that have not stepped, as they will be by what their parameters take."""
+        to_come = self.collected.to_come
+        return [
+            sum(
+                int(to_come.get(f"{image.section}/{base_of(piece.key)}", 0) * piece.nbytes) + SCALAR
+                for piece in image.pieces
+            )
+            for image in self._images
+            if to_come
+        ]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a device has to copy."""
+        return any(source.device.type != "cpu" for image in self._images for source in image.sources)
+
+    @property
+    def interrupted(self) -> BaseException | None:
+        """What must not wait for the other ranks: the user's interrupt."""
+        return None if isinstance(self._failed, Exception) else self._failed
+
+    def stage(self, sections: set[str]) -> None:
+        """Copy these sections now, in the calling thread; `settle` copies what is left.
+
+        What the calling thread does next on a device comes after copies that are only queued there.
+        """
+        with self._keeping_failure():
+            self._raise_failure()
+            writing = self._stage([image for image in self._images if image.section in sections], _silent)
+            writing.copier.moment().hold_streams()
+
+    def _stage(self, images: list[Image], progress: Callable[[int], None]) -> Writing:
+        if self._writing is None:
+            self._writing = self._open(progress)
+        for image in images:
+            self._writing.stage(image)
+            self._is_staged.add(image.path)
+        return self._writing
+
+    def _open(self, progress: Callable[[int], None]) -> Writing:
+        folder = self._place()
+        for image in self._images:
+            storage.make_folder(folder / image.section)
+        return Writing(
+            self._images, folder, save=self.save_id, rank=self.ranks.rank, files=self._opened,
+            slot=self.slots.take(self.sizes, pinned=self.on_device), progress=progress, after=self.after,
+        )  # fmt: skip
+
+    def _write(self, task: events.Task) -> _Note:
+        self._raise_failure()
+        task.total = self.nbytes
+        writing = self._stage([image for image in self._images if image.path not in self._is_staged], task.advance)
+        self.staged(writing.copier.moment())
+        writing.land()
+        self.staged_at = monotonic()
+        files = [(w.path, w.bytes, w.header_bytes, w.header_digest) for w in writing.parts()]
+        writing.leave([(self._place() / path, data) for path, data in self._small_files(files)])
+        writing.wait_written()
+        self.slots.give()
+        writing.finish()
+        self.written_at = monotonic()
+        self._reported = True
+        return _Note(files, self._plan_key)
+
+    def _small_files(self, files: list[tuple[str, int, int, str]]) -> list[tuple[str, bytes]]:
+        """What follows the data: attachments of the first rank, then the part, which says that all is there."""
+        ranks = self.ranks
+        small: list[tuple[str, bytes]] = []
+        if ranks.first:
+            self._replaces = self.overwrite and (self._place() / manifest.FILE_NAME).exists()
+            self._records, small = place_attachments(self._attached, self.save_id, fresh=not self._replaces)
+        if self.leaves_part:
+            drafted = self._draft() if ranks.first else None
+            left = Part(save=self.save_id, rank=ranks.rank, world_size=ranks.size, files=files, manifest=drafted)
+            small = [*small, (part.file_name(ranks.rank, self.save_id), part.encode(left))]
+        self._opened.paths += [self._place() / path for path, _ in small]
+        return small
+
+    def _place(self) -> Path:
+        if self.folder is None:
+            raise HoldfastError("a rehearsal was to write; this is a fault of holdfast")
+        return self.folder
+
+    # The end: report, commit, clean up.
+
+    def settle(self, call: Call) -> None:
+        """Write, report, commit. Raises what every rank raises: SaveFailed."""
+        leave = False
+        try:
+            with events.task(self.name, str(self.folder), self.ranks.rank) as task:
+                leave = self._settle(call, task)
+        finally:
+            if self._writing is not None:
+                self._writing.close()
+            self.slots.give()
+            if not leave and not self._is_committed():
+                self._withdraw()
+            self._opened.close()
+        if self.leaves_part:
+            take_away(self._place(), self.save_id, self.ranks.rank)
+
+    def _settle(self, call: Call, task: events.Task) -> bool:
+        """True if this rank's files are to stay where they are."""
+        try:
+            call.settle("write", lambda: self._write(task), self._commit, str)
+        except RankLost as lost:
+            # A rank that died may have a writer that lives on: with its part the save can still be committed late.
+            if lost.settled and not (self.leaves_part and self._reported):
+                raise
+            # The first rank may have died after the commit and before it could tell, or may still be at it: the
+            # manifest is the truth, and files that it may name are left to a later sweep.
+            self._opened.paths.clear()
+            if not self._is_committed():
+                if self.leaves_part:
+                    events.log.warning(
+                        "%s: what was written stays, in case the lost rank's writer finishes", self.folder
+                    )
+                raise
+            events.log.warning("%s is committed, although the ranks could not settle it: %s", self.folder, lost.cause)
+        except HoldfastError:
+            raise
+        except BaseException:
+            # Interrupted while it waited for the verdict: what it has reported may be committed any moment.
+            if self._reported:
+                self._opened.paths.clear()
+            raise
+        return True
+
+    def _withdraw(self) -> None:
+        # Only after the decision: before it the folder may be somebody else's, and nothing in it ours to take away.
+        if self.folder is not None and self.save_id:
+            # A writer that was killed may have left a small file under the name that it has before it is whole.
+            halves = [half for path in self._opened.paths for half in path.parent.glob(f".{path.name}.*.tmp")]
+            withdraw([*self._opened.paths, *halves], self.folder)
+
+    def _is_committed(self) -> bool:
+        """Whether the manifest that stands in the folder is this save's."""
+        target = self._place() / manifest.FILE_NAME
+        try:
+            return manifest.decode(storage.read_small(target), str(target)).save == self.save_id
+        except (HoldfastError, OSError):
+            return False
+
+    def _commit(self, notes: list[_Note]) -> str:
+        if len({note.plan for note in notes}) > 1:
+            raise HoldfastError("the ranks followed different plans; this is a fault of holdfast, please report it")
+        record = complete(self._draft(), [FileRecord(*file) for note in notes for file in note.files])
+        commit(self._place(), record, replaces=self._replaces)
+        return self.save_id
+
+    def _draft(self) -> Manifest:
+        """The manifest but for what only the writers of the files know."""
+        if self._plan is None or self._layout is None:
+            raise HoldfastError("a save was to be committed that has no plan; this is a fault of holdfast")
+        if self._drafted is None:
+            joined = self._joined or join_owned([self._layout], [(0, 0, owned_values(self.collected))])
+            identity = Identity(self.save_id, self.run_id, self.step, self.ranks.size)
+            self._drafted = draft(identity, self._plan, self.collected, joined, self._records)
+        return self._drafted
+
+
+def _silent(count: int) -> None:
+    """Progress that nobody is shown yet."""
+
+
+def _first_with(keys: Any) -> dict[Any, int]:
+    """Each distinct key with the first rank that has it."""
+    found: dict[Any, int] = {}
+    for rank, key in enumerate(keys):
+        found.setdefault(key, rank)
+    return found
+
+
+def _unless_one(found: dict[Any, int]) -> list[int]:
+    """The ranks to ask, or none if all have the same."""
+    return list(found.values()) if len(found) > 1 else []

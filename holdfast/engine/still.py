@@ -1,0 +1,143 @@
+"""Which tensors hold still while a save copies them in the background, and who waits for whom.
+
+The Saver calls `hold_still` before it returns to training, and `load` waits here before it changes anything.
+Never trusts a bare tensor: only what an optimizer of the state alone changes may be copied later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.engine.device import Moments, devices_of
+from holdfast.engine.stage import as_integers
+from holdfast.engine.state import Collected
+from holdfast.engine.state.leaves import View
+from holdfast.errors import HoldfastError
+
+HOLD = 64 << 20
+"""Bytes of restless tensors that are copied aside at once, a few milliseconds; what is larger is staged at once."""
+
+SMALL = 1 << 20
+"""Of more than that, only tensors up to this size are copied aside."""
+
+
+class Copying:
+    """The copies of one save: whoever changes a tensor that should hold still waits until they are made."""
+
+    def __init__(self) -> None:
+        self._released = threading.Event()
+        self._moments = Moments()
+        self.waited = 0.0
+        with _lock:
+            _under_way.add(self)
+
+    def release(self, moments: Moments | None = None) -> None:
+        """All copies are made, or queued on devices until ``moments``. Idempotent; the first call counts."""
+        if not self._released.is_set():
+            self._moments = moments or Moments()
+            self._released.set()
+            with _lock:
+                _under_way.discard(self)
+
+    def hold_step(self) -> None:
+        """Make a step wait: the host until all copies are queued, each device until they are made."""
+        if not self._released.is_set():
+            began = time.monotonic()
+            self._released.wait()
+            self.waited += time.monotonic() - began
+        self._moments.hold_streams()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all copies are made; False if they are not after ``timeout`` seconds."""
+        if not self._released.wait(timeout):
+            return False
+        self._moments.wait()
+        return True
+
+
+_under_way: weakref.WeakSet[Copying] = weakref.WeakSet()
+_lock = threading.Lock()  # over it
+
+
+def wait_for_copies() -> None:
+    """Wait until no save of this process copies any more; for whoever is about to change tensors in place."""
+    with _lock:
+        found = list(_under_way)
+    for copying in found:
+        copying.wait()
+
+
+@dataclass(frozen=True)
+class Held:
+    """How the tensors of one save are kept from changing under it.
+
+    ``loose``: names that may change any time and are too large to be copied aside; they must be staged at once.
+    ``watched``: (name, tensor, version) of those that hold still. ``moments``: when the save was called, by devices.
+    """
+
+    loose: set[str]
+    watched: list[tuple[str, torch.Tensor, int]]
+    moments: Moments
+
+    def changed(self) -> list[str]:
+        """Names of tensors that should have held still and were changed. Torch counts changes in place."""
+        return [name for name, tensor, version in self.watched if tensor._version != version]
+
+
+def hold_still(state: Collected, distrusted: set[str]) -> Held:
+    """Copy aside what may change before it is staged, in place of the views in ``state``.
+
+    ``distrusted`` are names that did not hold still once.
+    """
+    restless = {
+        name: sum(view.tensor.nbytes for view in entry.views)
+        for name, entry in state.entries.items()
+        if not _is_still(name, state) or name in distrusted
+    }
+    for leaf in state.per_rank.values():
+        for reference, tensor in leaf.tensors.items():
+            leaf.tensors[reference] = _copied(tensor)
+    loose, left = set(), HOLD
+    all_fit = sum(restless.values()) <= HOLD
+    for name, nbytes in restless.items():
+        if not all_fit and nbytes > min(SMALL, left):
+            loose.add(name)
+            continue
+        left -= nbytes
+        entry = state.entries[name]
+        state.entries[name] = entry._replace(views=[View(view.box, _copied(view.tensor)) for view in entry.views])
+    watched = [
+        (name, view.tensor, view.tensor._version)
+        for name, entry in state.entries.items()
+        if name not in restless
+        for view in entry.views
+        if not view.tensor.is_inference()
+    ]
+    tensors = [view.tensor for entry in state.entries.values() for view in entry.views]
+    tensors += [tensor for leaf in state.per_rank.values() for tensor in leaf.tensors.values()]
+    return Held(loose, watched, Moments.now(devices_of(tensors)))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    # As integers: torch cannot copy elements of every type.
+    return as_integers(tensor).clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+
+
+def _is_still(name: str, state: Collected) -> bool:
+    return name in state.still or state.aliases.get(name) in state.still
+
+
+def check_still(held: Held) -> None:
+    """Raise HoldfastError if a tensor changed while it was copied: then the copy may be torn."""
+    changed = held.changed()
+    if changed:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise HoldfastError(
+            f"{changed[0]}{more} changed while it was being copied, by something other than a step of an optimizer of "
+            "the state: call saving.wait_staged() before you change it. Later saves copy it before they return"
+        )

@@ -1,0 +1,250 @@
+"""Who writes: a courier in threads of this process, or in a process of its own that outlives it.
+
+A blocking save starts threads for itself; a Saver keeps one worker for all its saves. Never looks at a byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.engine import courier
+from holdfast.engine.courier import Courier, Fault
+from holdfast.engine.storage import storage_error
+from holdfast.errors import HoldfastError
+from holdfast.events import log
+
+
+class Worker(Protocol):
+    """Takes jobs in order; the future of each ends when it is done, or with a StorageError that names the file."""
+
+    shares_memory: bool
+    """Whether slots must be memory that another process can map."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether it has ended, so that another one is needed."""
+
+    def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
+        """Make the memory of a slot known (None: forget it); ``fd`` where it is shared."""
+
+    def open(self, path: Path, fd: int, *, direct: bool) -> int:
+        """The number of an open file from now on; the descriptor stays the caller's."""
+
+    def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
+        """Write a stretch of a slot, padded to whole sectors, to ``offset`` of a file."""
+
+    def finish(self, file: int, header: bytes, size: int) -> Future[None]:
+        """After all writes of a file: its header, its end, its bytes durable."""
+
+    def leave(self, after: Sequence[int], folders: Sequence[Path], small: Sequence[tuple[Path, bytes]]) -> Future[None]:
+        """Once the files ``after`` are finished: make their folders durable, then write small files."""
+
+    def drop(self, files: Sequence[int]) -> None:
+        """Forget files, once nothing of theirs is under way."""
+
+    def close(self) -> None:
+        """Finish everything, then end. Idempotent."""
+
+
+class _Futures:
+    """The jobs that wait for an answer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs, self._files = 0, 0
+        self._waiting: dict[int, Future[None]] = {}
+
+    def file(self) -> int:
+        with self._lock:
+            self._files += 1
+            return self._files
+
+    def new(self) -> tuple[int, Future[None]]:
+        future: Future[None] = Future()
+        with self._lock:
+            self._jobs += 1
+            self._waiting[self._jobs] = future
+            return self._jobs, future
+
+    def answer(self, job: int, fault: Fault | None) -> None:
+        with self._lock:
+            future = self._waiting.pop(job)
+        if fault is None:
+            future.set_result(None)
+        else:
+            future.set_exception(storage_error(fault.doing, fault.path, fault.errno, fault.text))
+
+    def fail_all(self, why: str) -> None:
+        with self._lock:
+            waiting, self._waiting = list(self._waiting.values()), {}
+        for future in waiting:
+            future.set_exception(HoldfastError(why))
+
+
+class ThreadWorker:
+    """A courier in threads of this process."""
+
+    shares_memory = False
+
+    def __init__(self) -> None:
+        self._futures = _Futures()
+        self._courier = Courier(self._futures.answer)
+        self._closed = False
+
+    @property
+    def dead(self) -> bool:
+        return self._closed
+
+    def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
+        self._courier.map(slot, memory)
+
+    def open(self, path: Path, fd: int, *, direct: bool) -> int:
+        file = self._futures.file()
+        self._courier.open(file, os.fspath(path), fd, direct=direct)
+        return file
+
+    def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
+        job, future = self._futures.new()
+        self._courier.write(job, file, slot, start, nbytes, offset)
+        return future
+
+    def finish(self, file: int, header: bytes, size: int) -> Future[None]:
+        job, future = self._futures.new()
+        self._courier.finish(job, file, header, size)
+        return future
+
+    def leave(self, after: Sequence[int], folders: Sequence[Path], small: Sequence[tuple[Path, bytes]]) -> Future[None]:
+        job, future = self._futures.new()
+        self._courier.leave(job, after, [os.fspath(f) for f in folders], [(os.fspath(p), d) for p, d in small])
+        return future
+
+    def drop(self, files: Sequence[int]) -> None:
+        self._courier.drop(files, close=False)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._courier.close()
+
+
+class ProcessWorker:
+    """A courier in a process of its own: it maps the slots, and finishes what it was told even if this process dies.
+
+    It is a plain interpreter that runs one file of this package: no fork of a process with threads and devices, no
+    second import of the user's script, no torch. It leads a session of its own, since launchers kill a trainer's whole
+    process group.
+    """
+
+    shares_memory = True
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            command = [sys.executable, "-I", "-S", courier.__file__, str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
+            )
+        self._socket, self._sending = ours, threading.Lock()
+        self._futures = _Futures()
+        self._dead: str | None = None
+        self._reader = threading.Thread(target=self._read_answers, name="holdfast-answers", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the writer process."""
+        return self._process.pid
+
+    @property
+    def dead(self) -> bool:
+        return self._dead is not None
+
+    def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
+        nbytes = 0 if memory is None else len(memory)
+        self._send({"verb": "map", "slot": slot, "nbytes": nbytes}, fds=[] if memory is None else [fd])
+
+    def open(self, path: Path, fd: int, *, direct: bool) -> int:
+        file = self._futures.file()
+        self._send({"verb": "open", "file": file, "path": os.fspath(path), "direct": direct}, fds=[fd])
+        return file
+
+    def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
+        job, future = self._futures.new()
+        head = {"verb": "write", "job": job, "file": file, "slot": slot}
+        self._send({**head, "start": start, "nbytes": nbytes, "offset": offset})
+        return future
+
+    def finish(self, file: int, header: bytes, size: int) -> Future[None]:
+        job, future = self._futures.new()
+        self._send({"verb": "finish", "job": job, "file": file, "size": size}, [header])
+        return future
+
+    def leave(self, after: Sequence[int], folders: Sequence[Path], small: Sequence[tuple[Path, bytes]]) -> Future[None]:
+        job, future = self._futures.new()
+        head = {"verb": "leave", "job": job, "after": list(after), "folders": [os.fspath(f) for f in folders]}
+        self._send({**head, "paths": [os.fspath(p) for p, _ in small]}, [data for _, data in small])
+        return future
+
+    def drop(self, files: Sequence[int]) -> None:
+        with suppress(HoldfastError):  # it is dead, and its descriptors are closed
+            self._send({"verb": "drop", "files": list(files)})
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._socket.shutdown(socket.SHUT_WR) if not self.dead else None
+            self._process.wait()
+            self._reader.join()
+            self._socket.close()
+
+    def _send(self, head: dict[str, Any], data: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
+        if self._dead is not None:
+            raise HoldfastError(self._dead)
+        try:
+            with self._sending:
+                courier.send(self._socket, head, data, fds)
+        except OSError:
+            self._reader.join()  # it finds the end of the process, and says how it ended
+            raise HoldfastError(self._dead or "the writer process does not listen") from None
+
+    def _read_answers(self) -> None:
+        left = b""
+        while True:
+            try:
+                got = self._socket.recv(1 << 16)
+            except OSError:
+                got = b""
+            if not got:
+                break
+            *lines, left = (left + got).split(b"\n")
+            for line in lines:
+                job, fault = json.loads(line)
+                self._futures.answer(job, None if fault is None else Fault(*fault))
+        code = self._process.wait()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self._dead = (
+            f"the writer process {self.pid} {how} (by the system when memory is short? see dmesg); "
+            "the next save starts another one"
+        )
+        if code:
+            log.debug("%s", self._dead)
+        self._futures.fail_all(self._dead)
+
+
+def start(kind: str) -> Worker:
+    """A worker of this kind: ``"thread"`` or ``"process"``. Raises HoldfastError if no process can be started."""
+    if kind == "thread":
+        return ThreadWorker()
+    try:
+        return ProcessWorker()
+    except OSError as error:
+        raise HoldfastError(f'no writer process can be started ({error}); Saver(worker="thread") needs none') from error

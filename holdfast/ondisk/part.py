@@ -1,0 +1,65 @@
+"""A part: what one rank leaves beside its durable files, so that its save can be committed even if it dies.
+
+Written by background saves, joined by `engine/parts.py`. Pure: parts come and go as bytes.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from holdfast.errors import Damaged
+from holdfast.ondisk.manifest import FileRecord, Manifest, is_sealed, seal
+
+FORMAT = "holdfast-part"
+VERSION = 1
+_NAME = re.compile(r"parts/(?P<rank>\d{5,})\.(?P<save>[0-9a-f]{16})\.json")
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's files of one save. The first rank's part also holds the manifest, all but sizes and digests."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    save: str
+    rank: int
+    world_size: int
+    files: list[tuple[str, int, int, str]]
+    manifest: Manifest | None = None
+
+    @property
+    def records(self) -> list[FileRecord]:
+        """``files`` as records."""
+        return [FileRecord(*file) for file in self.files]
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Part)
+
+
+def file_name(rank: int, save: str) -> str:
+    """``parts/00003.7c1e09ab52d3f410.json``: relative to the checkpoint."""
+    return f"parts/{rank:05d}.{save}.json"
+
+
+def save_of(path: str) -> str | None:
+    """The save id in a part's relative path, or None if this is no part."""
+    match = _NAME.fullmatch(path)
+    return match["save"] if match else None
+
+
+def encode(part: Part) -> bytes:
+    """The bytes of a part, sealed as a manifest is."""
+    return seal(_encoder.encode(part))
+
+
+def decode(data: bytes, where: str) -> Part:
+    """Read a part; ``where`` is named in errors. Raises Damaged if it is truncated, altered or of another version."""
+    try:
+        found = _decoder.decode(data) if is_sealed(data) else None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise Damaged(f"{where} is no part of a save: {error}") from None
+    if found is None or (found.format, found.version) != (FORMAT, VERSION):
+        raise Damaged(f"{where} is truncated, altered or of another version")
+    return found

@@ -1,0 +1,520 @@
+"""The story of a save beside training: hold still what may change, copy and write the rest in the background.
+
+Users and the manager own a `Saver`. Never lets a step change a tensor before it is copied, never queues without bound,
+and never runs a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from logging import DEBUG, WARNING
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.engine.arena import WINDOW, Slot, windows_for
+from holdfast.engine.commit import Attached
+from holdfast.engine.device import Moments
+from holdfast.engine.memory import no_collection
+from holdfast.engine.ranks import DEADLINE, Call, ranks_of
+from holdfast.engine.saving import SaveWork
+from holdfast.engine.state import Recall
+from holdfast.engine.still import Copying, Held, check_still, hold_still
+from holdfast.engine.worker import Worker, start
+from holdfast.errors import HoldfastError, SaveFailed
+from holdfast.events import log
+from holdfast.ondisk import names
+from holdfast.save import RUN, label_of, local_folder, step_of
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where the time of one save went, in seconds, and its ``bytes`` on this rank.
+
+    ``stall`` is what training waited: the call of `Saver.save`, and steps of optimizers that came before their tensors
+    were copied. ``staging`` lasts from the call until all is copied, ``writing`` from then until this rank's files are
+    durable, ``commit`` from then until the outcome is known; ``total`` is their sum. What has not happened is 0. Of
+    a save that training waits for as a whole (a manager without a worker), all of it is ``staging``.
+    """
+
+    stall: float
+    staging: float
+    writing: float
+    commit: float
+    total: float
+    bytes: int
+
+
+class Saving:
+    """One save under way. Made by `Saver.save`."""
+
+    def __init__(self, path: Path, step: int | None) -> None:
+        self.path, self.step = path, step
+        self._began = time.monotonic()
+        self._call = self._staged_at = self._written_at = self._ended_at = 0.0
+        self._bytes = 0
+        self._copying = Copying()
+        self._planned = threading.Event()
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._then: list[Callable[[Saving], None]] = []
+        self._error: BaseException | None = None
+        self._told = False
+        self._teller: int | None = None
+        self._thread: threading.Thread | None = None
+        self._skipped = False
+
+    def __repr__(self) -> str:
+        state = "skipped" if self._skipped else "failed" if self._error else "done" if self.done else "under way"
+        return f"Saving({str(self.path)!r}, step={self.step}, {state})"
+
+    @property
+    def done(self) -> bool:
+        """Whether the outcome is known: committed, failed or skipped."""
+        return self._done.is_set() or self._teller == threading.get_ident()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the save did not take place because no slot was free on some rank (``busy="skip"``)."""
+        return self._skipped
+
+    @property
+    def failed(self) -> BaseException | None:
+        """Why it failed, once that is known; None for a save that is under way or committed."""
+        return self._error
+
+    @property
+    def heard(self) -> bool:
+        """Whether its failure has been raised to somebody, and so need not be raised by another call."""
+        return self._told
+
+    def hear(self) -> None:
+        """Take its failure, if there will be one, as heard of."""
+        self._told = True
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until every tensor of the state is copied and may be changed; also if the save failed.
+
+        Steps of the optimizers in the state wait by themselves. Raises TimeoutError after ``timeout`` seconds.
+        """
+        if not self._copying.wait(timeout):
+            raise TimeoutError(f"{self.path} is not staged after {timeout} s")
+
+    def wait(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the save is committed and durable on every rank.
+
+        Raises SaveFailed as `holdfast.save` does, also for a save that was skipped; TimeoutError after ``timeout``
+        seconds, which changes nothing: the save goes on.
+        """
+        if not self.settled(timeout) and self._error is not None:
+            self._told = True
+            raise self._error
+        return Checkpoint(self.path, self._ended_at - self._began)
+
+    def settled(self, timeout: float | None = None) -> bool:
+        """Wait for the outcome without raising it: True if it is committed. Raises TimeoutError as `wait` does."""
+        if self._teller != threading.get_ident() and not self._done.wait(timeout):
+            raise TimeoutError(f"{self.path} is not committed after {timeout} s")
+        return self._error is None
+
+    def follow(self, save: Callable[[], Checkpoint]) -> None:
+        """Do a save that training waits for, here and now, and be its outcome. For a manager without a worker."""
+        failed = None
+        try:
+            self._bytes = save().nbytes
+        except SaveFailed as error:
+            failed = error
+        self._call = time.monotonic() - self._began
+        self._staged_at = self._written_at = time.monotonic()
+        self._end(failed)
+
+    def add_done_callback(self, then: Callable[[Saving], None]) -> None:
+        """Call ``then(self)`` with the outcome: from the thread that learns it, before `wait` returns; or now."""
+        with self._lock:
+            if not self._ended_at:
+                self._then.append(then)
+                return
+        then(self)
+
+    @property
+    def timing(self) -> Timing:
+        """Where the time went; of a save under way, the stall so far."""
+        ends = [self._began, self._staged_at, self._written_at, self._ended_at]
+        staging, writing, commit = (max(b - a, 0.0) if a and b else 0.0 for a, b in pairwise(ends))
+        stall = self._call + self._copying.waited
+        return Timing(stall, staging, writing, commit, max(ends) - self._began, self._bytes)
+
+    def _end(self, error: BaseException | None) -> None:
+        self._error = error
+        with self._lock:
+            self._ended_at = time.monotonic()
+        self._planned.set()
+        self._copying.release()
+        self._teller = threading.get_ident()  # callbacks may ask for the outcome that they are told of
+        for then in self._then:
+            try:
+                then(self)
+            except Exception:  # noqa: BLE001 - a failure of whoever is told must not look like one of the save
+                log.exception("a callback of %r failed", self)
+        self._done.set()
+        self._teller = None
+
+
+class Saver:
+    """Saves in the background, so that training hardly notices; owns staging memory and a writer.
+
+    One on every rank of ``group``, all with the same arguments and calls. ``worker`` says who writes: a ``"process"``
+    of its own, which finishes what is staged even if this one is killed, or ``"thread"``s of this one. ``slots`` saves
+    may be in memory at once, each needs as much host memory as this rank writes, or its share of ``memory_limit``
+    bytes: a larger state goes through in waves. When no slot is free, ``busy="wait"`` makes `save` wait and
+    ``busy="skip"`` skips the save, on all ranks alike. Each phase of a save may take ``deadline`` seconds.
+
+        with holdfast.Saver() as saver:
+            saver.prepare(state)            # optional: the first save then costs what any other costs
+            for step in ...:
+                train(step)
+                saving = saver.save(state, f"/ckpt/{step}")     # returns in milliseconds
+            saving.wait()
+
+    What may change when: see docs/background.md. Parameters and state of the optimizers in ``state`` are copied while
+    training goes on, and a step of these optimizers waits for it; everything else is copied before `save` returns.
+    """
+
+    def __init__(
+        self, *, worker: Literal["process", "thread"] = "process", slots: int = 1,
+        busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
+        group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
+    ) -> None:  # fmt: skip
+        if worker not in ("process", "thread") or busy not in ("wait", "skip") or slots < 1:
+            raise ValueError(f'worker={worker!r} is "process" or "thread", busy={busy!r} "wait" or "skip", slots >= 1')
+        if memory_limit is not None and memory_limit < 2 * slots * WINDOW:
+            raise ValueError(f"memory_limit={memory_limit} must be at least {2 * slots * WINDOW}: two windows a slot")
+        self._kind, self._busy, self._deadline = worker, busy, deadline
+        self._windows = None if memory_limit is None else memory_limit // slots // WINDOW
+        main = ranks_of(group)
+        # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
+        made = main.remembered["savers"] = main.remembered.get("savers", 0) + 1
+        self._ranks = main.lane(f"saver/{main.calls}.{made}")
+        self._calls = 0
+        self._worker: Worker | None = None
+        self._slots: dict[int, Slot] = {}
+        self._count, self._free = slots, list(range(slots))
+        self._free_changed = threading.Condition()
+        self._savings: list[Saving] = []  # the last one, and those whose outcome somebody may still have to wait for
+        self._unheard: list[Saving] = []
+        self._equipping = threading.Lock()
+        self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._hooks: list[Any] = []
+        self._distrusted: set[str] = set()
+        self._recall = Recall()
+        self._closed = False
+        _open.add(self)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except SaveFailed as error:
+            if kind is None:
+                raise
+            log.error("%s", error)  # what ended the block is the cause to be seen
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Do now what the first save would have to: agree on the plan, allocate and touch memory, start the writer.
+
+        Called by all ranks, best when the model and the optimizers exist. Optimizers that have not stepped are counted
+        as they will be. Raises HoldfastError, the same on every rank.
+        """
+        self._check_open()
+        for saving in self._savings:
+            saving._done.wait()
+        work = SaveWork(self._ranks, None, None, False, RUN, _Taken(self, None), recall=self._recall)
+        with no_collection():
+            work.gather(state, {})
+
+        def reserve() -> bool:
+            sizes = [*work.sizes, *work.sizes_to_come]
+            for number in range(self._count):
+                self._equip(number, sizes, pinned=work.on_device, touch=True)
+            return True
+
+        with self._ranks.call("prepare", deadline=self._deadline) as call:
+            work.plan(call)
+            call.settle("reserve", reserve, lambda notes: True, bool)
+        self._hook(work.collected.optimizers)
+
+    def save(
+        self, state: Mapping[str, Any], path: str | os.PathLike[str], *, overwrite: bool = False,
+        step: int | None = None, files: Attached | None = None, run: str | None = None,
+    ) -> Saving:  # fmt: skip
+        """Begin to save ``state`` to the folder ``path``: what is saved is the state at this moment, bit for bit.
+
+        Called by all ranks, with the arguments of `holdfast.save`. Returns once everything is copied that may change
+        before a step of an optimizer of the state. With ``busy="wait"`` it first waits until a slot is free, and raises
+        the failure of the save that had it if nobody has heard of it: SaveFailed, the same on every rank.
+        """
+        self._check_open()
+        folder, step = local_folder(path), step_of(state, step)
+        number, earlier = self._next_slot()
+        saving, taken = Saving(folder, step), _Taken(self, number)
+        before = self._savings[-1] if self._savings else None
+        work = SaveWork(
+            self._ranks, folder, step, overwrite, run or RUN, taken, name="background save", leaves_part=True,
+            busy=number is None, recall=self._recall,
+        )  # fmt: skip
+        held: list[Held] = []
+        if earlier is None:
+            with no_collection():
+                work.gather(state, files or {}, lambda: held.append(hold_still(work.collected, self._distrusted)))
+            self._hook(work.collected.optimizers)
+        self._savings.append(saving)
+        # A daemon, and joined by `close`: an interpreter that ends would wait for other threads before its exit
+        # handlers, and must not end under a thread that is still letting go of tensors.
+        saving._thread = threading.Thread(
+            target=self._run, args=(work, saving, before), name="holdfast-save", daemon=True
+        )
+        try:
+            if held:
+                work.after, work.staged = held[0].moments, lambda moments: self._staged(saving, held[0], moments)
+                if held[0].loose:
+                    # Too much may change any moment to be copied aside: plan, and copy these sections, here and now.
+                    self._plan(work, saving, before)
+                    if not saving.skipped:
+                        work.stage({names.section_of(name) for name in held[0].loose})
+            saving._thread.start()
+        except BaseException as error:
+            self._end(work, saving, error)
+            if not isinstance(error, HoldfastError):  # an interrupt; what the ranks agreed on is told by the saving
+                raise
+        saving._call = time.monotonic() - saving._began
+        if earlier is not None or work.interrupted is not None:
+            raise earlier or work.interrupted or HoldfastError()
+        return saving
+
+    def wait(self) -> None:
+        """Wait until all saves so far have an outcome. Raises the first failure that nobody has heard of."""
+        for saving in list(self._savings):
+            saving._done.wait()
+        self._tell(self._savings)
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """Wait for the saves under way, then let memory, writer and hooks go. Raises as `wait` does. Idempotent.
+
+        After ``timeout`` seconds the saves are given up, with a warning: a writer process still finishes what it has.
+        """
+        if self._closed:
+            return
+        until = None if timeout is None else time.monotonic() + timeout
+        for saving in self._savings:
+            if not saving._done.wait(None if until is None else max(until - time.monotonic(), 0.0)):
+                log.warning("%s is given up after %g s; a writer process may still finish it", saving.path, timeout)
+                self._closed = True
+                _open.discard(self)
+                return
+        self._closed = True
+        _open.discard(self)
+        for saving in self._savings:
+            if saving._thread not in (None, threading.current_thread()) and saving._thread.is_alive():
+                saving._thread.join()
+        for hook in self._hooks:
+            hook.remove()
+        if self._worker is not None:
+            _let_go(self._worker, self._slots)
+        self._tell(self._savings)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HoldfastError("this Saver is closed; make another one")
+
+    # The calling thread
+
+    def _next_slot(self) -> tuple[int | None, BaseException | None]:
+        """A free slot, or None if the save is to be skipped; and the earlier failure to raise, if there is one.
+
+        The save is then skipped on every rank, also on one whose user has heard of the failure: so ranks stay in step.
+        """
+        if self._busy == "wait":
+            # For the outcome of the save that had it, not just for its memory: then all ranks raise its failure, or go
+            # on, at the same call.
+            ended = self._savings[: max(len(self._savings) - self._count + 1, 0)]
+            for saving in ended:
+                saving._done.wait()
+            self._savings = self._savings[len(ended) :] or ended[-1:]
+            earlier = self._hear(ended)
+            if earlier is not None:
+                return None, earlier
+        else:
+            ended = [saving for saving in self._savings if saving.done]
+            self._savings = [saving for saving in self._savings if saving not in ended] or ended[-1:]
+            failed = [s for s in [*self._unheard, *ended] if s._error is not None and not s._told and not s.skipped]
+            self._unheard = failed[:1]
+        with self._free_changed:
+            self._free_changed.wait_for(lambda: bool(self._free) or self._busy == "skip")
+            return (self._free.pop() if self._free else None), None
+
+    def _hear(self, savings: list[Saving]) -> BaseException | None:
+        """The first failure that nobody has heard of; with this all of them are heard of."""
+        unheard: BaseException | None = None
+        earlier, self._unheard = self._unheard, []
+        for saving in [*earlier, *savings]:
+            if saving._error is not None and not saving._told and not saving.skipped:
+                saving._told = True
+                unheard = unheard or saving._error
+        return unheard
+
+    def _tell(self, savings: list[Saving]) -> None:
+        unheard = self._hear(savings)
+        if unheard is not None:
+            raise unheard
+
+    def _hook(self, optimizers: list[Any]) -> None:
+        """Make the steps of these optimizers wait for copies, once for each."""
+        myself = weakref.ref(self)
+
+        def before_step(*_: object) -> None:
+            saver = myself()
+            for saving in list(saver._savings) if saver is not None else ():
+                saving._copying.hold_step()
+
+        for optimizer in optimizers:
+            if optimizer not in self._hooked:
+                self._hooked.add(optimizer)
+                self._hooks.append(optimizer.register_step_pre_hook(before_step))
+
+    # The thread of a save
+
+    def _run(self, work: SaveWork, saving: Saving, before: Saving | None) -> None:
+        _step_back()
+        failed: BaseException | None = None
+        try:
+            if not saving._planned.is_set():
+                self._plan(work, saving, before)
+            if saving.skipped:
+                raise SaveFailed(
+                    f"{saving.path} was skipped: on some rank a save before it is still being written, or its failure "
+                    "was raised instead"
+                )
+            work.settle(Call(self._ranks.lane(work.save_id), label_of(saving.path, saving.step), self._deadline, True))
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits for this save
+            failed = error
+        self._end(work, saving, failed)
+
+    def _end(self, work: SaveWork, saving: Saving, failed: BaseException | None) -> None:
+        if failed is not None:
+            log.log(DEBUG if saving.skipped else WARNING, "%s: %s", saving.path, failed)
+            _forget_frames(failed)
+        work.slots.give()
+        saving._staged_at, saving._written_at, saving._bytes = work.staged_at, work.written_at, work.nbytes
+        saving._end(failed)
+
+    def _plan(self, work: SaveWork, saving: Saving, before: Saving | None) -> None:
+        if before is not None:
+            before._planned.wait()  # what ranks remember of plans has to be the same in the same order
+        try:
+            label = label_of(saving.path, saving.step)
+            # One plan after the other, so that a rank which has missed one catches up; the rest in any order.
+            with self._ranks.call(label, deadline=self._deadline, saving=True) as call:
+                saving._skipped = not work.plan(call)
+        finally:
+            saving._planned.set()
+
+    def _staged(self, saving: Saving, held: Held, moments: Moments) -> None:
+        try:
+            check_still(held)
+        except HoldfastError:
+            self._distrusted.update(held.changed())
+            raise
+        saving._copying.release(moments)
+
+    # Memory and the writer
+
+    def _equip(self, number: int, sizes: list[int], *, pinned: bool, touch: bool) -> Slot:
+        """A slot with windows for files of these sizes, or as many as the limit allows, known to a living worker."""
+        with self._equipping:
+            if self._worker is None or self._worker.dead:
+                if self._worker is not None:
+                    self._worker.close()
+                self._worker = start(self._kind)
+                # At exit saves are waited for, below.
+                weakref.finalize(self, _let_go, self._worker, self._slots).atexit = False
+            worker = self._worker
+        slot = self._slots.setdefault(number, Slot(number, worker))
+        if slot.worker is not worker:
+            slot.attach(worker)
+        count = windows_for(sizes)
+        slot.reserve(count if self._windows is None else min(count, self._windows), pinned=pinned, touch=touch)
+        return slot
+
+    def _give(self, number: int) -> None:
+        with self._free_changed:
+            self._free.append(number)
+            self._free_changed.notify_all()
+
+
+class _Taken:
+    """The slot that a save took when it began, if there was one; it is brought back once."""
+
+    def __init__(self, saver: Saver, number: int | None) -> None:
+        self._saver, self._number, self._back = saver, number, number is None
+        self._lock = threading.Lock()
+
+    def take(self, sizes: list[int], *, pinned: bool) -> Slot:
+        """The slot, large enough."""
+        if self._number is None:
+            raise HoldfastError("a save without a slot was to write; this is a fault of holdfast")
+        return self._saver._equip(self._number, sizes, pinned=pinned, touch=False)
+
+    def give(self) -> None:
+        """Free it for the next save."""
+        with self._lock:
+            back, self._back = self._back, True
+        if not back and self._number is not None:
+            self._saver._give(self._number)
+
+
+def _let_go(worker: Worker, slots: dict[int, Slot]) -> None:
+    worker.close()
+    for slot in slots.values():
+        slot.close()
+
+
+def _step_back() -> None:
+    """Let the threads of training have the processor first; while they wait for this one, it has it anyway."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """An error that is kept must not keep the state: its frames hold the tensors of the save."""
+    log.debug("a save failed", exc_info=error)
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:  # a chain may lead back into itself
+        seen.add(id(at))
+        at.__traceback__ = None
+        at = at.__cause__ or at.__context__
+
+
+_open: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_last_saves() -> None:
+    """An interpreter that ends waits for the saves that it has begun."""
+    for saver in list(_open):
+        try:
+            saver.close()
+        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
+            log.error("the last save failed: %s", error)

@@ -1,0 +1,489 @@
+"""No torn snapshots: training changes everything at every moment that it may, while a save copies slowly."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import holdfast
+from holdfast import saver as module
+from holdfast.engine import arena, still, write
+from holdfast.ondisk import dtypes
+from tests import meshes, pool
+
+LONG = 30.0
+WINDOW = 8192  # small, so that a small memory limit means waves
+
+SLOW = write.copy_bytes
+
+
+def slowly(*args: Any) -> None:
+    SLOW(*args)
+    time.sleep(0.0003)
+
+
+@contextmanager
+def patched(*, hold: int = still.HOLD, small: int = still.SMALL, copy: Callable[..., None] = slowly) -> Iterator[None]:
+    """Copy slowly in small strides, through small windows, and hold no more than ``hold`` bytes aside."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(still, "HOLD", hold)
+        patch.setattr(still, "SMALL", small)
+        patch.setattr(write, "STRIDE", 1024)
+        patch.setattr(write, "copy_bytes", copy)
+        patch.setattr(module, "WINDOW", WINDOW)
+        patch.setattr(module, "Slot", partial(arena.Slot, window=WINDOW))
+        patch.setattr(module, "windows_for", partial(arena.windows_for, window=WINDOW))
+        yield
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen parameter, buffers that every forward pass changes, one not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.wide = nn.Linear(16, 300)
+        self.back = nn.Linear(300, 16)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Parameter(torch.randn(7, 3), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.head(self.back(self.wide(self.norm(self.embed(tokens)))))
+
+
+class Sampler:
+    """An object with a state of its own: a tensor that is its live memory, and a value."""
+
+    def __init__(self) -> None:
+        self.order, self.at = torch.randperm(500), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order, self.at = state["order"], state["at"]
+
+
+OPTIMIZERS: dict[str, Callable[[Net], Any]] = {
+    "SGD": lambda net: torch.optim.SGD(_trained(net), lr=0.01, momentum=0.9),
+    "AdamW": lambda net: torch.optim.AdamW(_trained(net), lr=0.01, foreach=False),
+    "AdamW foreach": lambda net: torch.optim.AdamW(_trained(net), lr=0.01, foreach=True),
+    "AdamW fused": lambda net: torch.optim.AdamW(_trained(net), lr=0.01, fused=True),
+    "two": lambda net: {
+        "a": torch.optim.SGD(_trained(net)[:3], lr=0.01, momentum=0.9),
+        "b": torch.optim.Adam(_trained(net)[3:], lr=0.01),
+    },
+    "list": lambda net: [torch.optim.AdamW(_trained(net)[:2]), torch.optim.AdamW(_trained(net)[2:])],
+    "none": lambda net: {},
+}
+
+
+def _trained(net: Net) -> list[nn.Parameter]:
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def _optimizers(state: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    found = state["optimizer"]
+    return list(found.values()) if isinstance(found, dict) else found if isinstance(found, list) else [found]
+
+
+def build(kind: str, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    net = Net()
+    return {
+        "net": net,
+        "optimizer": OPTIMIZERS[kind](net),
+        "ema": copy.deepcopy(net),
+        "bare": {"small": torch.randn(5), "large": torch.randn(3000), "turned": torch.randn(40, 30).t()},
+        "sampler": Sampler(),
+        "mine": holdfast.PerRank({"t": torch.randn(6), "n": [seed]}),
+        "rng": holdfast.RNG(),
+        "list": [1, {"two": 2}],
+        "step": 0,
+    }
+
+
+def train(state: dict[str, Any]) -> None:
+    """A forward and a backward pass: buffers and gradients change."""
+    loss = state["net"](torch.randint(0, 11, (8,))).square().mean()
+    loss.backward()
+
+
+def step(state: dict[str, Any]) -> None:
+    for optimizer in _optimizers(state):
+        optimizer.step()
+
+
+@torch.no_grad()
+def change_what_may_change(state: dict[str, Any]) -> None:
+    """Everything but what an optimizer of the state steps."""
+    net, ema = state["net"], state["ema"]
+    for ours, theirs in zip(ema.state_dict().values(), net.state_dict().values(), strict=True):
+        ours.copy_(ours * 0.5 + theirs) if ours.is_floating_point() else ours.copy_(theirs)
+    for buffer in net.buffers():
+        buffer.add_(1)
+    net.frozen.mul_(-2)
+    if not _optimizers(state):
+        for parameter in net.parameters():
+            parameter.add_(1)
+    for optimizer in _optimizers(state):
+        optimizer.param_groups[0]["lr"] *= 0.5
+    for tensor in state["bare"].values():
+        tensor.add_(1)
+    state["sampler"].order.add_(1)
+    state["sampler"].at += 1
+    state["mine"].value["t"].add_(1)
+    state["mine"].value["n"].append(5)
+    state["list"][1]["two"] += 1
+    state["step"] += 1
+    torch.rand(3), random.random()
+
+
+def snapshot(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of all that a state is, found without holdfast."""
+    net = state["net"]
+    named = {p: n for n, p in net.named_parameters()}
+    return copy.deepcopy({
+        "net": net.state_dict(),
+        "ema": state["ema"].state_dict(),
+        "optimizers": [
+            (
+                {f"{named[p]}/{k}": v for p, kept in o.state.items() for k, v in kept.items()},
+                [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups],
+            )
+            for o in _optimizers(state)
+        ],
+        "bare": state["bare"], "sampler": state["sampler"].state_dict(), "mine": state["mine"].value,
+        "rng": (torch.get_rng_state(), random.getstate()), "list": state["list"], "step": state["step"],
+    })  # fmt: skip
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    if isinstance(a, torch.Tensor):
+        alike = isinstance(b, torch.Tensor) and (a.dtype, a.shape) == (b.dtype, b.shape)
+        return [] if alike and a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes() else [path]
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            return [f"{path}: keys"]
+        return [found for key in a for found in differences(a[key], b[key], f"{path}/{key}")]
+    if isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{path}: length"]
+        return [f for i, (x, y) in enumerate(zip(a, b, strict=True)) for f in differences(x, y, f"{path}/{i}")]
+    return [] if a == b else [f"{path}: {a!r} != {b!r}"]
+
+
+def what_was_saved(path: Path, kind: str) -> dict[str, Any]:
+    target = build(kind, 999)
+    holdfast.load(path, target, verify="blocks")
+    return snapshot(target)
+
+
+moments = st.sampled_from(["before forward", "after forward", "after step", "twice after step"])
+limits = st.sampled_from([None, 2 * WINDOW])
+holds = st.sampled_from([(still.HOLD, still.SMALL), (2000, 300), (0, 0)])
+
+
+def run(root: Path, kind: str, worker: Any, slots: int, limit: int | None, when: list[str]) -> list[str]:
+    """Train and save at these moments; every difference between what was saved and what was there."""
+    state, expected, savings = build(kind, 1), [], []
+    for _ in range(2):
+        train(state)
+        step(state)
+    with holdfast.Saver(worker=worker, slots=slots, memory_limit=None if limit is None else limit * slots) as saver:
+
+        def save() -> None:
+            expected.append(snapshot(state))
+            savings.append(saver.save(state, root / str(len(savings))))
+            change_what_may_change(state)
+
+        for moment in when:
+            save() if moment == "before forward" else None
+            train(state)
+            save() if moment == "after forward" else None
+            step(state)
+            save() if moment.endswith("after step") else None
+            save() if moment.startswith("twice") else None
+            step(state)
+    found = []
+    for saving, there in zip(savings, expected, strict=True):
+        assert saving.failed is None, saving.failed
+        found += differences(what_was_saved(saving.path, kind), there, saving.path.name)
+    return found
+
+
+@settings(max_examples=15)
+@given(
+    st.sampled_from(list(OPTIMIZERS)), st.sampled_from(["thread", "thread", "process"]), st.integers(1, 2), limits,
+    holds, st.lists(moments, min_size=1, max_size=3),
+)  # fmt: skip
+def test_a_save_is_the_state_at_its_call_whatever_happens_next(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, worker: str, slots: int, limit: int | None,
+    hold: tuple[int, int], when: list[str],
+) -> None:  # fmt: skip
+    with patched(hold=hold[0], small=hold[1]):
+        assert run(tmp_path_factory.mktemp("torn"), kind, worker, slots, limit, when) == []
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(
+    st.sampled_from(list(OPTIMIZERS)), st.sampled_from(["thread", "process"]), st.integers(1, 3), limits,
+    st.tuples(st.integers(0, 30_000), st.integers(0, 3000)), st.lists(moments, min_size=1, max_size=6),
+)  # fmt: skip
+def test_a_save_is_the_state_at_its_call_many_more_times(
+    tmp_path_factory: pytest.TempPathFactory, kind: str, worker: str, slots: int, limit: int | None,
+    hold: tuple[int, int], when: list[str],
+) -> None:  # fmt: skip
+    with patched(hold=hold[0], small=hold[1]):
+        assert run(tmp_path_factory.mktemp("torn"), kind, worker, slots, limit, when) == []
+
+
+def on_ranks(layout: str, root: str, worker: str, hold: int) -> list[str]:
+    """The same on real ranks, with a model that is sharded or replicated; torch gathers what was there."""
+    state = {**meshes.build(layout, 5, steps=2), "bare": torch.arange(50.0), "step": 0}
+    mine = holdfast.PerRank(torch.full((3,), float(dist.get_rank())))
+    expected, savings = [], []
+    with patched(hold=hold, small=hold), holdfast.Saver(worker=worker, slots=2) as saver:
+        for number in range(4):
+            state["model"](torch.randint(0, 11, (4, 5))).square().mean().backward()
+            expected.append((meshes.gathered(state), state["bare"].clone(), mine.value.clone(), number))
+            state["step"] = number
+            savings.append(saver.save({**state, "mine": mine}, Path(root, str(number))))
+            state["bare"].add_(1)
+            mine.value.add_(7)
+            with torch.no_grad():
+                for buffer in state["model"].buffers():
+                    buffer.add_(1)
+            state["optimizer"].step()
+            if number % 2:
+                state["optimizer"].step()
+    wrong = []
+    for saving, (full, bare, own, number) in zip(savings, expected, strict=True):
+        target = {**meshes.build(layout, 6, steps=1), "bare": torch.zeros(50), "step": -1}
+        theirs = holdfast.PerRank(None)
+        holdfast.load(saving.path, {**target, "mine": theirs}, only=["model", "optimizer", "bare", "mine"])
+        wrong += differences(meshes.gathered(target), full, f"{number}")
+        wrong += differences([target["bare"], theirs.value], [bare, own], f"{number}/beside")
+    return wrong
+
+
+@pytest.mark.parametrize(("layout", "worker"), [("FSDP2 2", "thread"), ("DDP 2", "process"), ("FSDP1 2", "thread")])
+@pytest.mark.parametrize("hold", [0, 1 << 20], ids=["staged at once", "copied aside"])
+def test_no_tear_on_two_ranks(layout: str, worker: str, hold: int, tmp_path: Path) -> None:
+    assert pool.run(2, on_ranks, layout, str(tmp_path), worker, hold) == [[], []]
+
+
+# Would these tests see a tear?
+
+
+class Gate:
+    """Copies that stop before the n-th until they may go on."""
+
+    def __init__(self, nth: int = 2) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._count, self._nth = 0, nth
+
+    def __call__(self, *args: Any) -> None:
+        self._count += 1
+        if self._count >= self._nth:
+            self.reached.set()
+            assert self.open.wait(LONG)
+        SLOW(*args)
+
+
+def test_without_the_hook_a_step_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(still.Copying, "hold_step", lambda self: None)
+    state, gate = build("AdamW", 1), Gate()
+    train(state)
+    with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
+        saving = saver.save(state, tmp_path / "c")
+        assert gate.reached.wait(LONG)
+        step(state)
+        gate.open.set()
+        with pytest.raises(holdfast.SaveFailed, match="changed while it was being copied"):
+            saving.wait()
+    assert not (tmp_path / "c").exists()
+
+
+def test_without_hook_and_guard_these_tests_see_the_tear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(still.Copying, "hold_step", lambda self: None)
+    monkeypatch.setattr(module, "check_still", lambda held: None)
+    state, gate = build("AdamW", 1), Gate(nth=8)
+    train(state)
+    with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
+        there = snapshot(state)
+        saving = saver.save(state, tmp_path / "c")
+        assert gate.reached.wait(LONG)
+        step(state)
+        gate.open.set()
+        saving.wait()
+    assert any("net/" in name for name in differences(what_was_saved(tmp_path / "c", "AdamW"), there))
+
+
+def test_with_the_hook_a_step_waits(tmp_path: Path) -> None:
+    state, gate, stepped = build("AdamW", 1), Gate(), threading.Event()
+    train(state)
+    with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
+        there = snapshot(state)
+        saving = saver.save(state, tmp_path / "c")
+        thread = threading.Thread(target=lambda: (step(state), stepped.set()))
+        thread.start()
+        assert gate.reached.wait(LONG) and not stepped.wait(0.1)
+        gate.open.set()
+        assert stepped.wait(LONG)
+        thread.join()
+        saving.wait()
+    assert saving.timing.stall > 0.05, "and the time that it waited is told"
+    assert differences(what_was_saved(tmp_path / "c", "AdamW"), there) == []
+
+
+# What nothing but a step may change
+
+
+def test_a_change_by_hand_fails_the_save_and_the_next_one_copies_before_it_returns(tmp_path: Path) -> None:
+    state, gate = build("SGD", 1), Gate()
+    with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
+        saving = saver.save(state, tmp_path / "first")
+        assert gate.reached.wait(LONG)
+        with torch.no_grad():
+            state["net"].wide.weight.clamp_(-0.01, 0.01)
+        gate.open.set()
+        with pytest.raises(holdfast.SaveFailed, match=r"net/wide.weight changed while .*wait_staged"):
+            saving.wait()
+        assert not (tmp_path / "first").exists()
+
+        gate.open.clear()
+        there = snapshot(state)
+        saving = saver.save(state, tmp_path / "second")
+        assert gate.reached.wait(LONG)
+        with torch.no_grad():
+            state["net"].wide.weight.mul_(2)
+        gate.open.set()
+        saving.wait()
+    assert differences(what_was_saved(tmp_path / "second", "SGD"), there) == []
+
+
+def test_several_changes_by_hand_are_counted(tmp_path: Path) -> None:
+    state, gate = build("SGD", 1), Gate()
+    with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
+        saving = saver.save(state, tmp_path / "c")
+        state["net"].load_state_dict(build("SGD", 2)["net"].state_dict())
+        gate.open.set()
+        with pytest.raises(holdfast.SaveFailed, match="net/embed.weight and 7 more changed"):
+            saving.wait()
+
+
+def test_once_staged_a_change_by_hand_is_legal(tmp_path: Path) -> None:
+    state = build("AdamW", 1)
+    train(state)
+    step(state)
+    with patched(), holdfast.Saver(worker="thread") as saver:
+        there = snapshot(state)
+        saving = saver.save(state, tmp_path / "c")
+        saving.wait_staged()
+        with torch.no_grad():
+            for parameter in state["net"].parameters():
+                parameter.zero_()
+            for kept in state["optimizer"].state.values():
+                kept["exp_avg"].zero_()
+        saving.wait()
+    assert differences(what_was_saved(tmp_path / "c", "AdamW"), there) == []
+
+
+def test_wait_staged_gives_up_in_time(tmp_path: Path) -> None:
+    state, gate = build("SGD", 1), Gate()
+    with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
+        saving = saver.save(state, tmp_path / "c")
+        for wait in (saving.wait_staged, saving.wait):
+            with pytest.raises(TimeoutError, match="after 0.05 s"):
+                wait(0.05)
+        gate.open.set()
+        saving.wait_staged(LONG)
+        saving.wait(LONG)
+
+
+def test_a_load_waits_for_a_save_that_still_copies(tmp_path: Path) -> None:
+    state, gate = build("AdamW", 1), Gate()
+    train(state)
+    step(state)
+    holdfast.save(state, tmp_path / "old")
+    old = snapshot(state)
+    train(state)
+    step(state)
+    with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
+        there = snapshot(state)
+        saving = saver.save(state, tmp_path / "new")
+        threading.Timer(0.3, gate.open.set).start()
+        holdfast.load(tmp_path / "old", state)
+        assert gate.open.is_set(), "a load has changed tensors that were still being copied"
+        saving.wait()
+    assert differences(snapshot(state), old) == []
+    assert differences(what_was_saved(tmp_path / "new", "AdamW"), there) == []
+
+
+def test_a_failed_save_holds_nobody(tmp_path: Path) -> None:
+    state = build("AdamW", 1)
+    train(state)
+    (tmp_path / "file").touch()
+    with holdfast.Saver(worker="thread") as saver:
+        saving = saver.save(state, tmp_path / "file")
+        step(state)
+        saving.wait_staged(LONG)
+        holdfast.save(state, tmp_path / "c")
+        holdfast.load(tmp_path / "c", state)
+        with pytest.raises(holdfast.SaveFailed, match="is a file"):
+            saving.wait(LONG)
+
+
+def test_a_compiled_step_waits_too(tmp_path: Path) -> None:
+    state = build("AdamW", 1)
+    train(state)
+    step(state)
+    compiled = torch.compile(lambda: state["optimizer"].step(), backend="eager")
+    with patched(), holdfast.Saver(worker="thread") as saver:
+        for number in range(3):
+            there = snapshot(state)
+            saving = saver.save(state, tmp_path / str(number))
+            compiled()
+            saving.wait()
+            assert differences(what_was_saved(saving.path, "AdamW"), there) == []
+
+
+def test_every_dtype_is_copied_aside(tmp_path: Path) -> None:
+    state = {}
+    for name, dtype in dtypes._BY_NAME.items():
+        memory = torch.arange(64, dtype=torch.uint8) % 2
+        try:
+            state[name] = memory.view(dtype)
+        except RuntimeError:
+            continue
+    state["conj"] = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    state["neg"] = torch.tensor([1 + 2j, 3 - 1j]).conj().imag
+    state["expanded"] = torch.tensor([1.0]).expand(3)
+    holdfast.save({"t": state}, tmp_path / "blocking")
+    with holdfast.Saver(worker="thread") as saver:
+        saver.save({"t": state}, tmp_path / "background").wait()
+    one, two = (holdfast.open(tmp_path / name) for name in ("blocking", "background"))
+    assert list(one.tensors) == list(two.tensors) and len(one.tensors) > 25
+    files = [next((tmp_path / name / "t").iterdir()).read_bytes() for name in ("blocking", "background")]
+    assert len({data[8 + int.from_bytes(data[:8], "little") :] for data in files}) == 1
