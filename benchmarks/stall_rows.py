@@ -147,6 +147,9 @@ def _judge(rows: Rows, name: str) -> list[Bar]:
     blocking = dcp("stall", overlapped=False)
     # Training stands still meanwhile, so what this one adds can be seen directly, without the noise of a difference.
     pure = rows.all[PURE].middle("stall") if PURE in rows.all else None
+    slow_start = None
+    if PURE in rows.all:
+        slow_start = _over(*(rows.all[PURE].middle("end_to_end", first=which) for which in (True, False)))
     return [
         Bar(f"{name}: the save call, slowest rank", None if call is None else call * 1e3, most=20, unit=" ms"),
         Bar(f"{name}: stall over that of DCP, staging as documented for CPUs", _over(stall, blocking), most=0.05),
@@ -155,6 +158,8 @@ def _judge(rows: Rows, name: str) -> list[Bar]:
         Bar(f"{name}: added training time over copy and write alone", _over(added, pure), _over(best, pure), most=1.3),
         Bar(f"{name}: durable, as many times as fast as DCP", _over(dcp("end_to_end"), durable), least=3.0),
         Bar(f"{name}: first save over a later one, until durable", _over(first, later), most=1.2),
+        # A disk may take its first bytes more slowly, whoever writes them: then this tells what is left for holdfast.
+        Bar(f"{name}: the same, over that of copy and write alone", _over(_over(first, later), slow_start), most=1.2),
     ]  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
 from holdfast.report.progress import Bars
 from holdfast.save import save
-from holdfast.saver import Saver, Saving, Timing
+from holdfast.saver import Saver
+from holdfast.saving import Saving, Timing
 from holdfast.version import __version__
 
 install(Bars())

@@ -37,7 +37,8 @@ from holdfast.keep import Keep
 from holdfast.load import Loaded, load
 from holdfast.ondisk import manifest
 from holdfast.save import local_folder, save
-from holdfast.saver import Saver, Saving
+from holdfast.saver import Saver
+from holdfast.saving import Saving
 
 NOTES = "holdfast-manager.json"
 """The attachment in which the manager keeps a step's metric."""

@@ -20,7 +20,7 @@ from holdfast.engine.commit import Attached
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import DEADLINE, Call, ranks_of
-from holdfast.engine.saving import SaveWork
+from holdfast.engine.save_work import SaveWork
 from holdfast.engine.worker import ThreadWorker
 from holdfast.errors import Unsupported
 

@@ -11,163 +11,27 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise
 from logging import DEBUG, WARNING
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from holdfast.checkpoint import Checkpoint
 from holdfast.engine.arena import WINDOW, Slot, windows_for
 from holdfast.engine.commit import Attached
 from holdfast.engine.device import Moments
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import DEADLINE, Call, ranks_of
-from holdfast.engine.saving import SaveWork
+from holdfast.engine.save_work import SaveWork
 from holdfast.engine.state import Recall
-from holdfast.engine.still import Copying, Held, check_still, hold_still
+from holdfast.engine.still import Held, check_still, hold_still
 from holdfast.engine.worker import Worker, start
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import log
 from holdfast.ondisk import names
 from holdfast.save import RUN, label_of, local_folder, step_of
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Where the time of one save went, in seconds, and its ``bytes`` on this rank.
-
-    ``stall`` is what training waited: the call of `Saver.save`, and steps of optimizers that came before their tensors
-    were copied. ``staging`` lasts from the call until all is copied, ``writing`` from then until this rank's files are
-    durable, ``commit`` from then until the outcome is known; ``total`` is their sum. What has not happened is 0. Of
-    a save that training waits for as a whole (a manager without a worker), all of it is ``staging``.
-    """
-
-    stall: float
-    staging: float
-    writing: float
-    commit: float
-    total: float
-    bytes: int
-
-
-class Saving:
-    """One save under way. Made by `Saver.save`."""
-
-    def __init__(self, path: Path, step: int | None) -> None:
-        self.path, self.step = path, step
-        self._began = time.monotonic()
-        self._call = self._staged_at = self._written_at = self._ended_at = 0.0
-        self._bytes = 0
-        self._copying = Copying()
-        self._planned = threading.Event()
-        self._done = threading.Event()
-        self._lock = threading.Lock()
-        self._then: list[Callable[[Saving], None]] = []
-        self._error: BaseException | None = None
-        self._told = False
-        self._teller: int | None = None
-        self._thread: threading.Thread | None = None
-        self._skipped = False
-
-    def __repr__(self) -> str:
-        state = "skipped" if self._skipped else "failed" if self._error else "done" if self.done else "under way"
-        return f"Saving({str(self.path)!r}, step={self.step}, {state})"
-
-    @property
-    def done(self) -> bool:
-        """Whether the outcome is known: committed, failed or skipped."""
-        return self._done.is_set() or self._teller == threading.get_ident()
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the save did not take place because no slot was free on some rank (``busy="skip"``)."""
-        return self._skipped
-
-    @property
-    def failed(self) -> BaseException | None:
-        """Why it failed, once that is known; None for a save that is under way or committed."""
-        return self._error
-
-    @property
-    def heard(self) -> bool:
-        """Whether its failure has been raised to somebody, and so need not be raised by another call."""
-        return self._told
-
-    def hear(self) -> None:
-        """Take its failure, if there will be one, as heard of."""
-        self._told = True
-
-    def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until every tensor of the state is copied and may be changed; also if the save failed.
-
-        Steps of the optimizers in the state wait by themselves. Raises TimeoutError after ``timeout`` seconds.
-        """
-        if not self._copying.wait(timeout):
-            raise TimeoutError(f"{self.path} is not staged after {timeout} s")
-
-    def wait(self, timeout: float | None = None) -> Checkpoint:
-        """Wait until the save is committed and durable on every rank.
-
-        Raises SaveFailed as `holdfast.save` does, also for a save that was skipped; TimeoutError after ``timeout``
-        seconds, which changes nothing: the save goes on.
-        """
-        if not self.settled(timeout) and self._error is not None:
-            self._told = True
-            raise self._error
-        return Checkpoint(self.path, self._ended_at - self._began)
-
-    def settled(self, timeout: float | None = None) -> bool:
-        """Wait for the outcome without raising it: True if it is committed. Raises TimeoutError as `wait` does."""
-        if self._teller != threading.get_ident() and not self._done.wait(timeout):
-            raise TimeoutError(f"{self.path} is not committed after {timeout} s")
-        return self._error is None
-
-    def follow(self, save: Callable[[], Checkpoint]) -> None:
-        """Do a save that training waits for, here and now, and be its outcome. For a manager without a worker."""
-        failed = None
-        try:
-            self._bytes = save().nbytes
-        except SaveFailed as error:
-            failed = error
-        self._call = time.monotonic() - self._began
-        self._staged_at = self._written_at = time.monotonic()
-        self._end(failed)
-
-    def add_done_callback(self, then: Callable[[Saving], None]) -> None:
-        """Call ``then(self)`` with the outcome: from the thread that learns it, before `wait` returns; or now."""
-        with self._lock:
-            if not self._ended_at:
-                self._then.append(then)
-                return
-        then(self)
-
-    @property
-    def timing(self) -> Timing:
-        """Where the time went; of a save under way, the stall so far."""
-        ends = [self._began, self._staged_at, self._written_at, self._ended_at]
-        staging, writing, commit = (max(b - a, 0.0) if a and b else 0.0 for a, b in pairwise(ends))
-        stall = self._call + self._copying.waited
-        return Timing(stall, staging, writing, commit, max(ends) - self._began, self._bytes)
-
-    def _end(self, error: BaseException | None) -> None:
-        self._error = error
-        with self._lock:
-            self._ended_at = time.monotonic()
-        self._planned.set()
-        self._copying.release()
-        self._teller = threading.get_ident()  # callbacks may ask for the outcome that they are told of
-        for then in self._then:
-            try:
-                then(self)
-            except Exception:  # noqa: BLE001 - a failure of whoever is told must not look like one of the save
-                log.exception("a callback of %r failed", self)
-        self._done.set()
-        self._teller = None
+from holdfast.saving import Saving
 
 
 class Saver:

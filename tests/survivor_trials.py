@@ -34,7 +34,7 @@ import torch.distributed as dist
 import holdfast
 import holdfast.saver
 from holdfast import CheckpointManager, Keep
-from holdfast.engine import ranks, saving, write
+from holdfast.engine import ranks, save_work, write
 from holdfast.saver import Saver
 from tests.kill_trials import forked, read_line, serve_store
 
@@ -135,7 +135,7 @@ class Rank:
 
             setattr(owner, name, watched)
 
-        work, of_work = saving.SaveWork, lambda work, *_: work.folder
+        work, of_work = save_work.SaveWork, lambda work, *_: work.folder
         stages: dict[str, Callable[[], None]] = {
             "save": lambda: before(work, "gather", of_work),
             "plan": lambda: before(work, "plan", of_work),
@@ -144,9 +144,9 @@ class Rank:
             "staged": lambda: before(Saver, "_staged", lambda saver, saving, *_: saving.path, after=True),
             "handed": lambda: before(write.Writing, "leave", lambda writing, *_: writing.folder, after=True),
             "durable": lambda: before(work, "_write", of_work, after=True),
-            "committing": lambda: before(saving, "commit", lambda folder, *_: folder),
-            "committed": lambda: before(saving, "commit", lambda folder, *_: folder, after=True),
-            "parts": lambda: before(saving, "take_away", lambda folder, *_: folder),
+            "committing": lambda: before(save_work, "commit", lambda folder, *_: folder),
+            "committed": lambda: before(save_work, "commit", lambda folder, *_: folder, after=True),
+            "parts": lambda: before(save_work, "take_away", lambda folder, *_: folder),
         }
         if self.trial.stage is not None:
             stages[self.trial.stage]()

@@ -24,7 +24,8 @@ from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
 from holdfast.engine import courier
 from holdfast.engine import folder as folder_module
-from holdfast.saver import Saver, Saving
+from holdfast.saver import Saver
+from holdfast.saving import Saving
 from tests import pool
 
 

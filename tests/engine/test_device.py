@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import device, saving, still, write
+from holdfast.engine import device, save_work, still, write
 from holdfast.engine.arena import Slot
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.memory import buffer
@@ -294,14 +294,14 @@ def test_files_from_a_device_are_those_from_the_host(
 @pytest.fixture
 def pretending(fake: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every tensor of a save lies on the device."""
-    real = saving.images_of
+    real = save_work.images_of
 
     def images_of(*args: Any) -> list[Image]:
         return [
             Image(i.path, i.section, i.pieces, [pretended(s) for s in i.sources], i.shapes) for i in real(*args)
         ]  # fmt: skip
 
-    monkeypatch.setattr(saving, "images_of", images_of)
+    monkeypatch.setattr(save_work, "images_of", images_of)
     monkeypatch.setattr(still, "devices_of", lambda tensors: [DEVICE])
     return fake
 

@@ -64,7 +64,7 @@ def _gone(pid: int) -> bool:
 TRAINER = """
 import os, signal, sys, threading, torch, holdfast
 from holdfast.engine import write
-from holdfast.engine.saving import SaveWork
+from holdfast.engine.save_work import SaveWork
 from tests.engine.test_parts import _state
 path, moment = sys.argv[1:]
 
@@ -150,19 +150,19 @@ def test_nothing_is_committed_while_a_writer_is_at_it(tmp_path: Path) -> None:
 
 def finish_but_for_the_commit(path: str) -> None:
     """Every rank leaves its files and its part; the first one does not commit, as if all had been killed then."""
-    from holdfast.engine import saving
+    from holdfast.engine import save_work
 
     def no_commit(self: Any, notes: Any) -> str:
         raise KeyboardInterrupt
 
-    kept = saving.SaveWork._commit, saving.withdraw
-    saving.SaveWork._commit, saving.withdraw = no_commit, lambda *args: None  # type: ignore[method-assign,assignment]
+    kept = save_work.SaveWork._commit, save_work.withdraw
+    save_work.SaveWork._commit, save_work.withdraw = no_commit, lambda *args: None  # type: ignore[method-assign,assignment]
     try:
         with holdfast.Saver(worker="thread") as saver:
             saver.save(_state(5), path, files={"config": b"kept"}).settled()
             saver._savings.clear()
     finally:
-        saving.SaveWork._commit, saving.withdraw = kept  # type: ignore[method-assign]
+        save_work.SaveWork._commit, save_work.withdraw = kept  # type: ignore[method-assign]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One save under way on one rank: collect, exchange layouts, plan, write what this rank owns, settle, commit.
+"""One save under way on one rank: collect, agree, plan, write what this rank owns, settle, commit.
 
 `save` runs it through at once, the Saver in the background. Never leaves a moment without a whole checkpoint, and
 never commits half of one.
@@ -6,7 +6,6 @@ never commits half of one.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import msgspec
 
 from holdfast import events
 from holdfast.engine import storage
+from holdfast.engine.agree import agree, plan_for
 from holdfast.engine.arena import Slot
 from holdfast.engine.commit import (
     Attached,
@@ -32,22 +32,11 @@ from holdfast.engine.commit import (
 from holdfast.engine.device import Moments
 from holdfast.engine.folder import prepare, withdraw
 from holdfast.engine.images import images_of
-from holdfast.engine.layout import (
-    Layout,
-    OwnedJoin,
-    OwnedValues,
-    digest_of,
-    join_owned,
-    join_values,
-    layout_of,
-    owned_digest,
-    owned_values,
-)
+from holdfast.engine.layout import Layout, OwnedJoin, join_owned, layout_of, owned_values
 from holdfast.engine.memory import no_collection
 from holdfast.engine.parts import take_away
-from holdfast.engine.plan import Plan, make_plan
+from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Call, Ranks
-from holdfast.engine.replicas import join_sums, sums_of
 from holdfast.engine.state import Collected, Recall, collect
 from holdfast.engine.write import Image, OpenFiles, Writing
 from holdfast.errors import HoldfastError, RankLost
@@ -59,68 +48,12 @@ from holdfast.ondisk.part import Part
 SCALAR = 64
 """Bytes that small state of an optimizer takes for a parameter: more than it is."""
 
-_REMEMBERED = 8  # saves whose layouts and plans are kept for later ones of the same state
-
-
-class _PlanNote(msgspec.Struct, array_like=True):
-    layout: str
-    values: str
-    owned: str
-    plain: str
-    busy: bool
-
-
-class _Decision(msgspec.Struct, array_like=True):
-    """What the first rank decides before anything is planned, and what it still has to be told."""
-
-    save: str
-    skip: bool
-    layouts: list[str]
-    layout_of: list[int]
-    tell_layout: list[int]
-    tell_values: list[int]
-    tell_owned: list[int]
-    tell_plain: list[int]
-
-    @property
-    def tells(self) -> bool:
-        """Whether anybody has to tell anything."""
-        return bool(self.tell_layout or self.tell_values or self.tell_owned or self.tell_plain)
-
-
-class _Told(msgspec.Struct, array_like=True):
-    layout: Layout | None = None
-    values: dict[str, Any] | None = None
-    owned: OwnedValues | None = None
-    plain: dict[str, str] | None = None
-
 
 class _Note(msgspec.Struct, array_like=True):
     """What one rank did: its durable files, and the plan that it followed."""
 
     files: list[tuple[str, int, int, str]]
     plan: str
-
-
-@dataclass
-class _Memory:
-    """Layouts and plans of earlier saves of one group; every rank has seen the same ones in the same order."""
-
-    layouts: dict[str, Layout] = field(default_factory=dict)
-    plans: dict[str, Plan] = field(default_factory=dict)
-    recent: list[tuple[str, list[str]]] = field(default_factory=list)
-
-    def keep(self, plan: str, layouts: list[str]) -> None:
-        """Note what a save uses, and forget what none of the last few used; alike on every rank."""
-        self.recent = [*self.recent, (plan, layouts)][-_REMEMBERED:]
-        used = {digest for _, digests in self.recent for digest in digests}
-        self.layouts = {digest: layout for digest, layout in self.layouts.items() if digest in used}
-        self.plans = {key: made for key, made in self.plans.items() if any(key == k for k, _ in self.recent)}
-
-
-def _memory_of(ranks: Ranks) -> _Memory:
-    memory: _Memory = ranks.remembered.setdefault("save", _Memory())
-    return memory
 
 
 class SlotSource(Protocol):
@@ -164,8 +97,6 @@ class SaveWork:
     _attached: dict[str, bytes] = field(default_factory=dict)
     _records: list[tuple[str, int, str]] = field(default_factory=list)
     _layout: Layout | None = None
-    _plain: dict[str, str] = field(default_factory=dict)
-    _decision: _Decision | None = None
     _plan: Plan | None = None
     _plan_key: str = ""
     _joined: OwnedJoin | None = None
@@ -209,83 +140,30 @@ class SaveWork:
 
         Raises what every rank raises: SaveFailed.
         """
-        memory = _memory_of(self.ranks)
-        decision = call.exchange("plan", self._describe, self._decide, _Decision)
-        if decision.skip:
+        try:
+            agreement = agree(call, self._bring, busy=self.busy, allow=self._allow, begun=self._begin)
+        except BaseException:
+            self._withdraw()
+            raise
+        if agreement is None:
             return False
-        self.save_id, self._decision = decision.save, decision
-        if decision.tells:
-            try:
-                told = call.exchange(
-                    "layout", lambda: self._tell(decision), lambda notes: self._join(decision, notes), list[Layout]
-                )
-            except BaseException:
-                self._withdraw()
-                raise
-            memory.layouts.update((digest_of(layout), layout) for layout in told)
-        self._plan_key = digest_of([decision.layouts, decision.layout_of])
-        memory.keep(self._plan_key, decision.layouts)
+        self._joined, self._plan_key = agreement.joined, agreement.plan
         with no_collection(), self._keeping_failure():  # not while waiting for others: training makes garbage meanwhile
-            if self._plan_key not in memory.plans:
-                told = [memory.layouts[digest] for digest in decision.layouts]
-                memory.plans[self._plan_key] = make_plan(told, decision.layout_of)
-            self._plan = memory.plans[self._plan_key]
-            self._images = images_of(self.collected, self._plan, self.ranks, decision.save)
+            self._plan = plan_for(self.ranks, agreement)
+            self._images = images_of(self.collected, self._plan, self.ranks, agreement.save)
             self.nbytes = sum(image.nbytes for image in self._images)
         return True
 
-    def _describe(self) -> _PlanNote:
+    def _bring(self) -> tuple[Collected, Layout]:
         self._raise_failure()
-        self._plain = sums_of(self.collected) if self.ranks.size > 1 else {}
-        return _PlanNote(
-            digest_of(self._layout),
-            digest_of(self.collected.values),
-            owned_digest(self.collected),
-            digest_of(self._plain),
-            self.busy,
-        )
+        return self.collected, self._layout or layout_of(self.collected)
 
-    def _tell(self, decision: _Decision) -> _Told:
-        rank = self.ranks.rank
-        return _Told(
-            self._layout if rank in decision.tell_layout else None,
-            self.collected.values if rank in decision.tell_values else None,
-            owned_values(self.collected) if rank in decision.tell_owned else None,
-            self._plain if rank in decision.tell_plain else None,
-        )
-
-    # What the first rank decides.
-
-    def _decide(self, notes: list[_PlanNote]) -> _Decision:
-        if any(note.busy for note in notes):
-            return _Decision("", True, [], [], [], [], [], [])
+    def _allow(self) -> None:
         if self.folder is not None:
             prepare(self.folder, overwrite=self.overwrite)
-        known = _memory_of(self.ranks).layouts
-        layouts = list(dict.fromkeys(n.layout for n in notes))
-        index = {digest: i for i, digest in enumerate(layouts)}
-        return _Decision(
-            secrets.token_hex(8),
-            False,
-            layouts,
-            [index[n.layout] for n in notes],
-            [rank for digest, rank in _first_with(n.layout for n in notes).items() if digest not in known],
-            _unless_one(_first_with(n.values for n in notes)),
-            _unless_one(_first_with(n.owned for n in notes)),
-            _unless_one(_first_with(n.plain for n in notes)),
-        )
 
-    def _join(self, decision: _Decision, notes: list[_Told]) -> list[Layout]:
-        told_values = [(rank, note.values) for rank, note in enumerate(notes) if note.values is not None]
-        if told_values:
-            join_values(told_values)
-        join_sums([(rank, note.plain) for rank, note in enumerate(notes) if note.plain is not None])
-        told = [note.layout for note in notes if note.layout is not None]
-        known = {**_memory_of(self.ranks).layouts, **{digest_of(layout): layout for layout in told}}
-        if decision.tell_owned:
-            owned = [(r, decision.layout_of[r], n.owned) for r, n in enumerate(notes) if n.owned is not None]
-            self._joined = join_owned([known[d] for d in decision.layouts], owned)
-        return told
+    def _begin(self, save: str) -> None:
+        self.save_id = save
 
     # What every rank writes.
 
@@ -460,16 +338,3 @@ class SaveWork:
 
 def _silent(count: int) -> None:
     """Progress that nobody is shown yet."""
-
-
-def _first_with(keys: Any) -> dict[Any, int]:
-    """Each distinct key with the first rank that has it."""
-    found: dict[Any, int] = {}
-    for rank, key in enumerate(keys):
-        found.setdefault(key, rank)
-    return found
-
-
-def _unless_one(found: dict[Any, int]) -> list[int]:
-    """The ranks to ask, or none if all have the same."""
-    return list(found.values()) if len(found) > 1 else []
