@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
-import string
 import threading
 import time
 from collections import deque
@@ -21,36 +19,26 @@ from statistics import fmean, median
 from types import FrameType
 from typing import Any, Literal
 
-import msgspec
 import torch.distributed as dist
 
-from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine.board import Board, Notice
 from holdfast.engine.commit import Attached
-from holdfast.engine.folder import delete_checkpoint, sweep_beside, sweep_dead
-from holdfast.engine.parts import commit_late
 from holdfast.engine.ranks import DEADLINE, ranks_of
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError, Unsupported
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed
 from holdfast.events import log
 from holdfast.interval import Advice, advise, check_mtbf
 from holdfast.keep import Keep
 from holdfast.load import Loaded, load
-from holdfast.ondisk import manifest
 from holdfast.save import local_folder, save
 from holdfast.saver import Saver
 from holdfast.saving import Saving
-
-NOTES = "holdfast-manager.json"
-"""The attachment in which the manager keeps a step's metric."""
+from holdfast.steps import NOTES, Steps, note_of
 
 SURVIVORS = 60.0
 """Seconds to wait at a restart for writer processes that outlived their trainers."""
 
 _MEASURED = 50  # steps and saves whose times count
-
-
-class _Notes(msgspec.Struct):
-    metric: float | None = None
 
 
 class CheckpointManager:
@@ -97,7 +85,7 @@ class CheckpointManager:
         if mtbf is not None:
             check_mtbf(mtbf)
         self.root, self.every, self.keep = local_folder(root), every, keep
-        self._name, self._pattern = name, _pattern_of(name)
+        self._steps = Steps(self.root, name)
         self._files, self._group, self._deadline = dict(files or {}), group, deadline
         self._on_failure, self._grace, self._mtbf = on_failure, grace, mtbf
         self._ranks = ranks_of(group)
@@ -112,8 +100,6 @@ class CheckpointManager:
         self._begun = 0
         self._recent: dict[int, Saving] = {}  # by number: under way, failed and not heard of, and the last one
         self._writing_to: set[Path] = set()
-        self._broken: set[str] = set()  # committed once, found damaged; known to the first rank, which decides
-        self._sweeping = threading.Lock()
         self._signalled = threading.Event()
         # Ranks make their managers in the same order, so the same number means the same manager on each of them.
         made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
@@ -191,7 +177,7 @@ class CheckpointManager:
         self._settle_quietly()
         if step == self._saved and not overwrite:
             if self._newest is None:
-                return Checkpoint(self._path(step))
+                return Checkpoint(self._steps.path(step))
             if self._newest.failed is None:
                 return self._newest.wait()
         return self._begin(step, state, metric, overwrite=overwrite).wait()
@@ -212,16 +198,13 @@ class CheckpointManager:
     def _saved(self) -> int | None:
         return self._newest.step if self._newest is not None else self._restored
 
-    def _path(self, step: int) -> Path:
-        return self.root / self._name.format(step=step)
-
     def _begin(self, step: int, state: Mapping[str, Any], metric: float | None, *, overwrite: bool = False) -> Saving:
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
-        files = {**self._files, NOTES: msgspec.json.encode(_Notes(None if metric is None else float(metric)))}
-        path, run = self._path(step), self._run_id()
+        files = {**self._files, NOTES: note_of(metric)}
+        path, run = self._steps.path(step), self._run_id()
         # A step that could not be restored stands in the way of its own successor.
-        overwrite = overwrite or path.name in self._broken
+        overwrite = overwrite or path.name in self._steps.broken
         self._writing_to.add(path)
         try:
             saving = self._start(state, path, step, files, overwrite, run)
@@ -283,7 +266,7 @@ class CheckpointManager:
                 )  # fmt: skip
             if self._mtbf is not None:
                 log.debug("for a mean time between failures of %g s: %s", self._mtbf, self.advice(self._mtbf))
-            self._sweep(saving.step)
+            self._steps.sweep(self.keep, saving.step, self._writing_to)
 
     def _run_id(self) -> str | None:
         if self._run is None and self._ranks.first:
@@ -322,8 +305,8 @@ class CheckpointManager:
         for saving in self._recent.values():
             saving.settled()
         if self._ranks.first:
-            self._commit_late()
-            self._sweep(None)
+            self._steps.commit_late(min(SURVIVORS, self._deadline / 2))  # the other ranks wait meanwhile
+            self._steps.sweep(self.keep, None, self._writing_to)
         refused: list[str] = []
         while True:
             with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
@@ -337,81 +320,23 @@ class CheckpointManager:
             except (Damaged, NotACheckpoint) as error:
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
                 refused.append(name)
-                self._broken.add(name)
+                self._steps.broken.add(name)
                 continue
             self._run, self._restored, self._newest = loaded.checkpoint.manifest.run, loaded.step, None
             return loaded
 
-    def _commit_late(self) -> None:
-        """Commit the saves whose ranks had all finished; their writers may still be at it."""
-        # The other ranks wait meanwhile.
-        until = time.monotonic() + min(SURVIVORS, self._deadline / 2)
-        for path in sorted(self._folders(), reverse=True):
-            try:
-                commit_late(path, patience=max(until - time.monotonic(), 0.0))
-            except (HoldfastError, OSError) as error:
-                log.warning("%s cannot be looked at: %s", path, error)
-
     def _choose(self, refused: list[str]) -> str:
-        """The folder of the newest whole checkpoint that was not refused, or ``""``."""
-        for _, path in sorted(self._committed(), reverse=True):
-            if path.name in refused:
-                continue
-            fault = _fault(path)
-            if fault is None:
-                return path.name
-            self._broken.add(path.name)
-            log.warning("%s is passed over: %s", path, fault)
-        return ""
+        newest = self._steps.newest(refused)
+        return newest.name if newest is not None else ""
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint under ``root``, opened, or None. Local: any rank may ask."""
-        name = self._choose([])
-        return Checkpoint(self.root / name) if name else None
+        newest = self._steps.newest()
+        return Checkpoint(newest) if newest is not None else None
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
-        return sorted(step for step, _ in self._committed())
-
-    def _committed(self) -> list[tuple[int, Path]]:
-        found = []
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            match = self._pattern.fullmatch(path.name)
-            if match and (path / manifest.FILE_NAME).exists():
-                found.append((int(match["step"]), path))
-        return found
-
-    def _folders(self) -> list[Path]:
-        """All folders that are called like a step."""
-        found = self.root.iterdir() if self.root.is_dir() else ()
-        return [path for path in found if path.is_dir() and self._pattern.fullmatch(path.name)]
-
-    # Retention
-
-    def _sweep(self, just_saved: int | None) -> None:
-        """Delete committed steps that no rule keeps, and the leavings of dead saves. Failures cost space alone."""
-        try:
-            with self._sweeping:
-                committed = dict(self._committed())
-                if just_saved is not None and len(committed) > self.keep.last:
-                    metrics = {step: _metric(path) for step, path in committed.items()} if self.keep.best else {}
-                    kept = self.keep.kept({step: metrics.get(step) for step in committed})
-                    for step in sorted(set(committed) - kept - {just_saved}):
-                        delete_checkpoint(committed[step])
-                self._sweep_orphans()
-        except (StorageError, OSError) as error:
-            log.warning("sweeping %s failed: %s", self.root, error)
-
-    def _sweep_orphans(self) -> None:
-        for path in self._folders():
-            if path in self._writing_to:
-                continue
-            try:
-                sweep_beside(path, read_manifest(path))
-            except NotACheckpoint:
-                sweep_dead(path)
-            except (Damaged, Unsupported) as error:
-                log.debug("not swept: %s", error)
+        return list(self._steps.committed())
 
     # The end: signals, and what the ranks tell each other
 
@@ -505,33 +430,3 @@ class CheckpointManager:
             return None
         stall, total = (fmean(values) for values in zip(*self._timings, strict=True))
         return advise(mtbf, stall=stall, save=total, step=median(self._step_seconds))
-
-
-def _pattern_of(name: str) -> re.Pattern[str]:
-    parts = list(string.Formatter().parse(name))
-    if [field for _, field, _, _ in parts if field is not None] != ["step"]:
-        raise ValueError(f"name={name!r} must hold {{step}} once, as in 'step-{{step:09d}}'")
-    if "/" in name:
-        raise ValueError(f"name={name!r} must be one folder name")
-    return re.compile("".join(re.escape(text) + (r"(?P<step>\d+)" if field else "") for text, field, _, _ in parts))
-
-
-def _fault(path: Path) -> str | None:
-    """Why a committed checkpoint is not whole, by its manifest and its files' sizes; None if it is."""
-    try:
-        for file in read_manifest(path).data_files:
-            size = (path / file.path).stat().st_size
-            if size != file.bytes:
-                return f"{file.path} has {size} bytes instead of {file.bytes}"
-    except FileNotFoundError as error:
-        return str(error) if isinstance(error, HoldfastError) else f"{error.filename} is missing"
-    except (HoldfastError, OSError) as error:
-        return str(error)
-    return None
-
-
-def _metric(path: Path) -> float | None:
-    try:
-        return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=_Notes).metric
-    except (HoldfastError, KeyError, msgspec.MsgspecError):
-        return None
