@@ -33,6 +33,9 @@ from holdfast.ondisk import names
 from holdfast.save import RUN, label_of, local_folder, step_of
 from holdfast.saving import Saving
 
+LEAVE = 2.0
+"""Seconds that a thread whose save is given up gets to leave the store."""
+
 
 class Saver:
     """Saves in the background, so that training hardly notices; owns staging memory and a writer.
@@ -186,12 +189,17 @@ class Saver:
                 log.warning("%s is given up after %g s; a writer process may still finish it", saving.path, timeout)
                 self._closed = True
                 _open.discard(self)
+                # An interpreter must not end under a thread that is inside of the store; one that waits for a disk
+                # may stay where it is.
+                self._ranks.give_up()
+                for other in self._savings:
+                    if other._done.wait(LEAVE):
+                        _join(other)
                 return
         self._closed = True
         _open.discard(self)
         for saving in self._savings:
-            if saving._thread not in (None, threading.current_thread()) and saving._thread.is_alive():
-                saving._thread.join()
+            _join(saving)
         for hook in self._hooks:
             hook.remove()
         if self._worker is not None:
@@ -346,6 +354,12 @@ class _Taken:
             back, self._back = self._back, True
         if not back and self._number is not None:
             self._saver._give(self._number)
+
+
+def _join(saving: Saving) -> None:
+    """Wait until the thread of a save whose outcome is known has let go of everything."""
+    if saving._thread is not None and saving._thread is not threading.current_thread() and saving._thread.is_alive():
+        saving._thread.join()
 
 
 def _let_go(worker: Worker, slots: dict[int, Slot]) -> None:

@@ -73,6 +73,7 @@ class Ranks:
     calls: int = 0
     remembered: dict[str, Any] = field(default_factory=dict)
     main: Ranks | None = None
+    above: Ranks | None = None
     _limit: float = math.inf
     _caller: int | None = None
     _one_call: threading.Lock = field(default_factory=threading.Lock)
@@ -88,17 +89,21 @@ class Ranks:
         """
         store = None if self.store is None else _PrefixStore(name, self.store)
         main = self.main or self
-        return Ranks(self.rank, self.size, store, self.global_ranks, self.host, self.hosts, main=main)
+        return Ranks(self.rank, self.size, store, self.global_ranks, self.host, self.hosts, main=main, above=self)
 
     @property
     def limit(self) -> float:
         """The moment, by `time.monotonic`, that no wait outlasts."""
-        return (self.main or self)._limit
+        return min(self._limit, self.above.limit if self.above is not None else math.inf)
 
     def hurry(self, seconds: float) -> None:
         """From now on no wait of this process lasts longer than ``seconds`` from now; safe in a signal handler."""
         ranks = self.main or self
         ranks._limit = min(ranks._limit, time.monotonic() + seconds)
+
+    def give_up(self) -> None:
+        """End all waits of this lane, and of the lanes made from it, now."""
+        self._limit = -math.inf
 
     def at_leisure(self) -> None:
         """Take `hurry` back."""
