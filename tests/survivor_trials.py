@@ -151,6 +151,12 @@ class Rank:
         if self.trial.stage is not None:
             stages[self.trial.stage]()
 
+    def last(self, step: int, store: dist.TCPStore) -> int:
+        """The step after which all ranks stop, once told to: the same one, although they may be a step apart."""
+        if self.rank == 0 and self.root.with_name("stop").exists() and not store.check(["last"]):
+            store.set("last", str(step + 1 if self.trial.world > 1 else step - 1))
+        return int(store.get("last")) if store.check(["last"]) else step
+
     def train(self, port: int) -> None:
         os.setpgid(0, 0)  # a launcher kills the whole group of a trainer, so does the program
         trial = self.trial
@@ -160,7 +166,7 @@ class Rank:
         manager = CheckpointManager(self.root, every=1, worker=trial.worker, keep=Keep(last=99), signals=(), deadline=4)
         manager.prepare(state_of(0, self.rank, trial, trial.world))
         for step in range(1, STEPS + 1 if trial.stage else 1000):
-            if self.root.with_name("stop").exists():
+            if step > self.last(step, store):
                 break
             if trial.slow and step == STEP:
                 manager.wait()
