@@ -20,13 +20,19 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def show(rows: Rows, bars: list[Bar], facts: dict[str, object]) -> None:
-    """Print everything."""
+def tell_facts(facts: dict[str, object], *, width: int) -> Console:
+    """Print what one must know to read the figures; the console, so wide where there is no terminal."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=146)
+        console = Console(width=width)
     for name, value in facts.items():
         console.print(f"[dim]{name}: {value}[/dim]", highlight=False)
+    return console
+
+
+def show(rows: Rows, bars: list[Bar], facts: dict[str, object]) -> None:
+    """Print everything."""
+    console = tell_facts(facts, width=146)
     for work, found in rows.works().items():
         table = Table(title=f"{work} ({found[0].nbytes / 1e9:.2f} GB)", title_justify="left", title_style="bold")
         for i, column in enumerate(_COLUMNS):

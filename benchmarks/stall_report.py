@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
@@ -25,11 +24,7 @@ _COLUMNS = (
 
 def show(rows: Rows, bars: list[Bar], facts: dict[str, object]) -> None:
     """Print everything."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=166)
-    for name, value in facts.items():
-        console.print(f"[dim]{name}: {value}[/dim]", highlight=False)
+    console = report.tell_facts(facts, width=166)
     table = Table(title="saves beside training", title_justify="left", title_style="bold")
     for i, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 log = logging.getLogger("holdfast")
 
+BACKGROUND = "background save"
+"""The task of a save that nobody waits for."""
+
 
 @dataclass(frozen=True)
 class Event:

@@ -28,7 +28,7 @@ from holdfast.engine.state import Recall
 from holdfast.engine.still import Held, check_still, hold_still
 from holdfast.engine.worker import Worker, start
 from holdfast.errors import HoldfastError, SaveFailed
-from holdfast.events import log
+from holdfast.events import BACKGROUND, log
 from holdfast.ondisk import names
 from holdfast.save import RUN, label_of, local_folder, step_of
 from holdfast.saving import Saving
@@ -72,7 +72,6 @@ class Saver:
         # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
         made = main.remembered["savers"] = main.remembered.get("savers", 0) + 1
         self._ranks = main.lane(f"saver/{main.calls}.{made}")
-        self._calls = 0
         self._worker: Worker | None = None
         self._slots: dict[int, Slot] = {}
         self._count, self._free = slots, list(range(slots))
@@ -138,7 +137,7 @@ class Saver:
         saving, taken = Saving(folder, step), _Taken(self, number)
         before = self._savings[-1] if self._savings else None
         work = SaveWork(
-            self._ranks, folder, step, overwrite, run or RUN, taken, name="background save", leaves_part=True,
+            self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
             busy=number is None, recall=self._recall,
         )  # fmt: skip
         held: list[Held] = []
@@ -166,8 +165,9 @@ class Saver:
             if not isinstance(error, HoldfastError):  # an interrupt; what the ranks agreed on is told by the saving
                 raise
         saving._call = time.monotonic() - saving._began
-        if earlier is not None or work.interrupted is not None:
-            raise earlier or work.interrupted or HoldfastError()
+        for kept in (earlier, work.interrupted):
+            if kept is not None:
+                raise kept
         return saving
 
     def wait(self) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +66,6 @@ def different_fields(path: str) -> None:
 def test_dcp_1_fields_of_two_ranks_are_not_mixed(tmp_path: Path) -> None:
     error = _same_on_all(pool.attempt(2, different_fields, str(tmp_path / "c")), "Mismatch")
     assert "config/field 0" in error.text and "nothing on rank 1" in error.text
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 6 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True).returncode:
-        pytest.skip("mounting a small file system is not permitted here")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 def fill_disk(path: str, unreserved: bool) -> None:
@@ -273,7 +260,9 @@ def many_saves(root: str) -> list[int]:
     state = _state(0)
     for step in range(12):
         holdfast.save(state, f"{root}/{step}", step=step)
+        dist.barrier()  # until all have read the last verdict
         sizes.append(store.underlying_store.num_keys())
+        dist.barrier()  # before any begins the next save
     return sizes
 
 

@@ -26,6 +26,7 @@ from holdfast import saver as module
 from holdfast.engine import arena, courier, storage
 from holdfast.engine.ranks import ranks_of
 from tests import meshes, pool
+from tests.patience import wait_until
 
 LONG = 60.0
 WORKERS = ["thread", "process"]
@@ -85,15 +86,6 @@ def _gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def _wait_until(what: Any) -> None:
-    pause = threading.Event()
-    for _ in range(600):
-        if what():
-            return
-        pause.wait(0.05)
-    raise AssertionError("it did not come about")
 
 
 # What is written
@@ -222,7 +214,7 @@ def dropped(root: str, worker: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
     def settled() -> dict[str, Any]:
         # The thread of the last save may still be on its way out.
-        _wait_until(lambda: not any(t.name.startswith("holdfast") for t in threading.enumerate()))
+        wait_until(lambda: not any(t.name.startswith("holdfast") for t in threading.enumerate()))
         return _resources()
 
     use()
@@ -283,17 +275,6 @@ def test_a_device_that_fails_is_told_everywhere(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c-after", "c-before"], "nothing stays behind"
     _is_whole(tmp_path / "c-before", 1)
     _is_whole(tmp_path / "c-after", 4)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 6 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(mount)], capture_output=True).returncode:
-        pytest.skip("mounting a small file system is not permitted here")
-    yield mount
-    subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
 @pytest.mark.parametrize("unreserved", [False, True], ids=["when reserving", "when writing"])
@@ -497,7 +478,7 @@ def test_a_save_waits_for_a_slot(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=saves)
         thread.start()
-        _wait_until(lambda: len(began) == 2)
+        wait_until(lambda: len(began) == 2)
         thread.join(0.2)
         assert began == [0, 1]
         gate.set()

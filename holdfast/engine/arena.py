@@ -52,7 +52,7 @@ class Slot:
         self._pinned = False
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lent = 0
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -108,18 +108,11 @@ class Slot:
                 )
             self._lent -= 1
             self._free.put(window.start // self.window)
-            self._lock.notify_all()
-
-    def wait_back(self) -> None:
-        """Until every window is back."""
-        with self._lock:
-            self._lock.wait_for(lambda: not self._lent)
 
     def attach(self, worker: Worker) -> None:
         """Make the memory known to another worker; the last one is gone and brings nothing back."""
         with self._lock:
             self.worker, self._lent = worker, 0
-            self._lock.notify_all()
             self.generation += 1
             if self._memory is not None:
                 worker.map(self.number, memoryview(self._memory), self._fd)

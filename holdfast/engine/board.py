@@ -39,7 +39,7 @@ class Board:
 
     def put(self, notice: Notice) -> None:
         """Put a notice up, unless one of its kind that speaks of the same step hangs there."""
-        while not any((n.kind, n.of if n.kind == "failed" else 0) == _subject(notice) for n in self._seen):
+        while not any(_subject(seen) == _subject(notice) for seen in self._seen):
             found = notice
             if self._store is not None:
                 mine = msgspec.json.encode(notice).decode()

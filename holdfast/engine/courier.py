@@ -97,11 +97,11 @@ class Courier:
     def write(self, job: int, file: int, slot: int, start: int, nbytes: int, offset: int) -> None:
         """Write ``nbytes`` of a slot from ``start`` on to ``offset`` of a file."""
         target = self._files[file]
-        with target.idle:
-            target.pending += 1
         # To whole sectors where the write is direct: what follows is padding, of memory and of the file.
         padded = -(-nbytes // SECTOR) * SECTOR
         view = self._memory[slot][start : start + padded]
+        with target.idle:
+            target.pending += 1
 
         def work() -> None:
             fault = target.fault or _attempt("write", target.path, lambda: _write(target, view, nbytes, offset))

@@ -25,19 +25,18 @@ def commit_late(folder: Path, *, patience: float = 0.0) -> Manifest | None:
     """
     if (folder / manifest.FILE_NAME).exists():
         return None
-    saves = {part.save_of(path) for path in storage.files_below(folder)} - {None}
     until = time.monotonic() + patience
     while _is_written_to(folder):
         if time.monotonic() > until:
             return None
         time.sleep(0.05)
-    for save in sorted({part.save_of(path) for path in storage.files_below(folder)} - {None} | saves, key=str):
+    for save in sorted({found for path in storage.files_below(folder) if (found := part.save_of(path))}):
         try:
-            record = _prove(folder, str(save))
+            record = _prove(folder, save)
             if record is not None:
                 commit(folder, record, replaces=False)
                 log.info("%s: committed save %s, which all its ranks had finished", folder, save)
-                take_away(folder, str(save))
+                take_away(folder, save)
                 return record
         except (HoldfastError, OSError) as error:
             log.warning("%s: save %s is finished but cannot be committed: %s", folder, save, error)

@@ -72,7 +72,6 @@ class Ranks:
     hosts: list[str] | None = None
     calls: int = 0
     remembered: dict[str, Any] = field(default_factory=dict)
-    main: Ranks | None = None
     above: Ranks | None = None
     _limit: float = math.inf
     _caller: int | None = None
@@ -88,8 +87,12 @@ class Ranks:
         ``name`` must be equal on every rank and never used before.
         """
         store = None if self.store is None else _PrefixStore(name, self.store)
-        main = self.main or self
-        return Ranks(self.rank, self.size, store, self.global_ranks, self.host, self.hosts, main=main, above=self)
+        return Ranks(self.rank, self.size, store, self.global_ranks, self.host, self.hosts, above=self)
+
+    @property
+    def main(self) -> Ranks:
+        """The ranks that this lane, if it is one, was made from in the end."""
+        return self if self.above is None else self.above.main
 
     @property
     def limit(self) -> float:
@@ -98,8 +101,7 @@ class Ranks:
 
     def hurry(self, seconds: float) -> None:
         """From now on no wait of this process lasts longer than ``seconds`` from now; safe in a signal handler."""
-        ranks = self.main or self
-        ranks._limit = min(ranks._limit, time.monotonic() + seconds)
+        self.main._limit = min(self.main._limit, time.monotonic() + seconds)
 
     def give_up(self) -> None:
         """End all waits of this lane, and of the lanes made from it, now."""
@@ -107,7 +109,7 @@ class Ranks:
 
     def at_leisure(self) -> None:
         """Take `hurry` back."""
-        (self.main or self)._limit = math.inf
+        self.main._limit = math.inf
 
     @contextmanager
     def call(self, label: str, *, deadline: float = DEADLINE, saving: bool = False) -> Iterator[Call]:
@@ -233,7 +235,7 @@ class Call:
             )
         self._round += 1
         if verdict.hosts is not None:
-            ranks.hosts = (ranks.main or ranks).hosts = verdict.hosts
+            ranks.hosts = ranks.main.hosts = verdict.hosts
         return verdict
 
     def _forget(self, base: str) -> None:

@@ -217,18 +217,18 @@ class ProcessWorker:
             raise HoldfastError(self._dead or "the writer process does not listen") from None
 
     def _read_answers(self) -> None:
-        left = b""
-        while True:
-            try:
-                got = self._socket.recv(1 << 16)
-            except OSError:
-                got = b""
-            if not got:
-                break
-            *lines, left = (left + got).split(b"\n")
-            for line in lines:
-                job, fault = json.loads(line)
-                self._futures.answer(job, None if fault is None else Fault(*fault))
+        try:
+            left = b""
+            while got := self._socket.recv(1 << 16):
+                *lines, left = (left + got).split(b"\n")
+                for line in lines:
+                    job, fault = json.loads(line)
+                    self._futures.answer(job, None if fault is None else Fault(*fault))
+        except OSError:
+            pass  # it has ended, and how is told below
+        except Exception:  # noqa: BLE001 - whoever waits for an answer is told below that none will come
+            log.exception("the writer process %d gave an answer that makes no sense", self.pid)
+            self._process.kill()
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
         self._dead = (

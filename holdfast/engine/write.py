@@ -145,7 +145,6 @@ class Writing:
         """Wait until every window is written, so that the slot is free for the next save."""
         for stream in self._streams.values():
             stream.wait()
-        self.slot.wait_back()  # a future wakes who waits for it before it brings its window back
 
     def finish(self) -> None:
         """Wait until all is durable."""
@@ -166,7 +165,6 @@ class Writing:
             stream.settle()
         for future in self._done:
             future.exception()
-        self.slot.wait_back()
         self.slot.worker.drop([stream.file for stream in self._streams.values()])
 
 
@@ -330,7 +328,7 @@ class _Stream:
         except BaseException:
             self.slot.give(window)
             raise
-        back: Future[None] = Future()
+        back: Future[None] = Future()  # `written` itself wakes who waits for it before its callback is called
         self._going.append(back)
         self.offset += used
 

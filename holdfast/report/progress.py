@@ -19,9 +19,6 @@ PATIENCE = 2.0
 """Seconds before a bar appears."""
 
 
-BACKGROUND = "background save"
-
-
 class Bars:
     """The bars of this process: one for each task under way, shown from `PATIENCE` seconds on."""
 
@@ -36,7 +33,7 @@ class Bars:
         with self._lock:
             if event.kind == "end":
                 self._drop(key)
-            elif event.task == BACKGROUND:
+            elif event.task == events.BACKGROUND:
                 pass  # nobody waits for it, and a bar would stand in the way of the training loop's own
             elif event.kind == "advance" and event.seconds >= PATIENCE and event.total and _wanted():
                 if key not in self._shown:

@@ -14,15 +14,8 @@ from hypothesis import strategies as st
 
 from holdfast.engine.arena import Slot, windows_for
 from holdfast.engine.courier import SECTOR
-from holdfast.engine.worker import ThreadWorker, Worker, start
+from holdfast.engine.worker import ThreadWorker, Worker
 from holdfast.errors import HoldfastError
-
-
-@pytest.fixture(params=["thread", "process"])
-def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
-    made = start(request.param)
-    yield made
-    made.close()
 
 
 @pytest.fixture

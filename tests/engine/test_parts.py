@@ -22,6 +22,7 @@ from holdfast.engine import parts, storage
 from holdfast.engine.parts import commit_late
 from holdfast.ondisk import part
 from tests import pool
+from tests.patience import wait_until
 
 LONG = 60.0
 
@@ -43,15 +44,6 @@ def _is(path: Path, step: int) -> None:
     assert torch.equal(into["a"]["w"], expected["a"]["w"]) and torch.equal(into["b"]["v"], expected["b"]["v"])
     assert into["mine"].value == [step] and into["step"] == step
     assert not (path / "parts").exists()
-
-
-def _wait_until(what: Any) -> None:
-    pause = threading.Event()
-    for _ in range(600):
-        if what():
-            return
-        pause.wait(0.05)
-    raise AssertionError("it did not come about")
 
 
 def _gone(pid: int) -> bool:
@@ -113,7 +105,7 @@ def test_what_was_staged_when_the_trainer_died_is_committed_late(moment: str, tm
     pid = killed(tmp_path / "c", moment)
     record = commit_late(tmp_path / "c", patience=LONG)
     assert record is not None and record.step == 3
-    _wait_until(lambda: _gone(pid))
+    wait_until(lambda: _gone(pid))
     _is(tmp_path / "c", 3)
     checkpoint = holdfast.open(tmp_path / "c")
     checkpoint.verify()
@@ -124,7 +116,7 @@ def test_what_was_staged_when_the_trainer_died_is_committed_late(moment: str, tm
 
 def test_what_was_not_staged_is_not_committed(tmp_path: Path) -> None:
     pid = killed(tmp_path / "c", "staging")
-    _wait_until(lambda: _gone(pid))
+    wait_until(lambda: _gone(pid))
     assert commit_late(tmp_path / "c", patience=LONG) is None
     with pytest.raises(holdfast.NotACheckpoint):
         holdfast.open(tmp_path / "c")
@@ -134,7 +126,7 @@ def test_what_was_not_staged_is_not_committed(tmp_path: Path) -> None:
 
 def test_nothing_is_committed_while_a_writer_is_at_it(tmp_path: Path) -> None:
     pid = killed(tmp_path / "c", "written")
-    _wait_until(lambda: _gone(pid))
+    wait_until(lambda: _gone(pid))
     file = next((tmp_path / "c" / "a").iterdir())
     fd = os.open(file, os.O_RDONLY)
     storage._lock(fd)
@@ -178,6 +170,20 @@ def test_a_finished_save_of_two_ranks(finished: Path) -> None:
     checkpoint.verify()
     assert torch.equal(checkpoint.read("a/w"), _state(5)["a"]["w"])
     assert checkpoint.world_size == 2 and not (finished / "parts").exists()
+
+
+def test_recover_is_the_way_without_a_manager(finished: Path) -> None:
+    with pytest.raises(holdfast.NotACheckpoint, match=r"holdfast\.recover"):
+        holdfast.open(finished)
+    assert holdfast.recover(finished).step == 5
+    assert holdfast.recover(finished).manifest.save == holdfast.open(finished).manifest.save
+
+
+def test_recover_of_what_was_never_finished(finished: Path) -> None:
+    next((finished / "parts").iterdir()).unlink()
+    with pytest.raises(holdfast.NotACheckpoint):
+        holdfast.recover(finished)
+    assert not (finished / "manifest.json").exists()
 
 
 def _data(folder: Path) -> Path:

@@ -24,13 +24,6 @@ from holdfast.errors import HoldfastError, StorageError
 LONG = 30.0
 
 
-@pytest.fixture(params=["thread", "process"])
-def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
-    made = start(request.param)
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def process() -> Iterator[ProcessWorker]:
     made = ProcessWorker()
