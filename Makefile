@@ -31,10 +31,12 @@ bench: $(READY)  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.gpu_stall
+	$(BIN)/python -m benchmarks.unshard
 
 bench-quick: $(READY)  ## the same in small
 	$(BIN)/python -m benchmarks.bench --quick
 	$(BIN)/python -m benchmarks.stall --quick
+	$(BIN)/python -m benchmarks.unshard --quick
 
 clean:  ## remove what the other targets made, but for the environment in .venv
 	rm -rf demo-run bench-out build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -1,7 +1,11 @@
 """holdfast: saves the state of a distributed training run and gets it back, whole, on any number of ranks."""
 
+from importlib import import_module
+from typing import Any
+
 from holdfast.checkpoint import Checkpoint, TensorInfo, recover
 from holdfast.checkpoint import open_checkpoint as open
+from holdfast.convert import convert
 from holdfast.engine.state import RNG, PerRank, Shard
 from holdfast.errors import (
     Damaged,
@@ -14,6 +18,7 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.events import Event, install, listen
+from holdfast.export.work import Converted
 from holdfast.interval import Advice
 from holdfast.keep import Keep
 from holdfast.load import Loaded, load
@@ -26,11 +31,20 @@ from holdfast.version import __version__
 
 install(Bars())
 
+
+def __getattr__(name: str) -> Any:
+    # Loaded when it is first asked for: it brings all of torch.distributed.checkpoint with it.
+    if name == "dcp":
+        return import_module("holdfast.dcp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "RNG",
     "Advice",
     "Checkpoint",
     "CheckpointManager",
+    "Converted",
     "Damaged",
     "Event",
     "HoldfastError",
@@ -49,6 +63,7 @@ __all__ = [
     "Timing",
     "Unsupported",
     "__version__",
+    "convert",
     "listen",
     "load",
     "open",

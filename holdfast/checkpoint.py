@@ -20,8 +20,9 @@ from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.parts import commit_late
 from holdfast.engine.ranges import Verify
-from holdfast.engine.read import DataFiles, ReadStats, Wanted, check_file, read_boxes
+from holdfast.engine.read import DataFiles, Files, ReadStats, Wanted, check_file, read_boxes
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
+from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.manifest import Manifest, TensorRecord
@@ -54,12 +55,13 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """A committed checkpoint, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
+    """A checkpoint, ours or foreign, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
 
-    def __init__(self, folder: Path, seconds: float = 0.0) -> None:
-        self.path = folder
+    def __init__(self, path: Path, seconds: float = 0.0, *, foreign: Foreign | None = None) -> None:
+        self.path = path
         self.seconds = seconds
         """How long the save took that returned this; 0.0 if it was opened."""
+        self._foreign = foreign
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r})"
@@ -67,11 +69,31 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """The commit record. Raises NotACheckpoint, Unsupported or Damaged, saying which and what to do."""
-        return read_manifest(self.path)
+        return read_manifest(self.path) if self._foreign is None else self._foreign.manifest
 
     @cached_property
-    def files(self) -> DataFiles:
+    def files(self) -> Files:
+        """Where the bytes lie."""
+        return self._data_files if self._foreign is None else self._foreign.files
+
+    @cached_property
+    def _data_files(self) -> DataFiles:
         return DataFiles(self.path, self.manifest.data_files)
+
+    @property
+    def format(self) -> str:
+        """What wrote it: ``"holdfast"``, or the name of a foreign format."""
+        return self.manifest.format if self._foreign is None else self._foreign.format
+
+    @property
+    def reading(self) -> str:
+        """Which reading of the path was taken where several were possible; empty for ours."""
+        return "" if self._foreign is None else self._foreign.reading
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """What a foreign file holds that has no place in a state, by path, with the reason."""
+        return {} if self._foreign is None else self._foreign.left_out
 
     @property
     def step(self) -> int | None:
@@ -115,10 +137,14 @@ class Checkpoint:
     @property
     def attachments(self) -> Mapping[str, int]:
         """Names of the attached files with their bytes."""
+        if self._foreign is not None:
+            return {name: path.stat().st_size for name, path in self._foreign.attachments.items()}
         return {self._attachment_name(path): size for path, size, _ in self.manifest.attachments}
 
     def attachment(self, name: str) -> bytes:
         """The content of an attached file. Raises KeyError for an unknown name, Damaged if it was altered."""
+        if self._foreign is not None and name in self._foreign.attachments:
+            return storage.read_small(self._foreign.attachments[name])
         for path, size, digest in self.manifest.attachments:
             if self._attachment_name(path) == name:
                 try:
@@ -157,8 +183,10 @@ class Checkpoint:
 
     def per_rank(self, path: str, rank: int) -> Any:
         """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
+        if self._foreign is not None:
+            return materialized(self._foreign.per_rank[path][rank], self.path)
         index = manifest.expand(self.manifest.per_rank[path])[rank]
-        header = self.files.header(index)
+        header = self._data_files.header(index)
         base = f"{names.in_section(path)}@{rank}"
 
         def fetch(key: str) -> torch.Tensor:
@@ -195,12 +223,18 @@ class Checkpoint:
         return nest(leaves, containers)
 
     def verify(self) -> ReadStats:
-        """Read and check every byte. Raises Damaged, listing every file and tensor that is hit."""
+        """Read and check every byte. Raises Damaged, listing every file and tensor that is hit.
+
+        Of a foreign checkpoint every byte of every tensor is read; what the format keeps no sum of is counted as
+        ``unverified``.
+        """
+        if self._foreign is not None:
+            return verify_foreign(self._foreign, self.path)
         stats, faults = ReadStats(), []
         with events.task("verify", str(self.path), total=self.nbytes) as task:
             for index, record in enumerate(self.manifest.data_files):
                 try:
-                    faults += check_file(self.files, index, stats, task.advance)
+                    faults += check_file(self._data_files, index, stats, task.advance)
                 except Damaged as error:
                     faults.append(str(error))
                 task.advance(record.header_bytes)
@@ -219,7 +253,7 @@ class Checkpoint:
         record = self.manifest.tensors[name]
         for box, index in record.boxes():
             try:
-                pieces = self.files.header(index).pieces
+                pieces = self._data_files.header(index).pieces
             except Damaged:
                 continue  # told once, with the file
             key = datafile.key_of(names.in_section(name), box, record.shape)
@@ -240,13 +274,22 @@ def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str]) -> tuple[i
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at ``path``: its manifest is read and proved, nothing else.
+    """Open the checkpoint at ``path``, ours or of a foreign format: what describes it is read and proved, nothing else.
 
+    ``path``: a folder, a file, or a template with ``{rank}``, as the format's users name it (see docs/formats.md).
     Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
     future, Damaged if the manifest was altered.
     """
-    checkpoint = Checkpoint(Path(os.path.abspath(os.path.expanduser(os.fspath(path)))))
-    checkpoint.manifest  # noqa: B018 - reading it is the check
+    target = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+    checkpoint = Checkpoint(target)
+    try:
+        checkpoint.manifest  # noqa: B018 - reading it is the check
+    except NotACheckpoint:
+        foreign = open_foreign(target)
+        if foreign is None:
+            raise
+        checkpoint = Checkpoint(target, foreign=foreign)
+        events.log.info("%s: read as %s%s", target, foreign.format, f" ({foreign.reading})" if foreign.reading else "")
     return checkpoint
 
 
@@ -281,7 +324,7 @@ def _what_is_there(folder: Path) -> str:
         )
     if folder.is_file():
         hint = f"; the checkpoint is its folder {folder.parent}" if folder.name == manifest.FILE_NAME else ""
-        return f"{folder} is a file, a checkpoint is a folder{hint}"
+        return f"{folder} is a file of no format that holdfast reads (docs/formats.md lists them){hint}"
     below = sorted(p.parent.name for p in folder.glob(f"*/{manifest.FILE_NAME}"))
     if below:
         return f"{folder} holds checkpoints but is none itself: open one of {', '.join(below[-5:])}"
@@ -289,7 +332,7 @@ def _what_is_there(folder: Path) -> str:
         return f"{folder} holds a save that never committed; holdfast.recover commits it if all its ranks had finished"
     if any(folder.rglob("*.safetensors")):
         return f"{folder} holds data but no manifest.json: a save that never committed, or another program's files"
-    return f"{folder} holds no manifest.json, so it is no checkpoint"
+    return f"{folder} holds no manifest.json, and no checkpoint of a format that holdfast reads (docs/formats.md)"
 
 
 def _box_of(name: str, shape: Sequence[int], box: Sequence[slice | tuple[int, int]]) -> Box:

@@ -23,12 +23,14 @@ from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.read import Wanted, read_boxes
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
+from holdfast.engine.state.ids import names_for_ids, optimizers_of
 from holdfast.engine.state.per_rank import choose, no_rule
 from holdfast.engine.still import wait_for_copies
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.box import whole
-from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.manifest import FORMAT, TensorRecord
+from holdfast.ondisk.values import JSON
 
 Rename = Mapping[str, str] | Callable[[str], str]
 _SHOWN = 200
@@ -71,6 +73,9 @@ def load(
     Called by every rank of ``group``; each reads only the bytes that its own shards need. Strict: every name of
     ``into`` must be in the checkpoint and the other way round, with equal shapes and dtypes.
 
+    ``path`` may be a checkpoint of another library too (docs/formats.md): what it holds under first keys that
+    ``into`` lacks is skipped, and optimizer state under integer ids goes by the order of the live parameters.
+
     ``only``: patterns over names (``"model"``, ``"model/*.weight"``); the rest is left alone on both sides.
     ``rename``: saved names to names of ``into``: a mapping of names or leading paths, or a function.
     ``cast``: convert where dtypes differ. ``missing="keep"``: what the checkpoint lacks stays as it is.
@@ -86,13 +91,14 @@ def load(
     began = monotonic()
     label = f"load {os.path.abspath(os.fspath(path))}"
     with no_collection(), ranks.call(label, deadline=deadline) as call:
-        match: list[_Match] = []
+        match: list[Match] = []
 
         def compare() -> _Fit:
             checkpoint = open_checkpoint(path)
-            target = _target_names(rename)
-            saved = _saved(checkpoint, target, only)
-            found = _Match(checkpoint, target, saved, only, cast, collect(into, ranks, saved))
+            asked = _asked(checkpoint, only, into)
+            target, values = named_ids(checkpoint, _target_names(rename), into)
+            saved = saved_names(checkpoint, target, values, asked)
+            found = Match(checkpoint, target, saved, asked, cast, collect(into, ranks, saved))
             match.append(found)
             return found.compare(keep=missing == "keep", world_size=ranks.size)
 
@@ -162,32 +168,68 @@ def _target_names(rename: Rename | None) -> Callable[[str], str]:
     return renamed
 
 
-def _saved(checkpoint: Checkpoint, target: Callable[[str], str], only: Patterns) -> Saved:
+def _asked(checkpoint: Checkpoint, only: Patterns, into: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Whether a name, as the target calls it, is to be loaded."""
+    if checkpoint.format == FORMAT or only != "*":
+        return lambda name: matches(name, only)
+    # Other trainers keep much that no object here could take (their timers, their arguments): of a foreign
+    # checkpoint what the target has no section for is skipped, and listed as skipped.
+    sections = {names.escape(key) for key in into if isinstance(key, str)}
+    return lambda name: name.partition("/")[0] in sections
+
+
+def named_ids(
+    checkpoint: Checkpoint, target: Callable[[str], str], into: Mapping[str, Any]
+) -> tuple[Callable[[str], str], dict[str, JSON]]:
+    """``target`` and the saved values, with state under integer ids called by its parameters' names."""
+    found = dict(checkpoint.manifest.values)
+    states: dict[str, str] = {}
+    renamed = {target(name): name for name in found}
+    for path in optimizers_of(renamed):
+        named, params = names_for_ids(path, {name: found[source] for name, source in renamed.items()}, into)
+        states.update(named)
+        found.update((renamed[at], fqn) for at, fqn in params.items())
+    if not states:
+        return target, found
+
+    def called(name: str) -> str:
+        own = target(name)
+        head = own.rpartition("/")[0]
+        while head and head not in states:
+            head = head.rpartition("/")[0]
+        return states[head] + own[len(head) :] if head else own
+
+    return called, found
+
+
+def saved_names(
+    checkpoint: Checkpoint, target: Callable[[str], str], found: Mapping[str, JSON], asked: Callable[[str], bool]
+) -> Saved:
     tensors = {}
     for name, record in checkpoint.records.items():
-        if matches(target(name), only):
+        if asked(target(name)):
             tensors[target(name)] = (record.dtype, record.shape)
-    return Saved(tensors, {target(p): v for p, v in checkpoint.manifest.values.items() if matches(target(p), only)})
+    return Saved(tensors, {target(p): v for p, v in found.items() if asked(target(p))})
 
 
-class _Match:
+class Match:
     """The comparison of one checkpoint with one rank's target, and the reading that follows from it."""
 
     def __init__(
-        self, checkpoint: Checkpoint, target: Callable[[str], str], saved: Saved, only: Patterns, cast: bool,
-        collected: Collected,
+        self, checkpoint: Checkpoint, target: Callable[[str], str], saved: Saved, asked: Callable[[str], bool],
+        cast: bool, collected: Collected,
     ) -> None:  # fmt: skip
-        self.checkpoint, self.saved, self.only, self.may_cast, self.state = checkpoint, saved, only, cast, collected
+        self.checkpoint, self.saved, self.asked, self.may_cast, self.state = checkpoint, saved, asked, cast, collected
         self.loaded = Loaded(checkpoint)
         manifest = checkpoint.manifest
         self.source = {target(name): name for name in checkpoint.records}
-        self.per_rank = {target(p): p for p in manifest.per_rank if matches(target(p), only)}
+        self.per_rank = {target(p): p for p in manifest.per_rank if asked(target(p))}
         self.containers = {target(p): kind for p, kind in manifest.containers.items()}
         everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
         for name in everything:
             if target(name) != name:
                 self.loaded.renamed[name] = target(name)
-            if not matches(target(name), only):
+            if not asked(target(name)):
                 self.loaded.skipped.append(name)
         if len({target(name) for name in everything}) < len(everything):
             raise Mismatch(f"rename= gives two saved names of {checkpoint.path} the same new name")
@@ -213,14 +255,14 @@ class _Match:
                     except Mismatch as error:
                         misfits.append(str(error))
                 self.loaded.restored += [name for name in leaves if name in self.saved.values]
-            elif matches(slot.path, self.only):
+            elif self.asked(slot.path):
                 missing.append(slot.path)
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 misfits += no_rule(path, leaf.elsewhere, self.checkpoint.world_size, world_size)
                 self.claimed.add(path)
                 self.loaded.restored.append(path)
-            elif matches(path, self.only):
+            elif self.asked(path):
                 missing.append(path)
         everything = sorted({*self.saved.tensors, *self.saved.values, *self.per_rank})
         bits = bytearray(-(-len(everything) // 8))
@@ -236,7 +278,7 @@ class _Match:
         for alias, name in self.state.aliases.items():
             tied.setdefault(name, []).append(alias)
         for name, entry in self.state.entries.items():
-            if name in self.state.aliases or not matches(name, self.only):
+            if name in self.state.aliases or not self.asked(name):
                 continue
             names_of_it = [name, *tied.get(name, ())]
             found = [n for n in names_of_it if n in self.saved.tensors]
@@ -269,7 +311,7 @@ class _Match:
         found = [
             n for n in (slot.path, *self.below.get(slot.path, ())) if n in self.saved.values or n in self.containers
         ]
-        if not any(n in self.saved.values or matches(n, self.only) for n in found):
+        if not any(n in self.saved.values or self.asked(n) for n in found):
             found = []
         if slot.whole:
             for name in self.below.get(slot.path, ()):

@@ -57,20 +57,20 @@ def save_in(
     call: Call, state: Mapping[str, Any], folder: Path, *, step: int | None, files: Attached, overwrite: bool, run: str
 ) -> None:
     """All of a save, within a call of the ranks that is under way."""
-    with _Ring() as ring:
+    with Ring() as ring:
         work = SaveWork(call.ranks, folder, step, overwrite, run, ring)
         work.gather(state, files)
         work.plan(call)
         work.settle(call)
 
 
-class _Ring:
+class Ring:
     """A few windows that go round, and threads that write them, for one save."""
 
     def __init__(self) -> None:
         self._worker = ThreadWorker()
 
-    def __enter__(self) -> _Ring:
+    def __enter__(self) -> Ring:
         return self
 
     def __exit__(self, *_: object) -> None:

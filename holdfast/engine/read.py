@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,7 +27,7 @@ from holdfast.errors import Damaged
 from holdfast.ondisk import blocks, datafile, dtypes, names
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box, intersect, relative
-from holdfast.ondisk.datafile import Header
+from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import FileRecord, TensorRecord
 
 READERS = 4
@@ -58,8 +59,23 @@ class ReadStats:
             self.read += read
 
 
+class Files(Protocol):
+    """Where the pieces of a checkpoint lie: what the reader asks of our data files, and of foreign ones."""
+
+    def path(self, index: int) -> Path:
+        """The file of that number, for errors."""
+
+    def piece(
+        self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
+    ) -> tuple[Piece, Sequence[str]]:
+        """The bytes of one cell of a tensor, and the sums of their blocks (none, if the format has none)."""
+
+    def opened(self, index: int) -> AbstractContextManager[tuple[int, int | None]]:
+        """Descriptors of a file: cached, and direct if that can be had."""
+
+
 class DataFiles:
-    """The data files of one checkpoint: headers read once and proved, descriptors opened once."""
+    """The data files of one checkpoint: headers read once and proved."""
 
     def __init__(self, folder: Path, records: Sequence[FileRecord]) -> None:
         self.folder, self.records = folder, records
@@ -97,9 +113,18 @@ class DataFiles:
         except ValueError as error:
             raise _damaged(path, f"cannot be read: {error}") from None
 
+    def piece(
+        self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
+    ) -> tuple[Piece, Sequence[str]]:
+        header = self.header(index, stats)
+        key = datafile.key_of(names.in_section(name), cell, record.shape)
+        piece = header.pieces.get(key)
+        if piece is None or piece.dtype != record.dtype or piece.nbytes != cell.size * dtypes.itemsize(record.dtype):
+            raise _damaged(self.path(index), f"does not hold {key} as the manifest says")
+        return piece, header.sums.get(key, ())
+
     @contextmanager
     def opened(self, index: int) -> Iterator[tuple[int, int | None]]:
-        """Descriptors of a file: cached, and direct if that can be had."""
         try:
             cached, direct = open_to_read(self.path(index))
         except FileNotFoundError:
@@ -119,7 +144,7 @@ def _damaged(path: Path, what: str) -> Damaged:
 
 
 def read_boxes(
-    files: DataFiles, wanted: Iterable[Wanted], *, verify: Verify = True, progress: Callable[[int], None] | None = None
+    files: Files, wanted: Iterable[Wanted], *, verify: Verify = True, progress: Callable[[int], None] | None = None
 ) -> ReadStats:
     """Fill every view. Raises Damaged, naming file and tensor, for a missing, short or altered file.
 
@@ -134,21 +159,33 @@ def read_boxes(
         for share in _shares(files, want, stats):
             plans.setdefault(share.file, []).append(share)
     round_up = rounds_up((share for shares in plans.values() for share in shares), verify, stats.needed)
-    with ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-read") as pool, ExitStack() as stack:
-        pending: list[Future[None]] = []
+    pending: deque[Future[None]] = deque()
+    opened: deque[tuple[int, ExitStack]] = deque()  # each with the number of jobs after which it is not needed
+    finished = 0
+
+    def settle(left: int) -> None:
+        nonlocal finished
+        while len(pending) > left:
+            pending.popleft().result()
+            finished += 1
+        while opened and opened[0][0] <= finished:
+            opened.popleft()[1].close()
+
+    # The pool is left first: no file is closed while a job may still read it.
+    with ExitStack() as stack, ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-read") as pool:
         for index in sorted(plans):
-            descriptors = stack.enter_context(files.opened(index))
+            one = stack.enter_context(ExitStack())
+            descriptors = one.enter_context(files.opened(index))
             source = _Source(files.path(index), *descriptors, stats)
             shares = sorted(plans[index], key=lambda share: share.piece.begin)
             ranges = (r for share in shares for r in ranges_of(share, verify, round_up=round_up))
             for job in jobs_of(ranges):
                 if verify:
                     stats.unverified += sum(r.wanted for r in job if r.sum is None)
-                while len(pending) >= 4 * READERS:  # bounded: no more host copies alive than are being filled
-                    pending.pop(0).result()
+                settle(4 * READERS - 1)  # bounded: no more host copies alive than are being filled
                 pending.append(pool.submit(_run, source, job, progress))
-        for future in pending:
-            future.result()
+            opened.append((finished + len(pending), one))
+        settle(0)
     return stats
 
 
@@ -184,17 +221,12 @@ def check_file(files: DataFiles, index: int, stats: ReadStats, progress: Callabl
     return faults
 
 
-def _shares(files: DataFiles, want: Wanted, stats: ReadStats) -> Iterator[Share]:
+def _shares(files: Files, want: Wanted, stats: ReadStats) -> Iterator[Share]:
     record, box = want.record, want.box
-    base = names.in_section(want.name)
     for cell, index in record.touching(box):
-        header = files.header(index, stats)
-        key = datafile.key_of(base, cell, record.shape)
-        piece = header.pieces.get(key)
-        if piece is None or piece.dtype != record.dtype or piece.nbytes != cell.size * dtypes.itemsize(record.dtype):
-            raise _damaged(files.path(index), f"does not hold {key} as the manifest says")
+        piece, sums = files.piece(index, want.name, cell, record, stats)
         if cell == box:
-            yield Share(index, piece, header.sums.get(key, ()), box, box, want.view, record.dtype)
+            yield Share(index, piece, sums, box, box, want.view, record.dtype)
             continue
         share = intersect(cell, box)
         if share is None:
@@ -203,7 +235,7 @@ def _shares(files: DataFiles, want: Wanted, stats: ReadStats) -> Iterator[Share]
         for dim, (start, length) in enumerate(zip(*relative(share, box), strict=True)):
             if length != view.shape[dim]:
                 view = view.narrow(dim, start, length)
-        yield Share(index, piece, header.sums.get(key, ()), share, cell, view, record.dtype)
+        yield Share(index, piece, sums, share, cell, view, record.dtype)
 
 
 def _run(source: _Source, job: list[Range], progress: Callable[[int], None] | None) -> None:

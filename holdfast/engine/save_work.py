@@ -29,7 +29,7 @@ from holdfast.engine.commit import (
     place_attachments,
     read_attachments,
 )
-from holdfast.engine.device import Moments
+from holdfast.engine.device import Moments, devices_of
 from holdfast.engine.folder import prepare, withdraw
 from holdfast.engine.images import images_of
 from holdfast.engine.layout import Layout, OwnedJoin, join_owned, layout_of, owned_values
@@ -114,6 +114,8 @@ class SaveWork:
         """Collect the state and the attached files; ``then`` may look at ``collected``, and fail as well."""
         with self._keeping_failure():
             self.collected = collect(state, self.ranks, recall=self.recall)
+            # What is copied is what the streams that train will have computed when they come to this moment.
+            self.after = Moments.now(devices_of(self.collected.tensors()))
             self._layout = layout_of(self.collected)
             for name in attachments:
                 check_attachment(name)

@@ -131,6 +131,6 @@ def test_file_descriptors_and_threads_do_not_grow(tmp_path: Path) -> None:
 
 
 def test_windows_are_few_for_small_saves() -> None:
-    with sys.modules["holdfast.save"]._Ring() as ring:
+    with sys.modules["holdfast.save"].Ring() as ring:
         assert ring.take([10], pinned=False).nbytes == 4096
         assert ring.take([1 << 40, 10], pinned=False).nbytes <= 128 << 20

@@ -94,6 +94,13 @@ class Collected:
     slots: list[Slot] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All memory that the leaves are views of."""
+        for entry in self.entries.values():
+            yield from (view.tensor for view in entry.views)
+        for leaf in self.per_rank.values():
+            yield from leaf.tensors.values()
+
 
 @dataclass(frozen=True)
 class Saved:

@@ -117,6 +117,12 @@ def _call_parameters(path: str, optimizer: Optimizer, known: dict[int, tuple[str
     return called
 
 
+def parameter_fqns(path: str, optimizer: Optimizer, known: dict[int, tuple[str, Named]]) -> list[list[str]]:
+    """The FQNs of an optimizer's parameters, group by group, in torch's order."""
+    called = _call_parameters(path, optimizer, known)
+    return [[fqn for p in group["params"] for fqn in called[id(p)].fqns] for group in optimizer.param_groups]
+
+
 def _renamed(part: FlatPart, fqn: str) -> FlatPart:
     return FlatPart(fqn, part.shape, part.start, part.stop, part.offset)
 
@@ -288,7 +294,15 @@ Live = list[tuple[dict[str, Any], list[str]]]
 
 def _match_groups(path: str, live: Live, tree: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each live group the settings of the saved group that held its parameters. Raises Mismatch if unclear."""
-    saved_of = {fqn: group for group in tree for fqn in group["params"]}
+    if not any("params" in group for group in tree):
+        # A format that does not keep which parameters a group has (Megatron's): then only the order can tell.
+        if len(tree) != len(live):
+            raise Mismatch(
+                f"{path}: {len(tree)} groups were saved without the names of their parameters, here there are "
+                f"{len(live)}; build the optimizer with as many groups, or leave param_groups out by only="
+            )
+        return [{k: v for k, v in group.items() if k not in _NOT_SETTINGS} for group in tree]
+    saved_of = {fqn: group for group in tree for fqn in group.get("params", ())}
     matched = []
     for index, (_, fqns) in enumerate(live):
         sources = {id(saved_of[f]): saved_of[f] for f in fqns if f in saved_of}

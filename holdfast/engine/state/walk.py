@@ -43,19 +43,19 @@ def collect(
     return walk.into
 
 
-def _modules(path: str, node: Any) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(path: str, node: Any) -> Iterator[tuple[str, nn.Module]]:
     """Every module of a state with the path that its leaves get."""
     if isinstance(node, nn.Module):
         yield path, node
     elif isinstance(node, dict):
         for key, value in node.items():
-            yield from _modules(names.child(path, str(key)), value)
+            yield from modules_of(names.child(path, str(key)), value)
     elif isinstance(node, (list, tuple)):
         if node and all(isinstance(v, nn.Module) for v in node):
             yield from modules.merged(path, list(node))
         else:
             for i, value in enumerate(node):
-                yield from _modules(names.child(path, str(i)), value)
+                yield from modules_of(names.child(path, str(i)), value)
 
 
 class _Walk:
@@ -73,7 +73,7 @@ class _Walk:
     @cached_property
     def owners(self) -> list[tuple[str, nn.Module]]:
         """The modules of the state by path."""
-        return list(_modules("", self.state))
+        return list(modules_of("", self.state))
 
     def node(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
         """One leaf, object or container at ``path``; ``put`` stores a new value in its place."""

@@ -1,0 +1,79 @@
+"""The story of a conversion: open, select, lay the target out, copy through windows, put it in place.
+
+Users call `convert`. Never holds more than a few windows of the state, and never shows a target that is not whole.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from time import monotonic
+
+import torch
+
+from holdfast import events
+from holdfast.checkpoint import Checkpoint, Patterns
+from holdfast.engine.ranges import Verify
+from holdfast.engine.ranks import DEADLINE, ranks_of
+from holdfast.errors import Unsupported
+from holdfast.export.huggingface import Extras
+from holdfast.export.partial import Partial
+from holdfast.export.selection import Rename
+from holdfast.export.work import Asked, Converted, ConvertWork, To
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def convert(
+    source: str | os.PathLike[str] | Checkpoint, target: str | os.PathLike[str], *, to: To = "holdfast",
+    only: Patterns = "*", rename: Rename | None = None, dtype: torch.dtype | None = None, step: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES, extras: Extras | None = None, overwrite: bool = False,
+    verify: Verify = True, group: torch.distributed.ProcessGroup | None = None, deadline: float = DEADLINE,
+) -> Converted:  # fmt: skip
+    """Write the checkpoint ``source``, ours or foreign, to ``target`` in another format, tensor by tensor.
+
+    Called by every rank of ``group`` with the same arguments; each copies its share, and the bytes of the result do not
+    depend on how many there are. ``to``: ``"holdfast"`` (a folder), ``"huggingface"`` (a folder with the model's
+    tensors), ``"torch"`` (a file for `torch.load`), ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
+
+    ``only``: patterns over the source's names. ``rename``: names as the target would have them to others: a table of
+    names or leading paths, or a function. ``dtype``: what floating tensors become. ``step``: noted instead of the
+    source's, in our own format. ``max_shard_bytes``: of tensors in one file; a target other than ``"torch"`` has as
+    many files as it needs. ``extras``: files to put beside a Hugging Face model: paths, a folder, or names with paths
+    or bytes. ``overwrite`` replaces a target that exists, once the new one is whole. ``verify`` as in `holdfast.load`.
+
+    Killed or failed, it leaves nothing under the target's name; the same call then goes on from ``<target>.partial``.
+    Host memory stays below 512 MiB a rank, whatever the size. Raises on every rank the same: NotACheckpoint, Mismatch,
+    Unsupported, Damaged, StorageError, RankLost.
+    """
+    asked = Asked(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
+    asked.check()
+    ranks, began = ranks_of(group), monotonic()
+    place = _place(target)
+    work = ConvertWork(source, asked, ranks, Partial(place))
+    with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:
+        try:
+            done = call.exchange("plan", work.plan, work.begin, str)
+            work.converted.nbytes = call.settle("copy", lambda: work.copy(done), work.finish, int)
+        finally:
+            work.partial.leave()
+    work.converted.seconds = monotonic() - began
+    if ranks.first:
+        _tell(work.converted)
+    return work.converted
+
+
+def _place(target: str | os.PathLike[str]) -> Path:
+    text = os.fspath(target)
+    if "://" in text:
+        raise Unsupported(f"{text} is a URL; this version converts to local paths only")
+    return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def _tell(converted: Converted) -> None:
+    lost = converted.left_out
+    if lost:
+        events.log.warning(
+            "%s leaves out %d names for which the format %r has no place (%s%s); Converted.left_out lists them",
+            converted.path, len(lost), converted.to, ", ".join(lost[:3]), ", …" if len(lost) > 3 else "",
+        )  # fmt: skip

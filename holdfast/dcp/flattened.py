@@ -1,0 +1,124 @@
+"""torch's flattened keys and holdfast's names: a checkpoint as the Metadata that torch's planners understand.
+
+`save` returns one, `Reader` plans by one. Reads nothing but the manifest until a value is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from holdfast.checkpoint import Checkpoint, nest
+from holdfast.errors import Mismatch, Unsupported
+from holdfast.ondisk import dtypes, names, values
+from holdfast.ondisk.manifest import TensorRecord
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A saved tensor, not read yet."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """A saved value, not decoded yet."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Described:
+    """A checkpoint in torch's words. ``leaves`` has what each key stands for: a `Tensor`, or a nest of values."""
+
+    metadata: Metadata
+    leaves: Mapping[str, Any]
+
+
+class Description(Metadata):
+    """torch's Metadata of a checkpoint, made from the manifest when it is first looked at: few programs do."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.storage_meta = StorageMeta(checkpoint_id=checkpoint.path)
+
+    @cached_property
+    def _described(self) -> Metadata:
+        return describe(self._checkpoint).metadata
+
+    @property
+    def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
+        """What is known of each flattened key."""
+        return self._described.state_dict_metadata
+
+    @property
+    def planner_data(self) -> Any:
+        """The path of keys behind each flattened key."""
+        return self._described.planner_data
+
+
+def name_of(path: tuple[str | int, ...]) -> str:
+    """The name of what torch found at a path of keys. Raises Unsupported for a key that cannot name a section."""
+    keys = [str(key) for key in path]
+    if keys[0] in ("", "manifest.json"):
+        raise Unsupported(f"the state has the key {keys[0]!r} at the top, which cannot name a section; rename it")
+    return names.join(keys)
+
+
+def describe(checkpoint: Checkpoint) -> Described:
+    """A checkpoint as torch would have flattened it. Raises Mismatch if two names become one key.
+
+    Values that differ by rank are left out: torch's engine knows none.
+    """
+    leaves: dict[str, Any] = {name: Tensor(name) for name in checkpoint.records}
+    leaves.update((path, Value(path)) for path in checkpoint.manifest.values)
+    known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    found: dict[str, Any] = {}
+
+    def visit(path: tuple[str | int, ...], node: object) -> None:
+        key = ".".join(map(str, path))
+        if key in paths:
+            raise Mismatch(
+                f"{checkpoint.path} holds {names.join(list(map(str, paths[key])))} and "
+                f"{names.join(list(map(str, path)))}, which torch both calls {key!r}: load it with holdfast.load"
+            )
+        paths[key], found[key] = path, node
+        known[key] = (
+            _tensor_metadata(checkpoint.records[node.name]) if isinstance(node, Tensor) else BytesStorageMetadata()
+        )
+
+    tree = nest(leaves, checkpoint.manifest.containers)
+    traverse_state_dict(tree, visit, lambda node: isinstance(node, Tensor))
+    return Described(Metadata(known, planner_data=paths), found)
+
+
+def value_at(checkpoint: Checkpoint, node: Any) -> Any:
+    """What a leaf stands for, read and decoded."""
+    if isinstance(node, Value):
+        return values.decode(checkpoint.manifest.values[node.name])
+    if isinstance(node, Tensor):
+        return checkpoint.read(node.name)
+    if isinstance(node, dict):
+        return {key: value_at(checkpoint, value) for key, value in node.items()}
+    return type(node)(value_at(checkpoint, value) for value in node) if isinstance(node, (list, tuple)) else node
+
+
+def _tensor_metadata(record: TensorRecord) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box, _ in record.boxes()]
+    properties = TensorProperties(dtype=dtypes.torch_dtype(record.dtype))
+    return TensorStorageMetadata(properties, torch.Size(record.shape), chunks)

@@ -1,0 +1,168 @@
+"""`dcp.save` and `dcp.async_save`: torch's signatures over holdfast's saves.
+
+Programs call them. Never commits half of a checkpoint, and never lets training change what is not copied yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.dcp.arguments import Destination, PathLike, destination, stages_later
+from holdfast.dcp.flattened import Description
+from holdfast.dcp.states import has_optimizer, state_to_save
+from holdfast.engine.memory import no_collection
+from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
+from holdfast.engine.save_work import SaveWork
+from holdfast.engine.stage import as_integers
+from holdfast.engine.state import Collected
+from holdfast.save import RUN, Ring, label_of, save_in, step_of
+from holdfast.saver import Saver
+from holdfast.saving import Saving
+
+
+def save(
+    state_dict: dict[str, Any], *, checkpoint_id: PathLike | None = None, storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None, process_group: dist.ProcessGroup | None = None, no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:  # fmt: skip
+    """Save ``state_dict`` to the folder ``checkpoint_id``, as `torch.distributed.checkpoint.save`.
+
+    Called by all ranks of ``process_group``. A checkpoint that is there already is replaced, in one step. Returns once
+    it is committed and durable, with torch's description of it. ``no_dist=True`` saves what this process has, alone.
+    ``use_collectives`` changes nothing: holdfast's ranks meet over the store in any case.
+
+    Raises SaveFailed, the same on every rank (see `holdfast.save`); Unsupported for a planner or storage writer of
+    one's own. A value that differs by rank is refused, where torch keeps one of them: wrap it as `holdfast.PerRank`.
+    """
+    folder, overwrite = destination(checkpoint_id, storage_writer, planner)
+    state = state_to_save(state_dict)
+    step = step_of(state, None)
+    ranks = Ranks(0, 1) if no_dist else ranks_of(process_group)
+    with no_collection(), ranks.call(label_of(folder, step), saving=True) as call:
+        save_in(call, state, folder, step=step, files={}, overwrite=overwrite, run=RUN)
+    return Description(Checkpoint(folder))
+
+
+def async_save(
+    state_dict: dict[str, Any], *, checkpoint_id: PathLike | None = None, storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None, process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None, no_dist: bool = False, use_collectives: bool = True,
+) -> Future[Any] | AsyncSaveResponse:  # fmt: skip
+    """Begin to save ``state_dict``, as `torch.distributed.checkpoint.async_save`: what is saved is the state now.
+
+    Returns a future of `save`'s result once everything is copied that training may change. With an ``async_stager``
+    that stages beside training (``DefaultStager`` with ``use_async_staging``), returns at once, with both futures:
+    parameters must not change before ``staging_completion``; steps of optimizers in the state wait by themselves.
+    ``PROCESS`` writes from a process of its own, which finishes what is staged even if this one dies.
+
+    One save at a time: a second one waits for the first. Failures are those of `save`, raised by the future.
+    """
+    to = destination(checkpoint_id, storage_writer, planner)
+    overlapped = stages_later(async_stager)
+    state = state_to_save(state_dict)
+    if no_dist and dist.is_available() and dist.is_initialized():
+        upload = _save_alone(state, to)
+        return AsyncSaveResponse(_done(), upload) if overlapped else upload
+    kind: Literal["process", "thread"] = (
+        "process" if async_checkpointer_type is AsyncCheckpointerType.PROCESS else "thread"
+    )
+    saving = _saver(process_group, kind).save(state, to.folder, overwrite=to.overwrite)
+    saving.hear()  # the future is the one that tells
+    upload = _upload(saving)
+    if not has_optimizer(state):  # then `Saver.save` has copied everything before it returned
+        return AsyncSaveResponse(_done(), upload) if overlapped else upload
+    if overlapped:
+        return AsyncSaveResponse(_staging(saving), upload)
+    saving.wait_staged()
+    return upload
+
+
+def _saver(group: dist.ProcessGroup | None, kind: Literal["process", "thread"]) -> Saver:
+    """The Saver of a group and kind, made by all ranks at their first save; an ending interpreter closes it."""
+    savers: dict[str, Saver] = ranks_of(group).remembered.setdefault("dcp", {})
+    if kind not in savers:
+        savers[kind] = Saver(worker=kind, group=group)
+    return savers[kind]
+
+
+def _upload(saving: Saving) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def tell(done: Saving) -> None:
+        if done.failed is not None:
+            future.set_exception(done.failed)
+        else:
+            future.set_result(Description(Checkpoint(done.path)))
+
+    saving.add_done_callback(tell)
+    return future
+
+
+def _staging(saving: Saving) -> Future[None]:
+    """Done once all is copied; also if the save failed, which the other future tells."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+
+    def wait() -> None:
+        try:
+            saving.wait_staged()
+            future.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever asks the future
+            future.set_exception(error)
+
+    threading.Thread(target=wait, name="holdfast-staging", daemon=True).start()
+    return future
+
+
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _save_alone(state: Any, to: Destination) -> Future[Any]:
+    """A save of this process among others, in a thread, from a copy of all its tensors.
+
+    A Saver would need all ranks to make it, and here only some may save.
+    """
+    ranks, step, ring = Ranks(0, 1), step_of(state, None), Ring()
+    work = SaveWork(ranks, to.folder, step, to.overwrite, RUN, ring)
+    work.gather(state, {}, lambda: _copy_aside(work.collected))
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            with ring, ranks.call(label_of(to.folder, step), deadline=DEADLINE, saving=True) as call:
+                work.plan(call)
+                work.settle(call)
+            future.set_result(Description(Checkpoint(to.folder)))
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever asks the future
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="holdfast-save").start()
+    return future
+
+
+def _copy_aside(state: Collected) -> None:
+    """Copy every tensor to host memory, in place of the views in ``state``."""
+    for name, entry in state.entries.items():
+        views = [
+            view._replace(tensor=as_integers(view.tensor).to("cpu", copy=True).contiguous().view(view.tensor.dtype))
+            for view in entry.views
+        ]
+        state.entries[name] = entry._replace(views=views)
+    for leaf in state.per_rank.values():
+        leaf.tensors.update((key, tensor.to("cpu", copy=True)) for key, tensor in list(leaf.tensors.items()))

@@ -1,0 +1,228 @@
+"""holdfast's format under torch's own save: a StorageWriter for its engine, planners, stagers and cached plans.
+
+`torch.distributed.checkpoint.save(…, storage_writer=Writer(path))` calls it. Never writes a pickle, and never creates
+a manifest before every tensor is proved to be whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from holdfast import events
+from holdfast.checkpoint import read_manifest
+from holdfast.dcp.items import Told, containers, gather, joined
+from holdfast.engine import folder, storage
+from holdfast.engine.commit import Identity, commit, complete, draft
+from holdfast.engine.device import Moments, devices_of
+from holdfast.engine.images import images_of
+from holdfast.engine.layout import OwnedJoin
+from holdfast.engine.memory import no_collection
+from holdfast.engine.plan import Plan
+from holdfast.engine.ranks import Ranks
+from holdfast.engine.state import Collected
+from holdfast.engine.write import Image, OpenFiles, Writing
+from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
+from holdfast.ondisk import manifest
+from holdfast.ondisk.manifest import FileRecord
+from holdfast.save import RUN, Ring, local_folder
+
+BEGUN = ".manifest.begun.tmp"
+"""The first rank's word to the others, beside the data until the commit; what a dead save leaves of it is swept."""
+
+
+class _Begun(msgspec.Struct):
+    """What the writers of one save must agree on. torch's plans cannot carry it: a cached plan is an old one."""
+
+    save: str
+    world_size: int
+
+
+class Writer(StorageWriter):
+    """A folder that becomes a holdfast checkpoint: ``dcp.save(state, storage_writer=Writer(path))``, and `async_save`.
+
+    Each rank writes its items to its own data files, durably; the first rank proves that the pieces tile every tensor
+    and creates the manifest, last and whole. ``overwrite``: a checkpoint that is there is replaced in one step, else
+    refused. Values are kept as values: one that holdfast does not keep is refused by its path. ``path`` must be the
+    same folder on every rank. Errors arrive as torch's CheckpointException, with holdfast's text inside.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
+        super().__init__()
+        self.path = local_folder(path)
+        self.overwrite = overwrite
+        self._rank: int | None = None
+        self._begun: _Begun | None = None
+        self._replaces = False
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The path, as torch calls it."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this may be a path: anything but a URL."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """The path, for torch's planners."""
+        return StorageMeta(checkpoint_id=self.path, save_id=None if self._begun is None else self._begun.save)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Go to another path if one is given."""
+        self._begun = None
+        if checkpoint_id is not None:
+            self.path = local_folder(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take this rank's number. Raises Unsupported for ``use_collectives=False``: then nobody could commit."""
+        if not kwargs.get("use_collectives", True):
+            raise Unsupported(
+                "use_collectives=False leaves no rank that hears of all others and could commit: let torch use them, "
+                "or save with holdfast.dcp.save, which needs none"
+            )
+        self._rank, self._begun = kwargs.get("rank"), None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank: begin a save in the folder. Raises StorageError if it may not take one."""
+        folder.prepare(self.path, overwrite=self.overwrite)
+        self._replaces = (self.path / manifest.FILE_NAME).exists()
+        if self._replaces:
+            self._sweep()
+        self._begun = _Begun(secrets.token_hex(8), len(plans))
+        # For the moment before it has a name that a sweeper knows too.
+        temporary = self.path / f".manifest.begun.{self._begun.save}.tmp"
+        storage.replace_small(self.path / BEGUN, msgspec.json.encode(self._begun), temporary)
+        return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def _sweep(self) -> None:
+        try:
+            folder.sweep_beside(self.path, read_manifest(self.path))
+        except (Damaged, Unsupported) as error:
+            events.log.warning("overwriting a checkpoint that cannot be read: %s", error)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items and wait until they are durable."""
+        begun = self._read_begun()
+        rank = plan.storage_data if self._rank is None else self._rank
+        with no_collection():
+            collected, told = gather(plan, planner, rank)
+            own = Plan(told.tensors, {}, {}, [])
+            images = images_of(collected, own, Ranks(rank, begun.world_size), begun.save)
+            told.files = _write(images, self.path, begun.save, rank)
+        results = [
+            WriteResult(item.index, _size_of(item), told if number == 0 else None)
+            for number, item in enumerate(plan.items)
+        ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _read_begun(self) -> _Begun:
+        try:
+            return msgspec.json.decode(storage.read_small(self.path / BEGUN), type=_Begun)
+        except (FileNotFoundError, msgspec.MsgspecError) as error:
+            raise StorageError(
+                f"the first rank's word is not in {self.path} ({error}): is it one shared folder on all ranks, and "
+                "saves nobody else there?"
+            ) from None
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank: prove that everything is there and whole, and commit. Raises Mismatch, or what failed."""
+        begun = self._begun
+        if begun is None:
+            raise HoldfastError("finish was called before prepare_global_plan")
+        told = [r.storage_data for rank in results for r in rank if isinstance(r.storage_data, Told)]
+        files = [file for one in told for file in one.files]
+        try:
+            _check_keys(metadata, results)
+            _check_files(self.path, files)
+            plan = Plan(joined(told), {}, containers(metadata, told), [])
+            values = {path: value for one in told for path, value in one.values.items()}
+            step = values["step"] if type(values.get("step")) is int else None
+            identity = Identity(begun.save, RUN, step, begun.world_size)
+            record = complete(draft(identity, plan, Collected(values=values), OwnedJoin({}, {}), []), files)
+        except BaseException:
+            folder.withdraw([self.path / BEGUN, *(self.path / file.path for file in files)], self.path)
+            raise
+        commit(self.path, record, replaces=self._replaces)
+        try:
+            storage.delete(self.path / BEGUN)
+        except StorageError as error:
+            events.log.warning("the checkpoint is committed, but a small file stays: %s", error)
+        metadata.storage_meta = self.storage_meta()
+
+
+def _write(images: list[Image], target: Path, save: str, rank: int) -> list[FileRecord]:
+    """The data files, durable. What could not be written whole is taken away."""
+    if not images:
+        return []
+    opened = OpenFiles()
+    try:
+        with Ring() as ring, events.task("save", str(target), rank, sum(image.nbytes for image in images)) as task:
+            for image in images:
+                storage.make_folder(target / image.section)
+            sources = [source for image in images for source in image.sources]
+            writing = Writing(
+                images, target, save=save, rank=rank, slot=ring.take([image.nbytes for image in images], pinned=False),
+                files=opened, progress=task.advance, after=Moments.now(devices_of(sources)),
+            )  # fmt: skip
+            try:
+                for image in images:
+                    writing.stage(image)
+                writing.land()
+                written = writing.parts()
+                writing.leave([])
+                writing.wait_written()
+                writing.finish()
+            finally:
+                writing.close()
+    except BaseException:
+        folder.withdraw(opened.paths, target)
+        raise
+    finally:
+        # And so unlocked before the commit: torch does not tell this rank of the outcome.
+        opened.close()
+    return [FileRecord(w.path, w.bytes, w.header_bytes, w.header_digest) for w in written]
+
+
+def _size_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
+
+
+# What the first rank proves
+
+
+def _check_keys(metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    wrote = {result.index.fqn for rank in results for result in rank}
+    lost = [key for key in metadata.state_dict_metadata if key not in wrote]
+    if lost:
+        raise Mismatch(f"{lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} was planned and not written")
+
+
+def _check_files(target: Path, files: list[FileRecord]) -> None:
+    for file in files:
+        try:
+            size = (target / file.path).stat().st_size
+        except OSError as error:
+            raise StorageError(
+                f"{target / file.path} is not there ({error}), although its rank has written it: is {target} one "
+                "shared folder on all ranks?"
+            ) from None
+        if size != file.bytes:
+            raise StorageError(f"{target / file.path} has {size} bytes, its rank wrote {file.bytes}")

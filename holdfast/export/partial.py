@@ -1,0 +1,257 @@
+"""Where a target grows until it is whole: a folder beside it, with a journal of what is done.
+
+`convert` begins, ends and resumes here. Never shows anything under the target's own name before all of it is durable,
+and never takes away what it did not make.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from holdfast.engine import storage
+from holdfast.engine.folder import taken
+from holdfast.errors import StorageError
+from holdfast.events import log
+
+_OURS = frozenset({"lock", "plan", "content", "journal", "old"})
+
+
+class Row(msgspec.Struct, array_like=True):
+    """One unit that is done: the sums of its atoms, and bytes (by offset) that the first rank is to write for it."""
+
+    unit: int
+    sums: list[str]
+    heads: list[tuple[int, bytes]] = []
+
+
+_decoder = msgspec.json.Decoder(Row)
+
+
+class Partial:
+    """The folder of one target. Any rank writes into its ``content``; the first rank alone calls the methods."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.folder = target.with_name(f"{target.name}.partial")
+        self.content = self.folder / "content"
+        self._lock = -1
+        self._published = False
+
+    def begin(self, plan: str, files: Mapping[str, int], *, overwrite: bool) -> list[Row]:
+        """Make it, with room for all files; or go on with what an earlier call of the same ``plan`` left.
+
+        Raises StorageError if the target is taken, if another process is at it, or if the disk is too small.
+        """
+        storage.make_folder(self.target.parent)
+        self._check_target(overwrite=overwrite)
+        self._claim()
+        if self._read_plan() == plan and self.content.is_dir():
+            for path in storage.files_below(self.content):
+                if path not in files:  # of an end that was begun: made again, and perhaps not all of them
+                    storage.delete(self.content / path)
+            return self._gathered()
+        if self._journals():
+            log.warning("%s: what an earlier call with other arguments has copied is given up", self.folder)
+        self._clear()
+        for path, nbytes in files.items():
+            storage.make_folder((self.content / path).parent)
+            os.close(storage.open_to_write(self.content / path, nbytes)[0])
+        storage.make_folder(self.content)
+        storage.write_small(self.folder / "plan", plan.encode())
+        return []
+
+    def _check_target(self, *, overwrite: bool) -> None:
+        target = self.target
+        if not target.exists() and not target.is_symlink():
+            return
+        if target.is_dir() and not any(target.iterdir()):
+            return
+        if not overwrite:
+            raise taken(f"{target} exists")
+        if target.is_dir() and not _is_checkpoint(target):
+            error = StorageError(
+                f"{target} is a folder that does not look like a checkpoint: overwrite=True replaces checkpoints only"
+            )
+            error.errno = errno.EEXIST
+            raise error
+
+    def _claim(self) -> None:
+        """Make the folder ours: nobody else is at it, nor a rank that an earlier call left behind."""
+        while self._lock < 0:
+            storage.make_folder(self.folder)
+            with storage.naming(self.folder, "lock"), suppress(FileNotFoundError):
+                # Not found: whoever had it has just finished, and took the folder away. Then it is made again.
+                odd = sorted({path.name for path in self.folder.iterdir()} - _OURS)
+                if odd:
+                    raise taken(f"{self.folder}, where it would grow, holds other files ({odd[0]})")
+                self._lock = self._locked(self.folder / "lock")
+        if any(storage.in_use(path) for path in self._journals()):
+            self.release()
+            raise self._busy()
+
+    def _locked(self, path: Path) -> int:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        kept = False
+        try:
+            _lock(lock, fcntl.LOCK_EX)
+            kept = os.fstat(lock).st_ino == os.stat(path).st_ino
+        except BlockingIOError:
+            raise self._busy() from None
+        finally:
+            if not kept:
+                os.close(lock)
+        if not kept:
+            raise FileNotFoundError(path)
+        return lock
+
+    def _busy(self) -> StorageError:
+        error = StorageError(
+            f"another process is converting to {self.target} right now: wait for it, or end it; "
+            "ranks that are to do it together need a process group (torch.distributed.init_process_group)"
+        )
+        error.errno = errno.EBUSY
+        return error
+
+    def _read_plan(self) -> str | None:
+        try:
+            return storage.read_small(self.folder / "plan").decode()
+        except FileNotFoundError:
+            return None
+
+    def _journals(self) -> list[Path]:
+        return sorted((self.folder / "journal").glob("*"))
+
+    def _gathered(self) -> list[Row]:
+        """What the journals of an earlier call say is done, joined in one."""
+        done: dict[int, Row] = {}
+        journals = self._journals()
+        for path in journals:
+            for line in storage.read_small(path).splitlines():
+                try:
+                    row = _decoder.decode(line)
+                except msgspec.MsgspecError:
+                    break  # the end of a process, in the middle of a line
+                done[row.unit] = row
+        storage.write_small(self.folder / "journal" / "before", _lines(done.values()))
+        for path in journals:
+            if path.name != "before":
+                storage.delete(path)
+        return list(done.values())
+
+    def _clear(self) -> None:
+        for path in self.folder.iterdir():
+            if path.name != "lock":
+                with storage.naming(path, "delete"):
+                    _delete(path)
+
+    def publish(self, made: Path, files: Sequence[str], *, overwrite: bool) -> None:
+        """Put ``made`` in the target's place, in one step, once its ``files`` and folders are durable."""
+        for folder in {above for file in files for above in Path(file).parents}:
+            storage.sync_folder(self.content / folder)
+        with storage.naming(self.target, "put in place"):
+            old = None
+            if not _rename(made, self.target, _ONLY_NEW):
+                self._check_target(overwrite=overwrite)
+                old = _exchange(made, self.target, self.folder / "old")
+        self._published = True
+        storage.sync_folder(self.target.parent)
+        if old is not None:
+            with storage.naming(old, "delete"):
+                _delete(old)
+
+    def leave(self) -> None:
+        """The end of a call: let others at it; what is left stays if there is something to go on from."""
+        if self._lock < 0:
+            return
+        try:
+            if not self._published and any(path.stat().st_size for path in self._journals()):
+                log.warning("%s keeps what was copied: the same call goes on from there", self.folder)
+            else:
+                shutil.rmtree(self.folder)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s", self.folder, error)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Let another call claim it."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class Journal:
+    """What one rank has done, noted once it is durable. Its lock tells that the rank lives."""
+
+    def __init__(self, partial: Partial, rank: int) -> None:
+        self.path = partial.folder / "journal" / f"{rank:05d}"
+        storage.make_folder(self.path.parent)
+        with storage.naming(self.path, "create"):
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            _lock(self._fd, fcntl.LOCK_SH)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Note units whose bytes are durable."""
+        with storage.naming(self.path, "write"):
+            data = _lines(rows)
+            while data:
+                data = data[os.write(self._fd, data) :]
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _lines(rows: Iterable[Row]) -> bytes:
+    return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+
+
+def _lock(fd: int, how: int) -> None:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):  # no locks there
+            raise
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    marks = ("manifest.json", ".metadata", "*.safetensors", "*.safetensors.index.json")
+    return any(any(folder.glob(mark)) for mark in marks)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+_ONLY_NEW, _EXCHANGE = 1, 2  # flags of renameat2(2)
+_libc = ctypes.CDLL(None)
+
+
+def _rename(old: Path, new: Path, flag: int) -> bool:
+    here = -100  # AT_FDCWD
+    return hasattr(_libc, "renameat2") and not _libc.renameat2(here, os.fsencode(old), here, os.fsencode(new), flag)
+
+
+def _exchange(made: Path, target: Path, aside: Path) -> Path | None:
+    """``made`` under the target's name; what was there before is where the answer says."""
+    if _rename(made, target, _EXCHANGE):
+        return made
+    # A file system that can do neither: for a moment there may be nothing under the target's name.
+    old = None
+    if target.exists():
+        os.rename(target, aside)
+        old = aside
+    os.rename(made, target)
+    return old

@@ -1,0 +1,210 @@
+"""What is to be converted: the tensors and values that were asked for, and the names and dtypes that they get.
+
+`convert` selects, the exporters lay out what was selected. Pure: looks at a checkpoint's manifest, never at its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.checkpoint import Checkpoint, nest
+from holdfast.errors import Mismatch, Unsupported
+from holdfast.ondisk import datafile, dtypes, names, values
+from holdfast.ondisk.box import relative, runs, whole
+from holdfast.ondisk.manifest import TensorRecord
+
+Rename = Mapping[str, str] | Callable[[str], str]
+
+
+class Run(NamedTuple):
+    """Elements ``start:stop`` of a flattened tensor that are all of one piece of the source."""
+
+    start: int
+    stop: int
+    key: str
+    file: int
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor on its way: what the source calls it and how it keeps it, what the target calls it, and its new dtype.
+
+    ``sealed``: the source has sums of its blocks.
+    """
+
+    name: str
+    saved: str
+    record: TensorRecord
+    dtype: str
+    sealed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.record.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the target."""
+        return prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return dtypes.itemsize(self.dtype)
+
+    @cached_property
+    def runs(self) -> list[Run] | None:
+        """Its pieces in order if each is a run of the flattened tensor and has sums; else None."""
+        if not self.sealed or 0 in self.shape:
+            return None
+        found = []
+        for box, file in self.record.boxes():
+            run, starts = runs(whole(self.shape), relative(box, whole(self.shape)))
+            if len(starts) > 1:
+                return None
+            key = datafile.key_of(names.in_section(self.saved), box, self.shape)
+            found.append(Run(starts[0], starts[0] + run, key, file))
+        return sorted(found)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What was selected, by the names of the target.
+
+    ``tensors``: each that is stored once; ``aliases``: the other names of tied ones; ``values`` as a manifest has
+    them; ``per_rank``: what differs by rank, with the path that the source has for it. ``origin``: the source's name
+    of everything. ``skipped``: what was not asked for.
+    """
+
+    tensors: dict[str, Leaf]
+    aliases: dict[str, str]
+    values: dict[str, Any]
+    containers: dict[str, str]
+    per_rank: dict[str, str]
+    world_size: int
+    origin: dict[str, str]
+    skipped: list[str]
+
+    def plain(self) -> list[Any]:
+        """All of it as plain data, to be summed."""
+        tensors = [[x.name, x.saved, x.record, x.dtype] for x in self.tensors.values()]
+        return [tensors, self.aliases, self.values, self.containers, self.per_rank, self.world_size]
+
+
+def select(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> Selection:
+    """Everything whose name is ``wanted``, under its own name. Of tied tensors the first one wanted is kept."""
+    record = checkpoint.manifest
+    sealed = all(file.header_bytes for file in record.data_files)
+    tensors: dict[str, Leaf] = {}
+    aliases: dict[str, str] = {}
+    keeper: dict[str, str] = {}
+    for name, tensor in checkpoint.records.items():
+        if wanted(name):
+            stored = checkpoint.saved_name(name)
+            if keeper.setdefault(stored, name) == name:
+                tensors[name] = Leaf(name, stored, tensor, tensor.dtype, sealed)
+            else:
+                aliases[name] = keeper[stored]
+    leaves = {path: value for path, value in record.values.items() if wanted(path)}
+    per_rank = {path: path for path in record.per_rank if wanted(path)}
+    found = [*tensors, *aliases, *leaves, *per_rank]
+    above = set(found)
+    for name in found:
+        while "/" in name and (name := name.rpartition("/")[0]) not in above:
+            above.add(name)
+    containers = {path: kind for path, kind in record.containers.items() if path in above or wanted(path)}
+    everything = [*checkpoint.records, *record.values, *record.per_rank]
+    skipped = [name for name in everything if not wanted(name)]
+    origin = {name: name for name in found}
+    return Selection(tensors, aliases, leaves, containers, per_rank, checkpoint.world_size, origin, skipped)
+
+
+def renamer(rename: Rename | None, separator: str) -> Callable[[str], str]:
+    """A table (of names, or of leading paths) or a function as a function."""
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    table = sorted(((a.rstrip(separator), b.rstrip(separator)) for a, b in rename.items()), key=lambda x: -len(x[0]))
+
+    def renamed(name: str) -> str:
+        for old, new in table:
+            if name == old or name.startswith(old + separator):
+                return new + name[len(old) :]
+        return name
+
+    return renamed
+
+
+def renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
+    """The same under other names. Raises Mismatch if two get the same name, or one gets none."""
+    new = {name: rename(name) for name in selection.origin}
+    taken: dict[str, str] = {}
+    for old, name in new.items():
+        if not isinstance(name, str) or not name:
+            raise Mismatch(f"rename= makes {name!r} of {old}; a name is a text that is not empty")
+        if taken.setdefault(name, old) != old:
+            raise Mismatch(f"rename= gives {taken[name]} and {old} the same name {name}")
+    return replace(
+        selection,
+        tensors={new[name]: replace(leaf, name=new[name]) for name, leaf in selection.tensors.items()},
+        aliases={new[alias]: new[name] for alias, name in selection.aliases.items()},
+        values={new[path]: value for path, value in selection.values.items()},
+        containers={rename(path): kind for path, kind in selection.containers.items()},
+        per_rank={new[path]: source for path, source in selection.per_rank.items()},
+        origin={new[name]: source for name, source in selection.origin.items()},
+    )
+
+
+def check_names(selection: Selection) -> None:
+    """Raise Mismatch for a name that is no path of keys, or that is both a leaf and above one."""
+    for name in selection.origin:
+        if names.join(names.split(name)) != name or "" in name.split("/"):
+            raise Mismatch(
+                f"rename= makes {name!r}, which is no path of escaped keys; {names.join((name,))!r} is one key"
+            )
+        above = name
+        while "/" in above:
+            above = above.rpartition("/")[0]
+            if above in selection.origin:
+                raise Mismatch(f"rename= makes {above} and {name}: a leaf cannot be above another")
+
+
+def cast(selection: Selection, dtype: torch.dtype | None) -> Selection:
+    """The same with all floating tensors of ``dtype``."""
+    if dtype is None:
+        return selection
+    tensors = {
+        name: replace(leaf, dtype=dtypes.name_of(dtype)) if can_cast(leaf.record.dtype) else leaf
+        for name, leaf in selection.tensors.items()
+    }
+    return replace(selection, tensors=tensors)
+
+
+def can_cast(dtype: str) -> bool:
+    """Whether ``dtype`` is of floating numbers, one by one; packed ones have their scales elsewhere."""
+    return dtypes.torch_dtype(dtype).is_floating_point and not dtype.startswith("float4")
+
+
+def nested(selection: Selection, fetch: Callable[[str, int], Any]) -> dict[str, Any]:
+    """The state that was selected: nested as it was saved, a `Leaf` for each tensor, a list by rank of what differs."""
+    leaves: dict[str, Any] = dict(selection.tensors)
+    leaves.update((alias, selection.tensors[name]) for alias, name in selection.aliases.items())
+    leaves.update((path, values.decode(value)) for path, value in selection.values.items())
+    for path, source in selection.per_rank.items():
+        leaves[path] = [fetch(source, rank) for rank in range(selection.world_size)]
+    return nest(leaves, selection.containers)
+
+
+def check_values(selection: Selection, check: Callable[[Any], object]) -> None:
+    """Raise Unsupported, with its path, for a value that ``check`` refuses: before anything is copied."""
+    for path, value in selection.values.items():
+        try:
+            check(values.decode(value))
+        except Unsupported as error:
+            raise Unsupported(f"{path}: {error}; leave it out by only=") from None

@@ -1,0 +1,94 @@
+"""torch's own file: one archive of all tensors and values, as `torch.save` makes it, for any `torch.load`.
+
+`convert` calls `draft` for ``to="torch"``. What says how all belongs together comes last in the archive, so that no
+tensor has to wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.engine.courier import SECTOR
+from holdfast.engine.stage import host_view
+from holdfast.export import pickles, zip_file
+from holdfast.export.draft import LARGE, Draft, Fixed, Span
+from holdfast.export.selection import Leaf, Selection, check_values, nested
+from holdfast.export.zip_file import Ending, Member
+from holdfast.ondisk import dtypes
+from holdfast.ondisk.box import whole
+
+NAME = "state.pt"
+"""How the file is called until it stands at its target."""
+
+
+def draft(checkpoint: Checkpoint, selection: Selection) -> Draft:
+    """One file. A value that differs by rank becomes the list of the values of all ranks."""
+    check_values(selection, pickles.dumps)
+    members: list[Member] = []
+    spans, at = [], 0
+    for number, leaf in enumerate(selection.tensors.values()):
+        align = SECTOR if leaf.nbytes >= LARGE else zip_file.ALIGN
+        members.append(zip_file.member(f"data/{number}", at, leaf.nbytes, align))
+        spans.append(Span(leaf, whole(leaf.shape), NAME, members[-1].data))
+        at = members[-1].end
+
+    def finish(sums: Sequence[str]) -> Iterator[Fixed]:
+        totals = [int(total) for total in sums]
+        tail, begin = b"", 0
+        for m, total in zip(members, totals, strict=True):
+            yield Fixed(NAME, begin, tail + zip_file.before(m))
+            tail, begin = zip_file.after(m, total), m.data + m.nbytes
+        ending = Ending(at, zip(members, totals, strict=True))
+        keys = {leaf.name: str(number) for number, leaf in enumerate(selection.tensors.values())}
+        more = len(keys)
+
+        def replaced(leaf: Any) -> Any:
+            nonlocal more
+            if isinstance(leaf, Leaf):
+                return pickles.tensor(leaf.dtype, leaf.shape, leaf.nbytes, keys[leaf.name])
+            if isinstance(leaf, torch.Tensor):
+                key, more = str(more), more + 1
+                ending.add(f"data/{key}", data_of(leaf))
+                return pickles.tensor(dtypes.name_of(leaf.dtype), tuple(leaf.shape), leaf.nbytes, key)
+            return leaf
+
+        tree = mapped(nested(selection, checkpoint.per_rank), replaced)
+        add_small(ending, pickles.dumps(tree))
+        yield Fixed(NAME, begin, tail + ending.close())
+
+    return Draft({NAME: at}, spans, "crc32", finish)
+
+
+def add_small(ending: Ending, pickle: bytes) -> None:
+    """The members that say what the storages are: the pickle, the byte order, the version of the layout."""
+    ending.add("data.pkl", pickle)
+    ending.add("byteorder", b"little")
+    ending.add("version", b"3\n")
+
+
+def archive(tree: Any, tensors: Sequence[torch.Tensor] = ()) -> bytes:
+    """A whole archive in memory; ``tree`` calls the storages of ``tensors`` by their numbers."""
+    ending = Ending(0)
+    for number, tensor in enumerate(tensors):
+        ending.add(f"data/{number}", data_of(tensor))
+    add_small(ending, pickles.dumps(tree))
+    return ending.close()
+
+
+def data_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor on the CPU, row-major."""
+    tensor = tensor.contiguous()
+    return bytes(host_view(tensor.data_ptr(), tensor.nbytes)) if tensor.nbytes else b""
+
+
+def mapped(node: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A nested state with every leaf replaced."""
+    if type(node) is dict:
+        return {key: mapped(value, leaf) for key, value in node.items()}
+    if type(node) is list or type(node) is tuple:
+        return type(node)(mapped(value, leaf) for value in node)
+    return leaf(node)

@@ -1,0 +1,253 @@
+"""One conversion under way on one rank: open, select, lay out, copy this rank's share; the first rank ends it.
+
+`convert` runs it through. Never holds more than a few windows of a state, and shows nothing that is not whole.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+import torch
+
+from holdfast import events
+from holdfast.checkpoint import Checkpoint, Patterns, matches, near, open_checkpoint
+from holdfast.engine.memory import no_collection
+from holdfast.engine.ranges import Verify
+from holdfast.engine.ranks import Ranks
+from holdfast.errors import HoldfastError, Mismatch
+from holdfast.export import dcp, huggingface, native, torch_file
+from holdfast.export.copying import Copied, copy_units, finish
+from holdfast.export.draft import Atom, Draft, Fixed, Unit, joined, share_of, units_of
+from holdfast.export.huggingface import Extras
+from holdfast.export.partial import Journal, Partial, Row
+from holdfast.export.selection import Rename, Selection, cast, check_names, renamed, renamer, select
+from holdfast.ondisk import manifest, names
+from holdfast.ondisk.blocks import digest
+
+To = Literal["holdfast", "huggingface", "torch", "dcp"]
+
+_CUTS = 1
+"""Counted up when units are cut in another way: then what an older version has begun is begun anew."""
+
+
+@dataclass
+class Converted:
+    """What a conversion did.
+
+    ``path``: the target; ``nbytes``: of all its files; ``tensors``: names that it has, tied ones counted once.
+    ``renamed``: the source's name to the target's, where they differ; ``cast``: the target's name to (saved, new)
+    dtype; ``tied``: names that share another tensor's bytes; ``skipped``: left out by ``only``; ``left_out``: asked
+    for, but the target has no place for it. Bytes are this rank's: ``bytes_read`` from the source,
+    ``bytes_unverified`` of those in blocks read only in part. ``bytes_resumed``: of the target, copied by an earlier
+    call.
+    """
+
+    path: Path
+    to: str
+    nbytes: int = 0
+    tensors: list[str] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_unverified: int = 0
+    bytes_resumed: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments that say what the target is to be."""
+
+    to: str
+    only: Patterns
+    rename: Rename | None
+    dtype: torch.dtype | None
+    step: int | None
+    max_shard_bytes: int
+    extras: Extras | None
+    overwrite: bool
+    verify: Verify
+
+    def check(self) -> None:
+        if self.to not in get_args(To):
+            raise ValueError(f"to is one of {', '.join(map(repr, get_args(To)))}, not {self.to!r}")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ValueError(f"dtype is a floating dtype, not {self.dtype}")
+        if self.step is not None and self.to != "holdfast":
+            raise ValueError('step goes with to="holdfast"; the other formats have no place for it')
+        if self.extras is not None and self.to != "huggingface":
+            raise ValueError('extras go with to="huggingface"')
+        if self.max_shard_bytes <= 0:
+            raise ValueError(f"max_shard_bytes is positive, not {self.max_shard_bytes}")
+
+
+class Note(msgspec.Struct, array_like=True):
+    """What one rank copied."""
+
+    rows: list[Row]
+
+
+class ConvertWork:
+    """One conversion on one rank: `plan`, `begin` on the first rank, `copy`, `finish` on the first rank."""
+
+    def __init__(
+        self, source: str | os.PathLike[str] | Checkpoint, asked: Asked, ranks: Ranks, partial: Partial
+    ) -> None:
+        self.asked, self.ranks, self.partial = asked, ranks, partial
+        self.converted = Converted(partial.target, asked.to)
+        self._source = source
+        self._done: list[Row] = []
+
+    def plan(self) -> str:
+        """Open the source and lay the target out; a digest of both, which must be that of every rank."""
+        source, target = self._source, self.partial.target
+        self.checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        at = self.checkpoint.path
+        if at == target or target in at.parents:
+            raise Mismatch(f"the target {target} is the source, or around it; choose another path")
+        with no_collection():
+            selection = self._select()
+            self._report(selection)
+            self.stamps = self._stamps()
+            identity = self._identity(selection)
+            self.draft = self._draft(selection, identity)
+            self.units = units_of(self.draft)
+            spans = [(s.leaf.name, s.box, s.path, s.offset) for s in self.draft.spans]
+            self.digest = digest(msgspec.json.encode([_CUTS, identity, self.asked.verify, spans]))
+        return self.digest
+
+    def _select(self) -> Selection:
+        asked, checkpoint = self.asked, self.checkpoint
+        wanted = select(checkpoint, lambda name: matches(name, asked.only))
+        if not wanted.origin:
+            known = [*checkpoint.records, *checkpoint.manifest.values]
+            hint = near(asked.only, known) if isinstance(asked.only, str) else ""
+            raise Mismatch(f"{checkpoint.path} has nothing that fits only={asked.only!r}{hint}")
+        self.converted.skipped = wanted.skipped
+        if asked.to == "huggingface":
+            wanted = self._model(wanted)
+        else:
+            wanted = renamed(wanted, renamer(asked.rename, "/"))
+            if asked.rename is not None:
+                check_names(wanted)
+        if asked.to == "dcp":
+            self.converted.left_out += dcp.left_out(wanted)
+        if asked.to in ("torch", "dcp"):
+            self.converted.left_out += [f"attachments/{name}" for name in checkpoint.attachments]
+        return cast(wanted, asked.dtype)
+
+    def _model(self, wanted: Selection) -> Selection:
+        section = huggingface.section_of(self.checkpoint, self.asked.only)
+        inside = {n for n in (*wanted.tensors, *wanted.aliases) if names.under(n, section) and n != section}
+        self.converted.left_out += [name for name in wanted.origin if name not in inside]
+        if not inside:
+            raise Mismatch(f"{self.checkpoint.path} has no tensors that fit only={self.asked.only!r}")
+        new, bare = renamer(self.asked.rename, "."), huggingface.bare(section)
+        return renamed(select(self.checkpoint, inside.__contains__), lambda name: new(bare(name)))
+
+    def _report(self, selection: Selection) -> None:
+        converted = self.converted
+        converted.tensors = list(selection.tensors)
+        converted.tied = dict(selection.aliases)
+        converted.renamed = {source: name for name, source in selection.origin.items() if source != name}
+        converted.cast = {
+            name: (leaf.record.dtype, leaf.dtype)
+            for name, leaf in selection.tensors.items()
+            if leaf.dtype != leaf.record.dtype
+        }
+
+    def _stamps(self) -> list[tuple[str, int, str | int]]:
+        """What tells the source's files from any others: equal on all ranks, and as long as nobody changes them."""
+        checkpoint, stamps = self.checkpoint, []
+        for i, file in enumerate(checkpoint.manifest.data_files):
+            path = checkpoint.files.path(i)
+            stamp: str | int = file.header_digest
+            if not stamp:  # a foreign file proves nothing of itself; the time of its last change has to do
+                stamp = path.stat().st_mtime_ns if path.exists() else 0
+            stamps.append((os.path.relpath(path, checkpoint.path), file.bytes, stamp))
+        return stamps
+
+    def _identity(self, selection: Selection) -> str:
+        """What tells this source and what is made of it from any other."""
+        attached = dict(self.checkpoint.attachments)
+        asked = [self.asked.to, self.asked.step, self.asked.max_shard_bytes]
+        plain = [self.stamps, self.checkpoint.step, selection.plain(), attached, asked]
+        return digest(msgspec.json.encode(plain))
+
+    def _draft(self, selection: Selection, identity: str) -> Draft:
+        asked, checkpoint = self.asked, self.checkpoint
+        if asked.to == "huggingface":
+            small = huggingface.small_files(checkpoint, asked.extras) if self.ranks.first else {}
+            return huggingface.draft(selection, max_file_bytes=asked.max_shard_bytes, small=small)
+        if asked.to == "torch":
+            return torch_file.draft(checkpoint, selection)
+        if asked.to == "dcp":
+            return dcp.draft(checkpoint, selection, max_file_bytes=asked.max_shard_bytes)
+        return native.draft(
+            checkpoint, selection, identity=identity, step=asked.step, max_file_bytes=asked.max_shard_bytes
+        )
+
+    def begin(self, plans: list[str]) -> str:
+        """On the first rank: make room; the units that are done already, as ranges."""
+        odd = next((rank for rank, plan in enumerate(plans) if plan != self.digest), None)
+        if odd is not None:
+            raise Mismatch(
+                f"rank {odd} would make another target of {self.checkpoint.path} than rank 0: "
+                "call convert with the same arguments on every rank, and rename= with the same answers"
+            )
+        self._done = self.partial.begin(self.digest, self.draft.files, overwrite=self.asked.overwrite)
+        return manifest.ranges(sorted(row.unit for row in self._done))
+
+    def copy(self, done: str) -> Note:
+        """Copy this rank's share of what is not done."""
+        known = set(manifest.expand(done))
+        self.converted.bytes_resumed = sum(unit.nbytes for unit in self.units if unit.number in known)
+        share = share_of([u for u in self.units if u.number not in known], self.ranks.rank, self.ranks.size)
+        copied = self._copy(share)
+        self.converted.bytes_read, self.converted.bytes_unverified = copied.read, copied.unverified
+        return Note(copied.rows)
+
+    def _copy(self, share: list[Unit]) -> Copied:
+        target = str(self.partial.target)
+        journal = Journal(self.partial, self.ranks.rank)
+        try:
+            with events.task("convert", target, self.ranks.rank, sum(unit.nbytes for unit in share)) as task:
+                return copy_units(
+                    self.checkpoint, self.draft, share, self.partial.content, journal,
+                    verify=self.asked.verify, progress=task.advance,
+                )  # fmt: skip
+        finally:
+            journal.close()
+
+    def finish(self, notes: list[Note]) -> int:
+        """On the first rank, when all tensors are there: the rest, then the target's name. The bytes of all files."""
+        if self._stamps() != self.stamps:
+            raise Mismatch(f"{self.checkpoint.path} was changed while it was converted: convert it again")
+        rows = {row.unit: row for row in [*self._done, *(row for note in notes for row in note.rows)]}
+        parts: list[list[str]] = [[] for _ in self.draft.spans]
+        atoms: list[list[Atom]] = [[] for _ in self.draft.spans]
+        heads: list[Fixed] = []
+        for unit in self.units:
+            if unit.number not in rows:
+                raise HoldfastError(f"no rank copied unit {unit.number} of {self.partial.target}; a fault of holdfast")
+            row = rows[unit.number]
+            heads += [Fixed(unit.path, offset, data) for offset, data in row.heads]
+            for atom, part in zip(unit.atoms, row.sums, strict=True):
+                parts[atom.span].append(part)
+                atoms[atom.span].append(atom)
+        spans = [joined(part, atom, self.draft.sums) for part, atom in zip(parts, atoms, strict=True)]
+        content = self.partial.content
+        touched = finish(content, chain(heads, self.draft.finish(spans)))
+        files = list(dict.fromkeys([*self.draft.files, *touched]))
+        nbytes = sum((content / name).stat().st_size for name in files)
+        made = content / torch_file.NAME if self.asked.to == "torch" else content
+        self.partial.publish(made, files, overwrite=self.asked.overwrite)
+        return nbytes
