@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
+from holdfast.engine.memory import no_collection
 from holdfast.foreign.assemble import Foreign, assemble
 
 # Each is asked with `read(path)`, which returns None for what is not its format. Those that look for a file of a name
@@ -24,8 +25,9 @@ def open_foreign(path: Path) -> Foreign | None:
 
     ``path``: a folder, a file, or a template with ``{rank}``. Raises Damaged, Unsupported, StorageError.
     """
-    for name in _READERS:
-        found = import_module(f"holdfast.foreign.{name}").read(path)
-        if found is not None:
-            return assemble(found, path)
+    with no_collection():  # a large one is hundreds of thousands of objects, of which none is garbage
+        for name in _READERS:
+            found = import_module(f"holdfast.foreign.{name}").read(path)
+            if found is not None:
+                return assemble(found, path)
     return None

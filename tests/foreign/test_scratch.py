@@ -7,6 +7,7 @@ import gc
 import gzip
 import io
 import lzma
+import multiprocessing
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,55 +134,75 @@ def test_once_in_a_process(tmp_path: Path, home: Path, unpacked_times: list[str]
     assert len(unpacked_times) == 2
 
 
-OPEN = """
-import os, sys
-from pathlib import Path
-from holdfast import events
-from holdfast.foreign import scratch
-times = []
-events.install(lambda e: times.append(1) if (e.task, e.kind) == ("unpack", "start") else None)
-found = scratch.unpacked(Path(sys.argv[1]), lambda name: name.endswith(".pt"))
-print(len(times), len(found["composer_states.pt"].read()), flush=True)
-if sys.argv[2] == "fork":
-    if not (child := os.fork()):
-        del found
-        sys.exit()
-    os.waitpid(child, 0)
-    print(len(found["composer_states.pt"].read()), flush=True)
-sys.stdin.read()
-"""
+class Rank:
+    """Another process that opens an archive, tells how often it unpacked and what it read, and waits to be let go."""
+
+    def __init__(self, path: Path) -> None:
+        self.pipe, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=_open, args=(path, theirs), daemon=True)
+        self.process.start()
+
+    def told(self) -> tuple[int, int]:
+        assert self.pipe.poll(60)
+        return self.pipe.recv()
+
+    def ends(self) -> None:
+        self.pipe.send("end")
+        self.process.join(60)
+        assert self.process.exitcode == 0
 
 
-def started(path: Path, how: str = "") -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", OPEN, str(path), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+FORK = multiprocessing.get_context("fork")
+
+
+def _open(path: Path, pipe: Any) -> None:
+    times = []
+    events.install(lambda event: times.append(1) if (event.task, event.kind) == ("unpack", "start") else None)
+    found = scratch.unpacked(path, wanted)
+    pipe.send((len(times), len(found["composer_states.pt"].read())))
+    pipe.recv()
 
 
 def test_once_on_a_machine(tmp_path: Path, home: Path) -> None:
     path = archive(tmp_path / "a")
-    ranks = [started(path) for _ in range(4)]
-    told = [rank.stdout.readline().split() for rank in ranks]
-    assert sorted(told) == [["0", "6000"]] * 3 + [["1", "6000"]]
+    ranks = [Rank(path) for _ in range(4)]
+    assert sorted(rank.told() for rank in ranks) == [(0, 6000)] * 3 + [(1, 6000)]
     for rank in ranks[:3]:
-        rank.communicate()
+        rank.ends()
     assert len(left(home)) == 2  # the last rank still reads
-    ranks[3].communicate()
+    ranks[3].ends()
     assert left(home) == []
 
 
 def test_a_child_lets_its_parent_read_on(tmp_path: Path, home: Path) -> None:
-    rank = started(archive(tmp_path / "a"), "fork")
-    assert rank.communicate()[0].split() == ["1", "6000", "6000"]
+    found = scratch.unpacked(archive(tmp_path / "a"), wanted)
+
+    def let_go() -> None:
+        found.clear()
+        gc.collect()
+
+    child = FORK.Process(target=let_go)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert len(found["composer_states.pt"].read()) == 6000
+
+
+def test_a_program_that_just_ends(tmp_path: Path, home: Path) -> None:
+    program = (
+        "import sys, pathlib; from holdfast.foreign import scratch; "
+        "kept = scratch.unpacked(pathlib.Path(sys.argv[1]), lambda name: True)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(archive(tmp_path / "a"))], check=True)
     assert left(home) == []
 
 
 def test_what_a_killed_process_leaves(tmp_path: Path, home: Path, unpacked_times: list[str]) -> None:
     path = archive(tmp_path / "a")
-    rank = started(path)
-    rank.stdout.readline()
-    rank.send_signal(signal.SIGKILL)
-    rank.communicate()
+    rank = Rank(path)
+    rank.told()
+    os.kill(rank.process.pid, signal.SIGKILL)
+    rank.process.join(60)
     assert len(left(home)) == 2
     found = scratch.unpacked(path, wanted)  # whole, so it serves again
     assert not unpacked_times and found["composer_states.pt"].read() == MEMBERS[0][1]
@@ -211,16 +233,16 @@ def test_a_process_killed_while_unpacking(tmp_path: Path, home: Path) -> None:
 @pytest.mark.parametrize("kind", list(COMPRESS))
 def test_bombs(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     bombs = {
-        "claims it": packed([("composer_states.pt", bytes(50 << 20))]),
-        "unwanted": packed([("composer_states.pt", b"1"), ("b", bytes(50 << 20)), ("c.pt", b"1")]),
-        "no archive": bytes(50 << 20),
-        "after the end": packed([("composer_states.pt", b"1")]) + bytes(50 << 20),
+        "claims it": packed([("composer_states.pt", bytes(8 << 20))]),
+        "unwanted": packed([("composer_states.pt", b"1"), ("b", bytes(8 << 20)), ("c.pt", b"1")]),
+        "no archive": bytes(8 << 20),
+        "after the end": packed([("composer_states.pt", b"1")]) + bytes(8 << 20),
     }
-    monkeypatch.setenv(scratch.LIMIT, str(1 << 20))
+    monkeypatch.setenv(scratch.LIMIT, str(1 << 18))
     for name, data in bombs.items():
         (tmp_path / "a").write_bytes(COMPRESS[kind](data))
-        assert (tmp_path / "a").stat().st_size < 1 << 20
-        with pytest.raises(StorageError, match=f"more than 1048576 bytes.*{scratch.LIMIT}"):
+        assert (tmp_path / "a").stat().st_size < 1 << 18
+        with pytest.raises(StorageError, match=f"more than 262144 bytes.*{scratch.LIMIT}"):
             scratch.unpacked(tmp_path / "a", lambda name: name != "b")
         assert left(home) == [], name
 
