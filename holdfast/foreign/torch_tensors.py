@@ -156,7 +156,7 @@ _PLAIN = frozenset(
 )
 
 
-def _from_type(calls: Calls, seen: set[str], function: Any, cls: Any, args: Any, state: Any = None) -> Any:
+def _from_type(where: Path, calls: Calls, seen: set[str], function: Any, cls: Any, args: Any, state: Any = None) -> Any:
     if not isinstance(function, Name) or "._rebuild_" not in function.text or function.text not in calls:
         raise TypeError("a tensor made by no function that makes tensors")
     if not isinstance(cls, Name) or not isinstance(args, tuple):
@@ -167,7 +167,7 @@ def _from_type(calls: Calls, seen: set[str], function: Any, cls: Any, args: Any,
         made.state = {**(state[0] or {}), **(state[1] or {})} if both else state  # attributes and slots
     elif isinstance(made, Stored) and cls.text not in _PLAIN and cls.text not in seen:
         seen.add(cls.text)
-        log.info("a %s is read as the plain tensor that it holds; its attributes are not kept", cls.text)
+        log.info("%s: a %s is read as the plain tensor that it holds; its attributes are not kept", where, cls.text)
     return made
 
 
@@ -237,5 +237,5 @@ def calls(where: Path) -> Calls:
         "torch._utils._rebuild_device_tensor_from_numpy": partial(_from_numpy, where),
         "torch._utils._rebuild_xla_tensor": partial(_from_numpy, where),
     }
-    from_type = partial(_from_type, made, set())
+    from_type = partial(_from_type, where, made, set())
     return {**made, "torch._tensor._rebuild_from_type": from_type, "torch._tensor._rebuild_from_type_v2": from_type}

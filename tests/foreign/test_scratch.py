@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 
 from holdfast import events
 from holdfast.errors import Damaged, StorageError, Unsupported
 from holdfast.foreign import scratch
 from holdfast.foreign.sources import Stretch
 from tests.foreign.test_tars import packed
-
-zstandard = pytest.importorskip("zstandard")
 
 COMPRESS = {
     "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress,

@@ -263,6 +263,17 @@ def test_storages_from_any_device(location: str, new: bool) -> None:
         assert same(read(_relocated(saved(tensor, new=False), location)), tensor)
 
 
+def test_storages_laid_at_any_alignment() -> None:
+    from torch.utils.serialization import config
+
+    tensors = [torch.randn(5), torch.arange(100)]
+    for alignment in (4, 64, 4096):
+        with config.patch("save.storage_alignment", alignment):
+            found = read(saved(tensors))
+        assert all(map(same, found, tensors))
+        assert found[1].pieces[0][1].begin % alignment == 0
+
+
 def _relocated(data: bytes, location: str) -> bytes:
     raw = location.encode()
     assert b"X\x03\x00\x00\x00cpu" in data
