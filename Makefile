@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 READY  := .venv/ready
+PEERS  := .venv/peers
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint bench bench-quick clean
@@ -27,16 +28,18 @@ lint: $(READY)  ## ruff, mypy, and the floors of docs/architecture.md
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)  ## all benchmarks, at full size
+bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.gpu_stall
 	$(BIN)/python -m benchmarks.unshard
+	$(PEERS)/bin/python -m benchmarks.cloud
 
-bench-quick: $(READY)  ## the same in small
+bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.bench --quick
 	$(BIN)/python -m benchmarks.stall --quick
 	$(BIN)/python -m benchmarks.unshard --quick
+	$(PEERS)/bin/python -m benchmarks.cloud --quick
 
 clean:  ## remove what the other targets made, but for the environment in .venv
 	rm -rf demo-run bench-out build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .import_linter_cache
@@ -50,4 +53,14 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -e ".[dev]"
+	touch $@
+
+# The environment above and, in one of their own so that it stays as it is, the peers of `benchmarks.cloud`. pip finds
+# its torch there too, and leaves it alone. A peer that cannot be had here is left out, and the bench says so.
+$(PEERS)/ready: $(READY) benchmarks/peers.txt
+	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth"
+	while read -r peer; do $(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet "$$peer" \
+		|| echo "left out: $$peer"; done < benchmarks/peers.txt
 	touch $@

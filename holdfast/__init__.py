@@ -6,7 +6,10 @@ from typing import Any
 from holdfast.checkpoint import Checkpoint, TensorInfo, recover
 from holdfast.checkpoint import open_checkpoint as open
 from holdfast.convert import convert
+from holdfast.copy import Copied, copy
 from holdfast.engine.state import RNG, PerRank, Shard
+from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.urls import at
 from holdfast.errors import (
     Damaged,
     HoldfastError,
@@ -20,13 +23,14 @@ from holdfast.errors import (
 from holdfast.events import Event, install, listen
 from holdfast.export.work import Converted
 from holdfast.interval import Advice
-from holdfast.keep import Keep
+from holdfast.keep import Keep, Upload
 from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
 from holdfast.report.progress import Bars
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
+from holdfast.tiers.tiers import Durability
 from holdfast.version import __version__
 
 install(Bars())
@@ -45,7 +49,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "Converted",
+    "Copied",
     "Damaged",
+    "Durability",
     "Event",
     "HoldfastError",
     "Keep",
@@ -53,6 +59,7 @@ __all__ = [
     "Mismatch",
     "NotACheckpoint",
     "PerRank",
+    "Place",
     "RankLost",
     "SaveFailed",
     "Saver",
@@ -62,8 +69,11 @@ __all__ = [
     "TensorInfo",
     "Timing",
     "Unsupported",
+    "Upload",
     "__version__",
+    "at",
     "convert",
+    "copy",
     "listen",
     "load",
     "open",

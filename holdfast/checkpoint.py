@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,7 +21,11 @@ from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.parts import commit_late
 from holdfast.engine.ranges import Verify
-from holdfast.engine.read import DataFiles, Files, ReadStats, Wanted, check_file, read_boxes
+from holdfast.engine.read import DataFiles, Files, Wanted, check_file, read_boxes
+from holdfast.engine.source import ReadStats
+from holdfast.engine.stores.around import cached
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
@@ -57,8 +62,11 @@ class TensorInfo:
 class Checkpoint:
     """A checkpoint, ours or foreign, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
 
-    def __init__(self, path: Path, seconds: float = 0.0, *, foreign: Foreign | None = None) -> None:
+    def __init__(
+        self, path: Location, seconds: float = 0.0, *, foreign: Foreign | None = None, beside: Location | None = None
+    ) -> None:  # fmt: skip
         self.path = path
+        self._beside = beside
         self.seconds = seconds
         """How long the save took that returned this; 0.0 if it was opened."""
         self._foreign = foreign
@@ -69,7 +77,14 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """The commit record. Raises NotACheckpoint, Unsupported or Damaged, saying which and what to do."""
-        return read_manifest(self.path) if self._foreign is None else self._foreign.manifest
+        if self._foreign is not None:
+            return self._foreign.manifest
+        try:
+            return read_manifest(self.path)
+        except NotACheckpoint:
+            if self._beside is None:
+                raise
+            return read_manifest(self._beside)
 
     @cached_property
     def files(self) -> Files:
@@ -78,7 +93,7 @@ class Checkpoint:
 
     @cached_property
     def _data_files(self) -> DataFiles:
-        return DataFiles(self.path, self.manifest.data_files)
+        return DataFiles(self.path, self.manifest.data_files, self._beside)
 
     @property
     def format(self) -> str:
@@ -147,14 +162,20 @@ class Checkpoint:
             return storage.read_small(self._foreign.attachments[name])
         for path, size, digest in self.manifest.attachments:
             if self._attachment_name(path) == name:
-                try:
-                    data = storage.read_small(self.path / path)
-                except FileNotFoundError:
-                    raise Damaged(f"{self.path / path} is missing") from None
+                data = self._small(path)
                 if len(data) != size or blocks.digest(data) != digest:
                     raise Damaged(f"{self.path / path} is altered: its digest is not the manifest's")
                 return data
         raise KeyError(f"{self.path} has no attachment {name!r}; it has {sorted(self.attachments)}")
+
+    def _small(self, path: str) -> bytes:
+        for folder in (self.path, self._beside):
+            # In a store each attachment is below its save.
+            for name in (path, f"attachments/{self.manifest.save}/{self._attachment_name(path)}"):
+                if folder is not None:
+                    with suppress(FileNotFoundError):
+                        return storage.read_small(folder / name)
+        raise Damaged(f"{self.path / path} is missing")
 
     def _attachment_name(self, path: str) -> str:
         name = path.removeprefix("attachments/")
@@ -273,46 +294,58 @@ def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str]) -> tuple[i
     return noted.get(piece.key, piece.lengths)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str] | Place, *, cache: str | os.PathLike[str] | None = None) -> Checkpoint:
     """Open the checkpoint at ``path``, ours or of a foreign format: what describes it is read and proved, nothing else.
 
-    ``path``: a folder, a file, or a template with ``{rank}``, as the format's users name it (see docs/formats.md).
+    ``path``: a folder, a file, or a template with ``{rank}``, as the format's users name it (see docs/formats.md), on
+    disk or, as a URL or from `holdfast.at`, in a store (see docs/stores.md). ``cache``: for a path in a store, a folder
+    on local disk in which the processes of a machine share what they have fetched.
+
     Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
     future, Damaged if the manifest was altered.
     """
-    target = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+    target = location(path) if cache is None else cached(location(path), cache)
     checkpoint = Checkpoint(target)
     try:
         checkpoint.manifest  # noqa: B018 - reading it is the check
     except NotACheckpoint:
         foreign = open_foreign(target)
         if foreign is None:
+            if isinstance(target, Place):
+                raise NotACheckpoint(_what_is_in_store(target)) from None
             raise
         checkpoint = Checkpoint(target, foreign=foreign)
         events.log.info("%s: read as %s%s", target, foreign.format, f" ({foreign.reading})" if foreign.reading else "")
     return checkpoint
 
 
-def recover(path: str | os.PathLike[str]) -> Checkpoint:
+def recover(path: str | os.PathLike[str] | Place) -> Checkpoint:
     """The checkpoint at ``path``; a background save whose ranks all finished, but died before its commit, is committed.
 
     `CheckpointManager.restore` does so by itself. Raises NotACheckpoint if not all ranks had finished.
     """
-    folder = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))
+    folder = location(path)
     commit_late(folder)
     return open_checkpoint(folder)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Read and prove the manifest of a folder."""
     target = folder / manifest.FILE_NAME
     try:
         data = storage.read_small(target)
     except (FileNotFoundError, StorageError) as error:
-        if isinstance(error, StorageError) and folder.is_dir():
+        if isinstance(error, StorageError) and (isinstance(folder, Place) or folder.is_dir()):
             raise
+        if isinstance(folder, Place):  # looking what is there instead costs requests: `open_checkpoint` does
+            raise NotACheckpoint(f"there is no {target}") from None
         raise NotACheckpoint(_what_is_there(folder)) from None
-    return manifest.decode(data, str(target))
+    try:
+        return manifest.decode(data, str(target))
+    except Damaged:
+        if not isinstance(folder, Place):
+            raise
+        return manifest.decode(storage.read_small(target), str(target))  # on the way a bit may have flipped
 
 
 def _what_is_there(folder: Path) -> str:
@@ -328,9 +361,28 @@ def _what_is_there(folder: Path) -> str:
     below = sorted(p.parent.name for p in folder.glob(f"*/{manifest.FILE_NAME}"))
     if below:
         return f"{folder} holds checkpoints but is none itself: open one of {', '.join(below[-5:])}"
-    if any(folder.glob("parts/*.json")):
+    return _uncommitted(folder, storage.files_below(folder))
+
+
+def _what_is_in_store(folder: Place) -> str:
+    """The same with few requests: what a folder is called tells enough."""
+    try:
+        files = storage.files_below(folder)
+        beside = storage.folders_in(folder.parent) if not files else []
+    except StorageError as error:  # a web server lists nothing
+        return f"there is no {folder / manifest.FILE_NAME}, and what else is there cannot be listed ({error})"
+    if not files:
+        return f"there is nothing at {folder}" + (f"; beside it are {', '.join(beside[-5:])}" if beside else "")
+    below = sorted({path.split("/")[0] for path in files if path.endswith(f"/{manifest.FILE_NAME}")})
+    if below:
+        return f"{folder} holds checkpoints but is none itself: open one of {', '.join(below[-5:])}"
+    return _uncommitted(folder, files)
+
+
+def _uncommitted(folder: Location, files: Sequence[str]) -> str:
+    if any(path.startswith("parts/") for path in files):
         return f"{folder} holds a save that never committed; holdfast.recover commits it if all its ranks had finished"
-    if any(folder.rglob("*.safetensors")):
+    if any(path.endswith(".safetensors") for path in files):
         return f"{folder} holds data but no manifest.json: a save that never committed, or another program's files"
     return f"{folder} holds no manifest.json, and no checkpoint of a format that holdfast reads (docs/formats.md)"
 

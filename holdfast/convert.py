@@ -6,6 +6,8 @@ Users call `convert`. Never holds more than a few windows of the state, and neve
 from __future__ import annotations
 
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -14,18 +16,22 @@ import torch
 from holdfast import events
 from holdfast.checkpoint import Checkpoint, Patterns
 from holdfast.engine.ranges import Verify
-from holdfast.engine.ranks import DEADLINE, ranks_of
-from holdfast.errors import Unsupported
+from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
+from holdfast.engine.stores.around import patiently
+from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.urls import location
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Partial
 from holdfast.export.selection import Rename
+from holdfast.export.to_store import check_free, check_one_machine, grown_at, upload
 from holdfast.export.work import Asked, Converted, ConvertWork, To
 
 MAX_SHARD_BYTES = 5_000_000_000
 
 
 def convert(
-    source: str | os.PathLike[str] | Checkpoint, target: str | os.PathLike[str], *, to: To = "holdfast",
+    source: str | os.PathLike[str] | Place | Checkpoint, target: str | os.PathLike[str] | Place, *,
+    to: To = "holdfast",
     only: Patterns = "*", rename: Rename | None = None, dtype: torch.dtype | None = None, step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES, extras: Extras | None = None, overwrite: bool = False,
     verify: Verify = True, group: torch.distributed.ProcessGroup | None = None, deadline: float = DEADLINE,
@@ -42,6 +48,9 @@ def convert(
     many files as it needs. ``extras``: files to put beside a Hugging Face model: paths, a folder, or names with paths
     or bytes. ``overwrite`` replaces a target that exists, once the new one is whole. ``verify`` as in `holdfast.load`.
 
+    A ``target`` in a store grows in the temporary folder of the machine (``TMPDIR``), which needs room for all of it,
+    and is uploaded when it is whole, the file that makes it a checkpoint last; its ranks run on one machine.
+
     Killed or failed, it leaves nothing under the target's name; the same call then goes on from ``<target>.partial``.
     Host memory stays below 512 MiB a rank, whatever the size. Raises on every rank the same: NotACheckpoint, Mismatch,
     Unsupported, Damaged, StorageError, RankLost.
@@ -49,25 +58,39 @@ def convert(
     asked = Asked(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
     asked.check()
     ranks, began = ranks_of(group), monotonic()
-    place = _place(target)
-    work = ConvertWork(source, asked, ranks, Partial(place))
+    place = patiently(location(target), deadline)
+    grown = grown_at(place) if isinstance(place, Place) else place
+    work = ConvertWork(source, replace(asked, overwrite=overwrite or grown != place), ranks, Partial(grown))
     with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:
+        if isinstance(place, Place):
+            call.exchange("look", lambda: _look(place, ranks, overwrite=overwrite), check_one_machine, str)
         try:
             done = call.exchange("plan", work.plan, work.begin, str)
             work.converted.nbytes = call.settle("copy", lambda: work.copy(done), work.finish, int)
         finally:
             work.partial.leave()
+        if isinstance(place, Place):
+            call.settle("upload", partial(_upload, grown, place, ranks), _all_done, int)
+    work.converted.path = place
     work.converted.seconds = monotonic() - began
     if ranks.first:
         _tell(work.converted)
     return work.converted
 
 
-def _place(target: str | os.PathLike[str]) -> Path:
-    text = os.fspath(target)
-    if "://" in text:
-        raise Unsupported(f"{text} is a URL; this version converts to local paths only")
-    return Path(os.path.abspath(os.path.expanduser(text)))
+def _upload(grown: Path, place: Place, ranks: Ranks) -> int:
+    return upload(grown, place) if ranks.first else 0
+
+
+def _all_done(nbytes: list[int]) -> int:
+    return sum(nbytes)
+
+
+def _look(place: Place, ranks: Ranks, *, overwrite: bool) -> str:
+    """The name of this machine, once it is known that the target may be there."""
+    if ranks.first:
+        check_free(place, overwrite=overwrite)
+    return ranks.host
 
 
 def _tell(converted: Converted) -> None:

@@ -16,7 +16,7 @@ class HoldfastError(Exception):
 
     Attributes (each ``None`` where it does not apply): ``rank``, ``host``, ``phase`` and ``file`` say where
     the first failure happened; ``cause`` is that failure's own text. They are equal on every rank. ``settled`` is
-    False if this rank could not learn the common outcome, because the first rank or the store died at the end.
+    False if it is not known whether a save was committed, because the first rank or the store died at the end.
     """
 
     rank: int | None = None
@@ -99,18 +99,19 @@ def _save_failed_as(kind: str) -> type[HoldfastError]:
     return type("SaveFailed", (SaveFailed, cause), {"__module__": __name__, "__doc__": SaveFailed.__doc__})
 
 
-def error_from(failure: Failure, *, saving: bool) -> HoldfastError:
+def error_from(failure: Failure, *, saving: bool, settled: bool = True) -> HoldfastError:
     """The exception that every rank raises for ``failure``: the same class, text and attributes everywhere."""
     where = f"rank {failure.rank} on {failure.host}, phase {failure.phase}"
     if failure.file and failure.file not in failure.message:
         where += f", file {failure.file}"
     if saving:
-        text = f"save failed ({where}): {failure.message}. Nothing was committed; earlier checkpoints are untouched."
+        outcome = "Nothing was committed" if settled else "It may be committed all the same: holdfast.open tells"
+        text = f"save failed ({where}): {failure.message}. {outcome}; earlier checkpoints are untouched."
         error = _save_failed_as(failure.kind)(text)
     else:
         error = _KINDS.get(failure.kind, HoldfastError)(f"{failure.message} ({where})")
     error.rank, error.host, error.phase = failure.rank, failure.host, failure.phase
-    error.file, error.cause = failure.file, failure.message
+    error.file, error.cause, error.settled = failure.file, failure.message, settled
     if failure.errno is not None and isinstance(error, OSError):
         error.errno = failure.errno
     return error

@@ -20,12 +20,15 @@ from holdfast import events
 from holdfast.checkpoint import Checkpoint, Patterns, matches, near, nest, open_checkpoint
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranges import Verify
-from holdfast.engine.ranks import DEADLINE, ranks_of
+from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.engine.read import Wanted, read_boxes
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
 from holdfast.engine.state.ids import names_for_ids, optimizers_of
 from holdfast.engine.state.per_rank import choose, no_rule
 from holdfast.engine.still import wait_for_copies
+from holdfast.engine.stores.around import cached, hedged, patiently
+from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.box import whole
@@ -64,9 +67,9 @@ class Loaded:
 
 
 def load(
-    path: str | os.PathLike[str], into: dict[str, Any], *, only: Patterns = "*", rename: Rename | None = None,
+    path: str | os.PathLike[str] | Place, into: dict[str, Any], *, only: Patterns = "*", rename: Rename | None = None,
     cast: bool = False, missing: Literal["error", "keep"] = "error", verify: Verify = True,
-    group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
+    cache: str | os.PathLike[str] | None = None, group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
 ) -> Loaded:  # fmt: skip
     """Load the checkpoint at ``path`` into the objects and tensors of ``into``, in place, on any mesh or none.
 
@@ -80,21 +83,36 @@ def load(
     ``rename``: saved names to names of ``into``: a mapping of names or leading paths, or a function.
     ``cast``: convert where dtypes differ. ``missing="keep"``: what the checkpoint lacks stays as it is.
     ``verify``: True checks the sums of all blocks read whole; ``"blocks"`` reads blocks whole to check all;
-    False checks none.
+    False checks none. ``cache``: for a path in a store, a folder on the node's own disk in which its ranks share what
+    they have fetched, so that a node fetches each byte once and a second start fetches nothing (see docs/stores.md).
 
     Raises on every rank the same: Mismatch listing every name that does not fit (nothing was changed),
     NotACheckpoint, Damaged (names file and tensor), Unsupported, StorageError, RankLost.
     """
     if missing not in ("error", "keep"):
         raise ValueError(f'missing is "error" or "keep", not {missing!r}')
-    ranks = ranks_of(group)
+    source = patiently(hedged(location(path)), deadline)
+    label = f"load {source}"
+    if cache is not None:
+        source = cached(source, cache)
+    return load_opened(
+        lambda: open_checkpoint(source), into, label, ranks_of(group), only=only, rename=rename, cast=cast,
+        missing=missing, verify=verify, deadline=deadline,
+    )  # fmt: skip
+
+
+def load_opened(
+    opening: Callable[[], Checkpoint], into: dict[str, Any], label: str, ranks: Ranks, *, only: Patterns = "*",
+    rename: Rename | None = None, cast: bool = False, missing: Literal["error", "keep"] = "error",
+    verify: Verify = True, deadline: float = DEADLINE,
+) -> Loaded:  # fmt: skip
+    """`load` of what ``opening`` opens on each rank; all ranks call it the same ``label``."""
     began = monotonic()
-    label = f"load {os.path.abspath(os.fspath(path))}"
     with no_collection(), ranks.call(label, deadline=deadline) as call:
         match: list[Match] = []
 
         def compare() -> _Fit:
-            checkpoint = open_checkpoint(path)
+            checkpoint = opening()
             asked = _asked(checkpoint, only, into)
             target, values = named_ids(checkpoint, _target_names(rename), into)
             saved = saved_names(checkpoint, target, values, asked)

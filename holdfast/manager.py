@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from functools import partial
 from statistics import fmean, median
 from types import FrameType
 from typing import Any, Literal
@@ -25,15 +25,20 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.engine.board import Board, Notice
 from holdfast.engine.commit import Attached
 from holdfast.engine.ranks import DEADLINE, ranks_of
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed
+from holdfast.engine.storage import is_file
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError
 from holdfast.events import log
 from holdfast.interval import Advice, advise, check_mtbf
-from holdfast.keep import Keep
+from holdfast.keep import Keep, Upload
 from holdfast.load import Loaded, load
-from holdfast.save import local_folder, save
+from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.steps import NOTES, Steps, note_of
+from holdfast.tiers.tiers import Durability, Tiers
 
 SURVIVORS = 60.0
 """Seconds to wait at a restart for writer processes that outlived their trainers."""
@@ -56,6 +61,10 @@ class CheckpointManager:
     signal is that last one. After a SIGTERM no wait lasts longer than ``grace`` seconds, so that a save which cannot
     finish says so before the launcher kills (torchrun and Kubernetes: after 30); the step before it stays.
 
+    With ``fast``, a folder on local disk (of each node, or shared by all), every save is committed there, and a
+    thread beside training brings to ``root`` what ``upload`` says; there ``keep`` counts, and ``keep_fast`` in the
+    folder. `restore` takes the newest whole step of both, `durability` tells where a step is safe; see docs/tiers.md.
+
     With a mean time between failures ``mtbf``, in seconds, the best interval is logged at debug level; see `advice`.
 
         manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
@@ -70,7 +79,8 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], *, every: int, keep: Keep = Keep(), name: str = "step-{step:09d}",
+        self, root: str | os.PathLike[str] | Place, *, every: int, keep: Keep = Keep(), name: str = "step-{step:09d}",
+        fast: str | os.PathLike[str] | None = None, upload: Upload = Upload(), keep_fast: Keep = Keep(last=2),
         files: Mapping[str, str | os.PathLike[str] | bytes] | None = None, group: dist.ProcessGroup | None = None,
         deadline: float = DEADLINE, worker: Literal["process", "thread", "none"] = "process", slots: int = 1,
         busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
@@ -84,11 +94,20 @@ class CheckpointManager:
             raise ValueError(f'on_failure is "raise" or "warn", not {on_failure!r}')
         if mtbf is not None:
             check_mtbf(mtbf)
-        self.root, self.every, self.keep = local_folder(root), every, keep
-        self._steps = Steps(self.root, name)
+        self.root, self.every, self.keep = location(root), every, keep
         self._files, self._group, self._deadline = dict(files or {}), group, deadline
         self._on_failure, self._grace, self._mtbf = on_failure, grace, mtbf
         self._ranks = ranks_of(group)
+        # Ranks make their managers in the same order, so the same number means the same manager on each of them.
+        made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
+        key = f"manager/{self._ranks.calls}.{made}"
+        self._tiers = None
+        if fast is not None:
+            self._tiers = Tiers(
+                fast, self.root, name, upload=upload, keep=keep, keep_fast=keep_fast, ranks=self._ranks, key=key,
+                deadline=deadline,
+            )  # fmt: skip
+        self._steps = self._tiers.fast if self._tiers is not None else Steps(self.root, name)
         self._saver = None
         if worker != "none":
             self._saver = Saver(
@@ -96,14 +115,12 @@ class CheckpointManager:
             )
         self._run: str | None = None
         self._newest: Saving | None = None
-        self._restored: int | None = None
+        self._restored: tuple[int | None, Location] | None = None
         self._begun = 0
         self._recent: dict[int, Saving] = {}  # by number: under way, failed and not heard of, and the last one
-        self._writing_to: set[Path] = set()
+        self._writing_to: set[Location] = set()
         self._signalled = threading.Event()
-        # Ranks make their managers in the same order, so the same number means the same manager on each of them.
-        made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
-        self._board = Board(self._ranks.store, f"manager/{self._ranks.calls}.{made}", poll)
+        self._board = Board(self._ranks.store, key, poll)
         self._calls = 0  # of `step`: ranks make them alike, whatever the steps are called
         self._stop: Notice | None = None
         self._to_raise: list[int] = []
@@ -118,6 +135,8 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._tiers is not None:
+            self._tiers.leave()  # training that failed is to start again soon, and uploads go on then
         try:
             self.close()
         except SaveFailed as error:
@@ -128,6 +147,10 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the saves under way, give the signals back to whoever handled them before. Idempotent.
 
+        With ``fast`` it then waits for the uploads of the newest step and of those that are due: after a SIGTERM no
+        longer than the grace that is left, and never if nothing moves for ``deadline`` seconds. Steps that are not in
+        the store then are named in a warning; the next start uploads them.
+
         Raises a failure that no `step` has raised, if ``on_failure`` says so; not after a signal, when the last step
         has had its verdict.
         """
@@ -136,6 +159,8 @@ class CheckpointManager:
                 with self._failures_heard(quiet=self.should_stop):
                     self._saver.close(timeout=self._left())
         finally:
+            if self._tiers is not None:
+                self._tiers.close(self._left())
             for number, handler in self._handlers.items():
                 if signal.getsignal(number) == self._on_signal:
                     signal.signal(number, handler)
@@ -176,9 +201,9 @@ class CheckpointManager:
         """
         self._settle_quietly()
         if step == self._saved and not overwrite:
-            if self._newest is None:
-                return Checkpoint(self._steps.path(step))
-            if self._newest.failed is None:
+            if self._newest is None and self._restored is not None:
+                return Checkpoint(self._restored[1])
+            if self._newest is not None and self._newest.failed is None:
                 return self._newest.wait()
         return self._begin(step, state, metric, overwrite=overwrite).wait()
 
@@ -196,7 +221,9 @@ class CheckpointManager:
 
     @property
     def _saved(self) -> int | None:
-        return self._newest.step if self._newest is not None else self._restored
+        if self._newest is None:
+            return self._restored[0] if self._restored is not None else None
+        return self._newest.step
 
     def _begin(self, step: int, state: Mapping[str, Any], metric: float | None, *, overwrite: bool = False) -> Saving:
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
@@ -214,7 +241,7 @@ class CheckpointManager:
         self._newest = saving
         self._begun += 1
         self._recent = {**self._recent_that_count(), self._begun: saving}
-        saving.add_done_callback(self._ended)
+        saving.add_done_callback(partial(self._ended, self._begun))
         if self._saver is None:
             if saving.failed is not None and self._on_failure == "warn":
                 log.warning("%s: %s", saving.path, saving.failed)
@@ -236,22 +263,25 @@ class CheckpointManager:
         return saving.failed is not None and not saving.heard and not saving.skipped
 
     def _start(
-        self, state: Mapping[str, Any], path: Path, step: int, files: Attached, overwrite: bool, run: str | None
+        self, state: Mapping[str, Any], path: Location, step: int, files: Attached, overwrite: bool, run: str | None
     ) -> Saving:
+        # With tiers the folder may be called another way on each node.
+        label = None if self._tiers is None else f"save step {step} of {self.root}"
         if self._saver is not None:
-            return self._saver.save(state, path, step=step, files=files, overwrite=overwrite, run=run)
+            return self._saver.save(state, path, step=step, files=files, overwrite=overwrite, run=run, label=label)
         saving = Saving(path, step)
         saving.follow(
             lambda: save(
                 state, path, step=step, files=files, overwrite=overwrite, group=self._group, deadline=self._deadline,
-                run=run,
+                run=run, label=label,
             )
         )  # fmt: skip
         return saving
 
-    def _ended(self, saving: Saving) -> None:
+    def _ended(self, number: int, saving: Saving) -> None:
         """In the thread of a save, once its outcome is known."""
-        self._writing_to.discard(saving.path)
+        if self._tiers is None or saving.failed is not None or saving.step is None:
+            self._writing_to.discard(saving.path)
         if saving.failed is not None:
             if self._on_failure == "warn":
                 saving.hear()  # it was logged, and that is all
@@ -266,13 +296,20 @@ class CheckpointManager:
                 )  # fmt: skip
             if self._mtbf is not None:
                 log.debug("for a mean time between failures of %g s: %s", self._mtbf, self.advice(self._mtbf))
-            self._steps.sweep(self.keep, saving.step, self._writing_to)
+            if self._tiers is None:
+                self._steps.sweep(self.keep, saving.step, self._writing_to)
+        if self._tiers is not None and saving.step is not None:
+            self._tiers.committed(number, saving.step, self._writing_to)
+            self._writing_to.discard(saving.path)
 
     def _run_id(self) -> str | None:
         if self._run is None and self._ranks.first:
-            newest = self.latest()
-            # A run that is resumed is the same run.
-            self._run = newest.manifest.run if newest is not None else None
+            try:
+                newest = self._at_hand()
+                # A run that is resumed is the same run.
+                self._run = newest.manifest.run if newest is not None else None
+            except StorageError as error:  # then the save fails too, and on all ranks
+                log.warning("which run %s is of is not known: %s", self.root, error)
         return self._run
 
     # Failures
@@ -301,42 +338,68 @@ class CheckpointManager:
         damaged while it is read, is passed over for the one before, with a warning that says why. A save that all
         ranks had finished when they died is committed first; what other dead saves left is swept. Raises Mismatch if
         the checkpoint does not fit ``state``.
+
+        With ``fast`` the newest step that is whole on the fast tier or in the store; ``Loaded.checkpoint.path`` tells
+        where it came from. A rank whose node lacks a file reads it from the store. If the store does not answer, the
+        fast tier's newest is taken, with a warning, and StorageError raised if it has none.
         """
         for saving in self._recent.values():
             saving.settled()
-        if self._ranks.first:
-            self._steps.commit_late(min(SURVIVORS, self._deadline / 2))  # the other ranks wait meanwhile
-            self._steps.sweep(self.keep, None, self._writing_to)
+        patience = min(SURVIVORS, self._deadline / 2)  # the other ranks wait meanwhile
+        if self._tiers is not None:
+            loaded = self._tiers.restore(state, patience, self._writing_to)
+        else:
+            loaded = self._restore(state, patience)
+        if loaded is not None:
+            self._run, self._newest = loaded.checkpoint.manifest.run, None
+            self._restored = loaded.step, loaded.checkpoint.path
+        return loaded
+
+    def _restore(self, state: dict[str, Any], patience: float) -> Loaded | None:
         refused: list[str] = []
         while True:
             with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
-                name = call.exchange("choose", lambda: True, lambda notes: self._choose(refused), str)
+                name = call.exchange("choose", lambda: True, lambda notes: self._choose(refused, patience), str)
             if not name:
                 if refused:
                     raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
                 return None
             try:
-                loaded = load(self.root / name, state, group=self._group, deadline=self._deadline)
+                return load(self.root / name, state, group=self._group, deadline=self._deadline)
             except (Damaged, NotACheckpoint) as error:
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
                 refused.append(name)
                 self._steps.broken.add(name)
-                continue
-            self._run, self._restored, self._newest = loaded.checkpoint.manifest.run, loaded.step, None
-            return loaded
 
-    def _choose(self, refused: list[str]) -> str:
+    def _choose(self, refused: list[str], patience: float) -> str:
+        if not refused:
+            self._steps.commit_late(patience)
+            self._steps.sweep(self.keep, None, self._writing_to)
         newest = self._steps.newest(refused)
         return newest.name if newest is not None else ""
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint under ``root``, opened, or None. Local: any rank may ask."""
+        """The newest whole checkpoint, opened, or None; with ``fast``, of both tiers. Local: any rank may ask."""
+        return self._tiers.latest() if self._tiers is not None else self._at_hand()
+
+    def _at_hand(self) -> Checkpoint | None:
+        """The newest whole checkpoint where saves go to."""
+        if self._tiers is not None:
+            return self._tiers.newest_fast()
         newest = self._steps.newest()
         return Checkpoint(newest) if newest is not None else None
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
-        return list(self._steps.committed())
+        """The committed steps, oldest first; with ``fast``, of both tiers."""
+        return self._tiers.steps() if self._tiers is not None else list(self._steps.committed())
+
+    def durability(self, step: int) -> Durability:
+        """Where a step is safe. Any rank may ask: one look at the disk and one question to the store, which may wait
+        for its answer up to half a minute. Without ``fast``, what is committed is safe in ``root`` alone.
+        """
+        if self._tiers is not None:
+            return self._tiers.durability(step)
+        return Durability(step, False, is_file(self._steps.path(step) / FILE_NAME), False)
 
     # The end: signals, and what the ranks tell each other
 
@@ -381,7 +444,7 @@ class CheckpointManager:
                 return saving
             if not saving.skipped:
                 break
-        if self._newest is None and step == self._restored:
+        if self._newest is None and step == self._saved:
             return None
         for saving in self._recent.values():
             saving.hear()  # what failed before was logged; now this step counts
@@ -401,7 +464,9 @@ class CheckpointManager:
                 return "failed"
         except TimeoutError:
             pass
-        newest = self.latest()
+        newest = None
+        with suppress(StorageError):
+            newest = self._at_hand()
         log.error(
             "step %s cannot be saved within the grace of %g s; the newest checkpoint is %s", saving.step, self._grace,
             newest.path if newest is not None else "none",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -21,44 +20,52 @@ from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import DEADLINE, Call, ranks_of
 from holdfast.engine.save_work import SaveWork
+from holdfast.engine.stores.around import patiently
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
 from holdfast.engine.worker import ThreadWorker
-from holdfast.errors import Unsupported
 
 RUN = secrets.token_hex(8)
 """Marks what this process saves as one run's."""
 
 WINDOWS = 4
 
+PART, PARTS = 8 << 20, 12
+"""Windows for a store: as large as a part of an upload, and so many that latency is hidden; 96 MiB."""
+
 
 def save(
-    state: Mapping[str, Any], path: str | os.PathLike[str], *, overwrite: bool = False, step: int | None = None,
+    state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
+    step: int | None = None,
     files: Attached | None = None, group: dist.ProcessGroup | None = None,
-    deadline: float = DEADLINE, run: str | None = None,
+    deadline: float = DEADLINE, run: str | None = None, label: str | None = None,
 ) -> Checkpoint:  # fmt: skip
-    """Save ``state`` to the folder ``path`` and return once it is committed and durable.
+    """Save ``state`` to ``path``, a folder or a URL, and return once it is committed and durable.
 
     Called by every rank of ``group`` (default: the default process group; without one, this process alone) with
     the same ``path``. ``state`` is a nested dict of tensors, values and objects with ``state_dict()``. ``step``
     defaults to ``state["step"]`` if that is an int. ``files`` are kept beside the state, by name, from a path or
     from bytes. Each phase may take ``deadline`` seconds. ``run`` (16 hex digits) marks which run made it.
+    ``label`` is what errors call the save; ranks whose paths differ by node, as their disks do, give the same one.
 
     Host memory beyond the state stays below 128 MiB a rank, whatever its size. Raises SaveFailed, the same on every
     rank and also the built-in error of its cause (OSError, TypeError, ValueError, TimeoutError); then nothing was
     committed, training may go on, and an older checkpoint at ``path`` is as it was.
     """
-    folder, step = local_folder(path), step_of(state, step)
+    folder, step = patiently(location(path), deadline), step_of(state, step)
     ranks, began = ranks_of(group), monotonic()
-    with no_collection(), ranks.call(label_of(folder, step), deadline=deadline, saving=True) as call:
+    with no_collection(), ranks.call(label or label_of(folder, step), deadline=deadline, saving=True) as call:
         save_in(call, state, folder, step=step, files=files or {}, overwrite=overwrite, run=run or RUN)
     return Checkpoint(folder, monotonic() - began)
 
 
 def save_in(
-    call: Call, state: Mapping[str, Any], folder: Path, *, step: int | None, files: Attached, overwrite: bool, run: str
-) -> None:
+    call: Call, state: Mapping[str, Any], folder: Location, *, step: int | None, files: Attached, overwrite: bool,
+    run: str,
+) -> None:  # fmt: skip
     """All of a save, within a call of the ranks that is under way."""
-    with Ring() as ring:
-        work = SaveWork(call.ranks, folder, step, overwrite, run, ring)
+    with Ring(remote=isinstance(folder, Place)) as ring:
+        work = SaveWork(call.ranks, folder, step, overwrite, run, ring, still=True)
         work.gather(state, files)
         work.plan(call)
         work.settle(call)
@@ -67,8 +74,9 @@ def save_in(
 class Ring:
     """A few windows that go round, and threads that write them, for one save."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, remote: bool = False) -> None:
         self._worker = ThreadWorker()
+        self._window, self._most = (PART, PARTS) if remote else (WINDOW, WINDOWS)
 
     def __enter__(self) -> Ring:
         return self
@@ -77,22 +85,15 @@ class Ring:
         self._worker.close()
 
     def take(self, sizes: list[int], *, pinned: bool) -> Slot:
-        """Windows as large as the largest file needs, four at most."""
-        window = min(WINDOW, -(-max([1, *sizes]) // SECTOR) * SECTOR)
+        """Windows as large as the largest file needs; for a store, as all files need together; no more than a few."""
+        largest = max([1, *sizes])
+        window = min(self._window, -(-largest // SECTOR) * SECTOR)
         slot = Slot(0, self._worker, window=window)
-        slot.reserve(min(WINDOWS, windows_for([max([1, *sizes])], window)))
+        slot.reserve(min(self._most, windows_for(sizes if self._window == PART else [largest], window) or 1))
         return slot
 
     def give(self) -> None:
         """The memory goes with the save."""
-
-
-def local_folder(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a local folder. Raises Unsupported for a URL."""
-    text = os.fspath(path)
-    if "://" in text:
-        raise Unsupported(f"{text} is a URL; this version saves to local folders only")
-    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
 def step_of(state: Mapping[str, Any], step: int | None) -> int | None:
@@ -102,6 +103,6 @@ def step_of(state: Mapping[str, Any], step: int | None) -> int | None:
     return step
 
 
-def label_of(folder: Path, step: int | None) -> str:
+def label_of(folder: Location, step: int | None) -> str:
     """What a save is called in errors; all ranks of it say the same."""
     return f"save {folder} (step {step})"

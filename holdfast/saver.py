@@ -26,11 +26,14 @@ from holdfast.engine.ranks import DEADLINE, Call, ranks_of
 from holdfast.engine.save_work import SaveWork
 from holdfast.engine.state import Recall
 from holdfast.engine.still import Held, check_still, hold_still
+from holdfast.engine.stores.around import patiently
+from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.urls import location
 from holdfast.engine.worker import Worker, start
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import BACKGROUND, log
 from holdfast.ondisk import names
-from holdfast.save import RUN, label_of, local_folder, step_of
+from holdfast.save import RUN, label_of, step_of
 from holdfast.saving import Saving
 
 LEAVE = 2.0
@@ -122,19 +125,20 @@ class Saver:
         self._hook(work.collected.optimizers)
 
     def save(
-        self, state: Mapping[str, Any], path: str | os.PathLike[str], *, overwrite: bool = False,
-        step: int | None = None, files: Attached | None = None, run: str | None = None,
+        self, state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
+        step: int | None = None, files: Attached | None = None, run: str | None = None, label: str | None = None,
     ) -> Saving:  # fmt: skip
-        """Begin to save ``state`` to the folder ``path``: what is saved is the state at this moment, bit for bit.
+        """Begin to save ``state`` to ``path``, a folder or a URL: the state at this moment, bit for bit, is saved.
 
         Called by all ranks, with the arguments of `holdfast.save`. Returns once everything is copied that may change
         before a step of an optimizer of the state. With ``busy="wait"`` it first waits until a slot is free, and raises
         the failure of the save that had it if nobody has heard of it: SaveFailed, the same on every rank.
         """
         self._check_open()
-        folder, step = local_folder(path), step_of(state, step)
+        folder, step = patiently(location(path), self._deadline), step_of(state, step)
         number, earlier = self._next_slot()
         saving, taken = Saving(folder, step), _Taken(self, number)
+        saving._label = label or label_of(folder, step)
         before = self._savings[-1] if self._savings else None
         work = SaveWork(
             self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
@@ -278,7 +282,7 @@ class Saver:
                     f"{saving.path} was skipped: on some rank a save before it is still being written, or its failure "
                     "was raised instead"
                 )
-            work.settle(Call(self._ranks.lane(work.save_id), label_of(saving.path, saving.step), self._deadline, True))
+            work.settle(Call(self._ranks.lane(work.save_id), saving._label, self._deadline, True))
         except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits for this save
             failed = error
         self._end(work, saving, failed)
@@ -295,9 +299,8 @@ class Saver:
         if before is not None:
             before._planned.wait()  # what ranks remember of plans has to be the same in the same order
         try:
-            label = label_of(saving.path, saving.step)
             # One plan after the other, so that a rank which has missed one catches up; the rest in any order.
-            with self._ranks.call(label, deadline=self._deadline, saving=True) as call:
+            with self._ranks.call(saving._label, deadline=self._deadline, saving=True) as call:
                 saving._skipped = not work.plan(call)
         finally:
             saving._planned.set()

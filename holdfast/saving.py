@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine.still import Copying
+from holdfast.engine.stores.place import Location
 from holdfast.errors import SaveFailed
 from holdfast.events import log
 
@@ -39,11 +39,12 @@ class Timing:
 class Saving:
     """One save under way. Made by `Saver.save`."""
 
-    def __init__(self, path: Path, step: int | None) -> None:
+    def __init__(self, path: Location, step: int | None) -> None:
         self.path, self.step = path, step
         self._began = time.monotonic()
         self._call = self._staged_at = self._written_at = self._ended_at = 0.0
         self._bytes = 0
+        self._label = ""
         self._copying = Copying()
         self._planned = threading.Event()
         self._done = threading.Event()

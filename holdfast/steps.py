@@ -9,18 +9,24 @@ import re
 import string
 import threading
 import time
-from collections.abc import Container
-from pathlib import Path
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
 from holdfast.checkpoint import Checkpoint, read_manifest
-from holdfast.engine.folder import delete_checkpoint, sweep_beside, sweep_dead
+from holdfast.engine import storage
+from holdfast.engine.folder import delete_checkpoint, may_hold_leavings, sweep_beside, sweep_dead
 from holdfast.engine.parts import commit_late
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.keep import Keep
 from holdfast.ondisk import manifest
+from holdfast.ondisk.manifest import Manifest
+
+FEW = 16
+"""Folders of a store that are looked into one by one."""
 
 NOTES = "holdfast-manager.json"
 """The attachment in which the metric of a step is kept."""
@@ -36,35 +42,53 @@ class Steps:
     ``broken`` are names of steps that were committed once and found damaged.
     """
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Location, name: str) -> None:
         self.root, self._name, self._pattern = root, name, _pattern_of(name)
         self.broken: set[str] = set()
+        # Names of steps that were seen to be committed or were swept, and their metrics: each look into a store costs.
+        self._known: set[str] = set()
+        self._swept: set[str] = set()
+        self._metrics: dict[str, float | None] = {}
         self._sweeping = threading.Lock()
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Location:
         """Where a step lies, or will."""
         return self.root / self._name.format(step=step)
 
-    def folders(self) -> list[Path]:
+    def folders(self) -> list[Location]:
         """All folders that are called like a step."""
-        found = self.root.iterdir() if self.root.is_dir() else ()
-        return [path for path in found if path.is_dir() and self._pattern.fullmatch(path.name)]
+        return [self.root / name for name in storage.folders_in(self.root) if self._pattern.fullmatch(name)]
 
-    def committed(self) -> dict[int, Path]:
+    def committed(self) -> dict[int, Location]:
         """The committed steps, oldest first."""
-        found = {}
-        for path in self.folders():
-            match = self._pattern.fullmatch(path.name)
-            if match and (path / manifest.FILE_NAME).exists():
-                found[int(match["step"])] = path
-        return dict(sorted(found.items()))
+        folders = {path.name: path for path in self.folders()}
+        # On disk looking costs nothing. Several threads may look at once.
+        known = self._known & set(folders) if isinstance(self.root, Place) else set()
+        known |= self._find_manifests([name for name in folders if name not in known])
+        self._known = known
+        return dict(sorted((self.step_of(name), folders[name]) for name in known))
 
-    def newest(self, refused: Container[str] = ()) -> Path | None:
-        """The newest whole step that was not refused; why one is passed over is logged."""
-        for path in reversed(self.committed().values()):
-            if path.name in refused:
+    def step_of(self, name: str) -> int:
+        match = self._pattern.fullmatch(name)
+        return int(match["step"]) if match else -1
+
+    def _find_manifests(self, folders: list[str]) -> set[str]:
+        """Which of these folders hold a manifest. In a store, many are looked for in one listing."""
+        if isinstance(self.root, Place) and len(folders) > FEW:
+            found = storage.files_below(self.root)
+            named = {path.partition("/")[0] for path in found if path.endswith(f"/{manifest.FILE_NAME}")}
+            return named & set(folders)
+        return {name for name in folders if storage.is_file(self.root / name / manifest.FILE_NAME)}
+
+    def newest(self, refused: Container[str] = ()) -> Location | None:
+        """The newest whole step that was not refused; why one is passed over is logged. Raises StorageError."""
+        # From the newest name on: in a store the first whole one ends the search, however many steps there are.
+        for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
+            if path.name in refused or not storage.is_file(path / manifest.FILE_NAME):
                 continue
-            fault = _fault(path)
+            fault = fault_of(path)
+            if fault is not None and isinstance(path, Place):
+                fault = fault_of(path)  # on the way a bit may have flipped
             if fault is None:
                 return path
             self.broken.add(path.name)
@@ -74,28 +98,86 @@ class Steps:
     def commit_late(self, patience: float) -> None:
         """Commit the saves whose ranks had all finished; waits so many seconds for writers that are still at it."""
         until = time.monotonic() + patience
-        for path in sorted(self.folders(), reverse=True):
+        folders = sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True)
+        # A manager in a store commits late only what no newer commit has overtaken: old steps are many there.
+        for path in folders:
+            if isinstance(self.root, Place) and storage.is_file(path / manifest.FILE_NAME):
+                break
             try:
                 commit_late(path, patience=max(until - time.monotonic(), 0.0))
             except (HoldfastError, OSError) as error:
                 log.warning("%s cannot be looked at: %s", path, error)
 
-    def sweep(self, keep: Keep, just_saved: int | None, spare: Container[Path]) -> None:
+    def _metric(self, path: Location) -> float | None:
+        if path.name not in self._metrics or not isinstance(path, Place):
+            self._metrics[path.name] = _metric(path)
+        return self._metrics[path.name]
+
+    def sweep(self, keep: Keep, just_saved: int | None, spare: Container[Location]) -> None:
         """Delete committed steps that no rule keeps (after a save), and what dead saves left.
 
         Not in the folders to ``spare``, where saves are under way. Failures cost space alone.
         """
+        with self._gently():
+            if just_saved is not None:
+                committed = self.committed()
+                self._retire(committed, self._kept(keep, committed) | {just_saved})
+            self._clean(spare)
+
+    def kept(self, keep: Keep) -> set[int] | None:
+        """The committed steps that a rule keeps; None if that cannot be told."""
+        found = None
+        with self._gently():
+            found = self._kept(keep, self.committed())
+        return found
+
+    def retire(self, kept: Container[int], upto: int) -> None:
+        """Delete the committed steps up to and with ``upto`` that are not ``kept``. Failures cost space alone."""
+        with self._gently():
+            self._retire({step: path for step, path in self.committed().items() if step <= upto}, kept)
+
+    def clean(self, spare: Container[Location]) -> None:
+        """Delete what dead saves left, but not in the folders to ``spare``. Failures cost space alone."""
+        with self._gently():
+            self._clean(spare)
+
+    def _kept(self, keep: Keep, committed: dict[int, Location]) -> set[int]:
+        rated = keep.best and len(committed) > keep.last
+        metrics = {step: self._metric(path) for step, path in committed.items()} if rated else {}
+        return keep.kept({step: metrics.get(step) for step in committed})
+
+    def _retire(self, committed: dict[int, Location], kept: Container[int]) -> None:
+        for step, path in committed.items():
+            if step not in kept:
+                self._known = self._known - {path.name}
+                delete_checkpoint(path)
+
+    def _clean(self, spare: Container[Location]) -> None:
+        folders = [path for path in self.folders() if not (isinstance(path, Place) and path.name in self._swept)]
+        littered = self._littered(folders)
+        for path in folders:
+            if path not in spare:
+                if path.name in littered:
+                    _sweep_folder(path)
+                self._swept.add(path.name)
+
+    def _littered(self, folders: list[Location]) -> set[str]:
+        """Names of those folders that may hold what dead saves left. In a store, many are looked at in one listing."""
+        if not isinstance(self.root, Place) or len(folders) <= FEW:
+            return {path.name for path in folders}
+        files: dict[str, list[str]] = {path.name: [] for path in folders}
+        for found in storage.files_below(self.root):
+            name, _, path = found.partition("/")
+            if name in files:
+                files[name].append(path)
+        return {name for name, paths in files.items() if may_hold_leavings(paths)}
+
+    @contextmanager
+    def _gently(self) -> Iterator[None]:
+        """Sweep, one thread at a time; a failure costs space alone."""
         try:
             with self._sweeping:
-                committed = self.committed()
-                if just_saved is not None and len(committed) > keep.last:
-                    metrics = {step: _metric(path) for step, path in committed.items()} if keep.best else {}
-                    kept = keep.kept({step: metrics.get(step) for step in committed})
-                    for step in sorted(set(committed) - kept - {just_saved}):
-                        delete_checkpoint(committed[step])
-                for path in self.folders():
-                    if path not in spare:
-                        _sweep_folder(path)
+                yield
         except (StorageError, OSError) as error:
             log.warning("sweeping %s failed: %s", self.root, error)
 
@@ -105,7 +187,7 @@ def note_of(metric: float | None) -> bytes:
     return msgspec.json.encode(_Notes(None if metric is None else float(metric)))
 
 
-def _sweep_folder(path: Path) -> None:
+def _sweep_folder(path: Location) -> None:
     try:
         sweep_beside(path, read_manifest(path))
     except NotACheckpoint:
@@ -123,21 +205,41 @@ def _pattern_of(name: str) -> re.Pattern[str]:
     return re.compile("".join(re.escape(text) + (r"(?P<step>\d+)" if field else "") for text, field, _, _ in parts))
 
 
-def _fault(path: Path) -> str | None:
-    """Why a committed checkpoint is not whole, by its manifest and its files' sizes; None if it is."""
+def fault_of(path: Location) -> str | None:
+    """Why a committed checkpoint is not whole, by its manifest and its files' sizes; None if it is.
+
+    Raises StorageError if a store does not tell: that says nothing of the checkpoint, and a run must not go on from an
+    older one for it.
+    """
     try:
-        for file in read_manifest(path).data_files:
-            size = (path / file.path).stat().st_size
-            if size != file.bytes:
-                return f"{file.path} has {size} bytes instead of {file.bytes}"
-    except FileNotFoundError as error:
-        return str(error) if isinstance(error, HoldfastError) else f"{error.filename} is missing"
-    except (HoldfastError, OSError) as error:
+        return next(iter(lacking_files(path, read_manifest(path)).values()), None)
+    except (Damaged, NotACheckpoint, Unsupported) as error:
         return str(error)
-    return None
+    except (HoldfastError, OSError) as error:
+        if isinstance(path, Place):
+            raise
+        return str(error)
 
 
-def _metric(path: Path) -> float | None:
+def lacking_files(folder: Location, record: Manifest) -> dict[int, str]:
+    """Numbers of the data files that a folder does not have as its manifest says, each with what is wrong.
+
+    In a store that is one listing. Raises StorageError.
+    """
+    files = record.data_files
+    sizes = storage.sizes_below(folder) if files else {}
+    found: dict[int, str] = {}
+    for index, file in enumerate(files):
+        # Borrowed from a sibling: it lies elsewhere.
+        size = sizes.get(file.path) if file.save is None else storage.size_of(folder / file.path)
+        if size is None:
+            found[index] = f"{folder / file.path} is missing"
+        elif size != file.bytes:
+            found[index] = f"{file.path} has {size} bytes instead of {file.bytes}"
+    return found
+
+
+def _metric(path: Location) -> float | None:
     try:
         return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=_Notes).metric
     except (HoldfastError, KeyError, msgspec.MsgspecError):

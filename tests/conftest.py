@@ -1,4 +1,4 @@
-"""For the whole test session: examples are never timed, torch keeps to one thread, and a small real disk."""
+"""For the whole test session: examples are never timed, torch keeps to one thread, a small real disk, and servers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,46 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.servers.fixtures import (
+    azurite,
+    ceph,
+    ceph_ssl,
+    gcs,
+    lying_ceph,
+    lying_gcs,
+    moto,
+    nginx,
+    nginx_without_ranges,
+)
+
+__all__ = [
+    "azurite",
+    "ceph",
+    "ceph_ssl",
+    "gcs",
+    "lying_ceph",
+    "lying_gcs",
+    "moto",
+    "nginx",
+    "nginx_without_ranges",
+    "small_disk",
+]
+
 settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("holdfast")
 torch.set_num_threads(1)
+
+FETCHED = {"ceph", "ceph_ssl", "lying_ceph", "azurite", "nginx", "nginx_without_ranges"}
+"""Servers that are fetched from elsewhere than Python's package registry: hundreds of megabytes the first time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs such a server is left to `make test-all`."""
+    for item in items:
+        told = getattr(item, "callspec", None)
+        named = {value for value in told.params.values() if isinstance(value, str)} if told else set()
+        if FETCHED & {*getattr(item, "fixturenames", ()), *named}:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("trials", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_sigkill_of_a_random_rank(trials: int, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "tests.kill_trials", str(trials), str(trials), str(tmp_path)],

@@ -255,6 +255,7 @@ def test_torchrun_ends_with_0_after_a_signal_to_one_rank(tmp_path: Path) -> None
     check_restored(root, 4)
 
 
+@pytest.mark.slow
 def test_torchrun_ends_although_a_writer_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "run"
     options = {"first": True, "blocked": 1, "signals": {"0": TERM}, "at": 6, "grace": 1.0}

@@ -40,6 +40,12 @@ def test_only_the_state_and_the_ranks_know_torch_distributed(path: Path) -> None
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
+def test_one_file_knows_the_client_of_the_stores(path: Path) -> None:
+    used = {name for name in _imports(path) if name.split(".")[0] == "obstore"}
+    assert _name(path) == "engine/cloud.py" or not used
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
 def test_nothing_executes_what_it_reads(path: Path) -> None:
     assert not _imports(path) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     text = path.read_text()

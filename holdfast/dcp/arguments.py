@@ -6,7 +6,6 @@ Called first by `save`, `async_save` and `load`. Refuses before anything is done
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -16,23 +15,24 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from holdfast.dcp.reader import Reader
 from holdfast.dcp.writer import Writer
 from holdfast.engine.ranges import Verify
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
-from holdfast.save import local_folder
 
-PathLike = str | os.PathLike[str]
+PathLike = str | os.PathLike[str] | Place
 
 
 class Destination(NamedTuple):
     """Where a save goes, and whether it may replace what is there."""
 
-    folder: Path
+    folder: Location
     overwrite: bool
 
 
 class Origin(NamedTuple):
     """Where a load comes from, and how it is checked."""
 
-    path: str
+    path: Location
     verify: Verify
 
 
@@ -43,7 +43,7 @@ def destination(checkpoint_id: PathLike | None, storage_writer: Any, planner: An
     if storage_writer is not None and type(storage_writer) is not Writer:
         raise _refused("storage_writer", storage_writer, "save", "storage_writer=holdfast.dcp.Writer(path)")
     overwrite = storage_writer is None or storage_writer.overwrite
-    return Destination(local_folder(_given(checkpoint_id, storage_writer, "storage_writer")), overwrite)
+    return Destination(_given(checkpoint_id, storage_writer, "storage_writer"), overwrite)
 
 
 def origin(checkpoint_id: PathLike | None, storage_reader: Any, planner: Any) -> Origin:
@@ -74,10 +74,10 @@ def stages_later(stager: Any) -> bool:
     return stager._config.use_async_staging
 
 
-def _given(checkpoint_id: PathLike | None, storage: Any, name: str) -> str:
+def _given(checkpoint_id: PathLike | None, storage: Any, name: str) -> Location:
     if checkpoint_id is None and storage is None:
         raise Unsupported(f"`checkpoint_id` must be specified if {name} is None: the path of the checkpoint")
-    return os.fspath(storage.path if checkpoint_id is None else checkpoint_id)
+    return location(storage.path if checkpoint_id is None else checkpoint_id)
 
 
 def _refused(argument: str, value: object, call: str, instead: str) -> Unsupported:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast.checkpoint import Checkpoint, nest
+from holdfast.dcp.opening import as_torch_has_it
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.manifest import TensorRecord
@@ -54,7 +55,7 @@ class Description(Metadata):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.storage_meta = StorageMeta(checkpoint_id=checkpoint.path)
+        self.storage_meta = StorageMeta(checkpoint_id=as_torch_has_it(checkpoint.path))
 
     @cached_property
     def _described(self) -> Metadata:

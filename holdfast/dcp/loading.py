@@ -6,7 +6,6 @@ tensor before every rank knows that everything fits.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import msgspec
@@ -23,6 +22,7 @@ from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import Ranks, ranks_of
 from holdfast.engine.state import collect
 from holdfast.engine.still import wait_for_copies
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Mismatch
 from holdfast.load import Match, named_ids, saved_names
 from holdfast.ondisk import names
@@ -48,7 +48,7 @@ def load(
     keep = keeps_missing(planner)
     group = ranks_of(process_group)  # where tensors lie is told by it, even if nobody is to be met
     meeting = Ranks(0, 1) if no_dist else group
-    with no_collection(), meeting.call(f"load {os.path.abspath(path)}") as call:
+    with no_collection(), meeting.call(f"load {path}") as call:
         found: list[tuple[Target, Match]] = []
 
         def compare() -> _Fit:
@@ -77,7 +77,7 @@ class _Fit(msgspec.Struct, array_like=True):
 
 
 def _compare(
-    path: str, state_dict: dict[str, Any], group: Ranks, meeting: Ranks, *, keep: bool
+    path: Location, state_dict: dict[str, Any], group: Ranks, meeting: Ranks, *, keep: bool
 ) -> tuple[Target, Match, _Fit]:
     """Match every leaf of the target with the checkpoint; nothing is read or changed."""
     if not isinstance(state_dict, dict):

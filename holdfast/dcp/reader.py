@@ -20,11 +20,13 @@ from torch.futures import Future
 from holdfast import events
 from holdfast.checkpoint import Checkpoint
 from holdfast.dcp.flattened import Described, Tensor, describe, value_at
-from holdfast.dcp.opening import open_by_key
+from holdfast.dcp.opening import as_torch_has_it, may_be_a_path, open_by_key
 from holdfast.dcp.states import like
 from holdfast.engine.ranges import Verify
 from holdfast.engine.read import Wanted, read_boxes
 from holdfast.engine.still import wait_for_copies
+from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.box import Box
 
@@ -36,9 +38,9 @@ class Reader(StorageReader):
     (`holdfast.PerRank`) are not offered. Errors arrive as torch's CheckpointException, with holdfast's text inside.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: Verify = True) -> None:
+    def __init__(self, path: str | os.PathLike[str] | Place, *, verify: Verify = True) -> None:
         super().__init__()
-        self.path = path
+        self.path = location(path)
         self.verify: Verify = verify
         self._opened: tuple[Checkpoint, Described] | None = None
         self._rank = 0
@@ -46,18 +48,18 @@ class Reader(StorageReader):
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The path, as torch calls it."""
-        return self.path
+        return as_torch_has_it(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this may be a path: anything but a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Whether this may be a path: all that `holdfast.open` takes."""
+        return may_be_a_path(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was opened, and go to another path if one is given."""
         self._opened = None
         if checkpoint_id is not None:
-            self.path = checkpoint_id
+            self.path = location(checkpoint_id)
 
     # torch calls a reader a second time, for metadata of one rank, if it takes keywords under the name `kwargs`; a
     # rank that then had luck would go on alone.
@@ -65,7 +67,9 @@ class Reader(StorageReader):
         """The checkpoint in torch's words; nothing but the manifest is read."""
         self._opened = None
         described = self._open()[1]
-        described.metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=secrets.token_hex(8))
+        described.metadata.storage_meta = StorageMeta(
+            checkpoint_id=as_torch_has_it(self.path), load_id=secrets.token_hex(8)
+        )
         return described.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from torch.futures import Future
 from holdfast import events
 from holdfast.checkpoint import read_manifest
 from holdfast.dcp.items import Told, containers, gather, joined
+from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
 from holdfast.engine import folder, storage
 from holdfast.engine.commit import Identity, commit, complete, draft
 from holdfast.engine.device import Moments, devices_of
@@ -30,11 +30,13 @@ from holdfast.engine.memory import no_collection
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import Collected
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
 from holdfast.engine.write import Image, OpenFiles, Writing
 from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import FileRecord
-from holdfast.save import RUN, Ring, local_folder
+from holdfast.save import RUN, Ring
 
 BEGUN = ".manifest.begun.tmp"
 """The first rank's word to the others, beside the data until the commit; what a dead save leaves of it is swept."""
@@ -56,9 +58,9 @@ class Writer(StorageWriter):
     same folder on every rank. Errors arrive as torch's CheckpointException, with holdfast's text inside.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str] | Place, *, overwrite: bool = True) -> None:
         super().__init__()
-        self.path = local_folder(path)
+        self.path = location(path)
         self.overwrite = overwrite
         self._rank: int | None = None
         self._begun: _Begun | None = None
@@ -67,22 +69,24 @@ class Writer(StorageWriter):
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         """The path, as torch calls it."""
-        return self.path
+        return as_torch_has_it(self.path)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this may be a path: anything but a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Whether this may be a path: all that `holdfast.save` takes."""
+        return may_be_a_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """The path, for torch's planners."""
-        return StorageMeta(checkpoint_id=self.path, save_id=None if self._begun is None else self._begun.save)
+        return StorageMeta(
+            checkpoint_id=as_torch_has_it(self.path), save_id=None if self._begun is None else self._begun.save
+        )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go to another path if one is given."""
         self._begun = None
         if checkpoint_id is not None:
-            self.path = local_folder(checkpoint_id)
+            self.path = location(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take this rank's number. Raises Unsupported for ``use_collectives=False``: then nobody could commit."""
@@ -100,12 +104,12 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the first rank: begin a save in the folder. Raises StorageError if it may not take one."""
         folder.prepare(self.path, overwrite=self.overwrite)
-        self._replaces = (self.path / manifest.FILE_NAME).exists()
+        self._replaces = storage.is_file(self.path / manifest.FILE_NAME)
         if self._replaces:
             self._sweep()
         self._begun = _Begun(secrets.token_hex(8), len(plans))
         # For the moment before it has a name that a sweeper knows too.
-        temporary = self.path / f".manifest.begun.{self._begun.save}.tmp"
+        temporary = f".manifest.begun.{self._begun.save}.tmp"
         storage.replace_small(self.path / BEGUN, msgspec.json.encode(self._begun), temporary)
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
@@ -167,13 +171,16 @@ class Writer(StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
 
-def _write(images: list[Image], target: Path, save: str, rank: int) -> list[FileRecord]:
+def _write(images: list[Image], target: Location, save: str, rank: int) -> list[FileRecord]:
     """The data files, durable. What could not be written whole is taken away."""
     if not images:
         return []
     opened = OpenFiles()
     try:
-        with Ring() as ring, events.task("save", str(target), rank, sum(image.nbytes for image in images)) as task:
+        with (
+            Ring(remote=isinstance(target, Place)) as ring,
+            events.task("save", str(target), rank, sum(image.nbytes for image in images)) as task,
+        ):
             for image in images:
                 storage.make_folder(target / image.section)
             sources = [source for image in images for source in image.sources]
@@ -215,7 +222,7 @@ def _check_keys(metadata: Metadata, results: list[list[WriteResult]]) -> None:
         raise Mismatch(f"{lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} was planned and not written")
 
 
-def _check_files(target: Path, files: list[FileRecord]) -> None:
+def _check_files(target: Location, files: list[FileRecord]) -> None:
     for file in files:
         try:
             size = (target / file.path).stat().st_size

@@ -25,6 +25,9 @@ from holdfast.engine.folder import taken
 from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.plan import Plan
 from holdfast.engine.state import Collected
+from holdfast.engine.stores.conditions import STALE
+from holdfast.engine.stores.place import Location
+from holdfast.engine.stores.retrying import is_transient
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.ondisk import blocks, datafile, manifest, names, values
 from holdfast.ondisk.box import Box, tiling_fault
@@ -88,21 +91,34 @@ def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:
     return msgspec.structs.replace(drafted, files=[manifest.file_row(written[path]) for path in planned])
 
 
-def commit(folder: Path, record: Manifest, *, replaces: bool) -> None:
+def commit(folder: Location, record: Manifest, *, replaces: bool) -> None:
     """Create the manifest, or replace the one that is there; what only the replaced one named is deleted after.
 
-    Raises StorageError if another save has committed to the folder in the meantime.
+    Raises StorageError if another save has committed to the folder in the meantime; one that is not ``settled`` if a
+    store has not answered, and may have the manifest all the same.
     """
+    try:
+        _commit(folder, record, replaces)
+    except StorageError as error:
+        if is_transient(error) or is_transient(error.__cause__):
+            error.settled = False
+        raise
+
+
+def _commit(folder: Location, record: Manifest, replaces: bool) -> None:
     target, data = folder / manifest.FILE_NAME, manifest.encode(record)
     # Two processes may commit one save late, at once: each has a name of its own for the moments before.
-    temporary = folder / f".manifest.{record.save}.{secrets.token_hex(4)}.tmp"
+    temporary = f".manifest.{record.save}.{secrets.token_hex(4)}.tmp"
     if replaces:
         previous = _previous(target)
         storage.replace_small(target, data, temporary)
         if previous is not None:
             _remove_old_files(folder, previous, record)
     elif not storage.create_small(target, data, temporary):
-        winner = manifest.decode(storage.read_small(target), str(target))
+        try:
+            winner = manifest.decode(storage.read_small(target), str(target))
+        except FileNotFoundError:
+            raise taken(f"another save has claimed {target} before this one (if it died, for {STALE:.0f} s)") from None
         if winner.save != record.save:  # else our own answer was lost
             raise taken(f"{folder} was committed by another save ({winner.save}) in the meantime")
 
@@ -193,7 +209,7 @@ def place_attachments(
     return records, [(f"{below}/{name}", data) for name, data in attachments.items()]
 
 
-def _previous(target: Path) -> Manifest | None:
+def _previous(target: Location) -> Manifest | None:
     """The checkpoint to be replaced, or None if it can no longer be read: what it named is then left to a sweep."""
     try:
         return manifest.decode(storage.read_small(target), str(target))
@@ -202,7 +218,7 @@ def _previous(target: Path) -> Manifest | None:
         return None
 
 
-def _remove_old_files(folder: Path, old: Manifest, new: Manifest) -> None:
+def _remove_old_files(folder: Location, old: Manifest, new: Manifest) -> None:
     """Delete what only the replaced checkpoint named. It is committed over, so a failure here loses space alone."""
     kept = {f.path for f in new.data_files} | {path for path, _, _ in new.attachments}
     for path in [*(f.path for f in old.data_files if f.save is None), *(path for path, _, _ in old.attachments)]:

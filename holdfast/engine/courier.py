@@ -1,7 +1,7 @@
 """The courier: bytes from memory to files, in threads of its own; in this process, or alone in one that outlives it.
 
-`engine/worker.py` starts it, and runs this very file as the writer process. So it imports the standard library alone:
-it sees names, memory and offsets, and never a tensor, a rank or torch.
+`engine/worker.py` starts it, and runs this very file as the writer process. So it imports the standard library alone,
+and what uploads to a store when there is one: it sees names, memory and offsets, and never a tensor, a rank or torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import os
 import queue
 import signal
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from holdfast.engine.stores.store import Store
+    from holdfast.engine.upload import Upload
 
 SECTOR = 4096
 """Direct I/O moves multiples of this many bytes between addresses and offsets that are multiples of it."""
@@ -65,7 +72,8 @@ class Courier:
     def __init__(self, answer: Callable[[int, Fault | None], None]) -> None:
         self._answer = answer
         self._memory: dict[int, memoryview] = {}
-        self._files: dict[int, _File] = {}
+        self._files: dict[int, _File | Upload] = {}
+        self._stores: dict[int, Store] = {}
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closings: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         queues = [*[self._writes] * WRITERS, self._closings]
@@ -75,7 +83,10 @@ class Courier:
             thread.start()
 
     def close(self) -> None:
-        """Finish what was asked for, then end the threads."""
+        """Finish what was asked for, then end the threads. What is not all there of an upload is given up."""
+        for target in self._files.values():
+            if not isinstance(target, _File):
+                target.give_up()
         for _ in range(WRITERS):
             self._writes.put(None)
         for thread in self._threads[:WRITERS]:
@@ -94,9 +105,41 @@ class Courier:
         """Take a file that is open already and as long as it will be."""
         self._files[file] = _File(path, fd, direct)
 
+    def know(self, store: int, made: Store) -> None:
+        """Know a store from now on, by this number."""
+        self._stores[store] = made
+
+    def begin(self, file: int, store: int, key: str, header: bytes, size: int) -> None:
+        """Start to upload a file of ``size`` bytes; what follows the header is written in order of its offsets."""
+        upload = import_module("holdfast.engine.upload").Upload
+        self._files[file] = upload(self._stores[store], key, header, size)
+
+    def send(self, job: int, file: int, memory: memoryview, keep: object) -> None:
+        """The next bytes of an upload, from memory of this process that ``keep`` keeps alive."""
+        target = self._files[file]
+        if isinstance(target, _File):
+            raise ValueError(f"{target.path} is written from a slot")
+        self._add(job, target, memory, keep)
+
+    def _add(self, job: int, upload: Upload, memory: memoryview, keep: object = None) -> None:
+        def back(error: BaseException | None, kept: object = keep) -> None:
+            self._answer(job, None if error is None else _fault("write", upload.key, error))
+
+        upload.add(memory, back)
+
+    def give_up(self, files: Sequence[int]) -> None:
+        """Upload no more of these files."""
+        for file in files:
+            target = self._files.get(file)
+            if target is not None and not isinstance(target, _File):
+                target.give_up()
+
     def write(self, job: int, file: int, slot: int, start: int, nbytes: int, offset: int) -> None:
         """Write ``nbytes`` of a slot from ``start`` on to ``offset`` of a file."""
         target = self._files[file]
+        if not isinstance(target, _File):
+            self._add(job, target, self._memory[slot][start : start + nbytes])
+            return
         # To whole sectors where the write is direct: what follows is padding, of memory and of the file.
         padded = -(-nbytes // SECTOR) * SECTOR
         view = self._memory[slot][start : start + padded]
@@ -118,22 +161,27 @@ class Courier:
         target = self._files[file]
 
         def work() -> None:
-            target.wait_idle()
-            target.fault = target.fault or _finish(target, header, size)
-            self._answer(job, target.fault)
+            self._answer(job, _end(target, header, size))
 
         self._closings.put(work)
 
-    def leave(self, job: int, after: Sequence[int], folders: Sequence[str], small: Sequence[tuple[str, bytes]]) -> None:
-        """Once the files ``after`` are durable: their folders too, then small files, one after the other."""
+    def leave(
+        self, job: int, after: Sequence[int], folders: Sequence[str], small: Sequence[tuple[str, bytes]],
+        store: int | None = None,
+    ) -> None:  # fmt: skip
+        """Once the files ``after`` are durable: their folders too, then small files, one after the other.
+
+        In a ``store``, ``small`` has keys instead of paths.
+        """
         files = [self._files[file] for file in after]
+        write = write_small if store is None else partial(_put_small, self._stores[store])
 
         def work() -> None:
-            fault = next((f.fault for f in files if f.fault is not None), None)
+            fault = next((found for f in files if (found := _fault_of(f)) is not None), None)
             for folder in folders:
                 fault = fault or _attempt("sync the folder", folder, partial(sync_folder, folder))
             for path, data in small:
-                fault = fault or _attempt("write", path, partial(write_small, path, data))
+                fault = fault or _attempt("write", path, partial(write, path, data))
             self._answer(job, fault)
 
         self._closings.put(work)
@@ -144,9 +192,13 @@ class Courier:
 
         def work() -> None:
             for target in dropped:
-                target.wait_idle()
-                if close:
-                    os.close(target.fd)
+                if isinstance(target, _File):
+                    target.wait_idle()
+                    if close:
+                        os.close(target.fd)
+                else:
+                    target.give_up()
+                    target.wait()
 
         self._closings.put(work)
 
@@ -173,6 +225,25 @@ def _write(file: _File, view: memoryview, nbytes: int, offset: int) -> None:
             at -= at % SECTOR
 
 
+def _end(target: _File | Upload, header: bytes, size: int) -> Fault | None:
+    if isinstance(target, _File):
+        target.wait_idle()
+        target.fault = target.fault or _finish(target, header, size)
+    return _fault_of(target)
+
+
+def _fault_of(target: _File | Upload) -> Fault | None:
+    """What went wrong with a file; of an upload, once it has ended."""
+    if isinstance(target, _File):
+        return target.fault
+    error = target.wait()
+    return None if error is None else _fault("write", target.key, error)
+
+
+def _put_small(store: Store, key: str, data: bytes) -> None:
+    store.put(key, [data], len(data))
+
+
 def _finish(file: _File, header: bytes, size: int) -> Fault | None:
     aligned = memoryview(mmap.mmap(-1, len(header)))
     aligned[:] = header
@@ -187,11 +258,15 @@ def _attempt(doing: str, path: str, work: Callable[[], object]) -> Fault | None:
     """Do it, or say what went wrong; a thread that died of it would leave everybody waiting."""
     try:
         work()
-    except OSError as error:
-        return Fault(doing, path, error.errno, error.strerror or str(error))
     except Exception as error:  # noqa: BLE001 - stored, told to whoever waits for the job, and raised there
-        return Fault(doing, path, None, f"{type(error).__name__}: {error}")
+        return _fault(doing, path, error)
     return None
+
+
+def _fault(doing: str, path: str, error: BaseException) -> Fault:
+    if isinstance(error, OSError):
+        return Fault(doing, path, error.errno, error.strerror or str(error))
+    return Fault(doing, path, None, f"{type(error).__name__}: {error}")
 
 
 # Small files, durably. `engine/storage.py` uses these too and names what fails.
@@ -234,7 +309,8 @@ def make_folder(path: str) -> None:
         try:
             os.mkdir(folder)
         except FileExistsError:
-            if not os.path.isdir(folder):
+            # Somebody else made it; if it is gone again, that is what the caller hears: ENOENT.
+            if not stat.S_ISDIR(os.stat(folder).st_mode):
                 raise OSError(errno.ENOTDIR, f"{folder} is not a folder") from None
         sync_folder(os.path.dirname(folder))
 
@@ -343,6 +419,12 @@ def _obey(courier: Courier, head: dict[str, Any], data: list[bytes], fds: list[i
         courier.open(head["file"], head["path"], fds[0], direct=head["direct"])
     elif verb == "write":
         courier.write(**head)
+    elif verb == "store":
+        courier.know(head["store"], _made(**head["made"]))
+    elif verb == "begin":
+        courier.begin(**head, header=data[0])
+    elif verb == "give_up":
+        courier.give_up(head["files"])
     elif verb == "finish":
         courier.finish(**head, header=data[0])
     elif verb == "leave":
@@ -350,6 +432,17 @@ def _obey(courier: Courier, head: dict[str, Any], data: list[bytes], fds: list[i
         courier.leave(**head, small=list(zip(paths, data, strict=True)))
     elif verb == "drop":
         courier.drop(head["files"], close=True)
+
+
+def _made(package: str, paths: list[str], spec: dict[str, Any]) -> Store:
+    """A store in this process. What makes it is imported without the package's own start, which would import torch."""
+    if "holdfast" not in sys.modules:
+        stub = ModuleType("holdfast")
+        stub.__path__ = [package]
+        sys.modules["holdfast"] = stub
+        sys.path[:] = paths
+    store: Store = import_module("holdfast.engine.stores.shipping").store_from(spec)
+    return store
 
 
 def _step_back() -> None:

@@ -9,7 +9,8 @@ import ctypes
 import gc
 import mmap
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -45,6 +46,36 @@ _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
 def move(target: int, source: int, nbytes: int) -> None:
     """Copy ``nbytes`` between two addresses. Small copies keep the interpreter lock: passing it on costs more."""
     (_move if nbytes < _LARGE else _move_and_yield)(target, source, nbytes)
+
+
+class _View(ctypes.Structure):
+    """Py_buffer, as the stable part of Python's C interface has it."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t), ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int), ("ndim", ctypes.c_int), ("format", ctypes.c_char_p), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("suboffsets", ctypes.c_void_p), ("internal", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+def address_of(data: object) -> int:
+    """Where the bytes of a buffer lie that may be read-only; they lie there as long as ``data`` lives unchanged."""
+    view = _View()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(view), 0)
+    try:
+        return view.buf or 0
+    finally:
+        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
+
+
+def lend(memory: memoryview, back: Callable[[], object]) -> memoryview:
+    """A view of writable ``memory``; once nothing refers to it any more, ``back`` is called, from whichever thread.
+
+    So a window of memory is known to be free although whoever reads it does not say when it is done.
+    """
+    array = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
+    weakref.finalize(array, back)
+    return memoryview(array).cast("B")
 
 
 _lock = threading.Lock()

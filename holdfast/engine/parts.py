@@ -7,10 +7,10 @@ which a file, a header or a part is missing, and never one that a living process
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from holdfast.engine import storage
 from holdfast.engine.commit import commit, complete
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError, StorageError
 from holdfast.events import log
 from holdfast.ondisk import blocks, manifest, part
@@ -18,12 +18,12 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.part import Part
 
 
-def commit_late(folder: Path, *, patience: float = 0.0) -> Manifest | None:
+def commit_late(folder: Location, *, patience: float = 0.0) -> Manifest | None:
     """Commit what lies finished in ``folder``; None if nothing does.
 
     Writer processes may outlive their trainers for a while: waits up to ``patience`` seconds for them to end.
     """
-    if (folder / manifest.FILE_NAME).exists():
+    if storage.is_file(folder / manifest.FILE_NAME):
         return None
     until = time.monotonic() + patience
     while _is_written_to(folder):
@@ -43,11 +43,13 @@ def commit_late(folder: Path, *, patience: float = 0.0) -> Manifest | None:
     return None
 
 
-def _is_written_to(folder: Path) -> bool:
-    return any(storage.in_use(folder / path) for path in storage.files_below(folder) if path.endswith(".safetensors"))
+def _is_written_to(folder: Location) -> bool:
+    if isinstance(folder, Place):
+        return False  # a store shows whole files alone; a later look finds the parts that are missing now
+    return bool(storage.living(folder, [path for path in storage.files_below(folder) if path.endswith(".safetensors")]))
 
 
-def _prove(folder: Path, save: str) -> Manifest | None:
+def _prove(folder: Location, save: str) -> Manifest | None:
     """The whole manifest of a save, if every part is there and every file is what its part says."""
     found: dict[int, Part] = {}
     for path in storage.files_below(folder):
@@ -69,25 +71,23 @@ def _prove(folder: Path, save: str) -> Manifest | None:
     return complete(first.manifest, [record for rank in sorted(found) for record in found[rank].records])
 
 
-def _prove_file(path: Path, nbytes: int, header_bytes: int, digest: str) -> None:
+def _prove_file(path: Location, nbytes: int, header_bytes: int, digest: str) -> None:
     # As much as a commit in time would know: the sums in the header prove every block when it is read.
-    with storage.naming(path, "read"), path.open("rb") as file:
-        header = file.read(header_bytes)
-        size = file.seek(0, 2)
+    header, size = storage.read_start(path, header_bytes)
     if size != nbytes or blocks.digest(header) != digest:
         raise Damaged(f"{path} is not what its rank wrote")
 
 
-def take_away(folder: Path, save: str, rank: int | None = None) -> None:
+def take_away(folder: Location, save: str, rank: int | None = None) -> None:
     """Delete the parts of a save, or that of one rank, once it is committed or given up."""
     below = folder / "parts"
     try:
         if rank is not None:
             storage.delete(folder / part.file_name(rank, save))
         else:
-            for path in storage.files_below(below):
-                if part.save_of(f"parts/{path}") == save:
-                    storage.delete(below / path)
+            storage.delete(
+                *(below / path for path in storage.files_below(below) if part.save_of(f"parts/{path}") == save)
+            )
         storage.delete_if_empty(below)
     except StorageError as error:
         log.warning("a part of a save stays behind, to be swept later: %s", error)

@@ -197,13 +197,13 @@ def _whole_blocks(share: Share, run: int, starts: list[int], address: int, landi
         yield Range(piece.begin + low, high - low, known, piece.key, tuple(found), landing)
 
 
-def jobs_of(ranges: Iterable[Range]) -> Iterator[list[Range]]:
-    """Neighbouring ranges together, up to a span; a large one by itself."""
+def jobs_of(ranges: Iterable[Range], *, gap: int = GAP, straight: bool = True) -> Iterator[list[Range]]:
+    """Neighbouring ranges together, up to a span; a large one by itself, if it is read ``straight`` to its place."""
     job: list[Range] = []
     end = 0
     for r in ranges:
-        near = job and 0 <= r.begin - end <= GAP and r.begin + r.nbytes - job[0].begin <= SPAN
-        if job and (not near or is_straight(r) or is_straight(job[-1])):
+        near = job and 0 <= r.begin - end <= gap and r.begin + r.nbytes - job[0].begin <= SPAN
+        if job and (not near or (straight and (is_straight(r) or is_straight(job[-1])))):
             yield job
             job = []
         job.append(r)

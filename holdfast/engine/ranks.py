@@ -180,8 +180,7 @@ class Call:
             if not isinstance(interrupt, Exception):
                 raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
         if verdict.failure is not None:
-            failed = error_from(verdict.failure, saving=self.saving)
-            failed.settled = verdict.settled
+            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled)
             raise failed from (own[0] if own and verdict.failure.rank == ranks.rank else None)
         return _decode(verdict.answer, answer)
 
@@ -212,6 +211,7 @@ class Call:
             except BaseException as error:  # noqa: BLE001 - stored, told to every rank, raised by `_meet`
                 own.append(error)
                 verdict.failure = self._failure_of(error, phase)
+                verdict.settled = getattr(error, "settled", True)
         return verdict
 
     def _meet_over_store(self, word: _Word, phase: str, conclude: Callable[[list[_Word]], _Verdict]) -> _Verdict:

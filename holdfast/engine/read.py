@@ -12,17 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
-from holdfast.engine.courier import SECTOR
-from holdfast.engine.memory import Buffer, buffer, move
-from holdfast.engine.ranges import SPAN, Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
+from holdfast.engine.memory import move
+from holdfast.engine.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
+from holdfast.engine.source import Descriptors, Fetched, ReadStats, Source, damaged, source_of
 from holdfast.engine.stage import host_view
-from holdfast.engine.storage import is_cached, naming, naming_unless_missing, open_to_read
+from holdfast.engine.storage import open_to_read, read_start, size_of
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged
 from holdfast.ondisk import blocks, datafile, dtypes, names
 from holdfast.ondisk.blocks import BLOCK
@@ -30,7 +29,14 @@ from holdfast.ondisk.box import Box, intersect, relative
 from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import FileRecord, TensorRecord
 
+STRIDE = 1 << 20
+"""Bytes that are summed and then moved."""
+
 READERS = 4
+"""Threads that read a local disk: more add nothing (measured)."""
+
+ASKERS = 16
+"""Threads that ask a store: with 8 MiB a request this hides tens of milliseconds of latency."""
 
 
 class Wanted(NamedTuple):
@@ -45,45 +51,56 @@ class Wanted(NamedTuple):
     view: torch.Tensor
 
 
-@dataclass
-class ReadStats:
-    """Bytes: ``needed`` by the boxes, ``read`` from storage, ``unverified`` of those needed."""
-
-    needed: int = 0
-    read: int = 0
-    unverified: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, read: int) -> None:
-        with self._lock:
-            self.read += read
-
-
 class Files(Protocol):
     """Where the pieces of a checkpoint lie: what the reader asks of our data files, and of foreign ones."""
 
-    def path(self, index: int) -> Path:
+    def path(self, index: int) -> Location:
         """The file of that number, for errors."""
+
+    def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
+        """Read together what `piece` will need to know of these files."""
 
     def piece(
         self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
-    ) -> tuple[Piece, Sequence[str]]:
-        """The bytes of one cell of a tensor, and the sums of their blocks (none, if the format has none)."""
+    ) -> tuple[int, Piece, Sequence[str]]:
+        """The bytes of one cell of a tensor, and the sums of their blocks (none, if the format has none).
 
-    def opened(self, index: int) -> AbstractContextManager[tuple[int, int | None]]:
-        """Descriptors of a file: cached, and direct if that can be had."""
+        With the number of the file that they are in: not ``index`` where they turn out to need unpacking.
+        """
+
+    def opened(self, index: int) -> AbstractContextManager[Descriptors | Place]:
+        """What a file is read from: its descriptors, or its place in a store."""
 
 
 class DataFiles:
-    """The data files of one checkpoint: headers read once and proved."""
+    """The data files of one checkpoint: headers read once and proved.
 
-    def __init__(self, folder: Path, records: Sequence[FileRecord]) -> None:
-        self.folder, self.records = folder, records
+    What ``folder`` lacks, or has in another size, is taken from the folder ``beside``, if there is one: a data file is
+    named with its save, so the same name is the same file.
+    """
+
+    def __init__(self, folder: Location, records: Sequence[FileRecord], beside: Location | None = None) -> None:
+        self.folder, self.records, self._beside = folder, records, beside
         self._headers: dict[int, Header] = {}
+        self._elsewhere: dict[int, Location] = {}
         self._lock = threading.Lock()
 
-    def path(self, index: int) -> Path:
-        return self.folder / self.records[index].path
+    def path(self, index: int) -> Location:
+        record = self.records[index]
+        if self._beside is None:
+            return self.folder / record.path
+        if index not in self._elsewhere:
+            own = self.folder / record.path
+            self._elsewhere[index] = own if size_of(own) == record.bytes else self._beside / record.path
+        return self._elsewhere[index]
+
+    def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
+        lacking = sorted(i for i in set(indices) - set(self._headers) if isinstance(self.path(i), Place))
+        if len(lacking) > 1:
+            with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-read") as pool:
+                for index, header in zip(lacking, pool.map(self._read_header, lacking), strict=True):
+                    self._headers[index] = header
+                    stats.add(self.records[index].header_bytes)
 
     def header(self, index: int, stats: ReadStats | None = None) -> Header:
         """The header of a file. Raises Damaged if the file is missing, has another size or another header."""
@@ -98,49 +115,48 @@ class DataFiles:
 
     def _read_header(self, index: int) -> Header:
         record, path = self.records[index], self.path(index)
-        try:
-            with naming_unless_missing(path, "read"), path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                data = file.read(record.header_bytes) if size == record.bytes else b""
-        except FileNotFoundError:
-            raise _damaged(path, "is missing") from None
-        if size != record.bytes:
-            raise _damaged(path, f"has {size} bytes, the manifest says {record.bytes}")
-        if blocks.digest(data) != record.header_digest:
-            raise _damaged(path, "has an altered header: its digest is not the manifest's")
+        for last in (False, True):
+            try:
+                data, size = read_start(path, record.header_bytes)
+            except FileNotFoundError:
+                raise damaged(path, "is missing") from None
+            if size != record.bytes:
+                raise damaged(path, f"has {size} bytes, the manifest says {record.bytes}")
+            if blocks.digest(data) == record.header_digest:
+                break
+            if last or not isinstance(path, Place):  # on the way from a store a bit may flip
+                raise damaged(path, "has an altered header: its digest is not the manifest's")
         try:
             return datafile.parse_header(data, size)
         except ValueError as error:
-            raise _damaged(path, f"cannot be read: {error}") from None
+            raise damaged(path, f"cannot be read: {error}") from None
 
     def piece(
         self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
-    ) -> tuple[Piece, Sequence[str]]:
+    ) -> tuple[int, Piece, Sequence[str]]:
         header = self.header(index, stats)
         key = datafile.key_of(names.in_section(name), cell, record.shape)
         piece = header.pieces.get(key)
         if piece is None or piece.dtype != record.dtype or piece.nbytes != cell.size * dtypes.itemsize(record.dtype):
-            raise _damaged(self.path(index), f"does not hold {key} as the manifest says")
-        return piece, header.sums.get(key, ())
+            raise damaged(self.path(index), f"does not hold {key} as the manifest says")
+        return index, piece, header.sums.get(key, ())
 
     @contextmanager
-    def opened(self, index: int) -> Iterator[tuple[int, int | None]]:
+    def opened(self, index: int) -> Iterator[Descriptors | Place]:
+        path = self.path(index)
+        if isinstance(path, Place):
+            yield path
+            return
         try:
-            cached, direct = open_to_read(self.path(index))
+            cached, direct = open_to_read(path)
         except FileNotFoundError:
-            raise _damaged(self.path(index), "is missing") from None
+            raise damaged(self.path(index), "is missing") from None
         try:
             yield cached, direct
         finally:
             os.close(cached)
             if direct is not None:
                 os.close(direct)
-
-
-def _damaged(path: Path, what: str) -> Damaged:
-    error = Damaged(f"{path} {what}; restore another step, or bring this file back from a copy")
-    error.file = str(path)
-    return error
 
 
 def read_boxes(
@@ -152,8 +168,9 @@ def read_boxes(
     as that adds less than 4 % in all (the rest is counted as unverified); ``"blocks"`` reads and checks whole blocks
     always; False checks none.
     """
-    stats = ReadStats()
+    stats, wanted = ReadStats(), list(wanted)
     plans: dict[int, list[Share]] = {}
+    files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
     for want in wanted:
         stats.needed += want.view.numel() * dtypes.itemsize(want.record.dtype)
         for share in _shares(files, want, stats):
@@ -171,18 +188,18 @@ def read_boxes(
         while opened and opened[0][0] <= finished:
             opened.popleft()[1].close()
 
+    threads = threads_for(files, plans)
     # The pool is left first: no file is closed while a job may still read it.
-    with ExitStack() as stack, ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-read") as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
         for index in sorted(plans):
             one = stack.enter_context(ExitStack())
-            descriptors = one.enter_context(files.opened(index))
-            source = _Source(files.path(index), *descriptors, stats)
+            source = source_of(files.path(index), one.enter_context(files.opened(index)), stats)
             shares = sorted(plans[index], key=lambda share: share.piece.begin)
             ranges = (r for share in shares for r in ranges_of(share, verify, round_up=round_up))
-            for job in jobs_of(ranges):
+            for job in jobs_of(ranges, gap=source.gap, straight=source.straight):
                 if verify:
                     stats.unverified += sum(r.wanted for r in job if r.sum is None)
-                settle(4 * READERS - 1)  # bounded: no more host copies alive than are being filled
+                settle(4 * threads - 1)  # bounded: no more host copies alive than are being filled
                 pending.append(pool.submit(_run, source, job, progress))
             opened.append((finished + len(pending), one))
         settle(0)
@@ -194,19 +211,16 @@ def check_file(files: DataFiles, index: int, stats: ReadStats, progress: Callabl
     header = files.header(index, stats)
     faults: list[str] = []
 
-    def check(source: _Source, job: list[Range]) -> None:
+    def check(source: Source, job: list[Range]) -> None:
         begin, end = job[0].begin, job[-1].begin + job[-1].nbytes
-        buffer = source.buffer(end - begin)
         try:
-            source.read(begin, buffer.view[: end - begin], buffer.address)
+            found = _faults(source, job, source.fetch(begin, end - begin))
+            for _ in range(source.tries - 1) if found else ():
+                source.forget(begin, end - begin)
+                found = _faults(source, job, source.fetch(begin, end - begin))
         except (Damaged, OSError) as error:
-            faults.append(str(error))
-            return
-        for r in job:
-            try:
-                source.check(r, buffer.view[r.begin - begin : r.begin - begin + r.nbytes])
-            except Damaged as error:
-                faults.append(str(error))
+            found = [str(error)]
+        faults.extend(found)
         progress(end - begin)
 
     ranges = (
@@ -214,17 +228,23 @@ def check_file(files: DataFiles, index: int, stats: ReadStats, progress: Callabl
         for piece in header.pieces.values()
         for n, total in enumerate(header.sums.get(piece.key, ()))
     )
-    with files.opened(index) as descriptors, ThreadPoolExecutor(READERS) as pool:
-        source = _Source(files.path(index), *descriptors, stats)
-        for future in [pool.submit(check, source, job) for job in jobs_of(ranges)]:
+    with files.opened(index) as opened, ThreadPoolExecutor(threads_for(files, [index])) as pool:
+        source = source_of(files.path(index), opened, stats)
+        jobs = jobs_of(ranges, gap=source.gap, straight=source.straight)
+        for future in [pool.submit(check, source, job) for job in jobs]:
             future.result()
     return faults
+
+
+def threads_for(files: Files, indices: Iterable[int]) -> int:
+    """How many threads read these files best."""
+    return ASKERS if any(isinstance(files.path(index), Place) for index in indices) else READERS
 
 
 def _shares(files: Files, want: Wanted, stats: ReadStats) -> Iterator[Share]:
     record, box = want.record, want.box
     for cell, index in record.touching(box):
-        piece, sums = files.piece(index, want.name, cell, record, stats)
+        index, piece, sums = files.piece(index, want.name, cell, record, stats)
         if cell == box:
             yield Share(index, piece, sums, box, box, want.view, record.dtype)
             continue
@@ -238,22 +258,16 @@ def _shares(files: Files, want: Wanted, stats: ReadStats) -> Iterator[Share]:
         yield Share(index, piece, sums, share, cell, view, record.dtype)
 
 
-def _run(source: _Source, job: list[Range], progress: Callable[[int], None] | None) -> None:
+def _run(source: Source, job: list[Range], progress: Callable[[int], None] | None) -> None:
     first = job[0]
-    if is_straight(first):
+    if source.straight and len(job) == 1 and is_straight(first):
         address = first.parts[0][1]
         memory = host_view(address, first.nbytes)
         source.read(first.begin, memory, address)
-        source.check(first, memory)
+        if not _is_right(first, memory):
+            raise _altered(source.path, first)
     else:
-        begin, end = first.begin, max(r.begin + r.nbytes for r in job)
-        buffer = source.buffer(end - begin)
-        source.read(begin, buffer.view[: end - begin], buffer.address)
-        for r in job:
-            at = r.begin - begin
-            source.check(r, buffer.view[at : at + r.nbytes])
-            for start, address, length in r.parts:
-                move(address, buffer.address + at + start, length)
+        _gather(source, job)
     for r in job:
         if r.landing is not None:
             r.landing.arrived()
@@ -261,57 +275,48 @@ def _run(source: _Source, job: list[Range], progress: Callable[[int], None] | No
         progress(sum(r.wanted for r in job))
 
 
-_buffers = threading.local()
+def _gather(source: Source, job: list[Range]) -> None:
+    """Fetch a stretch, check the blocks in it, and move what is wanted of it."""
+    begin, end = job[0].begin, max(r.begin + r.nbytes for r in job)
+    for left in reversed(range(source.tries)):
+        fetched = source.fetch(begin, end - begin)
+        wrong = [r for r in job if not _moved(r, fetched, r.begin - begin)]
+        if not wrong:
+            return
+        if not left:
+            raise _altered(source.path, wrong[0])
+        source.forget(begin, end - begin)
 
 
-def _buffer(name: str, nbytes: int) -> Buffer:
-    """Memory of this thread, grown as needed and used again."""
-    found: Buffer | None = getattr(_buffers, name, None)
-    if found is None or len(found.view) < nbytes:
-        found = buffer(-(-nbytes // (2 << 20)) * (2 << 20))
-        setattr(_buffers, name, found)
-    return found
+def _moved(r: Range, fetched: Fetched, at: int) -> bool:
+    """Move what is wanted of a range that lies at ``at`` of what was fetched; False if its sum is wrong."""
+    if r.sum is None or len(r.parts) > 1 or r.wanted != r.nbytes:
+        if not _is_right(r, fetched.view[at : at + r.nbytes]):
+            return False
+        for start, address, length in r.parts:
+            move(address, fetched.address + at + start, length)
+        return True
+    # All of a block goes to one place: summed and moved a stride at a time, while that is in the processor's cache.
+    total, target = blocks.running_sum(), r.parts[0][1]
+    for done in range(0, r.nbytes, STRIDE):
+        n = min(STRIDE, r.nbytes - done)
+        total.update(fetched.view[at + done : at + done + n])
+        move(target + done, fetched.address + at + done, n)
+    return bool(total.hexdigest() == r.sum)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One open data file."""
+def _faults(source: Source, job: list[Range], fetched: Fetched) -> list[str]:
+    begin = job[0].begin
+    return [
+        str(_altered(source.path, r))
+        for r in job
+        if not _is_right(r, fetched.view[r.begin - begin : r.begin - begin + r.nbytes])
+    ]
 
-    path: Path
-    cached: int
-    direct: int | None
-    stats: ReadStats
 
-    def buffer(self, nbytes: int) -> Buffer:
-        return _buffer("gather", nbytes)
+def _is_right(r: Range, data: memoryview) -> bool:
+    return r.sum is None or blocks.block_sum(data) == r.sum
 
-    def read(self, begin: int, memory: memoryview, address: int) -> None:
-        """Fill ``memory`` (at ``address``) from the file: pages that are cached from there, cold ones directly."""
-        total = len(memory)
-        with naming(self.path, "read"):
-            at = 0
-            if self.direct is not None and is_cached(self.cached, begin, total):
-                at = os.preadv(self.cached, [memory], begin)
-                self.stats.add(at)
-            while at < total and self.direct is not None:
-                low = (begin + at) // SECTOR * SECTOR
-                high = -(-min(begin + total, low + SPAN) // SECTOR) * SECTOR
-                bounce = _buffer("bounce", high - low)
-                got = os.preadv(self.direct, [bounce.view[: high - low]], low)
-                skip = begin + at - low
-                useful = min(got - skip, total - at)
-                if useful <= 0:
-                    break
-                move(address + at, bounce.address + skip, useful)
-                self.stats.add(got)
-                at += useful
-            while at < total:
-                got = os.preadv(self.cached, [memory[at:]], begin + at)
-                if not got:
-                    raise _damaged(self.path, f"ends at byte {begin + at}")
-                self.stats.add(got)
-                at += got
 
-    def check(self, r: Range, data: memoryview) -> None:
-        if r.sum is not None and blocks.block_sum(data) != r.sum:
-            raise _damaged(self.path, f"is altered: bytes {r.begin}:{r.begin + r.nbytes}, in {r.key}, have another sum")
+def _altered(path: Location, r: Range) -> Damaged:
+    return damaged(path, f"is altered: bytes {r.begin}:{r.begin + r.nbytes}, in {r.key}, have another sum")

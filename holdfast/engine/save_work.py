@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 from typing import Any, Protocol
 
@@ -38,6 +37,7 @@ from holdfast.engine.parts import take_away
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.state import Collected, Recall, collect
+from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.write import Image, OpenFiles, Writing
 from holdfast.errors import HoldfastError, RankLost
 from holdfast.ondisk import manifest, part
@@ -72,18 +72,20 @@ class SaveWork:
 
     `plan` and `settle` may be rounds of one call of the ranks, or of two. ``folder`` is None for a rehearsal that only
     plans. ``busy`` says that this rank cannot save now, and wants all to skip it. ``leaves_part``: the files are to
-    outlive this process. ``staged`` is called when every tensor is copied, or queued to be copied until those moments,
-    with the chance to fail the save. ``recall`` spares a walk.
+    outlive this process. ``still``: nothing of the state changes before the save has ended. ``staged`` is called when
+    every tensor is copied, or queued to be copied until those moments, with the chance to fail the save. ``recall``
+    spares a walk.
     """
 
     ranks: Ranks
-    folder: Path | None
+    folder: Location | None
     step: int | None
     overwrite: bool
     run_id: str
     slots: SlotSource
     name: str = "save"
     leaves_part: bool = False
+    still: bool = False
     busy: bool = False
     recall: Recall | None = None
     after: Moments = field(default_factory=Moments)
@@ -223,6 +225,7 @@ class SaveWork:
         return Writing(
             self._images, folder, save=self.save_id, rank=self.ranks.rank, files=self._opened,
             slot=self.slots.take(self.sizes, pinned=self.on_device), progress=progress, after=self.after,
+            still=self.still,
         )  # fmt: skip
 
     def _write(self, task: events.Task) -> _Note:
@@ -246,8 +249,10 @@ class SaveWork:
         ranks = self.ranks
         small: list[tuple[str, bytes]] = []
         if ranks.first:
-            self._replaces = self.overwrite and (self._place() / manifest.FILE_NAME).exists()
-            self._records, small = place_attachments(self._attached, self.save_id, fresh=not self._replaces)
+            self._replaces = self.overwrite and storage.is_file(self._place() / manifest.FILE_NAME)
+            # In a store another save to this path may be under way: then nothing of theirs may have the same name.
+            fresh = not self._replaces and not isinstance(self.folder, Place)
+            self._records, small = place_attachments(self._attached, self.save_id, fresh=fresh)
         if self.leaves_part:
             drafted = self._draft() if ranks.first else None
             left = Part(save=self.save_id, rank=ranks.rank, world_size=ranks.size, files=files, manifest=drafted)
@@ -255,7 +260,7 @@ class SaveWork:
         self._opened.paths += [self._place() / path for path, _ in small]
         return small
 
-    def _place(self) -> Path:
+    def _place(self) -> Location:
         if self.folder is None:
             raise HoldfastError("a rehearsal was to write; this is a fault of holdfast")
         return self.folder
@@ -282,22 +287,21 @@ class SaveWork:
         """True if this rank's files are to stay where they are."""
         try:
             call.settle("write", lambda: self._write(task), self._commit, str)
-        except RankLost as lost:
+        except HoldfastError as lost:
             # A rank that died may have a writer that lives on: with its part the save can still be committed late.
-            if lost.settled and not (self.leaves_part and self._reported):
+            if lost.settled and not (isinstance(lost, RankLost) and self.leaves_part and self._reported):
                 raise
-            # The first rank may have died after the commit and before it could tell, or may still be at it: the
-            # manifest is the truth, and files that it may name are left to a later sweep.
+            # The first rank may have died after the commit and before it could tell, or may still be at it, or a store
+            # may have taken the manifest and not answered: the manifest is the truth, and files that it may name are
+            # left to a later sweep.
             self._opened.paths.clear()
             if not self._is_committed():
-                if self.leaves_part:
+                if self.leaves_part and isinstance(lost, RankLost):
                     events.log.warning(
                         "%s: what was written stays, in case the lost rank's writer finishes", self.folder
                     )
                 raise
             events.log.warning("%s is committed, although the ranks could not settle it: %s", self.folder, lost.cause)
-        except HoldfastError:
-            raise
         except BaseException:
             # Interrupted while it waited for the verdict: what it has reported may be committed any moment.
             if self._reported:
@@ -309,7 +313,8 @@ class SaveWork:
         # Only after the decision: before it the folder may be somebody else's, and nothing in it ours to take away.
         if self.folder is not None and self.save_id:
             # A writer that was killed may have left a small file under the name that it has before it is whole.
-            halves = [half for path in self._opened.paths for half in path.parent.glob(f".{path.name}.*.tmp")]
+            local = [path for path in self._opened.paths if not isinstance(path, Place)]
+            halves = [half for path in local for half in path.parent.glob(f".{path.name}.*.tmp")]
             withdraw([*self._opened.paths, *halves], self.folder)
 
     def _is_committed(self) -> bool:

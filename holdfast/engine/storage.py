@@ -1,4 +1,4 @@
-"""Local disk: durable small files, folders, listing, deleting; and how a large file is opened.
+"""Small files, listing and deleting, on local disk or in a store; and how a large local file is opened.
 
 Called by save, load and the manager. Knows nothing of tensors or ranks; every error names the file.
 """
@@ -9,12 +9,15 @@ import ctypes
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.engine import courier
 from holdfast.engine.courier import SECTOR
+from holdfast.engine.stores.conditions import create_once
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import StorageError
 from holdfast.events import log
 
@@ -31,53 +34,71 @@ _ADVICE = {
 }
 _libc = ctypes.CDLL(None, use_errno=True)
 
+LIVING = 6 * 3600.0
+"""Seconds for which a file of a store that no manifest names may belong to a save under way: a store has no locks."""
+
 
 @contextmanager
-def naming(path: str | os.PathLike[str], doing: str) -> Iterator[None]:
+def naming(path: str | os.PathLike[str] | Place, doing: str) -> Iterator[None]:
     """Turn an OSError inside the block into a StorageError that says what was done to which file, and what to do."""
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
-        raise storage_error(doing, os.fspath(path), error.errno, error.strerror or str(error)) from error
+        raise storage_error(doing, str(path), error.errno, error.strerror or str(error)) from error
 
 
 def storage_error(doing: str, file: str, number: int | None, text: str) -> StorageError:
     """The error that says what was done to which file, and what to do."""
-    advice = _ADVICE.get(number or 0)
-    named = StorageError(f"cannot {doing} {file}: {text}" + (f" ({advice})" if advice else ""))
+    advice = _ADVICE.get(number or 0) if "://" not in file else None
+    told = text if "://" in file and file in text else f"cannot {doing} {file}: {text}"  # stores name what they refuse
+    named = StorageError(told + (f" ({advice})" if advice else ""))
     named.errno, named.file = number, file
     return named
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder and its parents, durably: each new entry is synced into its own parent."""
+def make_folder(path: Location) -> None:
+    """Create a folder and its parents, durably: each new entry is synced into its own parent. A store has none."""
+    if isinstance(path, Place):
+        return
     with naming(path, "create the folder"):
         courier.make_folder(os.fspath(path))
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: Location) -> None:
     """Make the entries of a folder durable."""
+    if isinstance(path, Place):
+        return
     with naming(path, "sync the folder"):
         courier.sync_folder(os.fspath(path))
 
 
-def write_small(path: Path, data: bytes) -> None:
+def write_small(path: Location, data: bytes) -> None:
     """Write a small file whole and durably under its final name. An older one of that name is replaced in one step."""
     with naming(path, "write"):
+        if isinstance(path, Place):
+            path.store.put(path.key, [data], len(data))
+            return
         courier.write_small(os.fspath(path), data)
 
 
-def create_small(path: Path, data: bytes, temporary: Path) -> bool:
+def create_small(path: Location, data: bytes, temporary: str) -> bool:
     """Create a small file whole and durably, only if there is none: False if the name is taken.
 
-    ``temporary`` is a name in the same folder for the moments before. A crash leaves either nothing, the temporary
-    file, or the whole file.
+    ``temporary`` is a name in the same folder for the moments before, which nobody else uses. A crash leaves either
+    nothing, the temporary file, or the whole file.
     """
+    if isinstance(path, Place):
+        with naming(path, "create"):
+            return create_once(path.store, path.key, data, temporary)
+    return _create_on_disk(path, data, path.with_name(temporary))
+
+
+def _create_on_disk(path: Path, data: bytes, temporary: Path) -> bool:
     with naming(path, "create"):
         try:
-            _write_durably(temporary, data)
+            courier.write_durably(os.fspath(temporary), data)
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -111,47 +132,93 @@ def _create_without_links(path: Path, data: bytes) -> bool:
     return True
 
 
-def replace_small(path: Path, data: bytes, temporary: Path) -> None:
+def replace_small(path: Location, data: bytes, temporary: str) -> None:
     """Replace a small file in one durable step, so that at any moment either the old or the new one is there."""
+    if isinstance(path, Place):
+        write_small(path, data)
+        return
+    half = path.with_name(temporary)
     with naming(path, "replace"):
         try:
-            _write_durably(temporary, data)
-            os.replace(temporary, path)
+            courier.write_durably(os.fspath(half), data)
+            os.replace(half, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            half.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
-def _write_durably(path: Path, data: bytes) -> None:
-    courier.write_durably(os.fspath(path), data)
-
-
-def read_small(path: Path) -> bytes:
+def read_small(path: Location) -> bytes:
     """All bytes of a small file. Raises FileNotFoundError as it is, anything else as StorageError."""
     with naming_unless_missing(path, "read"):
         return path.read_bytes()
 
 
+def read_start(path: Location, nbytes: int) -> tuple[bytes, int]:
+    """The first bytes of a file, and how long all of it is. Raises FileNotFoundError, StorageError."""
+    with naming_unless_missing(path, "read"):
+        if isinstance(path, Place):
+            got = path.store.get(path.key, 0, nbytes)
+            return bytes(got.data), got.nbytes
+        with path.open("rb") as file:
+            return file.read(nbytes), os.fstat(file.fileno()).st_size
+
+
 @contextmanager
-def naming_unless_missing(path: Path, doing: str) -> Iterator[None]:
+def naming_unless_missing(path: Location, doing: str) -> Iterator[None]:
     """`naming`, but a missing file stays a FileNotFoundError: the caller knows what that means."""
     try:
         with naming(path, doing):
             yield
+    except FileNotFoundError:
+        raise
     except StorageError as error:
-        if error.errno == errno.ENOENT:
-            raise FileNotFoundError(errno.ENOENT, "No such file", os.fspath(path)) from None
+        if error.errno == errno.ENOENT or isinstance(error.__cause__, FileNotFoundError):
+            raise FileNotFoundError(errno.ENOENT, "No such file", str(path)) from None
         raise
 
 
-def delete(path: Path) -> None:
-    """Delete a file if it is there."""
-    with naming(path, "delete"):
-        path.unlink(missing_ok=True)
+def is_file(path: Location) -> bool:
+    """Whether there is a file of this name. Raises StorageError if a store does not tell."""
+    with naming(path, "look for"):
+        return path.is_file()
 
 
-def delete_if_empty(path: Path) -> None:
+def size_of(path: Location) -> int | None:
+    """Bytes of a file; None if there is none. Raises StorageError."""
+    try:
+        with naming_unless_missing(path, "look for"):
+            return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def delete(*paths: Location) -> None:
+    """Delete files, those that are there. Raises StorageError for the first that cannot be, once all were tried."""
+    places: dict[int, list[Place]] = {}
+    failed: StorageError | None = None
+    for path in paths:
+        if isinstance(path, Place):
+            places.setdefault(id(path.store), []).append(path)
+            continue
+        try:
+            with naming(path, "delete"):
+                path.unlink(missing_ok=True)
+        except StorageError as error:
+            failed = failed or error
+    for found in places.values():
+        try:
+            with naming(found[0], "delete"):
+                found[0].store.delete([place.key for place in found])
+        except StorageError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def delete_if_empty(path: Location) -> None:
     """Delete a folder that holds nothing; leave one that does."""
+    if isinstance(path, Place):
+        return
     try:
         path.rmdir()
     except OSError as error:
@@ -159,18 +226,59 @@ def delete_if_empty(path: Path) -> None:
             log.debug("cannot remove %s: %s", path, error)
 
 
-def delete_empty_folders(path: Path) -> None:
+def delete_empty_folders(path: Location) -> None:
     """Delete every folder at or below ``path`` that holds nothing."""
+    if isinstance(path, Place):
+        return
     for base, _, _ in os.walk(path, topdown=False):
         delete_if_empty(Path(base))
 
 
-def files_below(folder: Path) -> list[str]:
+def folders_in(path: Location) -> list[str]:
+    """Names of the folders in a folder; empty if there is none. In a store one request for a thousand of them."""
+    with naming(path, "list"):
+        if isinstance(path, Place):
+            return [key.rpartition("/")[2] for key in path.store.list(path.key, deep=False).folders]
+        return [entry.name for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+
+
+def files_below(folder: Location) -> list[str]:
     """Relative paths (with ``/``) of all files in a folder, sorted; empty if there is no folder."""
-    found = []
+    return list(sizes_below(folder)) if isinstance(folder, Place) else sorted(_walk(folder))
+
+
+def sizes_below(folder: Location) -> dict[str, int]:
+    """Relative paths of all files in a folder with their bytes."""
+    if isinstance(folder, Place):
+        return {path: nbytes for path, nbytes, _ in _entries(folder)}
+    found = {}
+    for path in sorted(_walk(folder)):
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            found[path] = (folder / path).stat().st_size
+    return found
+
+
+def _walk(folder: Path) -> Iterator[str]:
     for base, _, files in os.walk(folder):
-        found += [Path(base, f).relative_to(folder).as_posix() for f in files]
-    return sorted(found)
+        yield from (Path(base, f).relative_to(folder).as_posix() for f in files)
+
+
+def _entries(folder: Place) -> list[tuple[str, int, float]]:
+    skip = len(folder.key) + 1 if folder.key else 0
+    with naming(folder, "list"):
+        listed = folder.store.list(folder.key, deep=True).files
+    return [(entry.key[skip:], entry.nbytes, entry.modified) for entry in listed]
+
+
+def living(folder: Location, paths: list[str]) -> list[str]:
+    """Which of these files of a folder belong to a save under way: locked, or in a store too young to tell."""
+    if not paths:
+        return []
+    if isinstance(folder, Place):
+        since = time.time() - LIVING
+        young = {path for path, _, modified in _entries(folder) if modified > since}
+        return [path for path in paths if path in young]
+    return [path for path in paths if in_use(folder / path)]
 
 
 def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:

@@ -20,8 +20,14 @@ from typing import Any, Protocol
 from holdfast.engine import courier
 from holdfast.engine.courier import Courier, Fault
 from holdfast.engine.storage import storage_error
-from holdfast.errors import HoldfastError
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.shipping import spec_of
+from holdfast.engine.stores.store import Store
+from holdfast.errors import HoldfastError, Unsupported
 from holdfast.events import log
+
+Small = tuple[Location, bytes]
+"""A small file: where it goes, and its bytes."""
 
 
 class Worker(Protocol):
@@ -40,13 +46,22 @@ class Worker(Protocol):
     def open(self, path: Path, fd: int, *, direct: bool) -> int:
         """The number of an open file from now on; the descriptor stays the caller's."""
 
+    def begin(self, place: Place, header: bytes, size: int) -> int:
+        """Start to upload a file; its number. What follows the header is written in order."""
+
+    def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
+        """The next bytes of an upload, from memory of this process that ``keep`` keeps alive; no slot is needed."""
+
+    def give_up(self, files: Sequence[int]) -> None:
+        """Upload no more of files that are not all there yet, so that their memory comes back."""
+
     def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
         """Write a stretch of a slot, padded to whole sectors, to ``offset`` of a file."""
 
     def finish(self, file: int, header: bytes, size: int) -> Future[None]:
         """After all writes of a file: its header, its end, its bytes durable."""
 
-    def leave(self, after: Sequence[int], folders: Sequence[Path], small: Sequence[tuple[Path, bytes]]) -> Future[None]:
+    def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
         """Once the files ``after`` are finished: make their folders durable, then write small files."""
 
     def drop(self, files: Sequence[int]) -> None:
@@ -123,9 +138,28 @@ class ThreadWorker:
         self._courier.finish(job, file, header, size)
         return future
 
-    def leave(self, after: Sequence[int], folders: Sequence[Path], small: Sequence[tuple[Path, bytes]]) -> Future[None]:
+    def begin(self, place: Place, header: bytes, size: int) -> int:
+        file = self._futures.file()
+        self._courier.begin(file, self._know(place.store), place.key, header, size)
+        return file
+
+    def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
         job, future = self._futures.new()
-        self._courier.leave(job, after, [os.fspath(f) for f in folders], [(os.fspath(p), d) for p, d in small])
+        self._courier.send(job, file, memory, keep)
+        return future
+
+    def give_up(self, files: Sequence[int]) -> None:
+        self._courier.give_up(files)
+
+    def _know(self, store: Store) -> int:
+        self._courier.know(id(store), store)
+        return id(store)
+
+    def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
+        job, future = self._futures.new()
+        store, to_sync, paths = _in_one_store(folders, small)
+        data = [(path, data) for path, (_, data) in zip(paths, small, strict=True)]
+        self._courier.leave(job, after, to_sync, data, None if store is None else self._know(store))
         return future
 
     def drop(self, files: Sequence[int]) -> None:
@@ -156,6 +190,7 @@ class ProcessWorker:
             )
         self._socket, self._sending = ours, threading.Lock()
         self._futures = _Futures()
+        self._stores: dict[str, int] = {}
         self._dead: str | None = None
         self._reader = threading.Thread(target=self._read_answers, name="holdfast-answers", daemon=True)
         self._reader.start()
@@ -189,10 +224,38 @@ class ProcessWorker:
         self._send({"verb": "finish", "job": job, "file": file, "size": size}, [header])
         return future
 
-    def leave(self, after: Sequence[int], folders: Sequence[Path], small: Sequence[tuple[Path, bytes]]) -> Future[None]:
+    def begin(self, place: Place, header: bytes, size: int) -> int:
+        file = self._futures.file()
+        store = self._know(place.store)
+        self._send({"verb": "begin", "file": file, "store": store, "key": place.key, "size": size}, [header])
+        return file
+
+    def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
+        raise HoldfastError("another process cannot read this one's memory; this is a fault of holdfast")
+
+    def give_up(self, files: Sequence[int]) -> None:
+        with suppress(HoldfastError):  # it is dead, and its memory with it
+            self._send({"verb": "give_up", "files": list(files)})
+
+    def _know(self, store: Store) -> int:
+        """The number of a store that the process has made for itself, from what this one tells of it."""
+        spec = spec_of(store)
+        if spec is None:
+            raise Unsupported(f'{store.url} lives in this process alone: save there with Saver(worker="thread")')
+        told = json.dumps(spec, sort_keys=True)
+        if told not in self._stores:
+            self._stores[told] = len(self._stores) + 1
+            made = {"package": str(Path(courier.__file__).parent.parent), "paths": sys.path, "spec": spec}
+            self._send({"verb": "store", "store": self._stores[told], "made": made})
+        return self._stores[told]
+
+    def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
         job, future = self._futures.new()
-        head = {"verb": "leave", "job": job, "after": list(after), "folders": [os.fspath(f) for f in folders]}
-        self._send({**head, "paths": [os.fspath(p) for p, _ in small]}, [data for _, data in small])
+        store, to_sync, paths = _in_one_store(folders, small)
+        head = {"verb": "leave", "job": job, "after": list(after), "folders": to_sync, "paths": paths}
+        if store is not None:
+            head["store"] = self._know(store)
+        self._send(head, [data for _, data in small])
         return future
 
     def drop(self, files: Sequence[int]) -> None:
@@ -238,6 +301,14 @@ class ProcessWorker:
         if code:
             log.debug("%s", self._dead)
         self._futures.fail_all(self._dead)
+
+
+def _in_one_store(folders: Sequence[Location], small: Sequence[Small]) -> tuple[Store | None, list[str], list[str]]:
+    """The store of small files and their keys; or None, local folders and paths. A save lies in one place."""
+    places = [path for path, _ in small if isinstance(path, Place)]
+    if places:
+        return places[0].store, [], [place.key for place in places]
+    return None, [str(f) for f in folders if not isinstance(f, Place)], [str(path) for path, _ in small]
 
 
 def start(kind: str) -> Worker:

@@ -12,21 +12,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import xxhash
 
-from holdfast.engine.arena import Slot, Window
+from holdfast.engine.arena import Slot, Window, windows_for
 from holdfast.engine.device import Copier, Moments
-from holdfast.engine.stage import contiguous_parts, copy_bytes, is_plain_memory
+from holdfast.engine.stage import contiguous_parts, copy_bytes, host_view, is_plain_memory
 from holdfast.engine.storage import open_to_write
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import HoldfastError
 from holdfast.ondisk import blocks, datafile
 from holdfast.ondisk.datafile import Piece
 
 STRIDE = 1 << 20
 """Bytes copied and then summed at a time, so that the sum reads them from the processor's cache."""
+
+
+SMALL = 64 << 10
+"""A tensor below this is not worth a hand-over of its own."""
+
+
+MADE = 64 << 20
+"""Bytes that are made contiguous for an upload and not yet on their way for good."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Written:
 class OpenFiles:
     """Descriptors of the files of a save, kept open (and so locked) until its outcome is known."""
 
-    paths: list[Path] = field(default_factory=list)
+    paths: list[Location] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
 
     def close(self) -> None:
@@ -68,7 +76,12 @@ class OpenFiles:
 
 
 class Writing:
-    """The data files of one save on one rank, on their way to disk.
+    """The data files of one save on one rank, on their way to disk or to a store.
+
+    A store takes a file from its first byte to its last, and the first are the header, which holds the sums of all
+    others. So a file is handed over once it is all staged, or, if the slot cannot hold all files at once, its tensors
+    are summed before they are staged. If nothing changes before the save has ended (``still``), tensors in host memory
+    are not staged at all: a store takes them from where they lie.
 
     Made by opening them all, so that a full disk is found before any copying. Then `stage` each image once, in any
     order, then `finish`, which waits until all is durable. The folders exist already; ``files`` collects what was
@@ -77,16 +90,18 @@ class Writing:
     """
 
     def __init__(
-        self, images: Sequence[Image], folder: Path, *, save: str, rank: int, slot: Slot, files: OpenFiles,
-        progress: Callable[[int], None], after: Moments,
+        self, images: Sequence[Image], folder: Location, *, save: str, rank: int, slot: Slot, files: OpenFiles,
+        progress: Callable[[int], None], after: Moments, still: bool = False,
     ) -> None:  # fmt: skip
         self.images, self.folder, self.slot = list(images), folder, slot
         self.copier = Copier(after)
         self._written: dict[str, Written] = {}
+        self._headers: dict[str, bytes] = {}
         self._done: list[Future[None]] = []
         self._streams: dict[str, _Stream] = {}
         self._coming: deque[_Coming] = deque()
-        self._save, self._rank = save, rank
+        self._save, self._rank, self._still = save, rank, still
+        self._sums_first = windows_for([image.nbytes for image in self.images], slot.window) > slot.count
         slot.begin()
         try:
             for image in self.images:
@@ -98,10 +113,14 @@ class Writing:
     def _open(self, image: Image, files: OpenFiles, progress: Callable[[int], None]) -> None:
         header = _header(image, self._save, self._rank, "0" * datafile.sums_length(image.pieces))
         path, size = self.folder / image.path, len(header) + image.nbytes
-        fd, direct = open_to_write(path, size)
-        files.paths.append(path)
-        files.descriptors.append(fd)
-        number = self.slot.worker.open(path, fd, direct=direct)
+        number = None
+        if isinstance(path, Place):
+            files.paths.append(path)
+        else:
+            fd, direct = open_to_write(path, size)
+            files.paths.append(path)
+            files.descriptors.append(fd)
+            number = self.slot.worker.open(path, fd, direct=direct)
         stream = _Stream(image, number, len(header), self.slot, self.copier, self._coming, progress)
         self._streams[image.path] = stream
 
@@ -111,7 +130,14 @@ class Writing:
         From devices the copies are only queued, and `land` hands over what has arrived.
         """
         stream = self._streams[image.path]
-        stream.fill()
+        straight = self._still and stream.file is None and not stream.queued
+        if stream.file is None and (self._sums_first or straight):
+            self._begin(stream, _sums_of(image, self.slot, self.copier))
+            stream.sums = None
+        if straight:
+            stream.send()
+        else:
+            stream.fill()
         if not stream.queued:
             self._seal(stream)
 
@@ -119,26 +145,38 @@ class Writing:
         """Wait for what devices are still copying, and hand it over as it arrives."""
         while self._coming:
             self._coming[0].stream.land_first()
-        for path, stream in self._streams.items():
-            if path not in self._written:
+        for stream in self._streams.values():
+            if not stream.sealed:
                 self._seal(stream)
+
+    def _begin(self, stream: _Stream, sums: str) -> int:
+        """The header of a file is known: from now on it goes to the store."""
+        image = stream.image
+        header = _header(image, self._save, self._rank, sums)
+        path = self.folder / image.path
+        if stream.file is None and isinstance(path, Place):
+            stream.begin(self.slot.worker.begin(path, header, len(header) + image.nbytes))
+        self._written[image.path] = Written(image.path, len(header) + image.nbytes, len(header), blocks.digest(header))
+        self._headers[image.path] = header
+        return len(header)
 
     def _seal(self, stream: _Stream) -> None:
         image = stream.image
-        header = _header(image, self._save, self._rank, stream.sums.text())
-        size = len(header) + image.nbytes
-        self._done.append(self.slot.worker.finish(stream.file, header, size))
-        self._written[image.path] = Written(image.path, size, len(header), blocks.digest(header))
+        if stream.sums is not None:
+            self._begin(stream, stream.sums.text())
+        header = self._headers.pop(image.path)
+        self._done.append(self.slot.worker.finish(stream.number, header, len(header) + image.nbytes))
+        stream.sealed = True
         stream.progress(len(header))
 
     def parts(self) -> list[Written]:
         """What will stand on disk once all is done; known when every image is staged and landed."""
         return [self._written[image.path] for image in self.images]
 
-    def leave(self, small: Sequence[tuple[Path, bytes]]) -> None:
+    def leave(self, small: Sequence[tuple[Location, bytes]]) -> None:
         """After the data files: their folders durable, then small files (a part, attachments) in this order."""
         folders = list(dict.fromkeys((self.folder / image.path).parent for image in self.images))
-        files = [stream.file for stream in self._streams.values()]
+        files = [stream.number for stream in self._streams.values()]
         self._done.append(self.slot.worker.leave(files, folders, small))
 
     def wait_written(self) -> None:
@@ -161,11 +199,13 @@ class Writing:
             with suppress(RuntimeError):  # of a device that failed, and copies no more
                 lost.moment.wait()
             self.slot.give(lost.window)
+        begun = [stream for stream in self._streams.values() if stream.file is not None]
+        self.slot.worker.give_up([stream.number for stream in begun if not stream.sealed])
         for stream in self._streams.values():
             stream.settle()
         for future in self._done:
             future.exception()
-        self.slot.worker.drop([stream.file for stream in self._streams.values()])
+        self.slot.worker.drop([stream.number for stream in begun])
 
 
 def _header(image: Image, save: str, rank: int, sums: str) -> bytes:
@@ -224,6 +264,33 @@ class _Sums:
         self._state.reset()
 
 
+def _sums_of(image: Image, slot: Slot, copier: Copier) -> str:
+    """The sums of a file before anything of it is staged."""
+    sums = _Sums(image.pieces)
+    for source in image.sources:
+        with copier.on(source.device):
+            for part in contiguous_parts(source):
+                if part.device.type == "cpu":
+                    sums.feed(host_view(part.data_ptr(), part.nbytes))
+                else:
+                    _feed_from_device(sums, part, slot, copier)
+    return sums.text()
+
+
+def _feed_from_device(sums: _Sums, part: torch.Tensor, slot: Slot, copier: Copier) -> None:
+    window = None
+    while window is None:  # an earlier file of the same save may be on its way out of all of them
+        window = slot.take(timeout=0.5)
+    try:
+        for at in range(0, part.nbytes, slot.window):
+            n = min(slot.window, part.nbytes - at)
+            copier.copy(part, at, n, window.address)
+            copier.moment().wait()
+            sums.feed(window.view[:n])
+    finally:
+        slot.give(window)
+
+
 @dataclass(frozen=True)
 class _Coming:
     """A window of ``stream`` that devices still copy into, until ``moment``."""
@@ -235,14 +302,20 @@ class _Coming:
 
 
 class _Stream:
-    """One file under way: fills window after window in file order and hands each to the worker."""
+    """One file under way: fills window after window in file order and hands each to the worker.
+
+    ``file`` is its number, None until `begin`: what is filled before waits, in ``_held``.
+    """
 
     def __init__(
-        self, image: Image, file: int, start: int, slot: Slot, copier: Copier, coming: deque[_Coming],
+        self, image: Image, file: int | None, start: int, slot: Slot, copier: Copier, coming: deque[_Coming],
         progress: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.image, self.file, self.slot, self.copier, self.progress = image, file, slot, copier, progress
-        self.sums = _Sums(image.pieces)
+        self.sums: _Sums | None = _Sums(image.pieces)  # None if they are known already
+        self.sealed = False
+        self._held: list[tuple[Window, int]] = []
+        self._made: deque[tuple[Future[None], int]] = deque()
         # Bytes that a device copies arrive later: then whole windows are summed and handed over as they land.
         self.queued = any(source.device.type != "cpu" for source in image.sources)
         self.offset = start  # in the file, of the window being filled
@@ -259,6 +332,35 @@ class _Stream:
             else:
                 self._copy(source)
         self._window_is_full()
+
+    def send(self) -> None:
+        """Hand over every piece from where it lies; small and scattered ones in other memory, not much at a time."""
+        small = bytearray()
+        for source in self.image.sources:
+            for part in contiguous_parts(source):
+                memory = host_view(part.data_ptr(), part.nbytes)
+                if part.nbytes < SMALL:
+                    small += memory
+                    if len(small) < STRIDE:
+                        continue
+                if small:
+                    self._send(memoryview(small), small, made=True)
+                    small = bytearray()
+                if part.nbytes >= SMALL:
+                    self._send(memory, part, made=part is not source)
+        if small:
+            self._send(memoryview(small), small, made=True)
+
+    def _send(self, memory: memoryview, keep: object, *, made: bool) -> None:
+        self._raise_failures()
+        nbytes = len(memory)
+        sent = self.slot.worker.send(self.number, memory, keep)
+        sent.add_done_callback(lambda done: self.progress(nbytes) if done.exception() is None else None)
+        self._going.append(sent)
+        if made:
+            self._made.append((sent, nbytes))
+            while sum(n for _, n in self._made) > MADE:
+                self._made.popleft()[0].result()
 
     def _copy_small(self, source: torch.Tensor, nbytes: int) -> None:
         if nbytes and self.window is not None:
@@ -286,7 +388,7 @@ class _Stream:
             copy_bytes(part, at, n, window.address + self.used)
         else:
             self.copier.copy(part, at, n, window.address + self.used)
-        if not self.queued:
+        if not self.queued and self.sums is not None:
             self.sums.feed(window.view[self.used : self.used + n])
         self.used += n
 
@@ -315,14 +417,31 @@ class _Stream:
         first = self._coming.popleft()
         try:
             first.moment.wait()
-            first.stream.sums.feed(first.window.view[: first.used])
+            if first.stream.sums is not None:
+                first.stream.sums.feed(first.window.view[: first.used])
         except BaseException:
             self.slot.give(first.window)
             raise
         first.stream.hand_over(first.window, first.used)
 
+    @property
+    def number(self) -> int:
+        """Of a file that the worker knows."""
+        if self.file is None:
+            raise HoldfastError(f"{self.image.path} was to be written before it was begun; a fault of holdfast")
+        return self.file
+
+    def begin(self, file: int) -> None:
+        """The worker knows the file: hand over what waits."""
+        self.file, held, self._held = file, self._held, []
+        while held:
+            self.hand_over(*held.pop(0))
+
     def hand_over(self, window: Window, used: int) -> None:
         """Let the worker write the first ``used`` bytes of a window, and take it back then."""
+        if self.file is None:
+            self._held.append((window, used))
+            return
         try:
             written = self.slot.worker.write(self.file, self.slot.number, window.start, used, self.offset)
         except BaseException:
@@ -359,6 +478,8 @@ class _Stream:
         if self.window is not None:
             self.slot.give(self.window)
             self.window = None
+        while self._held:
+            self.slot.give(self._held.pop()[0])
         for future in self._going:
             future.exception()
         self._going.clear()

@@ -22,7 +22,8 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import Buffer, buffer
 from holdfast.engine.ranges import Verify
-from holdfast.engine.read import ReadStats, Wanted, read_boxes
+from holdfast.engine.read import Wanted, read_boxes
+from holdfast.engine.source import ReadStats
 from holdfast.engine.stage import host_tensor
 from holdfast.engine.storage import naming
 from holdfast.export.draft import WINDOW, Atom, Draft, Fixed, Sums, Unit

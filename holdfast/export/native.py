@@ -6,7 +6,6 @@ the same bytes whenever, and on however many ranks, it is converted.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -176,5 +175,5 @@ def _encoded(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _newest(checkpoint: Checkpoint) -> str:
     """When the source was last changed: the time of a checkpoint whose format keeps none."""
     paths = {checkpoint.files.path(i) for i in range(len(checkpoint.manifest.files))}
-    newest = max((os.stat(path).st_mtime for path in paths if path.exists()), default=0.0)
+    newest = max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
     return datetime.fromtimestamp(newest, timezone.utc).isoformat(timespec="milliseconds")

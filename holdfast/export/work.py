@@ -19,6 +19,7 @@ from holdfast.checkpoint import Checkpoint, Patterns, matches, near, open_checkp
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import Ranks
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import HoldfastError, Mismatch
 from holdfast.export import dcp, huggingface, native, torch_file
 from holdfast.export.copying import Copied, copy_units, finish
@@ -47,7 +48,7 @@ class Converted:
     call.
     """
 
-    path: Path
+    path: Location
     to: str
     nbytes: int = 0
     tensors: list[str] = field(default_factory=list)
@@ -99,7 +100,7 @@ class ConvertWork:
     """One conversion on one rank: `plan`, `begin` on the first rank, `copy`, `finish` on the first rank."""
 
     def __init__(
-        self, source: str | os.PathLike[str] | Checkpoint, asked: Asked, ranks: Ranks, partial: Partial
+        self, source: str | os.PathLike[str] | Place | Checkpoint, asked: Asked, ranks: Ranks, partial: Partial
     ) -> None:
         self.asked, self.ranks, self.partial = asked, ranks, partial
         self.converted = Converted(partial.target, asked.to)
@@ -111,7 +112,7 @@ class ConvertWork:
         source, target = self._source, self.partial.target
         self.checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         at = self.checkpoint.path
-        if at == target or target in at.parents:
+        if isinstance(at, Path) and (at == target or target in at.parents):
             raise Mismatch(f"the target {target} is the source, or around it; choose another path")
         with no_collection():
             selection = self._select()
@@ -172,7 +173,7 @@ class ConvertWork:
             stamp: str | int = file.header_digest
             if not stamp:  # a foreign file proves nothing of itself; the time of its last change has to do
                 stamp = path.stat().st_mtime_ns if path.exists() else 0
-            stamps.append((os.path.relpath(path, checkpoint.path), file.bytes, stamp))
+            stamps.append((os.path.relpath(str(path), str(checkpoint.path)), file.bytes, stamp))
         return stamps
 
     def _identity(self, selection: Selection) -> str:

@@ -6,22 +6,23 @@
 from __future__ import annotations
 
 import datetime
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from holdfast.engine.read import ReadStats
+from holdfast.engine.source import Descriptors, ReadStats
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, Unsupported
 from holdfast.events import log
 from holdfast.foreign import arrays
+from holdfast.foreign.ahead import Ahead
 from holdfast.foreign.pickles import Name, Record
-from holdfast.foreign.sources import Memory, Source, Stretch
+from holdfast.foreign.sources import Memory, Source, Stretch, opened
 from holdfast.foreign.stored import Opaque, Stored
 from holdfast.ondisk import dtypes, manifest, names, values
 from holdfast.ondisk.box import Box
@@ -57,7 +58,7 @@ class Found:
     world_size: int = 1
     producer: Mapping[str, str] = field(default_factory=dict)
     reading: str = ""
-    attachments: Mapping[str, Path] = field(default_factory=dict)
+    attachments: Mapping[str, Location] = field(default_factory=dict)
 
 
 class ForeignFiles:
@@ -65,26 +66,34 @@ class ForeignFiles:
 
     def __init__(self, sources: list[Source], places: dict[tuple[str, Box], Stretch]) -> None:
         self.sources, self.places = sources, places
+        self._ahead = Ahead(places.values())
+        self._unpacked: dict[Source, int] = {}
+        self._lock = threading.Lock()
 
-    def path(self, index: int) -> Path:
+    def path(self, index: int) -> Location:
         return self.sources[index].path
+
+    def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
+        """All is known that the reader asks for."""
 
     def piece(
         self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats | None = None
-    ) -> tuple[Piece, tuple[str, ...]]:
+    ) -> tuple[int, Piece, tuple[str, ...]]:
         """Where the bytes of a cell lie; foreign files keep no sums of blocks."""
-        stretch = self.places[name, cell].located()
-        return Piece(name, record.dtype, cell.lengths, stretch.nbytes, stretch.begin), ()
+        stretch = self.located(self.places[name, cell])
+        if stretch.source != self.sources[index]:  # it was found to need unpacking
+            with self._lock:
+                index = self._unpacked.setdefault(stretch.source, len(self.sources))
+                if index == len(self.sources):
+                    self.sources.append(stretch.source)
+        return index, Piece(name, record.dtype, cell.lengths, stretch.nbytes, stretch.begin), ()
 
-    @contextmanager
-    def opened(self, index: int) -> Iterator[tuple[int, int | None]]:
-        cached, direct = self.sources[index].open()
-        try:
-            yield cached, direct
-        finally:
-            os.close(cached)
-            if direct is not None:
-                os.close(direct)
+    def located(self, stretch: Stretch) -> Stretch:
+        """One of the stretches at its true place."""
+        return self._ahead.located(stretch)
+
+    def opened(self, index: int) -> AbstractContextManager[Descriptors | Place]:
+        return opened(self.sources[index])
 
 
 @dataclass(frozen=True)
@@ -96,11 +105,11 @@ class Foreign:
     manifest: Manifest
     files: ForeignFiles
     per_rank: Mapping[str, tuple[Any, ...]]
-    attachments: Mapping[str, Path]
+    attachments: Mapping[str, Location]
     left_out: Mapping[str, str]
 
 
-def assemble(found: Found, path: Path) -> Foreign:
+def assemble(found: Found, path: Location) -> Foreign:
     """Join what a reader found. Raises Damaged if a tensor has holes, overlaps or bytes outside of its file."""
     flat = _Flat(path)
     flat.container("", dict(found.state), 0)
@@ -141,7 +150,7 @@ def assemble(found: Found, path: Path) -> Foreign:
     )  # fmt: skip
 
 
-def _merged_memory(tensors: Mapping[str, Stored], path: Path) -> dict[int, Any]:
+def _merged_memory(tensors: Mapping[str, Stored], path: Location) -> dict[int, Any]:
     """Thousands of step counters are one source, not thousands: how a stretch of each moves into it."""
     data = bytearray()
     begins: dict[int, tuple[Memory, int]] = {}
@@ -164,7 +173,7 @@ def _merged_memory(tensors: Mapping[str, Stored], path: Path) -> dict[int, Any]:
 class _Flat:
     """Leaves by name, as a manifest lists them."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
         self.tensors: dict[str, Stored] = {}
         self.aliases: dict[str, str] = {}
@@ -228,7 +237,7 @@ class _Flat:
             self.aliases[at] = first
 
 
-def simplified(node: Any, path: Path) -> Any:
+def simplified(node: Any, path: Location) -> Any:
     """A leaf or container as our formats know them: what stands in a record, without the record.
 
     An enum is its value, a namespace its attributes, a set a list, a time its text, a duration its seconds.
@@ -248,6 +257,8 @@ def simplified(node: Any, path: Path) -> Any:
         return arrays.array_of(node, path)
     if node.name.startswith("torch.") and node.name.rpartition(".")[2] in _TENSORS:
         raise Unsupported(f"a {node.name} is no tensor that can be told apart from here")
+    if node.name == "_io.BytesIO" and isinstance(node.state, tuple) and node.state:
+        return node.state[0]
     if node.name.startswith("datetime."):
         return _time(node)
     if node.items:
@@ -282,7 +293,7 @@ def _time(node: Record) -> Any:
     return list(args)
 
 
-def materialized(value: Any, path: Path) -> Any:
+def materialized(value: Any, path: Location) -> Any:
     """A value of one rank with its tensors read."""
     left = MAX_LEAVES
 

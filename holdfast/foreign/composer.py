@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.foreign import dcp, scratch, tars
 from holdfast.foreign.assemble import Found
 from holdfast.foreign.composer_paths import Save, is_template, matching, saves_in, siblings
 from holdfast.foreign.deepspeed_ranks import is_rank_file, read_ranks
 from holdfast.foreign.fqns import model_state, optimizer_state
+from holdfast.foreign.members import real
 from holdfast.foreign.pickles import Record
 from holdfast.foreign.sources import Stretch, all_of, file
-from holdfast.foreign.torch_files import load_file
+from holdfast.foreign.torch_files import is_torch_file, load_file
 from holdfast.foreign.zips import Archive, is_zip
 
 _STATES = "composer_states.pt"
 _DEEPSPEED = "deepspeed/"
 _PACKED_TAR = re.compile(r"\.(?:tar\.\w+|tgz|tbz2?|txz)$")
+_OWN_TAR = re.compile(r"(?:rank|ba)\d+.*\.tar$")
 _BESIDE = frozenset(["latest", "zero_to_fp32.py", "zero_to_torch.py"])
 """What else is in Composer's archives: DeepSpeed leaves these there."""
 
@@ -37,7 +39,7 @@ _SECTIONS = frozenset(["model", "module", "optimizer", "rng"])
 Members = dict[str, Stretch]
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The checkpoint of Composer at ``path``: a rank's file or archive, a template with ``{rank}``, or a folder."""
     if is_template(path) and not path.exists():
         return _newest(path, matching(path))
@@ -49,14 +51,14 @@ def read(path: Path) -> Found | None:
     return None if members is None else _read(path, members, "")
 
 
-def _newest(path: Path, saves: list[Save]) -> Found | None:
+def _newest(path: Location, saves: list[Save]) -> Found | None:
     """The newest of several saves that is one of Composer's."""
-    count = len({save.files[0].resolve() for save in saves})
+    count = len({real(save.files[0]) for save in saves})
     for save in saves:
         first = save.files[0]
         reading = first.name if count == 1 else f"{first.name}, the newest of {count} saves"
         if first.is_symlink():
-            reading += f" (a link to {first.resolve().name})"
+            reading += f" (a link to {real(first).name})"
         if first.is_dir():
             found = _shards(first, reading)
         else:
@@ -70,7 +72,7 @@ def _newest(path: Path, saves: list[Save]) -> Found | None:
 # Files and archives
 
 
-def _members(path: Path) -> Members | None:
+def _members(path: Location) -> Members | None:
     """The files of Composer's in an archive by name; a file that is no archive counts as one of its states."""
     whole = all_of(file(path))
     if is_zip(whole):
@@ -78,6 +80,8 @@ def _members(path: Path) -> Members | None:
     if tars.is_tar(whole.read(0, min(tars.BLOCK, whole.nbytes))):
         first = next(tars.entries(tars.Lying(whole), path), None)
         return _wanted(tars.members(whole)) if first is not None and _is_known(first.name) else None
+    if _OWN_TAR.search(path.name) and not is_torch_file(whole):
+        raise Damaged(f"{path} is no tar archive: it was altered, or is misnamed")
     name = scratch.first_member(path)
     if name == "" and _PACKED_TAR.search(path.name):
         raise Damaged(f"{path} unpacks to something that is no tar archive: it was altered, or is misnamed")
@@ -111,12 +115,12 @@ def _begins_as_states(data: Stretch) -> bool:
     return b"state" in start.read(0, min(64, start.nbytes))
 
 
-def _read(path: Path, members: Members, reading: str, save: Save | None = None) -> Found | None:
+def _read(path: Location, members: Members, reading: str, save: Save | None = None) -> Found | None:
     """The save that a file is of, which has ``members``. None if it only looked like one of Composer's."""
     ranks = {path: members}
     if any(name != _STATES for name in members):
         # Where links lead to, the files of one save are sure to be together; links of a name may be renewed one by one.
-        beside = siblings(path.resolve())
+        beside = siblings(real(path))
         if save is not None and len(save.files) > len(beside.files):  # a folder for each rank
             beside = save
         ranks = {file: _members(file) or {} for file in beside.files}
@@ -153,7 +157,7 @@ def _read(path: Path, members: Members, reading: str, save: Save | None = None) 
     )  # fmt: skip
 
 
-def _ranks(files: Members, path: Path, archives: list[Path]) -> Found:
+def _ranks(files: Members, path: Location, archives: list[Location]) -> Found:
     try:
         return read_ranks(files, path)
     except Damaged as error:
@@ -167,7 +171,7 @@ def _ranks(files: Members, path: Path, archives: list[Path]) -> Found:
 # Shards of DCP
 
 
-def _shards(folder: Path, reading: str = "") -> Found | None:
+def _shards(folder: Location, reading: str = "") -> Found | None:
     """A sharded save: a folder of DCP whose keys are Composer's."""
     metadata = folder / ".metadata"
     if not metadata.is_file():
@@ -193,7 +197,7 @@ def _is_states(tree: Any) -> bool:
     )
 
 
-def _found(tree: Mapping[str, Any], where: Path, reading: str) -> Found:
+def _found(tree: Mapping[str, Any], where: Location, reading: str) -> Found:
     """Composer's own tree as ours: model and optimizer under our names, the rest of `state` and `rng` beside them."""
     held = dict(tree["state"])
     state: dict[str, Any] = {}
@@ -220,7 +224,7 @@ def _found(tree: Mapping[str, Any], where: Path, reading: str) -> Found:
     )
 
 
-def _whole(model: Any, where: Path) -> Mapping[str, Any]:
+def _whole(model: Any, where: Location) -> Mapping[str, Any]:
     if not isinstance(model, Mapping):
         raise Damaged(f"{where}: its model is no state dict")
     for name, value in model.items():
@@ -232,7 +236,7 @@ def _whole(model: Any, where: Path) -> Mapping[str, Any]:
     return model
 
 
-def _step(held: Mapping[str, Any], where: Path) -> int | None:
+def _step(held: Mapping[str, Any], where: Location) -> int | None:
     """The batch that the timestamp (formerly timer) tells, by version in it or one deeper; else the file's name."""
     for key in ("timestamp", "timer"):
         told = held.get(key)
@@ -240,7 +244,7 @@ def _step(held: Mapping[str, Any], where: Path) -> int | None:
             batch = node.get("batch") if isinstance(node, Mapping) else None
             if type(batch) is int:
                 return batch
-    named = re.search(r"ep\d+-ba(\d{1,15})(?!\d)", where.resolve().name)
+    named = re.search(r"ep\d+-ba(\d{1,15})(?!\d)", real(where).name)
     return int(named[1]) if named else None
 
 

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from string import Formatter
 from typing import NamedTuple
 
-from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
+from holdfast.foreign import members
 
 _RANKS = ("rank", "local_rank", "node_rank")
 _ARCHIVE = r"(?:\.tar(?:\.(?:gz|bz2|xz|lzma|zst))?|\.tgz)"
@@ -24,24 +23,28 @@ class Save(NamedTuple):
     """The files (of shards: the folder) of one save by rank, and its name without ranks."""
 
     name: str
-    files: tuple[Path, ...]
+    files: tuple[Location, ...]
 
 
-def is_template(path: Path) -> bool:
+def is_template(path: Location) -> bool:
     """Whether a path has places for values, ``{rank}`` above all."""
     return "{" in str(path)
 
 
-def matching(template: Path) -> list[Save]:
+def matching(template: Location) -> list[Save]:
     """The saves whose files fit a template, the newest first. Places for other values than ranks fit anything."""
+    first = next(i for i, part in enumerate(template.parts) if "{" in part)
     try:
-        parts = [list(Formatter().parse(part)) for part in template.parts[1:]]
+        parts = [list(Formatter().parse(part)) for part in template.parts[first:]]
     except ValueError:
         return []
-    found: dict[str, list[tuple[list[int], Path]]] = {}
+    above = template
+    for _ in parts:
+        above = above.parent
+    found: dict[str, list[tuple[list[int], Location]]] = {}
 
     def descend(
-        folder: Path, rest: list[list[tuple[str, str | None, str | None, str | None]]], name: str, ranks: list[int]
+        folder: Location, rest: list[list[tuple[str, str | None, str | None, str | None]]], name: str, ranks: list[int]
     ) -> None:
         if not rest:
             found.setdefault(name, []).append((ranks, folder))
@@ -58,7 +61,7 @@ def matching(template: Path) -> list[Save]:
                 told = [int(n) for n in match.groups()]
                 descend(folder / entry, rest, f"{name}/{_without(entry, match)}", ranks + told)
 
-    descend(Path(template.anchor), parts, "", [])
+    descend(above, parts, "", [])
     saves = [Save(name, tuple(path for _, path in sorted(files))) for name, files in found.items()]
     return sorted(saves, key=_age)
 
@@ -76,9 +79,9 @@ def _without(entry: str, match: re.Match[str]) -> str:
     return entry
 
 
-def saves_in(folder: Path) -> list[Save]:
+def saves_in(folder: Location) -> list[Save]:
     """What may be saves in a folder, by name: the newest first, before them what links named `latest` lead to."""
-    found: dict[str, list[tuple[int, Path]]] = {}
+    found: dict[str, list[tuple[int, Location]]] = {}
     for entry in _listed(folder):
         if _SAVE.search(entry) and (folder / entry).exists():
             name, rank = _of_all_ranks(entry)
@@ -87,7 +90,7 @@ def saves_in(folder: Path) -> list[Save]:
     return sorted(saves, key=lambda save: (not save.name.startswith("latest"), *_age(save)))
 
 
-def siblings(file: Path) -> Save:
+def siblings(file: Location) -> Save:
     """The files of all ranks of the save that one rank's file is of."""
     name, _ = _of_all_ranks(file.name)
     found = sorted(
@@ -110,10 +113,9 @@ def _of_all_ranks(entry: str) -> tuple[str, int]:
 def _age(save: Save) -> tuple[float, ...]:
     """Newer saves first: by the last number in the name (batches follow epochs), then by when they were written."""
     numbers = [int(n) for n in re.findall(r"\d+", re.sub(rf"{_ARCHIVE}$|\.pt\b.*$", "", save.name))]
-    return (*(-n for n in numbers[::-1][:1]), *(-n for n in numbers), -save.files[0].stat().st_mtime)
+    return (*(-n for n in numbers[::-1][:1]), *(-n for n in numbers), -members.modified(save.files[0]))
 
 
-def _listed(folder: Path) -> Iterator[str]:
+def _listed(folder: Location) -> Iterator[str]:
     if folder.is_dir():
-        with naming(folder, "list"):
-            yield from sorted(os.listdir(folder))
+        yield from members.names(folder)

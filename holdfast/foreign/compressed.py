@@ -12,10 +12,13 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.engine.stores.place import Place
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.foreign.sources import Stretch
 
-_PIECE = 1 << 18
+_PIECE, _OF_STORE = 256 << 10, 4 << 20
+"""How much is read at once; of a store more, which takes its time for every answer."""
+
 _MORSEL = 1 << 10
 """So many bytes of Zstandard unpack to 32 MiB at most."""
 
@@ -97,6 +100,7 @@ class Unpacking:
         self.packed, self.limit, self.at = packed, limit, 0
         self.path, self._advance = packed.source.path, advance
         self._taken, self._rest, self._ahead = 0, b"", b""
+        self._at_once = _OF_STORE if isinstance(self.path, Place) else _PIECE
         self._ended = False
         self._fault: type[Exception] = EOFError
         if kind == "zstd":
@@ -185,7 +189,7 @@ class Unpacking:
         return lambda: _Zstd(zstandard.ZstdDecompressor(max_window_size=MEMORY).decompressobj)
 
     def _take(self) -> bytes:
-        data = self.packed.read(self._taken, min(_PIECE, self.packed.nbytes - self._taken))
+        data = self.packed.read(self._taken, min(self._at_once, self.packed.nbytes - self._taken))
         self._taken += len(data)
         self._advance(len(data))
         return data

@@ -6,30 +6,29 @@ to open one: where its bytes lie inside of their archive is looked up once they 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from holdfast.engine.memory import no_collection
 from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
-from holdfast.events import log
-from holdfast.foreign import dcp_metadata, distcp
+from holdfast.foreign import dcp_metadata, distcp, members
 from holdfast.foreign.assemble import Found, PerRank
 from holdfast.foreign.dcp_metadata import DATA_FILE
 from holdfast.foreign.dcp_names import own_names, step_of
-from holdfast.foreign.distcp import Place
+from holdfast.foreign.distcp import Spot
 from holdfast.foreign.pickles import Record
+from holdfast.foreign.stored import Opaque
 from holdfast.foreign.torch_files import load_path
 
 MAX_HOLES = 10_000
 """How many places of a list in a row may hold nothing: empty containers leave no trace."""
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The checkpoint of DCP at ``path``: its folder, a file in it, or a run folder with torchtitan's ``step-<n>``."""
     folder, reading = _folder(path)
     if folder is None:
@@ -57,14 +56,14 @@ class DcpState:
     metadata: tuple[Record, ...] = field(repr=False)
 
 
-def read_folder(folder: Path) -> DcpState:
+def read_folder(folder: Location) -> DcpState:
     """All that ``folder`` holds, its tensors unread. Raises NotACheckpoint, Damaged, Unsupported, StorageError."""
     paths = dcp_metadata.metadata_files(folder)
     if not paths:
         raise NotACheckpoint(f"{folder} holds no .metadata: it is no checkpoint of DCP, or one that never finished")
     files = dcp_metadata.Files(folder)
     tensors: dict[str, dcp_metadata.Tensor] = {}
-    objects: dict[str, dict[int, Place]] = {}
+    objects: dict[str, dict[int, Spot]] = {}
     key_paths: dict[str, tuple[Any, ...]] = {}
     with no_collection():
         records = tuple(map(dcp_metadata.load, paths))
@@ -83,13 +82,13 @@ def read_folder(folder: Path) -> DcpState:
 # The path
 
 
-def _folder(path: Path) -> tuple[Path | None, str]:
+def _folder(path: Location) -> tuple[Location | None, str]:
     """The folder that a path means, and why it is that one."""
     if path.suffix == ".distcp" or path.name.endswith(".metadata"):
         return (path.parent, f"the checkpoint that {path.name} is part of") if path.is_file() else (None, "")
     if not path.is_dir():
         return None, ""
-    names = set(os.listdir(path))
+    names = set(members.names(path))
     data = any(map(DATA_FILE.fullmatch, names))
     if _is_metadata(path / ".metadata") or (data and (path / ".metadata").is_file()):
         both = "__0.metadata" in names
@@ -108,14 +107,14 @@ def _folder(path: Path) -> tuple[Path | None, str]:
     return None, ""
 
 
-def _is_metadata(path: Path) -> bool:
+def _is_metadata(path: Location) -> bool:
     if not path.is_file():
         return False
     with naming(path, "read"), path.open("rb") as target:
         return b"torch.distributed.checkpoint.metadata" in target.read(256)
 
 
-def _beside(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _beside(folder: Location, tree: Mapping[str, Any]) -> dict[str, Any]:
     """What Lightning keeps in a file of its own: epoch, step, loops, schedulers, callbacks."""
     path = folder / "meta.pt"
     if not path.is_file():
@@ -123,15 +122,14 @@ def _beside(folder: Path, tree: Mapping[str, Any]) -> dict[str, Any]:
     try:
         found = load_path(path)
     except Unsupported as error:
-        log.warning("%s is left out: %s", path, error)
-        return {}
+        return {"meta": Opaque(str(error))}
     return found if isinstance(found, dict) and not found.keys() & tree.keys() else {"meta": found}
 
 
 # Objects beside the tensors
 
 
-def _values(places: Mapping[str, Mapping[int, Place]], ranks: int, folder: Path) -> dict[str, Any]:
+def _values(places: Mapping[str, Mapping[int, Spot]], ranks: int, folder: Location) -> dict[str, Any]:
     """The objects by key; all of them where each rank wrote its own and they differ."""
     data = distcp.blobs([(place, key) for key, told in places.items() for place in told.values()])
     alike: dict[bytes, Any] = {}
@@ -145,14 +143,14 @@ def _values(places: Mapping[str, Mapping[int, Place]], ranks: int, folder: Path)
                 values = {rank: distcp.value(place, key, data.get(place), alike) for rank, place in told.items()}
                 found[key] = PerRank(tuple(values.get(rank) for rank in range(ranks)))
         except Unsupported as error:
-            log.warning("%s: %s is left out: %s", folder, key, error)
+            found[key] = Opaque(str(error))
     return found
 
 
 # The tree
 
 
-def _key_paths(record: Record, path: Path) -> dict[str, tuple[Any, ...]]:
+def _key_paths(record: Record, path: Location) -> dict[str, tuple[Any, ...]]:
     """The key path of each flat key, if the planner flattened the state."""
     told = record.get("planner_data") or {}
     if not isinstance(told, dict) or not all(
@@ -163,7 +161,7 @@ def _key_paths(record: Record, path: Path) -> dict[str, tuple[Any, ...]]:
     return {key: tuple(steps) for key, steps in told.items()}
 
 
-def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], folder: Path) -> dict[str, Any]:
+def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], folder: Location) -> dict[str, Any]:
     """Flat keys back to dicts and lists: a number in a path is a place in a list."""
     root: dict[str, Any] = {}
     for key, value in flat.items():

@@ -6,16 +6,15 @@ which every rank wrote its own.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
-from holdfast.foreign import distcp
+from holdfast.foreign import distcp, members
 from holdfast.foreign.assemble import PerRank
-from holdfast.foreign.distcp import Place
+from holdfast.foreign.distcp import Spot
 from holdfast.foreign.pickles import Name, Record
 from holdfast.foreign.sources import File, Stretch, file
 from holdfast.foreign.stored import Stored
@@ -31,12 +30,12 @@ MAX_COMPARED = 64 << 10
 _OF_TRAINING = frozenset(["model", "module", "optim", "optimizer", "model_state_dict", "state_dict", "state"])
 
 
-def metadata_files(folder: Path) -> list[Path]:
+def metadata_files(folder: Location) -> list[Location]:
     """`.metadata`, or that of each rank where the save ran without collectives; none if there is none.
 
     Raises Damaged if that of a rank is missing.
     """
-    names = os.listdir(folder) if folder.is_dir() else []
+    names = members.names(folder) if folder.is_dir() else []
     if ".metadata" in names:
         return [folder / ".metadata"]
     ranks = {int(m[1]) for m in map(re.compile(r"__(\d+)\.metadata").fullmatch, names) if m}
@@ -50,7 +49,7 @@ def metadata_files(folder: Path) -> list[Path]:
     return [folder / f"__{rank}.metadata" for rank in sorted(ranks)]
 
 
-def load(path: Path) -> Record:
+def load(path: Location) -> Record:
     """One metadata file. Raises Damaged, Unsupported."""
     source = file(path)
     if source.nbytes > MAX_METADATA:
@@ -67,8 +66,8 @@ def load(path: Path) -> Record:
 class Files:
     """The data files of a folder, each looked at once."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.root = folder, folder.resolve()
+    def __init__(self, folder: Location) -> None:
+        self.folder = folder
         self._files: dict[str, File] = {}
 
     def get(self, relative: Any, key: str) -> File:
@@ -77,7 +76,7 @@ class Files:
             raise Damaged(f"{self.folder}: {key} is said to be in a file without a name")
         if relative not in self._files:
             path = self.folder / relative
-            if Path(relative).is_absolute() or not path.resolve().is_relative_to(self.root):
+            if relative.startswith("/") or not members.lies_in(path, self.folder):
                 raise Damaged(f"{self.folder}: {key} is said to be in {relative}, outside of the checkpoint")
             try:
                 self._files[relative] = file(path)
@@ -87,7 +86,7 @@ class Files:
 
     def world_size(self) -> int:
         """One more than the last rank that has a file here."""
-        names = [*self._files, *os.listdir(self.folder)]
+        names = [*self._files, *members.names(self.folder)]
         return 1 + max((int(m[1]) for m in map(DATA_FILE.fullmatch, names) if m), default=0)
 
 
@@ -116,8 +115,8 @@ class Tensor:
 
 
 def collect(
-    record: Record, path: Path, files: Files, rank: int, tensors: dict[str, Tensor],
-    objects: dict[str, dict[int, Place]],
+    record: Record, path: Location, files: Files, rank: int, tensors: dict[str, Tensor],
+    objects: dict[str, dict[int, Spot]],
 ) -> None:  # fmt: skip
     """Add what one metadata file tells. Chunks that several ranks wrote (replicas) count once."""
     infos = _infos(record, path)
@@ -148,7 +147,7 @@ def collect(
                     tensor.of_rank[rank] = stretch
 
 
-def _infos(record: Record, path: Path) -> dict[tuple[Any, tuple[int, ...] | None], Any]:
+def _infos(record: Record, path: Location) -> dict[tuple[Any, tuple[int, ...] | None], Any]:
     """Where each entry lies, by its key and, for a chunk of a tensor, its offsets."""
     found: dict[tuple[Any, tuple[int, ...] | None], Any] = {}
     for index, info in _mapping(record, "storage_data", path).items():
@@ -160,7 +159,7 @@ def _infos(record: Record, path: Path) -> dict[tuple[Any, tuple[int, ...] | None
     return found
 
 
-def _place(info: Any, key: str, path: Path, files: Files) -> Place:
+def _place(info: Any, key: str, path: Location, files: Files) -> Spot:
     if not isinstance(info, Record):
         raise Damaged(f"{path} does not say where {key} lies")
     begin, nbytes, transforms = info.get("offset"), info.get("length"), info.get("transform_descriptors") or ()
@@ -174,10 +173,10 @@ def _place(info: Any, key: str, path: Path, files: Files) -> Place:
         )
     if not isinstance(transforms, (list, tuple)):
         raise Damaged(f"{path}: {key} was written through {str(transforms)[:100]}, which are no extensions")
-    return Place(source, begin, nbytes, tuple(map(str, transforms)))
+    return Spot(source, begin, nbytes, tuple(map(str, transforms)))
 
 
-def _dtype(told: Record, path: Path, key: str) -> str:
+def _dtype(told: Record, path: Location, key: str) -> str:
     # Properties are pickled as a row, the dtype first.
     properties = told.get("properties")
     state = properties.state if isinstance(properties, Record) else None
@@ -187,18 +186,18 @@ def _dtype(told: Record, path: Path, key: str) -> str:
     return dtype.text.removeprefix("torch.")
 
 
-def _mapping(record: Record, name: str, path: Path) -> dict[Any, Any]:
+def _mapping(record: Record, name: str, path: Location) -> dict[Any, Any]:
     found = record.get(name)
     if not isinstance(found, dict):
         raise Damaged(f"{path} has no {name}")
     return found
 
 
-def _attribute(chunk: Any, name: str, path: Path, key: str) -> tuple[int, ...]:
+def _attribute(chunk: Any, name: str, path: Location, key: str) -> tuple[int, ...]:
     return _numbers(chunk.get(name) if isinstance(chunk, Record) else None, path, f"{name} of a chunk of {key}")
 
 
-def _numbers(value: Any, path: Path, what: str) -> tuple[int, ...]:
+def _numbers(value: Any, path: Location, what: str) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
         raise Damaged(f"{path}: {what} is {str(value)[:100]}, no row of sizes")
     return tuple(value)

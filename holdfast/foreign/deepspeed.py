@@ -6,13 +6,14 @@ run folder.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, NotACheckpoint
 from holdfast.foreign import members
+from holdfast.foreign.ahead import glanced
 from holdfast.foreign.assemble import Found
 from holdfast.foreign.deepspeed_ranks import is_rank_file, read_ranks
 from holdfast.foreign.deepspeed_universal import is_universal, read_universal
@@ -25,7 +26,7 @@ MAX_TAG = 4096
 """Bytes of a file that names a tag; longer ones are something else."""
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The checkpoint of DeepSpeed at ``path``: a run folder, or the folder of a tag. None if it is neither."""
     if not path.is_dir():
         return None
@@ -35,15 +36,14 @@ def read(path: Path) -> Found | None:
     return None if chosen is None else _with_trainer(path, _read_tag(*chosen))
 
 
-def _read_tag(folder: Path, reading: str) -> Found:
+def _read_tag(folder: Location, reading: str) -> Found:
     files: dict[str, Stretch] = {}
-    for name in _listed(folder):
-        if is_rank_file(name):
-            files[name] = all_of(file(folder / name))
+    for name in glanced(filter(is_rank_file, _listed(folder)), lambda name: folder / name):
+        files[name] = all_of(file(folder / name))
     return read_universal(folder, files, reading) if is_universal(folder) else read_ranks(files, folder, reading)
 
 
-def _with_trainer(run: Path, found: Found) -> Found:
+def _with_trainer(run: Location, found: Found) -> Found:
     """What Hugging Face's Trainer or Accelerate leaves beside `latest`: scheduler, RNG states, its own state."""
     names = members.listed(run)
     more = beside(run, names)
@@ -56,28 +56,27 @@ def _with_trainer(run: Path, found: Found) -> Found:
     return replace(found, state=state, reading=reading, attachments=attached)
 
 
-def _listed(folder: Path) -> list[str]:
-    with naming(folder, "list"):
-        return sorted(os.listdir(folder))
+def _listed(folder: Location) -> list[str]:
+    return members.names(folder)
 
 
-def _is_tag(folder: Path) -> bool:
+def _is_tag(folder: Location) -> bool:
     return folder.is_dir() and (is_universal(folder) or any(map(is_rank_file, _listed(folder))))
 
 
-def _chosen(run: Path) -> tuple[Path, str] | None:
+def _chosen(run: Location) -> tuple[Location, str] | None:
     """The tag of a run folder that is to be read, and why that one. None if the folder is no run of DeepSpeed's."""
     tags = {name: tag for name in _LATEST if (tag := _tag_in(run / name)) is not None}
-    others = _tags_beside(run)
     for name, tag in tags.items():
         folder = run / tag
-        if not folder.resolve().is_relative_to(run.resolve()):
-            if others or _is_named(tag):
+        if not members.lies_in(folder, run):
+            if _is_named(tag) or _tags_beside(run):
                 raise Damaged(f"{run / name} names {tag!r}, which is not in the run folder: nothing outside is read")
             continue
         if _is_tag(folder):
             passed = [f"{other} names {tags[other]}" for other in tags if other != name]
             return folder, ", ".join([f"{name} names {tag}", *(f"{text}, which was not taken" for text in passed)])
+    others = _tags_beside(run)
     if len(others) == 1 and not tags:
         return run / others[0], f"{others[0]}, the only tag; there is no file `latest`"
     if others or any(map(_is_named, tags.values())):
@@ -89,7 +88,7 @@ def _chosen(run: Path) -> tuple[Path, str] | None:
     return None
 
 
-def _tag_in(source: Path) -> str | None:
+def _tag_in(source: Location) -> str | None:
     """What a file `latest` names; None if it is no such file."""
     if not source.is_file() or source.stat().st_size > MAX_TAG:
         return None
@@ -102,7 +101,7 @@ def _is_named(tag: str) -> bool:
     return Path(tag).name.startswith("global_step")
 
 
-def _tags_beside(run: Path) -> list[str]:
+def _tags_beside(run: Location) -> list[str]:
     """Folders of tags. Only those with DeepSpeed's own names are looked into, unless its recovery script is there."""
     names = _listed(run)
     ours = "zero_to_fp32.py" in names

@@ -11,6 +11,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import NamedTuple
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged
 from holdfast.foreign.sources import Memory, Stretch
 from holdfast.foreign.stored import Stored
@@ -21,7 +22,7 @@ Shapes = Mapping[str, Sequence[int]]
 """Parameters of a group with their shapes, in the order in which they lie in the flat group."""
 
 
-def proper(shapes: Shapes, where: Path) -> dict[str, tuple[int, ...]]:
+def proper(shapes: Shapes, where: Location) -> dict[str, tuple[int, ...]]:
     """Shapes that are shapes. Raises Damaged."""
     found = {name: tuple(shape) for name, shape in shapes.items()}
     for name, shape in found.items():

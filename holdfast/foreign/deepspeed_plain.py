@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.engine.stores.place import Location
 from holdfast.events import log
 from holdfast.foreign.alike import alike
 from holdfast.foreign.deepspeed_flat import cut_vector
@@ -32,7 +32,7 @@ class Named(NamedTuple):
 
 
 def named(
-    saved: Mapping[str, Any], module: Mapping[str, Any], buffers: Sequence[str] | frozenset[str], where: Path
+    saved: Mapping[str, Any], module: Mapping[str, Any], buffers: Sequence[str] | frozenset[str], where: Location
 ) -> Named | None:
     """The optimizer that DeepSpeed wraps for fp16 or bf16, by parameter; None if it is another, or cannot be told."""
     inner, vectors = saved.get("optimizer_state_dict"), saved.get("fp32_groups_flat")

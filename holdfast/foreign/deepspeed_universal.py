@@ -6,14 +6,14 @@ partitions that DeepSpeed leaves there.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
+from holdfast.foreign import members
+from holdfast.foreign.ahead import glanced
 from holdfast.foreign.alike import alike
 from holdfast.foreign.assemble import Found
 from holdfast.foreign.deepspeed_flat import Shapes, proper
@@ -29,12 +29,12 @@ _MASTER = "fp32.pt"
 _STEP = "step.pt"
 
 
-def is_universal(folder: Path) -> bool:
+def is_universal(folder: Location) -> bool:
     """Whether a folder is a universal checkpoint."""
     return (folder / "zero" / _COMMON).is_file()
 
 
-def read_universal(folder: Path, files: Mapping[str, Stretch], reading: str = "") -> Found:
+def read_universal(folder: Location, files: Mapping[str, Stretch], reading: str = "") -> Found:
     """The universal checkpoint in ``folder``, whose own files are ``files``. Raises Damaged, Unsupported."""
     with as_written(folder):
         _, by_rank, _ = sorted_files(files, folder)
@@ -59,7 +59,7 @@ def read_universal(folder: Path, files: Mapping[str, Stretch], reading: str = ""
         return found_of(whole, world_size, folder, reading, first.get("ds_version"))
 
 
-def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Path) -> list[Shapes]:
+def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Location) -> list[Shapes]:
     """The parameters of each group, of all pipeline stages; of parallel tensors the shapes of the first rank."""
     if any(model.get("param_shapes") is None for model in models):
         raise Damaged(f"{folder}: a model file does not tell which parameters there are")
@@ -72,12 +72,11 @@ def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Path) -> list[Shape
 
 
 def _parameters(
-    folder: Path, shapes: Sequence[Shapes], module: Mapping[str, Any], common: Mapping[str, Any]
+    folder: Location, shapes: Sequence[Shapes], module: Mapping[str, Any], common: Mapping[str, Any]
 ) -> tuple[dict[str, Stored], dict[str, dict[str, Any]]]:
     """Masters and optimizer state of every parameter, from its own folder."""
     root = folder / "zero"
-    with naming(root, "list"):
-        there = {entry.name for entry in os.scandir(root) if entry.is_dir()}
+    there = set(members.folders(root))
     known = {name: shape for group in shapes for name, shape in group.items()}
     lost = sorted(known.keys() - there)
     if lost:
@@ -86,27 +85,28 @@ def _parameters(
     names = [*known, *sorted(there - known.keys() - module.keys())]
     masters: dict[str, Stored] = {}
     states: dict[str, dict[str, Any]] = {}
+    files = {name: _listed(root / name) for name in names}
     for name in names:
-        files = _listed(root / name)
-        if _MASTER not in files:
+        if _MASTER not in files[name]:
             raise Damaged(f"{root / name / _MASTER} is missing: bring it back, or convert the checkpoint again")
-        masters[name] = _tensor(root / name / _MASTER, known.get(name))
-        state = states[name] = {}
-        for file_name in files:
-            if file_name == _STEP:
-                spread({name: state}, "step", load_path(root / name / _STEP), folder)
-            elif file_name != _MASTER:
-                state[file_name.removesuffix(".pt")] = _tensor(root / name / file_name, known.get(name))
+    paths = ((name, root / name / file_name) for name in names for file_name in files[name])
+    for name, path in glanced(paths, lambda pair: pair[1]):
+        state = states.setdefault(name, {})
+        if path.name == _MASTER:
+            masters[name] = _tensor(path, known.get(name))
+        elif path.name == _STEP:
+            spread({name: state}, "step", load_path(path), folder)
+        else:
+            state[path.name.removesuffix(".pt")] = _tensor(path, known.get(name))
     _add_steps(states, shapes, common, folder)
     return masters, {name: state for name, state in states.items() if state}
 
 
-def _listed(folder: Path) -> list[str]:
-    with naming(folder, "list"):
-        return sorted(name for name in os.listdir(folder) if name.endswith(".pt"))
+def _listed(folder: Location) -> list[str]:
+    return [name for name in members.names(folder) if name.endswith(".pt")]
 
 
-def _tensor(path: Path, shape: Sequence[int] | None) -> Stored:
+def _tensor(path: Location, shape: Sequence[int] | None) -> Stored:
     """A parameter's file: a dict with the tensor as it is, or from ZeRO 3 only its elements."""
     found = load_path(path)
     if isinstance(found, dict):
@@ -123,7 +123,7 @@ def _tensor(path: Path, shape: Sequence[int] | None) -> Stored:
 
 
 def _add_steps(
-    states: Mapping[str, dict[str, Any]], shapes: Sequence[Shapes], common: Mapping[str, Any], folder: Path
+    states: Mapping[str, dict[str, Any]], shapes: Sequence[Shapes], common: Mapping[str, Any], folder: Location
 ) -> None:
     """The step, where the parameters' folders do not have it."""
     flat = common.get("optimizer_state_dict") or {}
@@ -145,7 +145,7 @@ def _hyper(common: Mapping[str, Any], id_: Any) -> Mapping[str, Any]:
 
 
 def _groups(
-    common: Mapping[str, Any], shapes: Sequence[Shapes], model: Mapping[str, Any], folder: Path
+    common: Mapping[str, Any], shapes: Sequence[Shapes], model: Mapping[str, Any], folder: Location
 ) -> list[dict[str, Any]]:
     """The param_groups, each with the names of its flat groups' parameters."""
     told = common.get("partition_count")
@@ -163,7 +163,7 @@ def _groups(
 
 
 def _check_replicas(
-    models: Sequence[Mapping[str, Any]], masters: Mapping[str, Any], shared: Mapping[str, str], folder: Path
+    models: Sequence[Mapping[str, Any]], masters: Mapping[str, Any], shared: Mapping[str, str], folder: Location
 ) -> None:
     """That what no folder holds is the same on all model-parallel ranks: nothing tells how to join it else."""
     for name, value in (models[0].get("module") or {}).items():

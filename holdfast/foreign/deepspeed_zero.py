@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
 from holdfast.foreign.assemble import PerRank, simplified
 from holdfast.foreign.deepspeed_flat import Shapes, cut_shares, cut_vector, proper
@@ -53,7 +53,9 @@ class _Flat(NamedTuple):
     cut: Callable[[Sequence[Stored]], dict[str, Stored]]
 
 
-def partitioned(optims: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes], config: Any, where: Path) -> Partitioned:
+def partitioned(
+    optims: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes], config: Any, where: Location
+) -> Partitioned:
     """What the optimizers of ranks 0, 1, … hold. ``shapes``: of each flat group; ``config``: DeepSpeed's.
 
     Raises Damaged if partitions and parameters do not fit, Unsupported for a layout that DeepSpeed has given up.
@@ -117,7 +119,7 @@ def saved_order(names: list[str], ranks: int, config: Any) -> list[str]:
 
 
 def _stage_1_2(
-    optims: Sequence[Mapping[str, Any]], base: Sequence[Any], shapes: Sequence[Shapes], where: Path
+    optims: Sequence[Mapping[str, Any]], base: Sequence[Any], shapes: Sequence[Shapes], where: Location
 ) -> list[_Flat]:
     flats = []
     for g, group in enumerate(shapes):
@@ -150,7 +152,7 @@ def _state_of(base: Mapping[str, Any], key: Any) -> Mapping[str, Any]:
 
 def _stage_3(
     optims: Sequence[Mapping[str, Any]], base: Sequence[Any], hyper: Sequence[Mapping[str, Any]],
-    shapes: Sequence[Shapes], where: Path,
+    shapes: Sequence[Shapes], where: Location,
 ) -> list[_Flat]:  # fmt: skip
     if any(optim.get("ds_zero_partition_groups") for optim in optims):
         raise Unsupported(f"{where}: its experts are partitioned over other ranks than the rest (AutoEP), {_UNIVERSAL}")
@@ -177,7 +179,7 @@ _UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py and open what that 
 # Either
 
 
-def _vector(groups: Any, index: int, count: int, where: Path) -> Stored:
+def _vector(groups: Any, index: int, count: int, where: Location) -> Stored:
     if not isinstance(groups, (list, tuple)) or len(groups) != count:
         raise Damaged(f"{where}: a rank does not have the {count} flat groups that the model's file tells of")
     found = groups[index]
@@ -186,7 +188,7 @@ def _vector(groups: Any, index: int, count: int, where: Path) -> Stored:
     return found
 
 
-def _states(flat: _Flat, group_step: Any, where: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+def _states(flat: _Flat, group_step: Any, where: Location) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """The optimizer state of each parameter of a group, and what of it cannot be cut at parameters."""
     keys = list(flat.states[0])
     for rank, state in enumerate(flat.states):
@@ -219,7 +221,7 @@ def _fits(value: Any, lengths: tuple[int, ...]) -> bool:
     return isinstance(value, Stored) and len(value.shape) == 1 and value.shape[0] in lengths
 
 
-def spread(states: Mapping[str, dict[str, Any]], key: str, value: Any, where: Path) -> None:
+def spread(states: Mapping[str, dict[str, Any]], key: str, value: Any, where: Location) -> None:
     """Give what a flat group has once to each of its parameters: a step, a number.
 
     A tensor is one of its own for each: were it one and the same, a fused optimizer would count it up for every

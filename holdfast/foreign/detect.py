@@ -5,29 +5,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 
 from holdfast.engine.memory import no_collection
+from holdfast.engine.storage import storage_error
+from holdfast.engine.stores.listed import Listed
+from holdfast.engine.stores.place import Location, Place
+from holdfast.errors import HoldfastError
 from holdfast.foreign.assemble import Foreign, assemble
 
 # Each is asked with `read(path)`, which returns None for what is not its format. Those that look for a file of a name
 # that nobody else uses come first; what is anything else is left to the general ones. They are imported when the first
 # foreign path is opened: a program that reads none pays nothing.
 _READERS = (
-    "torchsnapshot", "torch_checkpointing", "megatron", "olmo", "deepspeed", "composer", "hfai", "dcp", "huggingface",
+    "megatron", "olmo", "deepspeed", "torchsnapshot", "torch_checkpointing", "composer", "hfai", "dcp", "huggingface",
     "rank_files", "full",
 )  # fmt: skip
 
 
-def open_foreign(path: Path) -> Foreign | None:
+def open_foreign(path: Location) -> Foreign | None:
     """The foreign checkpoint at ``path``, or None if there is none that is known.
 
     ``path``: a folder, a file, or a template with ``{rank}``. Raises Damaged, Unsupported, StorageError.
     """
-    with no_collection():  # a large one is hundreds of thousands of objects, of which none is garbage
+    if isinstance(path, Place):
+        path = Place(Listed(path.store, _above_templates(path.key)), path.key)
+    # A large one is hundreds of thousands of objects, of which none is garbage.
+    with no_collection(), _telling(path):
         for name in _READERS:
             found = import_module(f"holdfast.foreign.{name}").read(path)
             if found is not None:
                 return assemble(found, path)
     return None
+
+
+def _above_templates(key: str) -> str:
+    """The folder that holds all files of a template, or the key itself."""
+    return key if "{" not in key else key.partition("{")[0].rpartition("/")[0]
+
+
+@contextmanager
+def _telling(path: Location) -> Iterator[None]:
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except OSError as error:
+        raise storage_error("read", str(path), error.errno, error.strerror or str(error)) from error

@@ -13,9 +13,10 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from holdfast.engine.source import Descriptors
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, Unsupported
 from holdfast.foreign.sources import File, Memory, Stretch, Unpacked, all_of
 from holdfast.foreign.stored import Stored
@@ -38,7 +39,7 @@ _ENDS = 1024
 """How much of an archive's beginning and end is read to find the tensor in it."""
 
 
-class Place(NamedTuple):
+class Spot(NamedTuple):
     """Where an entry lies, and the transforms it was written through, last first."""
 
     source: File
@@ -54,7 +55,7 @@ class Place(NamedTuple):
 class _Entry:
     """An entry that should hold a tensor of this type and shape."""
 
-    place: Place
+    place: Spot
     key: str
     dtype: str
     shape: tuple[int, ...]
@@ -66,12 +67,9 @@ class _Entry:
             source, begin, nbytes, _ = self.place
             ends = _ends(source, begin, nbytes)
             stretch = self.tensor_in(Stretch(ends, begin, nbytes))
-            if stretch.source is not ends:
-                raise Unsupported(
-                    f"{source.path}: {self.key} was saved with strides, not row by row; load it with torch, make it "
-                    "contiguous() and save it again"
-                )
-            self._found = Stretch(source, stretch.begin, stretch.nbytes, stretch.member)
+            # What was saved with strides is gathered when it is read: a source of its own.
+            plain = stretch.source is ends
+            self._found = Stretch(source, stretch.begin, stretch.nbytes, stretch.member) if plain else stretch
         return self._found
 
     def unpack(self, target: BinaryIO) -> None:
@@ -112,7 +110,7 @@ class _Chunk(Stretch):
         return self.entry.found().part(self.skip, self.nbytes)
 
 
-def chunk(place: Place, key: str, dtype: str, shape: tuple[int, ...]) -> Stretch:
+def chunk(place: Spot, key: str, dtype: str, shape: tuple[int, ...]) -> Stretch:
     """The bytes of the tensor that an entry holds, unread."""
     nbytes = prod(shape) * dtypes.itemsize(dtype)
     entry = _Entry(place, key, dtype, shape)
@@ -134,14 +132,14 @@ class _Ends:
     tail: bytes = field(repr=False)
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Location:
         return self.file.path
 
     @property
     def nbytes(self) -> int:
         return self.file.nbytes
 
-    def open(self) -> tuple[int, int | None]:
+    def open(self) -> Descriptors | Place:
         return self.file.open()
 
     def read(self, begin: int, nbytes: int) -> bytes:
@@ -163,7 +161,7 @@ def _ends(source: File, begin: int, nbytes: int) -> _Ends:
 class _Nameless:
     """A file without a name."""
 
-    path: Path
+    path: Location
     nbytes: int
     file: BinaryIO
 
@@ -177,9 +175,9 @@ class _Nameless:
 # Objects
 
 
-def blobs(entries: Sequence[tuple[Place, str]]) -> dict[Place, bytes]:
+def blobs(entries: Sequence[tuple[Spot, str]]) -> dict[Spot, bytes]:
     """The bytes of entries with small objects, by place; neighbours are read together. With each place, its key."""
-    found: dict[Place, bytes] = {}
+    found: dict[Spot, bytes] = {}
     plain = []
     for place, key in entries:
         if place.transforms:
@@ -203,7 +201,7 @@ def blobs(entries: Sequence[tuple[Place, str]]) -> dict[Place, bytes]:
     return found
 
 
-def value(place: Place, key: str, data: bytes | None, alike: dict[bytes, Any]) -> Any:
+def value(place: Spot, key: str, data: bytes | None, alike: dict[bytes, Any]) -> Any:
     """The object in an entry; tensors in a large one stay unread. ``data``: its bytes, if `blobs` has read them.
 
     Thousands of hyperparameters are the same few archives: ``alike`` keeps what the plain ones hold.
@@ -223,7 +221,7 @@ def value(place: Place, key: str, data: bytes | None, alike: dict[bytes, Any]) -
 # Transforms
 
 
-def _unpacked(place: Place, key: str, limit: int, target: BinaryIO) -> int:
+def _unpacked(place: Spot, key: str, limit: int, target: BinaryIO) -> int:
     """Undo the transforms of an entry; how many bytes came. Raises Damaged if they are more than ``limit``."""
     pieces: Iterator[bytes] = _packed(place)
     for descriptor in place.transforms:
@@ -243,12 +241,12 @@ def _unpacked(place: Place, key: str, limit: int, target: BinaryIO) -> int:
     return written
 
 
-def _packed(place: Place) -> Iterator[bytes]:
+def _packed(place: Spot) -> Iterator[bytes]:
     for at in range(0, place.nbytes, 1 << 20):
         yield place.source.read(place.begin + at, min(1 << 20, place.nbytes - at))
 
 
-def _zstd(packed: Iterable[bytes], path: Path, key: str) -> Iterator[bytes]:
+def _zstd(packed: Iterable[bytes], path: Location, key: str) -> Iterator[bytes]:
     try:
         zstandard: Any = importlib.import_module("zstandard")
     except ImportError:

@@ -6,9 +6,9 @@ Readers call these once they have a model's and an optimizer's dicts. Never gues
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
+from holdfast.engine.stores.place import Location
 from holdfast.foreign.stored import Stored, float_scalar
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_forward_module.")
@@ -41,7 +41,7 @@ def model_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {called[key]: value for key, value in state.items()}
 
 
-def optimizer_state(found: Mapping[Any, Any], where: Path, ids: Mapping[int, str] | None = None) -> dict[str, Any]:
+def optimizer_state(found: Mapping[Any, Any], where: Location, ids: Mapping[int, str] | None = None) -> dict[str, Any]:
     """An optimizer's state dict as ours: ``state`` by FQN, ``param_groups`` with the FQNs as ``params``.
 
     Integer ids become names if ``ids`` or the groups' ``param_names`` tell them, else stay integers (a live optimizer
@@ -69,7 +69,7 @@ def optimizer_state(found: Mapping[Any, Any], where: Path, ids: Mapping[int, str
     }
 
 
-def _own_step(state: Any, where: Path) -> Any:
+def _own_step(state: Any, where: Location) -> Any:
     if not isinstance(state, Mapping) or type(state.get("step")) not in (int, float):
         return state
     return {**state, "step": float_scalar(float(state["step"]), where)}

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.events import log
 from holdfast.foreign import members, recognise, training_files
@@ -31,7 +32,7 @@ _MODEL_STEMS = (
 """Which of several state dicts in a folder is the model."""
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The checkpoint at ``path``, or None if no file there is one of torch's.
 
     ``path``: a file of any name, or a folder that holds one, or a few that together are one. Raises Unsupported for
@@ -55,7 +56,7 @@ def _is_ours(data: Stretch) -> bool:
     return not is_zip(data) or any(name.endswith("/data.pkl") for name in Archive(data).names)
 
 
-def _arranged(path: Path, data: Stretch) -> Arranged:
+def _arranged(path: Location, data: Stretch) -> Arranged:
     try:
         tree = load_file(data)
     except Unsupported as error:
@@ -68,7 +69,7 @@ def _arranged(path: Path, data: Stretch) -> Arranged:
 # Folders
 
 
-def _read_folder(folder: Path) -> Found | None:
+def _read_folder(folder: Location) -> Found | None:
     names = members.listed(folder)
     ours = _torch_files(folder, names)
     beside = training_files.beside(folder, names)
@@ -99,12 +100,12 @@ def _read_folder(folder: Path) -> Found | None:
     )  # fmt: skip
 
 
-def _torch_files(folder: Path, names: Sequence[str]) -> dict[str, Stretch]:
+def _torch_files(folder: Location, names: Sequence[str]) -> dict[str, Stretch]:
     """Those of the files that are torch's; one under two names counts once, under that which says it is the last."""
     candidates = [name for name in names if not name.endswith((".safetensors", *members.ATTACHED))]
     if len(candidates) > MAX_FILES:
         return {}
-    paths: dict[Path, str] = {}
+    paths: dict[Location, str] = {}
     for name in candidates:
         try:
             path = members.member(folder, name)
@@ -127,14 +128,14 @@ def _last(names: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _several(folder: Path, names: Iterable[str]) -> NotACheckpoint:
+def _several(folder: Location, names: Iterable[str]) -> NotACheckpoint:
     return NotACheckpoint(
         f"{folder} holds several files of one kind: open one of {', '.join(sorted(names)[:10])}. (If each is what one "
         "rank saved, they are of no format that is known.)"
     )
 
 
-def _joined(folder: Path, parts: Mapping[str, Arranged], beside: Beside) -> Arranged:
+def _joined(folder: Location, parts: Mapping[str, Arranged], beside: Beside) -> Arranged:
     """The parts of a folder as one state: bare state dicts of model and optimizer by what they are, others by name."""
     state: dict[str, Any] = dict(beside.state)
     steps = [beside.step, *(part.step for part in parts.values())]

@@ -9,14 +9,16 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import torch
 
+from holdfast.engine.source import Descriptors
 from holdfast.engine.stage import host_view
+from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged
-from holdfast.foreign.sources import Stretch
+from holdfast.foreign.sources import Stretch, opened
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, runs, whole
 
@@ -51,14 +53,11 @@ def gather(view: View, target: BinaryIO) -> None:
     """Write the view's elements, row-major. Raises Damaged, StorageError."""
     place = view.stretch.located()
     size = dtypes.itemsize(view.dtype)
-    cached, direct = place.source.open()
-    try:
-        if direct is not None:
-            os.close(direct)
+    with opened(place.source) as source:
         for box in _tiles(view.shape, view.strides, size):
             dense = torch.empty(box.lengths, dtype=carrier(view.dtype))
             first = sum(o * s for o, s in zip(box.offsets, view.strides, strict=True))
-            _fill(dense, view.strides, cached, place.begin + first * size, place.source.path)
+            _fill(dense, view.strides, source, place.begin + first * size, place.source.path)
             if view.conj or view.neg:
                 _resolve(dense, view)
             data = host_view(dense.data_ptr(), dense.nbytes)
@@ -66,8 +65,6 @@ def gather(view: View, target: BinaryIO) -> None:
             for i, start in enumerate(starts):
                 target.seek(start * size)
                 target.write(data[i * length * size : (i + 1) * length * size])
-    finally:
-        os.close(cached)
 
 
 def _tiles(shape: Sequence[int], strides: Sequence[int], size: int) -> Iterator[Box]:
@@ -82,22 +79,30 @@ def _tiles(shape: Sequence[int], strides: Sequence[int], size: int) -> Iterator[
         yield Box(starts, tuple(min(t, n - o) for t, n, o in zip(tile, shape, starts, strict=True)))
 
 
-def _fill(dense: torch.Tensor, strides: Sequence[int], fd: int, begin: int, path: Path) -> None:
+def _fill(dense: torch.Tensor, strides: Sequence[int], source: Descriptors | Place, begin: int, path: Location) -> None:
     size, extent = dense.itemsize, 1 + sum((n - 1) * s for n, s in zip(dense.shape, strides, strict=True))
     if extent * size <= SHORT or (extent * size <= READ and extent <= 4 * dense.numel()):
-        data, at = bytearray(extent * size), 0
-        while at < len(data):
-            got = os.preadv(fd, [memoryview(data)[at:]], begin + at)
-            if not got:
-                raise Damaged(f"{path} ends at byte {begin + at}: it is truncated; bring it back from a copy")
-            at += got
-        wide = torch.frombuffer(data, dtype=torch.uint8).view(dense.dtype)
+        wide = torch.frombuffer(_read(source, begin, extent * size, path), dtype=torch.uint8).view(dense.dtype)
         dense.copy_(wide.as_strided(dense.shape, strides))
         return
     d = max(range(dense.dim()), key=lambda d: (dense.shape[d] - 1) * strides[d])
     half = dense.shape[d] // 2
-    _fill(dense.narrow(d, 0, half), strides, fd, begin, path)
-    _fill(dense.narrow(d, half, dense.shape[d] - half), strides, fd, begin + half * strides[d] * size, path)
+    _fill(dense.narrow(d, 0, half), strides, source, begin, path)
+    _fill(dense.narrow(d, half, dense.shape[d] - half), strides, source, begin + half * strides[d] * size, path)
+
+
+def _read(source: Descriptors | Place, begin: int, nbytes: int, path: Location) -> bytearray:
+    if isinstance(source, Place):
+        with naming(path, "read"):
+            data = bytearray(source.store.get(source.key, begin, begin + nbytes).data)
+        at = len(data)
+    else:
+        data, at = bytearray(nbytes), 0
+        while at < nbytes and (got := os.preadv(source[0], [memoryview(data)[at:]], begin + at)):
+            at += got
+    if at < nbytes:
+        raise Damaged(f"{path} ends at byte {begin + at}: it is truncated; bring it back from a copy")
+    return data
 
 
 def _resolve(dense: torch.Tensor, view: View) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.events import log
 from holdfast.foreign import (
@@ -27,6 +27,7 @@ from holdfast.foreign import (
     training_files,
     weight_sets,
 )  # fmt: skip
+from holdfast.foreign.ahead import glanced
 from holdfast.foreign.assemble import Found
 from holdfast.foreign.safetensors_files import Contents
 from holdfast.foreign.sources import all_of, file
@@ -44,7 +45,7 @@ class _Index(msgspec.Struct):
     metadata: dict[str, Any] | None = None
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The weights at ``path`` and what a trainer left beside them, or None if there are none of this kind.
 
     ``path``: a file of weights, an index, a folder of either (one in a Hugging Face cache, too), or the folder of a
@@ -62,7 +63,7 @@ def read(path: Path) -> Found | None:
     return _read_set(path.parent, [index], "") if index else _read_file(path)
 
 
-def _read_file(path: Path) -> Found | None:
+def _read_file(path: Location) -> Found | None:
     data = all_of(file(path))
     safe = path.suffix == ".safetensors" or safetensors_files.is_safetensors(data)
     count = weight_sets.shard_count(path.name)
@@ -82,7 +83,7 @@ def _read_file(path: Path) -> Found | None:
     return Found("safetensors" if safe else "Hugging Face", state, producer=producer, reading=reading)
 
 
-def _read_folder(folder: Path, reading: str) -> Found | None:
+def _read_folder(folder: Location, reading: str) -> Found | None:
     names = members.listed(folder)
     found = weight_sets.sets(names)
     below = folder / "sharded"
@@ -99,7 +100,7 @@ def _read_folder(folder: Path, reading: str) -> Found | None:
     return _read_set(folder, [first, *(s for s in found[1:] if s.further and s.kind == first.kind)], reading)
 
 
-def _newest(folder: Path, names: Sequence[str]) -> Found | None:
+def _newest(folder: Location, names: Sequence[str]) -> Found | None:
     """The newest checkpoint in the folder of a run."""
     if "model_index.json" in names:
         models = ", ".join(members.folders(folder)[:20])
@@ -109,7 +110,7 @@ def _newest(folder: Path, names: Sequence[str]) -> Found | None:
     return found and newest and replace(found, reading="; ".join(filter(None, [newest[1], found.reading])))
 
 
-def _read_set(folder: Path, chosen: Sequence[WeightSet], reading: str) -> Found:
+def _read_set(folder: Location, chosen: Sequence[WeightSet], reading: str) -> Found:
     """Weights of a folder and what lies beside them."""
     parts: list[Part] = []
     models: dict[str, Any] = {}
@@ -150,7 +151,7 @@ def _read_set(folder: Path, chosen: Sequence[WeightSet], reading: str) -> Found:
 # Files and indexes
 
 
-def _load(path: Path, *, safe: bool) -> Contents:
+def _load(path: Location, *, safe: bool) -> Contents:
     data = all_of(file(path))
     if not safe:
         safetensors_files.refuse_pointer(data)
@@ -165,7 +166,7 @@ def _load(path: Path, *, safe: bool) -> Contents:
     return contents
 
 
-def _parts(folder: Path, weights: WeightSet, index: _Index | None) -> list[Part]:
+def _parts(folder: Location, weights: WeightSet, index: _Index | None) -> list[Part]:
     files: Iterable[str] = weights.files if index is None else sorted(set(index.weight_map.values()))
     if index is None and weights.form == SHARDS and weights.missing():
         raise Damaged(
@@ -173,10 +174,12 @@ def _parts(folder: Path, weights: WeightSet, index: _Index | None) -> list[Part]
             f"{', '.join(map(str, weights.missing()[:10]))} is missing: fetch the rest"
         )
     by = weights.index if index is not None else ""
-    return [(folder / f, _load(members.member(folder, f, by), safe=weights.kind != "bin")) for f in files]
+    found = [(folder / f, members.member(folder, f, by)) for f in files]
+    safe = weights.kind != "bin"
+    return [(path, _load(real, safe=safe)) for path, real in glanced(found, lambda pair: pair[1])]
 
 
-def _read_index(path: Path) -> _Index:
+def _read_index(path: Location) -> _Index:
     with naming(path, "read"):
         data = path.read_bytes() if path.stat().st_size <= MAX_INDEX else b""
     try:
@@ -188,7 +191,7 @@ def _read_index(path: Path) -> _Index:
     return index
 
 
-def _check_index(path: Path, index: _Index, parts: Sequence[Part]) -> None:
+def _check_index(path: Location, index: _Index, parts: Sequence[Part]) -> None:
     """Raise Damaged where the index and the headers of its files tell other names."""
     held = dict(zip(sorted(set(index.weight_map.values())), (contents.tensors for _, contents in parts), strict=True))
     lost = [(name, where) for name, where in index.weight_map.items() if name not in held[where]]
@@ -216,7 +219,7 @@ def _metadata(parts: Sequence[Part], told: Mapping[str, Any]) -> dict[str, Any]:
     return {"metadata": found} if found else {}
 
 
-def _mend_numbers(sharded: Path, tensors: dict[str, Any]) -> None:
+def _mend_numbers(sharded: Location, tensors: dict[str, Any]) -> None:
     """Take 0-dimensional tensors from the files of the ranks: torch (2.13) leaves them zero where it joins those."""
     numbers = [name for name, tensor in tensors.items() if isinstance(tensor, Stored) and tensor.shape == ()]
     ranks = weight_sets.of_ranks(members.listed(sharded)) if numbers and sharded.is_dir() else None

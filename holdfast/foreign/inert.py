@@ -65,10 +65,10 @@ _PACKAGES = frozenset([
     "torchsnapshot", "torchtitan", "torchtune", "torchvision", "transformer_engine", "transformers", "trl",
 ])  # fmt: skip
 _CLASSES = frozenset([
-    "argparse.Namespace", "datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta",
+    "_io.BytesIO", "argparse.Namespace", "datetime.date", "datetime.datetime", "datetime.time", "datetime.timedelta",
     "datetime.timezone", "decimal.Decimal", "fractions.Fraction", "ml_dtypes.bfloat16", "ml_dtypes.float8_e4m3fn",
     "ml_dtypes.float8_e5m2", "numpy.core.memmap.memmap", "numpy.dtype", "numpy.memmap", "numpy.ndarray",
-    "random.Random", "types.SimpleNamespace", "uuid.UUID", "zoneinfo.ZoneInfo",
+    "random.Random", "signal.Signals", "types.SimpleNamespace", "uuid.UUID", "zoneinfo.ZoneInfo",
     # Objects without meaning outside of Python, and types as arguments: defaultdict(list), getattr(SomeEnum, …).
     "builtins.bool", "builtins.bytes", "builtins.dict", "builtins.float", "builtins.int", "builtins.list",
     "builtins.object", "builtins.range", "builtins.set", "builtins.slice", "builtins.str", "builtins.tuple",

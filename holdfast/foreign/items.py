@@ -6,9 +6,9 @@ Readers of formats whose users name what they save call `own_items`. Never renam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
 from holdfast.foreign import fqns
 from holdfast.foreign.assemble import PerRank
@@ -18,7 +18,7 @@ from holdfast.foreign.stored import Stored
 _STEPS = ("step", "global_step", "iteration")
 
 
-def own_items(items: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], list[str]]:
+def own_items(items: Mapping[str, Any], where: Location) -> tuple[dict[str, Any], list[str]]:
     """The items with the only model as ``model`` and the only optimizer as ``optimizer``, and what was taken for which.
 
     Several models or optimizers keep the names that they have. Items that are neither stay as they are.
@@ -51,7 +51,7 @@ def step_in(state: Mapping[str, Any]) -> int | None:
     return found
 
 
-def prove_joined(state: Mapping[str, Any], where: Path, instead: str) -> None:
+def prove_joined(state: Mapping[str, Any], where: Location, instead: str) -> None:
     """Raise Unsupported if most tensors of a joined state are others for each rank, and none says where it belongs.
 
     ``instead``: how to save so that they do. What counts are floating point tensors: generators differ rightly.

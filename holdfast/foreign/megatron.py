@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 import re
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
-from holdfast.events import log
 from holdfast.foreign import dcp, fqns
 from holdfast.foreign import megatron_shards as shards
 from holdfast.foreign.assemble import Found
 from holdfast.foreign.dcp import DcpState
 from holdfast.foreign.pickles import Record
-from holdfast.foreign.stored import Stored, float_scalar
+from holdfast.foreign.stored import Opaque, Stored, float_scalar
 from holdfast.foreign.torch_files import load_path
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -32,7 +31,7 @@ _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The checkpoint at ``path``: the folder of an iteration, or a run folder, whose latest iteration is taken."""
     folder, reading = _folder(path)
     if folder is None:
@@ -61,7 +60,7 @@ def read(path: Path) -> Found | None:
 # The path
 
 
-def _folder(path: Path) -> tuple[Path | None, str]:
+def _folder(path: Location) -> tuple[Location | None, str]:
     """The folder of one iteration that a path means, and why it is that one."""
     if path.name in (_LATEST, _CONFIG) and path.is_file():
         path = path.parent
@@ -74,14 +73,14 @@ def _folder(path: Path) -> tuple[Path | None, str]:
     if not (path / _LATEST).is_file():
         return None, ""
     with naming(path / _LATEST, "read"):
-        latest = (path / _LATEST).read_text(errors="replace").strip()
+        latest = (path / _LATEST).read_bytes().decode("utf-8", "replace").strip()
     name = latest if latest == "release" else f"iter_{int(latest):07d}" if re.fullmatch(r"[0-9]{1,12}", latest) else ""
     if not name or not (path / name).is_dir():
         raise NotACheckpoint(f"{path / _LATEST} names iteration {latest[:40]!r}, but there is no folder of it")
     return path / name, f"the latest iteration, {name}"
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
+def _config(folder: Location) -> dict[str, Any] | None:
     """`metadata.json`, if it is Megatron's."""
     path = folder / _CONFIG
     if not path.is_file() or path.stat().st_size > 1 << 20:
@@ -94,7 +93,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "sharded_backend" in found else None
 
 
-def _without_config(folder: Path, reading: str) -> Found | None:
+def _without_config(folder: Location, reading: str) -> Found | None:
     if any(folder.glob("mp_rank_*")):
         raise Unsupported(
             f"{folder} is in Megatron's old format, one file for each model-parallel rank; load it with Megatron and "
@@ -109,15 +108,14 @@ def _without_config(folder: Path, reading: str) -> Found | None:
     )  # fmt: skip
 
 
-def _common(folder: Path) -> dict[Any, Any]:
+def _common(folder: Location) -> dict[Any, Any]:
     path = folder / "common.pt"
     if not path.is_file():
         raise Damaged(f"{path} is missing; bring it back from a copy")
     try:
         found = load_path(path)
     except Unsupported as error:
-        log.warning("%s is left out: %s", path, error)
-        return {}
+        return {"common": Opaque(str(error))}
     if not isinstance(found, dict):
         raise Damaged(f"{path} holds no state")
     return found
@@ -126,7 +124,7 @@ def _common(folder: Path) -> dict[Any, Any]:
 # The state
 
 
-def _state(state: DcpState, common: dict[Any, Any], folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _state(state: DcpState, common: dict[Any, Any], folder: Location) -> tuple[dict[str, Any], list[str]]:
     tensors, objects = _split(state, folder)
     own: dict[str, Stored] = {}
     of_optimizer: dict[str, dict[str, Stored]] = {}
@@ -164,7 +162,7 @@ def _state(state: DcpState, common: dict[Any, Any], folder: Path) -> tuple[dict[
     return result, how
 
 
-def _split(state: DcpState, folder: Path) -> tuple[dict[str, Stored], dict[str, shards.Grid]]:
+def _split(state: DcpState, folder: Location) -> tuple[dict[str, Stored], dict[str, shards.Grid]]:
     """Tensors in their true shapes, and objects by name."""
     told = state.metadata[0].get("mcore_data")
     tensors: dict[str, Stored] = {}
@@ -181,10 +179,10 @@ def _split(state: DcpState, folder: Path) -> tuple[dict[str, Stored], dict[str, 
     return tensors, objects
 
 
-def _objects_beside(folder: Path) -> dict[str, Any]:
+def _objects_beside(folder: Location) -> dict[str, Any]:
     """Objects that older versions kept in files of their own: ``<key>/shard_<offsets>_<shape>.pt``."""
-    paths = sorted(folder.glob("*/shard_*.pt"))
-    return {f"{path.parent.name}/{path.stem}": [load_path(path)] for path in paths}
+    paths: list[Location] = [*folder.glob("*/shard_*.pt")]
+    return {f"{path.parent.name}/{path.stem}": [load_path(path)] for path in sorted(paths, key=str)}
 
 
 def _models(module: dict[str, Any], parameters: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -199,7 +197,7 @@ def _models(module: dict[str, Any], parameters: dict[str, dict[str, Any]]) -> di
 
 
 def _optimizer(
-    parameters: dict[str, dict[str, Any]], buckets: dict[str, Any], common: Any, folder: Path
+    parameters: dict[str, dict[str, Any]], buckets: dict[str, Any], common: Any, folder: Location
 ) -> dict[str, Any]:
     """The optimizer, or several that are chained, as one: each parameter is in one of them."""
     parts = _parts(common)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged
 from holdfast.foreign.sources import Stretch
 from holdfast.foreign.stored import Stored, concatenated
@@ -28,7 +28,7 @@ Grid = dict[Place, Any]
 # Tensors
 
 
-def unflattened(key: str, tensor: Stored, shape: Any, folder: Path) -> Stored:
+def unflattened(key: str, tensor: Stored, shape: Any, folder: Location) -> Stored:
     """A tensor of ``shape``, of whose local shards flat ranges were saved.
 
     On disk it is a grid of shards with one axis more: the elements of each, flattened and cut among ranks.
@@ -82,7 +82,7 @@ def _experts_in(names: Sequence[str]) -> int | None:
     return None
 
 
-def apart(key: str, tensor: Stored, folder: Path) -> dict[str, Stored]:
+def apart(key: str, tensor: Stored, folder: Location) -> dict[str, Stored]:
     """The layers of a stack by FQN, and the experts of each; the tensor itself if it is none."""
     stack = stack_of(key, tensor)
     found = {key: tensor}
@@ -103,7 +103,7 @@ def _numbered(names: Sequence[str], at: int, number: int) -> str:
     return ".".join([*names[: at + 1], str(number), *names[at + 1 :]])
 
 
-def _rows(key: str, tensor: Stored, folder: Path) -> list[Stored]:
+def _rows(key: str, tensor: Stored, folder: Location) -> list[Stored]:
     """Every row of a tensor, each without the first axis."""
     if tensor.shape[0] > sum(box.lengths[0] for box, _ in tensor.pieces):
         raise Damaged(f"{folder}: {key} of shape {list(tensor.shape)} is not whole: layers of it are missing")
@@ -167,7 +167,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")) if text else ()
 
 
-def objects_apart(name: str, grid: Grid, folder: Path) -> dict[str, Any]:
+def objects_apart(name: str, grid: Grid, folder: Location) -> dict[str, Any]:
     """The objects of a grid: of stacked layers and experts by FQN; else the only one, or lists of them."""
     cells: dict[str, dict[tuple[int, ...], Any]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -185,7 +185,7 @@ def objects_apart(name: str, grid: Grid, folder: Path) -> dict[str, Any]:
     return {called: _listed(called, cells[called], shapes[called], folder) for called in cells}
 
 
-def _listed(name: str, cells: Mapping[tuple[int, ...], Any], shape: tuple[int, ...], folder: Path) -> Any:
+def _listed(name: str, cells: Mapping[tuple[int, ...], Any], shape: tuple[int, ...], folder: Location) -> Any:
     if any(len(offsets) == len(shape) + 1 for offsets in cells):  # some versions left the last length out
         shape = (*shape, 1 + max(offsets[-1] for offsets in cells))
     order = sorted(cells)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged
 from holdfast.events import log
 
@@ -27,19 +28,56 @@ _HEX = re.compile(r"[0-9a-f]{40,128}")
 _REPOSITORY = re.compile(r"[a-z]+--.+")
 
 
-def listed(folder: Path) -> list[str]:
+def names(folder: Location) -> list[str]:
+    """Names of all that is in a folder, hidden or not, sorted. Raises StorageError."""
+    with naming(folder, "list"):
+        return sorted(path.name for path in folder.iterdir())
+
+
+def listed(folder: Location) -> list[str]:
     """Names of the files in a folder that are not hidden, sorted; links count. Raises StorageError."""
+    if isinstance(folder, Place):
+        with naming(folder, "list"):
+            return _seen(entry.key for entry in folder.store.list(folder.key, deep=False).files)
     with naming(folder, "list"), os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if not e.name.startswith(".") and (e.is_symlink() or e.is_file()))
+        return _seen(entry.name for entry in entries if entry.is_symlink() or entry.is_file())
 
 
-def folders(folder: Path) -> list[str]:
+def folders(folder: Location) -> list[str]:
     """Names of the folders in a folder that are not hidden, sorted."""
+    if isinstance(folder, Place):
+        with naming(folder, "list"):
+            return _seen(folder.store.list(folder.key, deep=False).folders)
     with naming(folder, "list"), os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
+        return _seen(entry.name for entry in entries if entry.is_dir())
 
 
-def member(folder: Path, name: str, said_by: str = "") -> Path:
+def _seen(paths: Iterable[str]) -> list[str]:
+    found = (path.rpartition("/")[2] for path in paths)
+    return sorted(name for name in found if not name.startswith("."))
+
+
+def real(path: Location) -> Location:
+    """Where links lead; in a store there are none."""
+    return path.resolve() if isinstance(path, Path) else path
+
+
+def lies_in(path: Location, folder: Location) -> bool:
+    """Whether a path, links followed, is a folder or below it."""
+    if isinstance(path, Place) or isinstance(folder, Place):
+        return str(path) == str(folder) or str(path).startswith(f"{folder}/")
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def modified(path: Location) -> float:
+    """When a file was last written, in seconds since the epoch; 0.0 if a store does not tell."""
+    if isinstance(path, Path):
+        return path.stat().st_mtime
+    beside = path.store.list(path.parent.key, deep=False).files
+    return next((entry.modified for entry in beside if entry.key == path.key), 0.0)
+
+
+def member(folder: Location, name: str, said_by: str = "") -> Location:
     """The file ``name`` of a folder, where it really lies. Raises Damaged if it is missing or lies elsewhere.
 
     ``said_by``: which file names it, for the error.
@@ -50,12 +88,16 @@ def member(folder: Path, name: str, said_by: str = "") -> Path:
         raise Damaged(f"{name[:200]!r}{by} is no path inside of {folder}: nothing outside of it is read")
     path = folder / name
     with naming(path, "open"):
-        real = Path(os.path.realpath(path))
-        home = Path(os.path.realpath(folder))
-        if not real.is_relative_to(home) and not _in_store(real, home):
-            raise Damaged(f"{path}{by} is a link that leads out of the folder, to {real}: put the file itself there")
-        if not real.is_file():
+        found = path if isinstance(path, Place) or isinstance(folder, Place) else _followed(path, folder, by)
+        if not found.is_file():
             raise Damaged(f"{path}{by} is missing; bring it back, or fetch the checkpoint again")
+    return found
+
+
+def _followed(path: Path, folder: Path, by: str) -> Path:
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    if not real.is_relative_to(home) and not _in_store(real, home):
+        raise Damaged(f"{path}{by} is a link that leads out of the folder, to {real}: put the file itself there")
     return real
 
 
@@ -74,7 +116,7 @@ def _in_store(real: Path, home: Path) -> bool:
     return False
 
 
-def snapshot(folder: Path) -> Path | None:
+def snapshot(folder: Location) -> Location | None:
     """The snapshot of ``main`` in the folder that a Hugging Face cache keeps for a repository, or None."""
     reference = folder / "refs" / "main"
     if not _REPOSITORY.fullmatch(folder.name) or not reference.is_file():
@@ -85,7 +127,7 @@ def snapshot(folder: Path) -> Path | None:
     return found if _HEX.fullmatch(revision) and found.is_dir() else None
 
 
-def attachments(folder: Path, names: Iterable[str]) -> dict[str, Path]:
+def attachments(folder: Location, names: Iterable[str]) -> dict[str, Location]:
     """Those of the files that say how the weights are to be used: configurations, tokenizers, model code."""
     found = {}
     for name in names:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.engine.memory import no_collection
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, NotACheckpoint
 from holdfast.events import log
 from holdfast.foreign import dcp, dcp_names, fqns, members
@@ -38,7 +38,7 @@ class _Content(NamedTuple):
     world: int
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The checkpoint at ``path``, or None if it is none of OLMo's.
 
     ``path``: a checkpoint's folder (``step1000``, ``step1000-unsharded``), the run's folder with ``latest`` links or
@@ -59,7 +59,7 @@ def read(path: Path) -> Found | None:
         return None if content is None else _found(folder, content, how)
 
 
-def _found(folder: Path, content: _Content, how: str) -> Found:
+def _found(folder: Location, content: _Content, how: str) -> Found:
     state = dict(content.state)
     for key, value in content.trainer.items():
         # A trainer has no such keys; if one had, its value must not take the place of the model.
@@ -74,10 +74,10 @@ def _found(folder: Path, content: _Content, how: str) -> Found:
 # Which path is which
 
 
-def _content(folder: Path) -> _Content | None:
+def _content(folder: Location) -> _Content | None:
     """What a folder holds, by the first layout that knows it. What it looks like is told by names, then by content."""
     names = {*listed(folder)}
-    layouts: list[tuple[bool, Callable[[Path], _Content | None]]] = [
+    layouts: list[tuple[bool, Callable[[Location], _Content | None]]] = [
         ("model_and_optim" in names, _torch_new),
         ((folder / "model" / INDEX).is_file(), _olmo_core),
         ("model" in names and bool(rank_files(folder / "model")), _local),
@@ -93,7 +93,7 @@ def _content(folder: Path) -> _Content | None:
     return None
 
 
-def _of_file(path: Path) -> Found | None:
+def _of_file(path: Location) -> Found | None:
     if is_encoded(path):
         held = read_encoded(path)
         optimizer = "param_groups" in held
@@ -108,23 +108,23 @@ def _of_file(path: Path) -> Found | None:
     return None if content is None else _found(path.parent, content, "all ranks' files beside this one")
 
 
-def _newest(run: Path) -> tuple[Path, str] | None:
+def _newest(run: Location) -> tuple[Location, str] | None:
     """The checkpoint to take of a run's folder: where its links lead, else the last step; and why.
 
     Of the two links, and of two folders of one step, the later step counts, then the sharded one, as OLMo itself takes.
     """
-    steps = {m[0]: (int(m[1]), m[2] is None) for m in map(_STEP.fullmatch, listed(run)) if m and (run / m[0]).is_dir()}
-    finished = {name: order for name, order in steps.items() if _is_finished(run / name)}
-    last = max(finished or steps, key=steps.__getitem__, default=None)
+    steps = {m[0]: (int(m[1]), m[2] is None) for m in map(_STEP.fullmatch, members.folders(run)) if m}
+    newest_first = sorted(steps, key=steps.__getitem__, reverse=True)
+    last = next((name for name in newest_first if _is_finished(run / name)), next(iter(newest_first), None))
     links: dict[str, tuple[int, bool]] = {}
     for name in _LINKS:
-        leads_to = _STEP.fullmatch((run / name).resolve().name) if (run / name).is_dir() else None
+        leads_to = _STEP.fullmatch(members.real(run / name).name) if (run / name).is_dir() else None
         if leads_to:
             links[name] = (int(leads_to[1]), leads_to[2] is None)
     if links:
         link = max(links, key=links.__getitem__)
         newer = f" (to {last}, which is later, leads no link)" if last is not None and steps[last] > links[link] else ""
-        return run / link, f"{link} in the run's folder, which is {(run / link).resolve().name}{newer}"
+        return run / link, f"{link} in the run's folder, which is {members.real(run / link).name}{newer}"
     if last is None:
         return None
     unfinished = [name for name in sorted(steps, key=steps.__getitem__) if steps[name] > steps[last]]
@@ -132,12 +132,12 @@ def _newest(run: Path) -> tuple[Path, str] | None:
     return run / last, f"{last}, the last of {len(steps)} in the run's folder{skipped}"
 
 
-def _is_finished(folder: Path) -> bool:
+def _is_finished(folder: Location) -> bool:
     """Whether the file is there that is written last: OLMo's config.yaml, OLMo-core's .metadata.json."""
     return any((folder / name).is_file() for name in ("config.yaml", ".metadata.json"))
 
 
-def _attachments(folder: Path) -> dict[str, Path]:
+def _attachments(folder: Location) -> dict[str, Location]:
     """The other files of a checkpoint: its configuration, and OLMo-core's mark that it is whole."""
     names = [name for name in listed(folder) if not _PARTS.fullmatch(name)]
     return members.attachments(folder, [name for name in names if (folder / name).is_file()])
@@ -146,7 +146,7 @@ def _attachments(folder: Path) -> dict[str, Path]:
 # The layouts
 
 
-def _full(folder: Path) -> _Content | None:
+def _full(folder: Location) -> _Content | None:
     """FullCheckpointer and scripts/unshard.py: one file each for the model, the optimizer and the trainer."""
     names = {*listed(folder)}
     if not any(f"{part}.{kind}" in names for part in ("train", "other") for kind in ("pt", "safetensors")) and (
@@ -168,12 +168,12 @@ def _full(folder: Path) -> _Content | None:
     return _Content("full", state, trainer or {}, plausible((trainer or {}).get("world_size")) or 1)
 
 
-def _optimizer(found: dict[Any, Any], path: Path) -> dict[str, Any]:
+def _optimizer(found: dict[Any, Any], path: Location) -> dict[str, Any]:
     with as_written(path):
         return fqns.optimizer_state(found, path)
 
 
-def _part(folder: Path, part: str) -> Any:
+def _part(folder: Location, part: str) -> Any:
     """What a file holds; the safetensors one, if there are two, as OLMo prefers it. None if there is none."""
     packed, plain = folder / f"{part}.safetensors", folder / f"{part}.pt"
     if is_encoded(packed):
@@ -183,7 +183,7 @@ def _part(folder: Path, part: str) -> Any:
     return load_path(plain) if plain.is_file() else None
 
 
-def _torch_new(folder: Path) -> _Content | None:
+def _torch_new(folder: Location) -> _Content | None:
     """TorchNewStyleShardedCheckpointer, and OLMo-core since 1.0: DCP, and a trainer's file of each rank."""
     held = folder / "model_and_optim"
     try:
@@ -197,7 +197,7 @@ def _torch_new(folder: Path) -> _Content | None:
     return _Content("; ".join(["torch_new", *how]), state, trainer, world if trainer else found.world_size)
 
 
-def _torch_legacy(folder: Path) -> _Content | None:
+def _torch_legacy(folder: Location) -> _Content | None:
     """TorchLegacyShardedCheckpointer: all of a rank in one file."""
     found = read_legacy(folder)
     if found is None:
@@ -208,7 +208,7 @@ def _torch_legacy(folder: Path) -> _Content | None:
     return _Content("torch_legacy", state, found.trainer, found.world)
 
 
-def _local(folder: Path) -> _Content | None:
+def _local(folder: Location) -> _Content | None:
     """LocalShardedCheckpointer: flat parameters of FSDP1."""
     found = read_local(folder)
     if found is None:
@@ -218,7 +218,7 @@ def _local(folder: Path) -> _Content | None:
     return _Content("local", state, trainer, world)
 
 
-def _olmo_core(folder: Path) -> _Content | None:
+def _olmo_core(folder: Location) -> _Content | None:
     """OlmoCoreCheckpointer: OLMo-core 0.1's two folders of flat pieces."""
     model, optimizer = read_core(folder / "model"), read_core(folder / "optim")
     if model is None:
@@ -230,7 +230,7 @@ def _olmo_core(folder: Path) -> _Content | None:
     return _Content("olmo_core", state, trainer, world)
 
 
-def _olmo_core_part(folder: Path) -> _Content | None:
+def _olmo_core_part(folder: Location) -> _Content | None:
     """One of OLMo-core 0.1's folders alone."""
     held = read_core(folder)
     if held is None:

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged
 from holdfast.events import log
 from holdfast.foreign.alike import alike, same_tensors
@@ -32,7 +32,7 @@ class RankStates(NamedTuple):
 class _Place(NamedTuple):
     """Where a leaf was found."""
 
-    path: Path
+    path: Location
     rank: int
 
 
@@ -45,7 +45,7 @@ class _Sharded:
     parts: list[tuple[tuple[int, ...], Stored]] = field(default_factory=list)
 
 
-def read_legacy(folder: Path) -> RankStates | None:
+def read_legacy(folder: Location) -> RankStates | None:
     """The checkpoint of the rank files in a folder, or None if they are no such states. Raises Damaged."""
     files = rank_files(folder)
     cut: dict[str, Any] = {}

@@ -5,16 +5,17 @@ The readers of OLMo's layouts call these. Never joins the pieces of a tensor.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.events import log
+from holdfast.foreign import members
+from holdfast.foreign.ahead import glanced
 from holdfast.foreign.alike import alike
 from holdfast.foreign.assemble import PerRank
 from holdfast.foreign.torch_files import load_path
@@ -26,7 +27,7 @@ _RANK = re.compile(r"rank(0|[1-9][0-9]{0,6})\.pt")
 
 
 @contextmanager
-def as_written(path: Path) -> Iterator[None]:
+def as_written(path: Location) -> Iterator[None]:
     """Turn what a file of another shape than OLMo's leads to, a missing key say, into Damaged that names the file."""
     try:
         yield
@@ -36,19 +37,18 @@ def as_written(path: Path) -> Iterator[None]:
         raise Damaged(f"{path} is not as OLMo writes it: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def listed(folder: Path) -> list[str]:
+def listed(folder: Location) -> list[str]:
     """Names in a folder, sorted; none if there is no such folder."""
-    with naming(folder, "list"):
-        return sorted(os.listdir(folder)) if folder.is_dir() else []
+    return members.names(folder) if folder.is_dir() else []
 
 
-def rank_files(folder: Path) -> dict[int, Path]:
+def rank_files(folder: Location) -> dict[int, Location]:
     """``rank<N>.pt`` of a folder by N, in order."""
     found = {int(m[1]): folder / m[0] for m in map(_RANK.fullmatch, listed(folder)) if m}
     return dict(sorted(found.items()))
 
 
-def proved(files: Mapping[int, Path], told: int | None, folder: Path) -> int:
+def proved(files: Mapping[int, Location], told: int | None, folder: Location) -> int:
     """The world size, if there is exactly one file for each of its ranks. Raises Damaged, naming those that are not.
 
     ``told``: what the checkpoint says its world size is, if it does.
@@ -69,7 +69,7 @@ def proved(files: Mapping[int, Path], told: int | None, folder: Path) -> int:
     return world
 
 
-def told_world_size(folder: Path) -> int | None:
+def told_world_size(folder: Location) -> int | None:
     """The world size that a checkpoint tells of itself: in metadata.yaml, else in the trainer's state of rank 0.
 
     metadata.yaml holds this number and nothing else, one line, for which no YAML library is needed.
@@ -89,7 +89,9 @@ def plausible(value: Any) -> int | None:
     return value if type(value) is int and 0 < value <= MAX_WORLD else None
 
 
-def trainer_state(files: Mapping[int, Path], folder: Path, world: int | None = None) -> tuple[dict[str, Any], int]:
+def trainer_state(
+    files: Mapping[int, Location], folder: Location, world: int | None = None
+) -> tuple[dict[str, Any], int]:
     """What the trainers of all ranks kept, and the world size: equal values once, others as `PerRank`.
 
     A rank without a file has the state of rank 0: so OLMo itself resumes on more ranks than saved. ``world``: the
@@ -99,7 +101,8 @@ def trainer_state(files: Mapping[int, Path], folder: Path, world: int | None = N
         return {}, world or 1
     if 0 not in files:
         raise Damaged(f"{folder}/rank0.pt is missing: all ranks without a file of their own take the trainer's from it")
-    kept = {rank: _trainer(path) for rank, path in files.items() if world is None or rank < world}
+    wanted = (rank for rank in files if world is None or rank < world)
+    kept = {rank: _trainer(files[rank]) for rank in glanced(wanted, files.__getitem__)}
     size = world or plausible(kept[0].get("world_size")) or max(files) + 1
     without = [rank for rank in range(size) if rank not in kept]
     if without:
@@ -114,7 +117,7 @@ def _some(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if ranks[10:] else "")
 
 
-def _trainer(path: Path) -> dict[str, Any]:
+def _trainer(path: Location) -> dict[str, Any]:
     held = load_path(path)
     if not isinstance(held, dict):
         raise Damaged(f"{path} should hold a trainer's state, a dict, but holds a {type(held).__name__}")

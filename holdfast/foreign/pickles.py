@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, HoldfastError, Unsupported
 from holdfast.foreign import inert
 from holdfast.foreign.inert import Calls, Name, Record
@@ -38,7 +38,7 @@ class EndsEarly(Damaged):
 
 
 def load(
-    data: bytes, where: Path, *, calls: Calls | None = None, persistent: Callable[[Any], Any] | None = None,
+    data: bytes, where: Location, *, calls: Calls | None = None, persistent: Callable[[Any], Any] | None = None,
     start: int = 0,
 ) -> tuple[Any, int]:  # fmt: skip
     """The value pickled in ``data`` from byte ``start`` on, and where it ends. ``where`` is named in errors.
@@ -73,7 +73,7 @@ _NOTHING = object()
 class Machine:
     """The stack, the memo and the position. `run` does the common opcodes itself, `opcodes` has the others."""
 
-    def __init__(self, data: bytes, where: Path, calls: Calls, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(self, data: bytes, where: Location, calls: Calls, persistent: Callable[[Any], Any] | None) -> None:
         self.data, self.where, self.persistent = data, where, persistent
         self.calls = {**inert.CALLS, **calls}
         self.stack: list[Any] = []

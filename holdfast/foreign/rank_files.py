@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged
 from holdfast.foreign import members, recognise
+from holdfast.foreign.ahead import glanced
 from holdfast.foreign.assemble import Found
 from holdfast.foreign.items import prove_joined
 from holdfast.foreign.sharded import has_shards, join_ranks
@@ -21,7 +23,7 @@ RANK = "{rank}"
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The checkpoint of the files that a template names (``model_rank{rank}.pt``), or that a folder holds; or None.
 
     Of a folder the files of torch must be called alike but for one number, 0 to the last, and hold sharded tensors.
@@ -33,7 +35,7 @@ def read(path: Path) -> Found | None:
     missing = sorted(set(range(max(files) + 1)) - files.keys())
     if missing:
         raise Damaged(f"{path}: there are files of {len(files)} ranks, but those of ranks {missing[:10]} are missing")
-    trees = [load_path(files[rank]) for rank in sorted(files)]
+    trees = [load_path(files[rank]) for rank in glanced(sorted(files), files.__getitem__)]
     tree = join_ranks(trees, f"{path}: ")
     prove_joined({"": tree}, path, "save DTensors, or with torch.distributed.checkpoint")
     found = recognise.arranged(tree, path)
@@ -41,7 +43,7 @@ def read(path: Path) -> Found | None:
     return Found("torch.save", found.state, found.step, len(files), reading="" if RANK in str(path) else reading)
 
 
-def _template(path: Path) -> dict[int, Path]:
+def _template(path: Location) -> dict[int, Location]:
     """The files of a template by rank; the rank stands in one of the path's parts, with or without leading zeros."""
     at = [i for i, part in enumerate(path.parts) if RANK in part]
     if len(at) != 1 or path.parts[at[0]].count(RANK) != 1:
@@ -51,7 +53,7 @@ def _template(path: Path) -> dict[int, Path]:
     if not above.is_dir():
         return {}
     names = members.folders(above) if below else members.listed(above)
-    found: dict[int, Path] = {}
+    found: dict[int, Location] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is not None and above.joinpath(name, *below).is_file():
@@ -61,7 +63,7 @@ def _template(path: Path) -> dict[int, Path]:
     return found if all(is_torch_file(all_of(file(p))) for p in found.values()) else {}
 
 
-def _series(folder: Path) -> dict[int, Path]:
+def _series(folder: Location) -> dict[int, Location]:
     """The torch files of a folder by the only number in which their names differ, if the first holds shards."""
     names = [n for n in members.listed(folder) if not n.endswith((".safetensors", *members.ATTACHED))]
     if len(names) < 2 or len({_NUMBER.sub("#", name) for name in names}) != 1:

@@ -7,9 +7,9 @@ it does not recognise stays where it is, under its own key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.foreign import arrays, fqns
@@ -62,7 +62,7 @@ def is_optimizer_state(value: object) -> bool:
     )
 
 
-def arranged(tree: Any, where: Path) -> Arranged:
+def arranged(tree: Any, where: Location) -> Arranged:
     """What a torch file holds, as a state under our names. Raises Unsupported for a whole module or one rank's part.
 
     The only model becomes ``model`` and the only optimizer ``optimizer``; several keep their own keys one level below.
@@ -93,17 +93,17 @@ def arranged(tree: Any, where: Path) -> Arranged:
     return Arranged(state, step_of(tree))
 
 
-def model(state: Mapping[Any, Any], where: Path) -> dict[Any, Any]:
+def model(state: Mapping[Any, Any], where: Location) -> dict[Any, Any]:
     """A module's state dict under plain names. Raises Unsupported where it holds only one rank's part of a tensor."""
     return fqns.model_state(whole_tensors(state, where))
 
 
-def whole_tensors(state: Mapping[Any, Any], where: Path) -> dict[Any, Any]:
+def whole_tensors(state: Mapping[Any, Any], where: Location) -> dict[Any, Any]:
     """A module's state dict under its own names. Raises Unsupported where it holds one rank's part of a tensor."""
     return {key: _whole(value, f"{where}: {key}") for key, value in state.items()}
 
 
-def optimizer(state: Mapping[Any, Any], where: Path) -> dict[str, Any]:
+def optimizer(state: Mapping[Any, Any], where: Location) -> dict[str, Any]:
     """An optimizer's state dict as ours. Raises Unsupported where it holds only one rank's part of a tensor."""
     leaves = {
         key: {k: _whole(v, f"{where}: {key}/{k}") for k, v in leaf.items()} if isinstance(leaf, dict) else leaf
@@ -123,7 +123,7 @@ def step_of(tree: Mapping[Any, Any]) -> int | None:
     return None
 
 
-def _models(tree: Mapping[Any, Any], where: Path) -> dict[str, Any]:
+def _models(tree: Mapping[Any, Any], where: Location) -> dict[str, Any]:
     """Top keys under which a model's weights lie, with those."""
     for keys in _MODEL_KEYS:
         for key in keys:
@@ -138,13 +138,13 @@ def _models(tree: Mapping[Any, Any], where: Path) -> dict[str, Any]:
     return {}
 
 
-def _each_model(value: Any, where: Path) -> Any:
+def _each_model(value: Any, where: Location) -> Any:
     if isinstance(value, (list, tuple)):
         return [_each_model(one, where) for one in value]
     return model(value, where) if isinstance(value, dict) else value
 
 
-def _optimizers(tree: Mapping[Any, Any], where: Path) -> dict[str, Any]:
+def _optimizers(tree: Mapping[Any, Any], where: Location) -> dict[str, Any]:
     """Top keys under which state of optimizers lies, with that: one, a list or a dict of several."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -169,7 +169,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 # Modules and sharded tensors
 
 
-def _refuse_module(value: Any, key: str, where: Path) -> None:
+def _refuse_module(value: Any, key: str, where: Location) -> None:
     held = value.state if isinstance(value, Record) else None
     if isinstance(value, Record) and isinstance(held, dict) and "_parameters" in held and "_modules" in held:
         raise Unsupported(

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import NotACheckpoint
 from holdfast.foreign import members
 
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def newest(run: Path, is_complete: Callable[[Path], bool]) -> tuple[Path, str] | None:
+def newest(run: Location, is_complete: Callable[[Location], bool]) -> tuple[Location, str] | None:
     """The folder with the highest numbers in its name that is complete, and why it was taken; None if there is none.
 
     Names that differ in more than their numbers belong to several runs. Raises NotACheckpoint if more than one of them
@@ -26,7 +26,7 @@ def newest(run: Path, is_complete: Callable[[Path], bool]) -> tuple[Path, str] |
         numbers = tuple(map(int, _NUMBER.findall(name)))
         if numbers:
             series.setdefault(_NUMBER.sub("#", name), []).append((numbers, name))
-    found: list[tuple[Path, str]] = []
+    found: list[tuple[Location, str]] = []
     for steps in series.values():
         skipped: list[str] = []
         for _, name in sorted(steps, reverse=True):

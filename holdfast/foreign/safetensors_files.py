@@ -7,11 +7,11 @@ that its file does not bear out.
 from __future__ import annotations
 
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
 from holdfast.foreign.sources import Stretch, all_of, file
 from holdfast.foreign.stored import Stored, plain
@@ -56,7 +56,7 @@ def is_safetensors(data: Stretch) -> bool:
     return int.from_bytes(head[:8], "little") <= min(data.nbytes - 8, MAX_HEADER) and head[8:] == b"{"
 
 
-def load_path(path: Path) -> Contents:
+def load_path(path: Location) -> Contents:
     """What the file at ``path`` holds."""
     return load_file(all_of(file(path)))
 
@@ -103,7 +103,7 @@ def refuse_pointer(data: Stretch) -> None:
         raise Damaged(f"{where} is only the pointer of Git LFS to a file; fetch the file itself: git lfs pull")
 
 
-def _tensor(where: Path, name: str, entry: _Entry, stretch: Stretch) -> Stored:
+def _tensor(where: Location, name: str, entry: _Entry, stretch: Stretch) -> Stored:
     if entry.dtype not in _TYPES:
         raise Unsupported(f"{where}: {name!r} is of type {entry.dtype[:40]!r}, which is not known; update holdfast")
     dtype, bits = _TYPES[entry.dtype]
@@ -117,7 +117,7 @@ def _tensor(where: Path, name: str, entry: _Entry, stretch: Stretch) -> Stored:
     return plain(dtype, shape, stretch) if dtypes.known(dtype) else Stored(dtype, shape, ())
 
 
-def _damaged(where: Path, what: str) -> Damaged:
+def _damaged(where: Location, what: str) -> Damaged:
     error = Damaged(f"{where}: {what}: it is truncated, was altered, or is no safetensors file; fetch it again")
     error.file = str(where)
     return error

@@ -18,14 +18,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from holdfast import events
 from holdfast.engine.storage import naming, open_to_read
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, StorageError, Unsupported
 from holdfast.foreign import tars
 from holdfast.foreign.compressed import Unpacking, kind_of
+from holdfast.foreign.members import modified
 from holdfast.foreign.sources import File, Stretch, all_of, file
 
 LIMIT = "HOLDFAST_SCRATCH_LIMIT"
@@ -33,6 +36,7 @@ LIMIT = "HOLDFAST_SCRATCH_LIMIT"
 
 _INDEX = "index.json"
 _SPAN = 1 << 20
+_END = 64 << 10
 
 
 class Lease:
@@ -50,7 +54,7 @@ class Lease:
 class Scratched:
     """A member of an archive, unpacked. ``path`` names archive and member in errors."""
 
-    path: Path = field(compare=False)
+    path: Location = field(compare=False)
     nbytes: int = field(compare=False)
     file: Path
     lease: Lease = field(compare=False, repr=False)
@@ -67,7 +71,7 @@ class Scratched:
         return self.file
 
 
-def first_member(path: Path) -> str | None:
+def first_member(path: Location) -> str | None:
     """The name of the first file in a compressed tar archive; "" for another compressed file, None if it is neither."""
     packed = all_of(file(path))
     kind = kind_of(packed.read(0, min(8, packed.nbytes)))
@@ -79,7 +83,7 @@ def first_member(path: Path) -> str | None:
     return next((entry.name for entry in tars.entries(stream, path)), None)
 
 
-def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, Stretch]:
+def unpacked(path: Location, wanted: Callable[[str], bool]) -> dict[str, Stretch]:
     """The members of a compressed tar archive that are ``wanted``, by name; any other compressed file whole, as "".
 
     ``wanted`` must be the same for all who open ``path``. Raises StorageError if it unpacks to too much, Damaged or
@@ -93,7 +97,7 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, Stretch]:
     }
 
 
-def _unpack(path: Path, folder: Path, limit: int, wanted: Callable[[str], bool]) -> None:
+def _unpack(path: Location, folder: Path, limit: int, wanted: Callable[[str], bool]) -> None:
     """Write the wanted members into ``folder`` under numbers, and at last which is which."""
     packed = all_of(file(path))
     kind = kind_of(packed.read(0, min(8, packed.nbytes)))
@@ -130,11 +134,9 @@ _leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def _lease(path: Path, wanted: Callable[[str], bool]) -> Lease:
-    real = Path(os.path.realpath(path))
+def _lease(path: Location, wanted: Callable[[str], bool]) -> Lease:
     with naming(path, "open"):
-        told = real.stat()
-    identity = [str(real), told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns]
+        identity = _in_store(path) if isinstance(path, Place) else _on_disk(Path(os.path.realpath(path)))
     key = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
     with _lock:
         lease = _leases.get(key)
@@ -144,6 +146,18 @@ def _lease(path: Path, wanted: Callable[[str], bool]) -> Lease:
                 _sweep(root, key)
                 lease = _leases[key] = _taken(root / key, lambda folder: _unpack(path, folder, _limit(root), wanted))
         return lease
+
+
+def _on_disk(real: Path) -> list[Any]:
+    told = real.stat()
+    return [str(real), told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns]
+
+
+def _in_store(place: Place) -> list[Any]:
+    # Not every store tells when a file was written; compressed files end with a sum of what is in them.
+    packed = file(place)
+    ends = packed.read(0, _END) + packed.read(max(packed.nbytes - _END, 0), _END)
+    return [str(place), packed.nbytes, modified(place), xxhash.xxh3_128_hexdigest(ends)]
 
 
 def _taken(folder: Path, fill: Callable[[Path], None]) -> Lease:

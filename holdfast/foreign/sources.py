@@ -12,12 +12,14 @@ import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
+from holdfast.engine.source import Descriptors
 from holdfast.engine.storage import naming, naming_unless_missing, open_to_read
+from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError, StorageError
 
 KEPT_FILES, KEPT_BYTES = 64, 8 << 30
@@ -28,13 +30,13 @@ class Source(Protocol):
     """Bytes that can be opened; ``path`` names them in errors, ``nbytes`` is their length."""
 
     @property
-    def path(self) -> Path: ...
+    def path(self) -> Location: ...
 
     @property
     def nbytes(self) -> int: ...
 
-    def open(self) -> tuple[int, int | None]:
-        """Descriptors, cached and (where it can be had) direct, that the caller closes."""
+    def open(self) -> Descriptors | Place:
+        """Descriptors, cached and (where it can be had) direct, that the caller closes; or the place in a store."""
 
     def read(self, begin: int, nbytes: int) -> bytes:
         """Bytes of it; fewer only where it ends before."""
@@ -42,12 +44,19 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class File:
-    """A file as it lies on disk. Equal to any other of the same path."""
+    """A file as it lies on disk or in a store. Equal to any other of the same path."""
 
-    path: Path
+    path: Location
     nbytes: int = field(compare=False)
 
-    def open(self) -> tuple[int, int | None]:
+    @property
+    def place(self) -> Place | None:
+        """Where it lies in a store, if it does."""
+        return self.path if isinstance(self.path, Place) else None
+
+    def open(self) -> Descriptors | Place:
+        if isinstance(self.path, Place):
+            return self.path
         try:
             return open_to_read(self.path)
         except FileNotFoundError:
@@ -55,8 +64,11 @@ class File:
 
     def read(self, begin: int, nbytes: int) -> bytes:
         try:
-            with naming_unless_missing(self.path, "read"), self.path.open("rb", buffering=0) as source:
-                return _read(source.fileno(), begin, nbytes)
+            with naming_unless_missing(self.path, "read"):
+                if isinstance(self.path, Place):
+                    return bytes(self.path.store.get(self.path.key, begin, begin + nbytes).data)
+                with self.path.open("rb", buffering=0) as source:
+                    return _read(source.fileno(), begin, nbytes)
         except FileNotFoundError:
             raise self._gone() from None
 
@@ -66,7 +78,19 @@ class File:
         return error
 
 
-def file(path: Path) -> File:
+@contextmanager
+def opened(source: Source) -> Iterator[Descriptors | Place]:
+    """What to read a source from; descriptors are closed at the end."""
+    found = source.open()
+    try:
+        yield found
+    finally:
+        for descriptor in () if isinstance(found, Place) else found:
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def file(path: Location) -> File:
     """The file at ``path``. Raises FileNotFoundError, StorageError (for what is no regular file, too)."""
     with naming_unless_missing(path, "open"):
         found = path.stat()
@@ -79,14 +103,14 @@ def file(path: Path) -> File:
 class Memory:
     """Bytes that the format keeps inside of its metadata, or that follow from it (a step counter, say)."""
 
-    path: Path
+    path: Location
     data: bytes = field(repr=False)
 
     @property
     def nbytes(self) -> int:
         return len(self.data)
 
-    def open(self) -> tuple[int, int | None]:
+    def open(self) -> Descriptors:
         with naming(self.path, "hold in memory"), _Scratch(os.memfd_create("holdfast"), self.nbytes, self.path) as made:
             made.write(self.data)
             return os.dup(made.fileno()), None
@@ -98,7 +122,7 @@ class Memory:
 class _Scratch(io.FileIO):
     """A file without a name that takes ``limit`` bytes at most."""
 
-    def __init__(self, fd: int, limit: int, path: Path) -> None:
+    def __init__(self, fd: int, limit: int, path: Location) -> None:
         super().__init__(fd, "r+b")
         self.limit, self.path = limit, path
 
@@ -123,13 +147,13 @@ class Unpacked:
     ``unpack`` writes all ``nbytes`` to the file that it is given, each time the same.
     """
 
-    path: Path
+    path: Location
     nbytes: int
     unpack: Callable[[BinaryIO], None]
     _file: _Scratch | None = field(default=None, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def open(self) -> tuple[int, int | None]:
+    def open(self) -> Descriptors:
         with self._lock:
             if self._file is None:
                 self._file = self._unpacked()
@@ -245,7 +269,7 @@ class Stretch:
     def read(self, begin: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of it, all by default. Raises Damaged if the source ends before."""
         part = self.part(begin, self.nbytes - begin if nbytes is None else nbytes).located()
-        found = self.source.read(part.begin, part.nbytes)
+        found = part.source.read(part.begin, part.nbytes)
         if len(found) < part.nbytes:
             raise Damaged(f"{self.source.path} ends at byte {part.begin + len(found)}")
         return found

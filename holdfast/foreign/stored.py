@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
 from holdfast.foreign.gather import View, carrier, gather
 from holdfast.foreign.sources import Memory, Stretch, Unpacked, all_of
@@ -79,7 +79,7 @@ class Stored:
         return result.view(dtypes.torch_dtype(self.dtype))
 
 
-def _shape(shape: Iterable[Any], path: Path) -> tuple[int, ...]:
+def _shape(shape: Iterable[Any], path: Location) -> tuple[int, ...]:
     found = tuple(shape)
     if len(found) > MAX_AXES or not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in found):
         told = [n if isinstance(n, int) and n.bit_length() < 100 else type(n).__name__ for n in found[:5]]
@@ -87,7 +87,7 @@ def _shape(shape: Iterable[Any], path: Path) -> tuple[int, ...]:
     return found
 
 
-def _itemsize(dtype: str, path: Path) -> int:
+def _itemsize(dtype: str, path: Location) -> int:
     if not dtypes.known(dtype):
         raise Unsupported(f"{path}: this torch has no type {dtype[:60]!r}; a newer one may")
     return dtypes.itemsize(dtype)
@@ -100,12 +100,12 @@ def plain(dtype: str, shape: Sequence[int], stretch: Stretch) -> Stored:
     return Stored(dtype, shape, () if 0 in shape else ((whole(shape), stretch.part(0, prod(shape) * size)),))
 
 
-def of_bytes(dtype: str, shape: Sequence[int], data: bytes, path: Path) -> Stored:
+def of_bytes(dtype: str, shape: Sequence[int], data: bytes, path: Location) -> Stored:
     """A tensor whose bytes are at hand; ``path`` names in errors where they came from."""
     return plain(dtype, shape, all_of(Memory(path, data)))
 
 
-def float_scalar(value: float, path: Path) -> Stored:
+def float_scalar(value: float, path: Location) -> Stored:
     """A 0-dimensional float32: how torch's optimizers keep their step."""
     try:
         data = struct.pack("<f", value)

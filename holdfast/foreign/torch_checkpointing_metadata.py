@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from holdfast.engine.spread import Split
 from holdfast.engine.storage import naming, read_small
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
 from holdfast.foreign.shares import MAX_RANKS, Mesh, Share, part_of, placed_share, sizes_of
 from holdfast.foreign.stored import Stored
@@ -78,7 +78,7 @@ class Metadata:
     places: dict[str, dict[int, dict[Keys, Place]]] = field(default_factory=dict)
 
 
-def read_metadata(folder: Path) -> Metadata | None:
+def read_metadata(folder: Location) -> Metadata | None:
     """The metadata in a folder; None if there is none, or a ``metadata.pkl`` of something else.
 
     Raises Damaged if it contradicts itself, Unsupported for a version that is not known.

@@ -6,17 +6,16 @@ than objects, and small tensors that several ranks saved each for itself.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import msgspec
 
 from holdfast.engine.storage import naming, read_small
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
-from holdfast.foreign import yamls
+from holdfast.foreign import members, yamls
 from holdfast.foreign.assemble import MAX_DEPTH, Found, PerRank
 from holdfast.foreign.items import own_items, step_in
 from holdfast.foreign.runs import newest
@@ -34,7 +33,7 @@ Entries = dict[str, dict[int, Entry]]
 """What each rank said of a path, by path and rank."""
 
 
-def read(path: Path) -> Found | None:
+def read(path: Location) -> Found | None:
     """The snapshot at ``path`` (its folder, its ``.snapshot_metadata``, or a run's folder), or None if there is none.
 
     Raises NotACheckpoint for a snapshot that was never committed, Damaged for one that is not whole.
@@ -54,15 +53,14 @@ def read(path: Path) -> Found | None:
     )
 
 
-def _folder(path: Path) -> tuple[Path | None, str]:
+def _folder(path: Location) -> tuple[Location | None, str]:
     if path.name == METADATA and path.is_file():
         return path.parent, ""
     if not path.is_dir():
         return None, ""
     if (path / METADATA).is_file():
         return path, ""
-    with naming(path, "list"):
-        names = set(os.listdir(path))
+    names = set(members.names(path))
     if names & _PAYLOADS and all(name.isdecimal() for name in names - _PAYLOADS):
         raise NotACheckpoint(
             f"{path} holds files of torchsnapshot but no {METADATA}, which is written last: that snapshot was never "
@@ -71,7 +69,7 @@ def _folder(path: Path) -> tuple[Path | None, str]:
     return newest(path, lambda folder: (folder / METADATA).is_file()) or (None, "")
 
 
-def _entries(path: Path) -> tuple[str, int, Entries]:
+def _entries(path: Location) -> tuple[str, int, Entries]:
     """Version, world size and the manifest of a snapshot, by path and rank."""
     with naming(path, "read"):
         nbytes = path.stat().st_size
@@ -112,7 +110,7 @@ class _Place(NamedTuple):
 class _Tree:
     """The tree that the entries of all ranks make up, and the leaves in it."""
 
-    def __init__(self, folder: Path, world_size: int, entries: Entries) -> None:
+    def __init__(self, folder: Location, world_size: int, entries: Entries) -> None:
         self.where, self.world_size, self.entries = folder / METADATA, world_size, entries
         self.leaves = Leaves(folder)
         self.found: dict[str, list[tuple[int, Any]]] = {}

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from math import prod
-from pathlib import Path
 from typing import Any
 
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
 from holdfast.foreign.members import member
 from holdfast.foreign.pickles import Record
@@ -76,7 +76,7 @@ def _coordinates(mesh: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
 class Leaves:
     """What entries stand for, and the files of the snapshot that were asked for."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
         self.folder = folder
         self.files: dict[str, File] = {}
 

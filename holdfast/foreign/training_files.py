@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.engine.storage import naming
+from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, Unsupported
 from holdfast.events import log
 from holdfast.foreign import dcp, members, recognise, torch_files
@@ -39,7 +39,7 @@ class Beside(NamedTuple):
     files: frozenset[str]
 
 
-def beside(folder: Path, names: Iterable[str]) -> Beside:
+def beside(folder: Location, names: Iterable[str]) -> Beside:
     """What the files ``names`` of a folder hold that have a customary name.
 
     The only optimizer is ``optimizer``; several are ``optimizer/optimizer``, ``optimizer/optimizer_1`` and so on, and
@@ -80,7 +80,7 @@ def beside(folder: Path, names: Iterable[str]) -> Beside:
     return Beside(state, step, world_size, frozenset(taken))
 
 
-def _of_dcp(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
+def _of_dcp(folder: Location) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Models and optimizers that FSDP saved in parts, each a folder of DCP, and how many ranks there were."""
     found: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     world_size = 1
@@ -94,18 +94,18 @@ def _of_dcp(folder: Path) -> tuple[dict[str, Any], dict[str, Any], int]:
     return found["model"], found["optimizer"], world_size
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: Location) -> bool:
     """Whether a trainer has finished a checkpoint there: these files it writes last."""
     return any((folder / name).is_file() for name in (TRAINER_STATE, "random_states_0.pkl"))
 
 
-def load(folder: Path, name: str) -> Any:
+def load(folder: Location, name: str) -> Any:
     """What a torch file of a folder holds. Raises Damaged where it is none."""
     path = members.member(folder, name)
     return torch_files.load_file(all_of(file(path)))
 
 
-def _of_ranks(folder: Path, stem: str, held: dict[int | None, Any]) -> Any:
+def _of_ranks(folder: Location, stem: str, held: dict[int | None, Any]) -> Any:
     if set(held) == {None}:
         return held[None]
     found = {rank: value for rank, value in held.items() if rank is not None}
@@ -117,7 +117,7 @@ def _of_ranks(folder: Path, stem: str, held: dict[int | None, Any]) -> Any:
     return PerRank(tuple(found[rank] for rank in sorted(found)))
 
 
-def _json(path: Path) -> Any:
+def _json(path: Location) -> Any:
     if path.stat().st_size > MAX_JSON:
         raise Damaged(f"{path} has {path.stat().st_size} bytes, which no such file has")
     with naming(path, "read"):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
 from holdfast.errors import Damaged, Unsupported
-from holdfast.foreign.sources import Member, Stretch, Unpacked, all_of
+from holdfast.foreign.sources import File, Member, Stretch, Unpacked, all_of
 
 _END, _END64, _LOCATOR64 = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _ENTRY, _LOCAL = b"PK\x01\x02", b"PK\x03\x04"
@@ -46,6 +47,8 @@ class Archive:
     def __init__(self, archive: Stretch) -> None:
         self.archive = archive
         self._entries = _directory(archive)
+        self._begins: dict[str, int] = {}
+        self._remote = isinstance(archive.source, File) and archive.source.place is not None
 
     @property
     def names(self) -> list[str]:
@@ -60,18 +63,13 @@ class Archive:
         return self._entries[name].nbytes
 
     def member(self, name: str) -> Stretch:
-        """The bytes of a member. Raises KeyError, Damaged."""
+        """The bytes of a member. Raises KeyError, Damaged; in a store not before they are read."""
         entry = self._entries[name]
-        header = self.archive.read(entry.begin, 30 + len(entry.raw_name))
-        flags, method = struct.unpack("<HH", header[6:10])
-        lengths = struct.unpack("<HH", header[26:30])
-        if header[:4] != _LOCAL or header[30:] != entry.raw_name or lengths[0] != len(entry.raw_name):
-            raise _damaged(self.archive, f"member {name[:200]!r} does not begin at {entry.begin}")
-        if flags & 1 or method != entry.method:
-            raise _damaged(self.archive, f"the two headers of member {name[:200]!r} differ")
-        begin = entry.begin + 30 + sum(lengths)
-        if begin + entry.packed > entry.end:
-            raise _damaged(self.archive, f"member {name[:200]!r} reaches into the next")
+        if self._remote and entry.method == 0:  # a request for each header would take minutes
+            at = self.archive.begin + entry.begin
+            member = Member(at, entry.nbytes, entry.crc32) if entry.crc32 else None
+            return _Unlocated(self.archive.source, at, entry.nbytes, member, archive=self, name=name)
+        begin = self.begin(name)
         part = self.archive.part(begin, entry.packed)
         if entry.method:
             packed = part
@@ -80,6 +78,43 @@ class Archive:
         # A sum of 0 stands for none: torch can be told to leave them out.
         member = Member(part.begin, part.nbytes, entry.crc32) if entry.crc32 else None
         return Stretch(part.source, part.begin, part.nbytes, member)
+
+    def begin(self, name: str) -> int:
+        """Where the bytes of a member begin, as its own header tells. Raises KeyError, Damaged."""
+        if name not in self._begins:  # two threads that look find the same
+            self._begins[name] = self._found_begin(name, self._entries[name])
+        return self._begins[name]
+
+    def _found_begin(self, name: str, entry: Entry) -> int:
+        header = self.archive.read(entry.begin, 30 + len(entry.raw_name))
+        flags, method = struct.unpack("<HH", header[6:10])
+        lengths = struct.unpack("<HH", header[26:30])
+        if header[:4] != _LOCAL or header[30:] != entry.raw_name or lengths[0] != len(entry.raw_name):
+            raise _damaged(self.archive, f"member {name[:200]!r} does not begin at {entry.begin}")
+        if flags & 1 or method != entry.method:
+            raise _damaged(self.archive, f"the two headers of member {name[:200]!r} differ")
+        begin: int = entry.begin + 30 + sum(lengths)
+        if begin + entry.packed > entry.end:
+            raise _damaged(self.archive, f"member {name[:200]!r} reaches into the next")
+        return begin
+
+
+@dataclass(frozen=True)
+class _Unlocated(Stretch):
+    """Bytes of a member whose header is still unread: ``begin`` counts from there, as does the ``member``'s."""
+
+    archive: Archive = field(kw_only=True, compare=False, repr=False)
+    name: str = field(kw_only=True)
+    skip: int = field(kw_only=True, default=0)
+
+    def part(self, begin: int, nbytes: int) -> Stretch:
+        super().part(begin, nbytes)  # its checks
+        return replace(self, begin=self.begin + begin, nbytes=nbytes, skip=self.skip + begin)
+
+    def located(self) -> Stretch:
+        begin = self.archive.archive.begin + self.archive.begin(self.name)
+        member = self.member._replace(begin=begin) if self.member is not None else None
+        return Stretch(self.source, begin + self.skip, self.nbytes, member)
 
 
 def _inflate(packed: Stretch, name: str, entry: Entry, target: BinaryIO) -> None:

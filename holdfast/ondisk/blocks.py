@@ -25,6 +25,11 @@ def block_sum(data: Buffer) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def running_sum() -> Any:
+    """The same sum of bytes that come one after the other: ``update`` takes them, ``hexdigest`` tells it."""
+    return xxhash.xxh3_64()
+
+
 def digest(data: Buffer) -> str:
     """XXH3-128 as 32 hex digits: headers, manifests and attachments."""
     return xxhash.xxh3_128_hexdigest(data)

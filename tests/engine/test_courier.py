@@ -56,6 +56,9 @@ def one(answers: Answers) -> Any:
 def test_it_imports_the_standard_library_alone() -> None:
     """The writer process runs this file without site-packages and without this package."""
     tree = ast.parse(Path(courier.__file__).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
     found = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     found |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in found} <= set(sys.stdlib_module_names)

@@ -308,6 +308,14 @@ def test_cut_off(tmp_path: Path, home: Path, name: str, cut: float) -> None:
     assert not scratch.exists() or not any(scratch.iterdir())
 
 
+def test_no_archive_by_that_name(tmp_path: Path) -> None:
+    (tmp_path / "ep0-ba3-rank0.tar").write_bytes(b"x" * 2000)
+    with pytest.raises(Damaged, match="no tar archive"):
+        holdfast.open(tmp_path)
+    torch.save({"w": torch.rand(2)}, tmp_path / "ep0-ba3-rank0.tar", _use_new_zipfile_serialization=False)
+    assert "w" in holdfast.open(tmp_path / "ep0-ba3-rank0.tar").state_dict()["model"]  # as in checkpoint.pth.tar
+
+
 def test_packed_but_no_archive(tmp_path: Path) -> None:
     (tmp_path / "ep0-ba3-rank0.tar.gz").write_bytes(gzip.compress(b"x" * 2000))
     with pytest.raises(Damaged, match="no tar archive"):

@@ -26,6 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
+from holdfast.engine.stores.local import Local
+from holdfast.engine.stores.place import Place
 from holdfast.foreign.dcp import read_folder
 from holdfast.foreign.sources import File
 from tests import pool
@@ -167,13 +169,16 @@ def test_unusual_leaves(tmp_path: Path) -> None:
     assert state["values"] == {**values, "list": [1, {}, [2.5, None]]}
 
 
-def test_strides_are_refused(tmp_path: Path) -> None:
+def test_strides(tmp_path: Path) -> None:
     # What torch saves of a transposed parameter, or of one in channels_last: told only once it is read.
-    save({"model": {"turned": torch.arange(12.0).view(3, 4).t(), "plain": torch.ones(2)}}, tmp_path / "a")
-    checkpoint = holdfast.open(tmp_path / "a")
-    assert torch.equal(checkpoint.read("model/plain"), torch.ones(2))
-    with pytest.raises(holdfast.Unsupported, match=r"model\.turned\[0:4,0:3\]|model\.turned was saved with strides"):
-        checkpoint.read("model/turned")
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    state = {"turned": torch.arange(12.0).view(3, 4).t(), "plain": torch.ones(2), "images": images}
+    save({"model": state}, tmp_path / "a")
+    for path in (tmp_path / "a", Place(Local(tmp_path), "a")):
+        checkpoint = holdfast.open(path)
+        assert equal(checkpoint.state_dict()["model"], state)
+        assert torch.equal(checkpoint.read("model/turned", [(1, 3)]), state["turned"][1:3])
+        assert checkpoint.verify().needed == sum(tensor.nbytes for tensor in state.values())
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -394,8 +399,10 @@ def test_code_is_left_out(tmp_path: Path) -> None:
     save({"model": {"0.weight": torch.ones(3)}, "hooks": {"own": Mine(), "n": 1}}, tmp_path / "a")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mine, "__new__", lambda *_: pytest.fail("it was made"))
-        state = holdfast.open(tmp_path / "a").state_dict()
+        checkpoint = holdfast.open(tmp_path / "a")
+    state = checkpoint.state_dict()
     assert torch.equal(state["model"]["0.weight"], torch.ones(3)) and state["hooks"] == {"n": 1}
+    assert [*checkpoint.left_out] == ["hooks/own"] and "Mine" in checkpoint.left_out["hooks/own"]
 
 
 def test_metadata_that_executes(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
+import io
 import logging
+import signal
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -317,6 +319,14 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 # What is refused
+
+
+def test_buffers_and_signals(tmp_path: Path) -> None:
+    buffer = io.BytesIO(b"abcdef")
+    buffer.seek(3)
+    state = {"model": {"a": torch.ones(2)}, "extra": {"buffer": buffer, "on": signal.SIGTERM}}
+    torch.save(state, tmp_path / "a.pt")
+    assert holdfast.open(tmp_path / "a.pt").values["extra"] == {"buffer": b"abcdef", "on": 15}
 
 
 class Kind(enum.Enum):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import holdfast
+from holdfast.engine.stores.place import Location
 from holdfast.ondisk import names
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -73,7 +74,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def check(name: str, path: Path | None = None) -> holdfast.Checkpoint:
+def check(name: str, path: Location | None = None) -> holdfast.Checkpoint:
     """Open a golden checkpoint and compare all that the truth tells of it; returns it for more."""
     truth = Truth(name)
     checkpoint = holdfast.open(truth.path if path is None else path)

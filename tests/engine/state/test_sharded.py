@@ -54,7 +54,9 @@ def dtensors_everywhere(path: str, mesh_shape: tuple[int, ...]) -> list[str]:
     return [k for k, v in target.items() if not torch.equal(v.full_tensor(), _full(SHAPES[int(k[0])], int(k[0])))]
 
 
-@pytest.mark.parametrize(("world", "mesh"), [(3, (3,)), (4, (2, 2)), (8, (2, 2, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("world", "mesh"), [(3, (3,)), (4, (2, 2)), pytest.param(8, (2, 2, 2), marks=pytest.mark.slow)], ids=str
+)
 def test_every_placement(world: int, mesh: tuple[int, ...], tmp_path: Path) -> None:
     assert pool.run(world, dtensors_everywhere, str(tmp_path / "c"), mesh) == [[]] * world
     opened = holdfast.open(tmp_path / "c")

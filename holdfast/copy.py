@@ -1,0 +1,258 @@
+"""The story of a copy: a checkpoint of ours from one home to another, proved on the way, its manifest last.
+
+Users call `copy`; what carries checkpoints between tiers calls `copy_files`. Never commits what it has not summed, and
+never changes the source.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Literal
+
+import msgspec
+
+from holdfast import events
+from holdfast.checkpoint import read_manifest
+from holdfast.engine import storage
+from holdfast.engine.commit import commit
+from holdfast.engine.folder import is_leaving, taken
+from holdfast.engine.ranks import DEADLINE
+from holdfast.engine.stores.around import patiently
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.throttled import Throttled
+from holdfast.engine.stores.urls import location
+from holdfast.engine.transfer import CopyStats, copy_files, home, self_contained
+from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
+from holdfast.ondisk import datafile, manifest
+from holdfast.ondisk.manifest import Manifest
+
+How = Literal["create", "replace", "keep"]
+
+
+@dataclass
+class Copied:
+    """What `copy` did: files and bytes copied, and those that were at the target already.
+
+    ``committed`` is False if the target was this checkpoint before. Of a folder of checkpoints the numbers are sums,
+    and ``steps`` holds what was done for each by its name.
+    """
+
+    source: str
+    target: str
+    stats: CopyStats = field(default_factory=CopyStats)
+    committed: bool = False
+    seconds: float = 0.0
+    steps: dict[str, Copied] = field(default_factory=dict)
+
+
+def copy(
+    source: str | os.PathLike[str] | Place, target: str | os.PathLike[str] | Place, *, overwrite: bool = False,
+    bandwidth: float | None = None, deadline: float = DEADLINE,
+) -> Copied:  # fmt: skip
+    """Copy the checkpoint ``source`` to ``target``, each a local path, a URL or a place in a store.
+
+    Called by one process; several may do the same copy at once. A ``source`` that is no checkpoint but a folder of them
+    (the root of a run) is copied step by step, the newest last, to folders of the same names in ``target``.
+
+    Every block is summed while it passes. The manifest is written last, so that a copy which is killed or fails has
+    committed nothing; the same call then goes on from the files that are there. They are told by name and size: names
+    of data files hold save ids, and a file is there whole or not at all. The same checkpoint at ``target`` is left as
+    it is, and files that it lacks are brought back; another one is refused, or with ``overwrite`` replaced in one step
+    once all the new files are there. Files that a checkpoint has borrowed from its siblings are copied into it.
+
+    ``bandwidth``: bytes a second at most. ``deadline``: seconds to wait for any one answer of a store. Host memory
+    stays below 256 MiB. Raises NotACheckpoint, Damaged (naming file and bytes), Unsupported, StorageError.
+    """
+    began = monotonic()
+    ours, theirs = location(source), location(target)
+    if f"{home(theirs)}/".startswith(f"{home(ours)}/"):
+        raise ValueError(f"the target {theirs} is the source {ours}, or lies in it")
+    place = home(patiently(ours, deadline))
+    if bandwidth is not None:
+        place = Place(Throttled(place.store, bandwidth), place.key)
+    copied = _copy(place, patiently(theirs, deadline), overwrite)
+    copied.seconds = monotonic() - began
+    return copied
+
+
+def _copy(source: Place, target: Location, overwrite: bool) -> Copied:
+    try:
+        record = _read(source)
+    except NotACheckpoint as error:
+        try:
+            steps = _steps(source)
+        except StorageError as refusal:
+            if refusal.errno != errno.ENOTSUP:
+                raise
+            steps = []  # a web server, which lists nothing
+        if not steps:
+            raise NotACheckpoint(
+                f"{error}. holdfast.copy copies checkpoints of our own format, holdfast.convert reads others"
+            ) from None
+        return _copy_steps(source, target, steps, overwrite)
+    return _copy_one(source, target, record, overwrite)
+
+
+def _read(folder: Place) -> Manifest:
+    """The manifest, if we know all that it says: what we did not know would be lost in the copy."""
+    record = read_manifest(folder)
+    if storage.read_small(folder / manifest.FILE_NAME).rstrip() != manifest.encode(record):
+        raise Unsupported(f"{folder / manifest.FILE_NAME} says more than this holdfast knows of: install a newer one")
+    return record
+
+
+def _steps(root: Place) -> list[tuple[str, Manifest]]:
+    found = []
+    for name in storage.folders_in(root):
+        try:
+            found.append((name, _read(root / name)))
+        except NotACheckpoint:
+            events.log.debug("%s is no checkpoint, and not copied", root / name)
+    return sorted(found, key=lambda step: (step[1].step is not None, step[1].step or 0, step[0]))
+
+
+def _copy_steps(source: Place, target: Location, steps: list[tuple[str, Manifest]], overwrite: bool) -> Copied:
+    whole = Copied(str(source), str(target))
+    for name, record in steps:
+        try:
+            done = _copy_one(source / name, target / name, record, overwrite)
+        except NotACheckpoint as error:  # the run goes on, and keeps only so many
+            events.log.warning("%s", error)
+            continue
+        whole.steps[name] = done
+        whole.committed |= done.committed
+        whole.stats.add(done.stats)
+    return whole
+
+
+def _copy_one(source: Place, target: Location, record: Manifest, overwrite: bool) -> Copied:
+    into, how = _received(target, record, overwrite)
+    copied = Copied(str(source), str(target), committed=how != "keep")
+    total = sum(file.bytes for file in into.data_files) + sum(nbytes for _, nbytes, _ in into.attachments)
+    with events.task("copy", str(target), total=total) as task, _Guard(target) as guard:
+        try:
+            copied.stats = copy_files(source, target, record, into=into, progress=task.advance, landed=guard.landed)
+        except Damaged:
+            if not storage.is_file(source / manifest.FILE_NAME):
+                raise NotACheckpoint(f"{source} was deleted while it was copied") from None
+            raise
+        if how != "keep":
+            _refuse_losses(target, into)
+            storage.make_folder(target)
+            commit(target, into, replaces=how == "replace")
+    if isinstance(target, Path):
+        _tidy(target, into)
+    events.log.info(
+        "%s: %s; %d files copied (%d bytes), %d were there", target,
+        "copied" if copied.committed else "the same checkpoint was there", copied.stats.files, copied.stats.nbytes,
+        copied.stats.skipped,
+    )  # fmt: skip
+    return copied
+
+
+def _received(target: Location, record: Manifest, overwrite: bool) -> tuple[Manifest, How]:
+    """The manifest as the target will have it, and what is to be done with it there. Raises StorageError (EEXIST)."""
+    place, own = home(target), self_contained(record)
+    if isinstance(target, Path) and target.exists() and not target.is_dir():
+        raise taken(f"{target} is a file")
+    there = storage.sizes_below(place)
+    if manifest.FILE_NAME not in there:
+        _refuse_others(target, own, list(there))
+        return own, "create"
+    try:
+        found = read_manifest(place)
+    except (Damaged, Unsupported, NotACheckpoint) as error:
+        if not overwrite:
+            raise taken(f"{target} holds a manifest that cannot be read ({error})") from error
+        return _beside(own, there), "replace"
+    if found.save == record.save:
+        if _proofs(found) != _proofs(own):
+            raise taken(f"{target} holds a checkpoint of the same save ({found.save}) and other files")
+        return found, "keep"
+    if not overwrite:
+        raise taken(f"{target} already holds another checkpoint (save {found.save})")
+    return _beside(own, there), "replace"
+
+
+def _proofs(record: Manifest) -> list[tuple[int, str]]:
+    return [
+        *((file.bytes, file.header_digest) for file in record.data_files),
+        *((nbytes, digest) for _, nbytes, digest in record.attachments),
+    ]
+
+
+def _refuse_others(target: Location, own: Manifest, there: list[str]) -> None:
+    """What dead saves left may stay beside the copy, to be swept later; nothing else may."""
+    named = {file.path for file in own.data_files} | {path for path, _, _ in own.attachments}
+    strays = [path for path in there if path not in named]
+    leavings = [path for path in strays if is_leaving(path)]
+    foreign = [path for path in strays if not is_leaving(path) and not (leavings and path.startswith("attachments/"))]
+    if foreign:
+        raise taken(f"{target} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
+    if isinstance(target, Path) and storage.living(target, leavings):
+        raise taken(f"another save is writing to {target} right now")
+
+
+def _beside(own: Manifest, there: Mapping[str, int]) -> Manifest:
+    """Attachments have no names of their own: those that would change the checkpoint to be replaced get a folder."""
+    below = f"attachments/{own.save}/"
+    moved = [
+        (below + path.removeprefix("attachments/") if path in there and not path.startswith(below) else path, *proof)
+        for path, *proof in own.attachments
+    ]
+    return msgspec.structs.replace(own, attachments=moved)
+
+
+def _refuse_losses(target: Location, into: Manifest) -> None:
+    """Somebody who sweeps the target may have taken files for a dead save's that lay there without a manifest."""
+    there = storage.sizes_below(home(target))
+    for path, nbytes in [*((f.path, f.bytes) for f in into.data_files), *((p, n) for p, n, _ in into.attachments)]:
+        if there.get(path) != nbytes:
+            error = StorageError(
+                f"{target / path} was deleted while the other files were copied, and nothing was committed; "
+                "find out what cleans up there, and run the same copy again"
+            )
+            error.errno, error.file = errno.ENOENT, str(target / path)
+            raise error
+
+
+def _tidy(target: Path, into: Manifest) -> None:
+    # A delete makes a local store sweep the folder: half files of copies that were killed would lie there for good.
+    folders = {path.rpartition("/")[0] for path in [*(f.path for f in into.data_files), manifest.FILE_NAME]}
+    place = home(target)
+    place.store.delete([(place / folder / ".copied").key for folder in sorted(folders)])
+
+
+class _Guard:
+    """Keeps sweepers off a local target that has no manifest yet: they spare a folder with a data file that is locked.
+
+    In a store they spare what is young.
+    """
+
+    def __init__(self, target: Location) -> None:
+        self._target, self._held = target, threading.Lock()
+        self._fd: int | None = None
+
+    def __enter__(self) -> _Guard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def landed(self, path: str) -> None:
+        if not isinstance(self._target, Path) or datafile.save_of(path) is None:
+            return
+        with self._held:
+            if self._fd is None:
+                self._fd = os.open(self._target / path, os.O_RDONLY | os.O_CLOEXEC)
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

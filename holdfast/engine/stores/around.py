@@ -1,0 +1,28 @@
+"""What the stories put around a store: a limit to every wait, a second try of slow reads, a cache on local disk.
+
+`save`, `load` and `open` call these with the path that they were given. Never touches a local path.
+"""
+
+from __future__ import annotations
+
+import os
+
+from holdfast.engine.stores.cached import Cached
+from holdfast.engine.stores.deadline import Deadline
+from holdfast.engine.stores.hedged import Hedged
+from holdfast.engine.stores.place import Location, Place
+
+
+def patiently(path: Location, seconds: float) -> Location:
+    """The same place, where nothing is waited for longer than ``seconds`` at a time."""
+    return Place(Deadline(path.store, seconds), path.key) if isinstance(path, Place) else path
+
+
+def hedged(path: Location) -> Location:
+    """The same place, where what is unusually slow to come is asked for again."""
+    return Place(Hedged(path.store), path.key) if isinstance(path, Place) else path
+
+
+def cached(path: Location, folder: str | os.PathLike[str]) -> Location:
+    """The same place, with what is fetched from it kept in a ``folder`` on local disk. A local path needs none."""
+    return Place(Cached(path.store, folder), path.key) if isinstance(path, Place) else path

@@ -1,0 +1,79 @@
+"""The seam to whatever keeps files: six verbs, no more than every object store has.
+
+`Place`, the wrappers beside this file and a user's own backend speak it. Never a tensor, a rank or a format.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+if sys.version_info >= (3, 12):
+    from collections.abc import Buffer as Buffer
+else:
+    from typing_extensions import Buffer as Buffer
+
+
+class Entry(NamedTuple):
+    """One file: its key, its size, and when it was last written (seconds since the epoch, by the store's clock)."""
+
+    key: str
+    nbytes: int
+    modified: float
+
+
+class Listing(NamedTuple):
+    """What lies below a prefix: files, and (if not ``deep``) the keys of the folders one level down; both sorted."""
+
+    files: list[Entry]
+    folders: list[str]
+
+
+class Got(NamedTuple):
+    """Bytes of a file, and how long the whole file is."""
+
+    data: Buffer
+    nbytes: int
+
+
+class Store(Protocol):
+    """A flat space of keys (``run/step-7/manifest.json``: parts joined by ``/``, none empty, ``.`` or ``..``).
+
+    Verbs may be called from any thread, also at once. A file is seen whole or not at all, and once it is written every
+    reader sees it. What fails raises OSError with a text that says why; an attribute ``transient`` that is True says
+    that another attempt may succeed. ``url`` is what errors call the store, without a trailing ``/``.
+    """
+
+    @property
+    def url(self) -> str: ...
+
+    def list(self, prefix: str, *, deep: bool) -> Listing:
+        """Files below ``prefix`` (a folder's key; ``""`` is all): all of them, or with ``deep=False`` one level.
+
+        Empty for a prefix below which there is nothing.
+        """
+
+    def size(self, key: str) -> int | None:
+        """Bytes of a file; None if there is none of this key."""
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
+        """Bytes ``begin:end`` of a file, clipped to its end; all by default. Raises FileNotFoundError."""
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write a small file if there is none of this key: False, and nothing is changed, if there is one.
+
+        Of several callers at once exactly one is told True; each has other ``data`` (the same bytes are taken for a
+        repeated call whose first answer was lost).
+        """
+
+    def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
+        """Write a file of ``nbytes`` from ``chunks`` in order, whole or not at all; an older one is replaced.
+
+        Durable on return. The memory of a chunk may be used again as soon as nothing refers to the chunk: a store
+        drops each when its bytes are on their way for good. What ``chunks`` raises ends the upload, leaves nothing
+        behind, and is raised; chunks that do not add up to ``nbytes`` end it too.
+        """
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete files; those that are not there are passed over."""

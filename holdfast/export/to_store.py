@@ -1,0 +1,94 @@
+"""A target in a store: it grows on local disk, and is uploaded when it is whole.
+
+`convert` calls these around a conversion to a local folder. Never uploads the file that makes a target one before all
+others are there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast import events
+from holdfast.engine import storage
+from holdfast.engine.folder import taken
+from holdfast.engine.stores.place import Place
+from holdfast.errors import StorageError, Unsupported
+from holdfast.ondisk import blocks, manifest
+
+PART = 8 << 20
+
+LAST = (manifest.FILE_NAME, "model.safetensors.index.json", "model.safetensors", ".metadata")
+"""What readers look for first; so it is uploaded last."""
+
+MARK = ".holdfast-converting"
+"""Stands beside what is uploaded until all of it is: what an upload that broke off has left may be replaced."""
+
+
+def grown_at(place: Place) -> Path:
+    """The local folder or file in which a target for ``place`` grows: the same one for a call that is repeated."""
+    told = blocks.digest(str(place).encode())[:12]
+    return Path(tempfile.gettempdir()) / f"holdfast-convert-{os.getuid()}-{told}" / (place.name or "root")
+
+
+def check_free(place: Place, *, overwrite: bool) -> None:
+    """Raises StorageError if something is at ``place`` already and may not be replaced."""
+    found = storage.files_below(place) or ([place.name] if storage.is_file(place) else [])
+    if MARK in found:
+        return
+    if found and not overwrite:
+        raise taken(f"{place} holds {found[0]}{' and more' if len(found) > 1 else ''}")
+    if found and found != [place.name] and not any(name in found for name in LAST):
+        error = StorageError(
+            f"{place} holds files and does not look like a checkpoint: overwrite=True replaces checkpoints only"
+        )
+        error.errno = errno.EEXIST
+        raise error
+
+
+def check_one_machine(hosts: list[str]) -> str:
+    """Raises Unsupported if the ranks do not share a local disk."""
+    if len(set(hosts)) > 1:
+        raise Unsupported(
+            f"a target in a store grows on one machine's disk, and the ranks are on {len(set(hosts))}: "
+            "convert to a folder that all of them share and copy that, or convert with the ranks of one machine"
+        )
+    return ""
+
+
+def upload(grown: Path, place: Place) -> int:
+    """Upload a target that is whole, then take the local one away; the bytes of all its files.
+
+    What was at ``place`` before goes before the file is replaced that made it a checkpoint: there is a moment without
+    one, as no format but ours has names that tell one save from another.
+    """
+    if grown.is_file():
+        nbytes = grown.stat().st_size
+        _put(grown, place)
+    else:
+        files = storage.sizes_below(grown)
+        nbytes, old = sum(files.values()), set(storage.files_below(place))
+        storage.write_small(place / MARK, b"an upload is under way, or broke off\n")
+        storage.delete(*(place / path for path in LAST if path in old))
+        with events.task("upload", str(place), total=nbytes) as task:
+            for path in sorted(files, key=lambda path: (path in LAST, path)):
+                _put(grown / path, place / path)
+                task.advance(files[path])
+        storage.delete(*(place / path for path in {*old, MARK} - set(files)))
+    shutil.rmtree(grown.parent)
+    return nbytes
+
+
+def _put(path: Path, place: Place) -> None:
+    with storage.naming(place, "upload"):
+        place.store.put(place.key, _parts(path), path.stat().st_size)
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(PART):
+            yield part

@@ -1,0 +1,349 @@
+"""What brings steps of the fast tier to the store: a thread beside training, one on the first rank of each node.
+
+The tiers of a manager own one. Never fails a save, never waits for training, and never commits a step of which the
+store lacks a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoint import read_manifest
+from holdfast.engine import storage
+from holdfast.engine.commit import commit
+from holdfast.engine.stores.local import Local
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.throttled import Throttled
+from holdfast.engine.transfer import copy_files, self_contained
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, StorageError, Unsupported
+from holdfast.events import log
+from holdfast.keep import Keep
+from holdfast.ondisk import datafile
+from holdfast.ondisk.manifest import Manifest
+from holdfast.steps import Steps, lacking_files
+from holdfast.tiers.backlog import Backlog
+from holdfast.tiers.nodes import Nodes, Order
+
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds between two attempts while the store does not take anything."""
+
+LOOK = 0.2
+"""Seconds between two looks at what other leaders have said."""
+
+NEWS = 10.0
+"""Seconds that a node waits for the manifest of what it is to upload."""
+
+ATTEMPTS = 3
+"""How often a step is sent of which the store then lacks a file."""
+
+LEAVE = 2.0
+"""Seconds that the thread gets to leave the store when it is stopped."""
+
+
+class Uploader:
+    """Uploads the ``backlog`` of ``fast`` to ``store``. ``keep`` and ``keep_fast`` say what stays in each."""
+
+    def __init__(
+        self, fast: Steps, store: Steps, backlog: Backlog, nodes: Nodes, *, keep: Keep, keep_fast: Keep,
+        bandwidth: float | None,
+    ) -> None:  # fmt: skip
+        self.current: int | None = None
+        """The step that is under way, on leaders."""
+        self._fast, self._store, self._backlog, self._nodes = fast, store, backlog, nodes
+        self._keep, self._keep_fast = keep, keep_fast
+        self._into = _throttled(store.root, bandwidth)
+        self._down_since: float | None = None
+        self._pause = 0.0
+        self._attempts: dict[str, int] = {}  # by save: how often a file was missing once all had been sent
+        self._moved = time.monotonic()
+        self._wanted, self._looked = 1, 0  # numbers of looks: the last one asked for, and the last with nothing to do
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # Called by the tiers, from any thread
+
+    def start(self) -> None:
+        """Begin, if that was not done."""
+        with self._changed:
+            if self._thread is None and not self._stop.is_set():
+                self._thread = threading.Thread(target=self._run, name="holdfast-uploader", daemon=True)
+                _running.add(self)
+                self._thread.start()
+
+    def wake(self, step: int | None = None) -> None:
+        """Tell that there is a new step on the fast tier."""
+        with self._changed:
+            if step is not None:
+                self._backlog.made_again(step)
+            self._wanted += 1
+            self._changed.notify_all()
+
+    def close(self, *, timeout: float | None, patience: float) -> None:
+        """Wait until nothing is left to upload, then stop; Idempotent.
+
+        No longer than ``timeout`` seconds, and not if nothing has moved on any node for ``patience`` seconds.
+        """
+        now = began = time.monotonic()
+        last, moved, moves = now, self._moved, 0
+        try:
+            while not self._finished() and self._alive():
+                now = time.monotonic()
+                found = self._nodes.moves(moved=self._moved != moved)
+                if (found, self._moved) != (moves, moved):
+                    last, moved, moves = now, self._moved, found
+                if (timeout is not None and now - began >= timeout) or now - last >= patience:
+                    break
+                with self._changed:
+                    self._changed.wait(LOOK)
+            if self._nodes.first:
+                self._nodes.end()
+        except RankLost as error:
+            log.debug("the uploader cannot ask the other nodes: %s", error)
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the thread; what it was sending is continued by the next start."""
+        self._stop.set()
+        self.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(LEAVE)
+        _running.discard(self)
+
+    def _alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _finished(self) -> bool:
+        if not self._nodes.first:
+            return self._nodes.ended()
+        return self._looked == self._wanted
+
+    # The thread
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        turn = self._lead if self._nodes.first else self._follow
+        while not self._stop.is_set():
+            try:
+                turn()
+            except _Stopped:
+                break
+            except RankLost as error:
+                log.warning("uploads to %s end with the process group: %s", self._store.root, error)
+                break
+            except (HoldfastError, OSError) as error:
+                self._outage(error)
+            except Exception as error:  # noqa: BLE001 - a fault of ours: it must be seen, and must not end training
+                if self._stop.is_set():  # an interpreter that ends takes the pools of threads away
+                    log.debug("an upload broke off: %s", error)
+                else:
+                    log.exception("uploads to %s end; steps stay on the fast tier", self._store.root)
+                break
+        with self._changed:
+            self._changed.notify_all()
+
+    def _outage(self, error: Exception) -> None:
+        if self._stop.is_set():
+            return
+        if self._down_since is None:
+            self._down_since = time.monotonic()
+            log.warning(
+                "uploading to %s failed, and is tried again until it works; steps stay on the fast tier, training goes "
+                "on: %s", self._store.root, error,
+            )  # fmt: skip
+        else:
+            log.debug("uploading to %s failed again: %s", self._store.root, error)
+        self._pause = min(2 * self._pause or FIRST_PAUSE, LONGEST_PAUSE)
+        self._stop.wait(self._pause)
+
+    def _works(self) -> None:
+        if self._down_since is not None:
+            log.warning("%s takes uploads again, after %.0f s", self._store.root, time.monotonic() - self._down_since)
+        self._down_since, self._pause = None, 0.0
+
+    def _progress(self, nbytes: int) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        self._moved = time.monotonic()
+
+    # On the first rank
+
+    def _lead(self) -> None:
+        wanted = self._wanted
+        step = self._backlog.next()
+        if step is None:
+            self._works()
+            with self._changed:
+                self._looked = wanted
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._wanted != wanted or self._stop.is_set())
+            return
+        try:
+            self._show(step)
+            record = read_manifest(self._fast.path(step))
+            self._bring(step, record)
+        except (Damaged, Unsupported, NotACheckpoint) as error:
+            self._backlog.give_up(step, error)
+        finally:
+            self.current = None
+        self._show(None)
+
+    def _show(self, step: int | None) -> None:
+        self.current = step
+        self._nodes.show(step)
+
+    def _bring(self, step: int, record: Manifest) -> None:
+        began, target = time.monotonic(), self._store.path(step)
+        number = self._nodes.order(name=target.name, save=record.save)
+        try:
+            self._send(target.name, record)
+            self._await_others(number)
+            self._progress(0)  # who has been stopped commits nothing
+            into = _own(record)
+            self._check(target, into)
+            storage.make_folder(target)
+            commit(target, into, replaces=self._backlog.replaces(step))
+        except StorageError as error:
+            if error.errno == errno.EEXIST:  # somebody else's step or file
+                raise Unsupported(str(error)) from error
+            raise
+        finally:
+            self._nodes.forget(number)
+        self._backlog.done(step, record)
+        self._works()
+        nbytes = sum(file.bytes for file in record.data_files)
+        log.info("step %d is in the store: %d bytes in %.1f s, %s", step, nbytes, time.monotonic() - began, target)
+        self.current = None
+        self._sweep(step)
+
+    def _sweep(self, step: int) -> None:
+        """Both tiers have a step more: on the fast one what was held for its sake may go."""
+        fast = self._fast.committed()
+        # What is half there may be continued as long as the fast tier has it.
+        self._store.sweep(self._keep, step, {self._store.path(other) for other in fast})
+        kept = self._fast.kept(self._keep_fast)
+        if kept is not None and fast:
+            kept |= self._backlog.held(fast)
+            self._fast.retire(kept, max(fast))
+            self._nodes.order(kept=sorted(kept), upto=max(fast))
+
+    def _await_others(self, number: int) -> None:
+        while len(reports := self._nodes.reports(number)) < len(self._nodes.followers):
+            if self._stop.wait(LOOK):
+                raise _Stopped
+        self._moved = time.monotonic()
+        failed = [f"rank {leader}: {text}" for leader, text in reports.items() if text]
+        if failed:
+            damaged = any(text.startswith(Damaged.__name__) for text in reports.values())
+            raise (Damaged if damaged else HoldfastError)("; ".join(failed))
+
+    def _check(self, target: Location, into: Manifest) -> None:
+        there = storage.sizes_below(target)
+        wanted = [(file.path, file.bytes) for file in into.data_files]
+        wanted += [(path, nbytes) for path, nbytes, _ in into.attachments]
+        lacking = [path for path, nbytes in wanted if there.get(path) != nbytes]
+        if lacking:
+            # Another process may have swept the store; a file that no node has does not come by trying.
+            self._attempts[into.save] = self._attempts.get(into.save, 0) + 1
+            alone = not self._nodes.followers and not self._has(target, lacking)
+            gone = alone or self._attempts[into.save] >= ATTEMPTS
+            text = f"{len(lacking)} of its files came from no node, {lacking[0]} for one"
+            raise (Damaged if gone else HoldfastError)(text)
+
+    def _has(self, target: Location, paths: list[str]) -> bool:
+        here = storage.sizes_below(self._fast.root / target.name)
+        return all(path in here or path.startswith("attachments/") for path in paths)
+
+    # On every leader
+
+    def _send(self, name: str, record: Manifest) -> None:
+        """Send the files that this node has and the store lacks."""
+        source = self._fast.root / name
+        absent = lacking_files(source, record)
+        here = {file.path for index, file in enumerate(record.data_files) if index not in absent}
+        into = _own(record)
+        if self._nodes.first:
+            here |= {path for path, _, _ in into.attachments}
+        copy_files(source, self._into / name, record, into=into, only=here.__contains__, progress=self._progress)
+
+    def _follow(self) -> None:
+        order = self._nodes.ordered()
+        if order is None:
+            self._stop.wait(LOOK)
+            return
+        if order.kept is not None:
+            self._fast.retire(order.kept, order.upto)
+        if order.name:
+            self._nodes.report(order.number, self._obey(order))
+
+    def _obey(self, order: Order) -> str:
+        """Do what was ordered; why it failed, if it did."""
+        try:
+            record = self._ordered(order)
+            if record is not None:
+                self.current = record.step
+                self._send(order.name, record)
+        except (HoldfastError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self.current = None
+        return ""
+
+    def _ordered(self, order: Order) -> Manifest | None:
+        """The manifest of what was ordered; None if this node has nothing of it."""
+        path, until = self._fast.root / order.name, time.monotonic() + NEWS
+        while True:
+            try:
+                record = read_manifest(path)
+                if record.save == order.save:
+                    return record
+            except NotACheckpoint:
+                pass
+            # The order may have been faster than the news of the commit.
+            here = any(datafile.save_of(file) == order.save for file in storage.files_below(path))
+            if not here or time.monotonic() > until:
+                return None
+            if self._stop.wait(LOOK / 4):
+                raise _Stopped
+
+
+class _Stopped(Exception):
+    """The thread is to end."""
+
+
+def _own(record: Manifest) -> Manifest:
+    """The manifest as the store has it: attachments named with their save, as all else is, so that none collide."""
+    below = f"attachments/{record.save}/"
+    moved = [
+        (path if path.startswith(below) else below + path.removeprefix("attachments/"), nbytes, digest)
+        for path, nbytes, digest in record.attachments
+    ]
+    return msgspec.structs.replace(self_contained(record), attachments=moved)
+
+
+def _throttled(root: Location, bandwidth: float | None) -> Place:
+    place = Place(Local(root), "") if isinstance(root, Path) else root
+    return place if bandwidth is None else Place(Throttled(place.store, bandwidth), place.key)
+
+
+_running: weakref.WeakSet[Uploader] = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    """An interpreter that ends does not wait for uploads: the next start continues them."""
+    for uploader in list(_running):
+        uploader.stop()
+
+
+# Pools of threads, as uploads have them, are joined before the handlers of `atexit` run.
+getattr(threading, "_register_atexit")(_stop_all)  # noqa: B009

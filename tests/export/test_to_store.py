@@ -1,0 +1,75 @@
+"""Targets in a store: grown on local disk, uploaded whole, the file that makes them one last."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.export.to_store import LAST, grown_at
+from holdfast.testing import Failing, Memory
+
+STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "step": 7}
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    holdfast.save(STATE, tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("to", ["holdfast", "huggingface", "torch", "dcp"])
+def test_every_format(source: Path, to: str, scratch: Path) -> None:
+    store = Memory()
+    target = holdfast.Place(store, f"made/{to}")
+    converted = holdfast.convert(source, target, to=to)
+    assert converted.path == target
+    found = holdfast.open(target)
+    name = next(name for name in found.tensors if name.endswith("w"))
+    assert torch.equal(found.read(name), STATE["model"]["w"])
+    assert converted.nbytes == sum(entry.nbytes for entry in store.list("made", deep=True).files)
+    assert [path.name for path in scratch.iterdir()] == ["source"]  # nothing stays behind
+
+    with pytest.raises(holdfast.StorageError, match="pass overwrite=True"):
+        holdfast.convert(source, target, to=to)
+    holdfast.convert(source, target, to=to, overwrite=True)
+    holdfast.open(target).verify()
+
+
+def test_every_failing_verb_shows_nothing_half_and_is_made_up_for(source: Path) -> None:
+    memory = Memory()
+    counted = Failing(memory)
+    holdfast.convert(source, holdfast.Place(counted, "t0"), to="dcp")
+    for nth in range(1, counted.count + 1):
+        target = holdfast.Place(memory, f"t{nth}")
+        failing = Failing(memory, nth, times=100)
+        with pytest.raises(holdfast.StorageError):
+            holdfast.convert(source, holdfast.Place(failing, target.key), to="dcp")
+        if any(entry.key.rpartition("/")[2] in LAST for entry in memory.list(target.key, deep=True).files):
+            assert nth == counted.count  # only the mark was still to go
+            holdfast.open(target).verify()
+        holdfast.convert(source, target, to="dcp")
+        assert torch.equal(holdfast.open(target).read("model/w"), STATE["model"]["w"])
+
+
+def test_what_is_somebody_elses_is_never_replaced(source: Path) -> None:
+    store = Memory()
+    store.create("t/photos/cat.jpg", b"cat")
+    with pytest.raises(holdfast.StorageError, match="does not look like a checkpoint"):
+        holdfast.convert(source, holdfast.Place(store, "t"), overwrite=True)
+    assert bytes(store.get("t/photos/cat.jpg").data) == b"cat"
+
+
+def test_a_target_grows_at_one_place_for_each_url() -> None:
+    store = Memory()
+    assert grown_at(holdfast.Place(store, "a/t")) == grown_at(holdfast.Place(store, "a/t"))
+    assert grown_at(holdfast.Place(store, "a/t")) != grown_at(holdfast.Place(store, "b/t"))

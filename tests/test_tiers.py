@@ -1,0 +1,702 @@
+"""Tiers: every save on the fast one, chosen steps in the store, and what is left of a run when either is lost.
+
+Alone over stores in memory that can be made to fail or to hang, and on real ranks with a fast folder for each node.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast import CheckpointManager, Keep
+from holdfast.engine.stores import throttled
+from holdfast.engine.stores.local import Local
+from holdfast.engine.stores.place import Place
+from holdfast.keep import Upload
+from holdfast.testing import Failing, Memory
+from holdfast.tiers import uploader
+from holdfast.tiers.tiers import Durability
+from tests import pool
+from tests.patience import wait_until
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploader, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(uploader, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(uploader, "LOOK", 0.02)
+
+
+class Moody(Memory):
+    """A store that is ``down`` or makes uploads ``wait``, as it is told; ``sent`` are the keys of all uploads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = False
+        self.free = threading.Event()
+        self.free.set()
+        self.sent: list[str] = []
+
+    def _ask(self) -> None:
+        if self.down:
+            raise OSError(errno.EHOSTUNREACH, "the store is down")
+
+    def list(self, *args: Any, **options: Any) -> Any:
+        self._ask()
+        return super().list(*args, **options)
+
+    def size(self, key: str) -> Any:
+        self._ask()
+        return super().size(key)
+
+    def get(self, *args: Any) -> Any:
+        self._ask()
+        return super().get(*args)
+
+    def create(self, key: str, data: bytes) -> Any:
+        self._ask()
+        made = super().create(key, data)
+        if made and "probe" not in key:
+            self.sent.append(key)
+        return made
+
+    def put(self, key: str, chunks: Iterable[Any], nbytes: int) -> None:
+        self.free.wait(60)
+        self._ask()
+        super().put(key, chunks, nbytes)
+        self.sent.append(key)
+
+    @property
+    def commits(self) -> list[int]:
+        """Steps in the order of their commits."""
+        return [int(key.split("/")[1][5:]) for key in self.sent if key.endswith("manifest.json")]
+
+
+def _state(step: int = 0) -> dict[str, Any]:
+    return {"model": {"w": torch.full((5000, 3), float(step)), "v": torch.arange(9.0) * step}, "step": step}
+
+
+def _check(state: dict[str, Any], step: int) -> None:
+    expected = _state(step)
+    assert state["step"] == step
+    assert all(torch.equal(state["model"][name], expected["model"][name]) for name in ("w", "v"))
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in folder.glob("step-*/manifest.json"))
+
+
+def _warnings(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
+
+
+def _manager(root: Any, fast: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(root, fast=fast, **{"every": 1, "worker": "thread", "deadline": 60, **options})
+
+
+def _train(manager: CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        saving = manager.step(step, _state(step))
+        assert saving is not None
+        saving.wait()
+
+
+# Which step goes next.
+
+
+@pytest.mark.parametrize(
+    ("upload", "lacking", "stored", "was_due", "expected"),
+    [
+        (Upload(), [1, 2, 3], [], True, 3),
+        (Upload(), [], [3], True, None),
+        (Upload(), [1, 2], [3], True, None),  # older ones are passed over
+        (Upload(every=10), [10, 20, 23], [], True, 23),  # in turns
+        (Upload(every=10), [10, 20], [23], False, 10),
+        (Upload(every=10), [10, 20], [23], True, 10),
+        (Upload(every=10, newest=False), [10, 20, 23], [], True, 10),
+        (Upload(every=10, newest=False), [23, 27], [10], False, None),
+        (Upload(every=10), [23, 27], [10], False, 27),
+    ],
+)
+def test_what_goes_next(
+    upload: Upload, lacking: list[int], stored: list[int], was_due: bool, expected: int | None
+) -> None:
+    assert upload.next(lacking, stored, Keep(last=99), was_due=was_due) == expected
+
+
+def test_what_the_store_would_not_keep_is_not_due() -> None:
+    upload = Upload(every=10)
+    assert not upload.due(10, [20, 30], Keep(last=2)) and upload.due(10, [20, 30], Keep(last=2, every=10))
+    assert upload.due(10, [20, 30], Keep(last=2, best=1)), "it may be the best"
+    assert not upload.due(15, [], Keep()) and not Upload().due(10, [], Keep())
+
+
+@pytest.mark.parametrize("bad", [{"every": 0}, {"newest": False}, {"bandwidth": 0}, {"bandwidth": -1.0}])
+def test_uploads_are_checked(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Upload"):
+        Upload(**bad)
+
+
+# A healthy store.
+
+
+@pytest.mark.parametrize("worker", ["process", "thread", "none"])
+def test_every_save_is_fast_and_the_newest_follows(worker: str, tmp_path: Path) -> None:
+    store = Moody()
+    fast, root = tmp_path / "fast", Place(store, "run")
+    options = {"worker": worker, "files": {"config.txt": b"width 3"}, "keep": Keep(last=3)}
+    with _manager(root, fast, **options) as manager:
+        assert manager.restore(_state()) is None and manager.latest() is None
+        _train(manager, 1, 2, 3, 4, 5)
+        assert _steps(fast) == [4, 5]
+        wait_until(lambda: manager.durability(5).store)
+        assert manager.durability(5) == Durability(5, True, True, False)
+        assert manager.durability(9) == Durability(9, False, False, False)
+        latest = manager.latest()
+        assert latest is not None and latest.step == 5 and set(_steps(fast)) < {*manager.steps(), 0} | {4, 5}
+    assert store.commits[-1] == 5 and store.commits == sorted(store.commits)
+    opened = holdfast.open(root / "step-000000005")
+    opened.verify()
+    _check(opened.state_dict(), 5)
+    assert opened.attachment("config.txt") == b"width 3"
+    assert not any("parts/" in key for key in store.sent), "what a save leaves beside its files stays where it is"
+
+
+def test_older_steps_are_passed_over_while_one_is_under_way(tmp_path: Path) -> None:
+    store = Moody()
+    with _manager(Place(store, "run"), tmp_path / "fast") as manager:
+        store.free.clear()
+        _train(manager, 1)
+        wait_until(lambda: manager.durability(1).uploading)
+        _train(manager, 2, 3, 4)
+        assert _steps(tmp_path / "fast") == [1, 3, 4], "what is under way is not swept"
+        store.free.set()
+    assert store.commits == [1, 4]
+    assert _steps(tmp_path / "fast") == [3, 4]
+
+
+def test_multiples_go_in_order_with_the_newest_in_between(tmp_path: Path) -> None:
+    store = Moody()
+    store.free.clear()
+    upload = Upload(every=2)
+    with _manager(Place(store, "run"), tmp_path / "fast", upload=upload, keep=Keep(last=99)) as manager:
+        _train(manager, 1)
+        wait_until(lambda: manager.durability(1).uploading)
+        _train(manager, *range(2, 8))
+        assert _steps(tmp_path / "fast") == [1, 2, 4, 6, 7]
+        store.free.set()
+    assert store.commits == [1, 2, 7, 4, 6]
+    assert _steps(tmp_path / "fast") == [6, 7], "and what is safe is swept"
+
+
+def test_each_tier_has_its_own_retention(tmp_path: Path) -> None:
+    store = Moody()
+    upload, keep = Upload(every=1, newest=False), Keep(last=1, every=4, best=1)
+    losses = {step: float(abs(step - 3)) for step in range(1, 11)}
+    with _manager(Place(store, "run"), tmp_path / "fast", upload=upload, keep=keep, keep_fast=Keep(last=3)) as manager:
+        for step, loss in losses.items():
+            manager.step(step, _state(step), metric=loss)
+    assert store.commits == list(range(1, 11))
+    left = {int(entry.key.split("/")[1][5:]) for entry in store.list("run", deep=True).files}
+    assert left == {3, 4, 8, 10} and _steps(tmp_path / "fast") == [8, 9, 10]
+
+
+def test_bandwidth_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(throttled, "sleep", pauses.append)
+    store = Moody()
+    with _manager(Place(store, "run"), tmp_path / "fast", upload=Upload(bandwidth=10_000.0)) as manager:
+        _train(manager, 1)
+    nbytes = holdfast.open(Place(store, "run/step-000000001")).nbytes
+    assert store.commits == [1] and max(pauses) > nbytes / 10_000.0 * 0.8, "the last byte is told to wait for the rest"
+
+
+def test_a_step_that_is_made_again_replaces_the_older_one(tmp_path: Path) -> None:
+    store = Moody()
+    root = Place(store, "run")
+    with _manager(root, tmp_path / "fast") as manager:
+        _train(manager, 1)
+        wait_until(lambda: manager.durability(1).store)
+        again = manager.save(1, {**_state(1), "more": 2}, overwrite=True)
+        wait_until(lambda: holdfast.open(root / "step-000000001").manifest.save == again.manifest.save)
+    opened = holdfast.open(root / "step-000000001")
+    assert opened.verify().read and opened.values["more"] == 2
+    assert all(again.manifest.save in key for key in _keys(store) if "manifest" not in key), "nothing else is left"
+
+
+def _keys(store: Memory) -> list[str]:
+    return [entry.key for entry in store.list("", deep=True).files]
+
+
+# A store that is down, hangs, or breaks off.
+
+
+def test_a_store_that_is_down_for_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    store = Moody()
+    store.down = True
+    fast = tmp_path / "fast"
+    upload = Upload(every=2)
+    with _manager(Place(store, "run"), fast, upload=upload, keep=Keep(last=9), keep_fast=Keep(last=1)) as manager:
+        _train(manager, *range(1, 8))
+        assert _steps(fast) == [2, 4, 6, 7], "what is due stays until it is safe"
+        assert manager.durability(6) == Durability(6, True, None, False)
+        store.down = False
+        wait_until(lambda: _steps(fast) == [7])
+        _train(manager, 8)
+        wait_until(lambda: _steps(fast) == [8])
+        store.down = True
+        _train(manager, 9)
+        wait_until(lambda: _warnings(caplog, "tried again until it works") == 2)
+        store.down = False
+    assert _warnings(caplog, "tried again until it works") == 2, "once for each outage"
+    assert set(store.commits) >= {2, 4, 6, 8, 9} and len(set(store.commits)) == len(store.commits)
+    assert sorted(step for step in store.commits if step in (2, 4, 6)) == [2, 4, 6]
+
+
+def test_a_store_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Moody()
+    store.free.clear()
+    fast = tmp_path / "fast"
+    manager = _manager(Place(store, "run"), fast, grace=0.2)
+    _train(manager, 1, 2, 3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    saving = manager.step(4, _state(4))
+    assert manager.should_stop and saving is not None and saving.wait().step == 4
+    manager.close()
+    assert _warnings(caplog, "not in memory://") == 1 and "steps 4" in caplog.text
+    assert not store.commits and 4 in _steps(fast)
+    store.free.set()
+    with _manager(manager.root, fast) as manager:
+        state = _state()
+        manager.restore(state)
+        _check(state, 4)
+    assert store.commits == [4], "the next start finds it"
+
+
+def test_close_gives_up_when_nothing_moves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Moody()
+    store.down = True
+    manager = _manager(Place(store, "run"), tmp_path / "fast", upload=Upload(every=2), keep=Keep(last=9))
+    _train(manager, 1, 2, 3)
+    manager._tiers._deadline = 0.2
+    manager.close()
+    assert "steps 2, 3. They are in" in caplog.text
+    store.down = False
+    _manager(manager.root, tmp_path / "fast", upload=Upload(every=2), keep=Keep(last=9)).close()
+    assert sorted(store.commits) == [2, 3], "a manager that is opened and closed uploads what is left"
+
+
+def test_training_that_fails_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Moody()
+    store.free.clear()
+    with pytest.raises(ZeroDivisionError), _manager(Place(store, "run"), tmp_path / "fast") as manager:
+        _train(manager, 1)
+        raise ZeroDivisionError
+    store.free.set()
+    assert _warnings(caplog, "steps 1. They are in") == 1 and not store.commits
+
+
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_an_upload_goes_on_after_any_fault(when: Any, tmp_path: Path) -> None:
+    """Each request of an upload fails once: the step comes whole, and no file is sent twice but the faulty one."""
+    nth = 0
+    while True:
+        nth += 1
+        store = Moody()
+        failing = Failing(store, nth, when=when)
+        with _manager(Place(failing, "run"), tmp_path / f"fast-{nth}") as manager:
+            _train(manager, 1)
+            wait_until(lambda: 1 in store.commits)
+        opened = holdfast.open(Place(store, "run/step-000000001"))
+        opened.verify()
+        _check(opened.state_dict(), 1)
+        data = [key for key in store.sent if key.endswith(".safetensors")]
+        assert len(data) - len(set(data)) <= 1
+        if failing.count < nth:
+            break
+    assert nth > 8
+
+
+def test_a_half_uploaded_step_is_no_step_and_is_continued(tmp_path: Path) -> None:
+    store = Moody()
+    root, fast = Place(store, "run"), tmp_path / "fast"
+
+    def state(step: int) -> dict[str, Any]:
+        return {name: {"w": torch.full((1000,), float(step))} for name in ("a", "b", "c")} | {"step": step}
+
+    with _manager(root, fast) as manager:
+        manager.save(1, state(1))
+        wait_until(lambda: store.commits == [1])
+    broken = Failing(store, 14, times=10**6)
+    broken_manager = _manager(Place(broken, "run"), fast)
+    broken_manager.save(2, state(2))
+    broken_manager._tiers.leave()
+    broken_manager.close()
+    sent = [key for key in store.sent if "step-000000002" in key]
+    assert 0 < len(sent) < 4 and store.commits == [1], "the fault has to hit the middle for this test"
+    there = holdfast.CheckpointManager(root, every=1).restore(state(0))
+    assert there is not None and there.step == 1
+    with _manager(root, fast) as manager:
+        loaded = manager.restore(state(0))
+        assert loaded is not None and loaded.step == 2
+    assert store.commits == [1, 2]
+    assert len([key for key in store.sent if "step-000000002" in key and key.endswith(".safetensors")]) == 3
+    assert holdfast.open(root / "step-000000002").verify().read
+
+
+def test_a_damaged_file_is_not_brought_to_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Moody()
+    store.down = True
+    fast = tmp_path / "fast"
+    with _manager(Place(store, "run"), fast) as manager:
+        _train(manager, 1)
+        _flip(next((fast / "step-000000001").rglob("*.safetensors")))
+        store.down = False
+        wait_until(lambda: _warnings(caplog, "step 1 of the fast tier cannot be brought to the store"))
+        _train(manager, 2)
+    assert store.commits == [2]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+# Restoring.
+
+
+def _run(root: Any, fast: Path, *steps: int, **options: Any) -> None:
+    with _manager(root, fast, keep=Keep(last=9), **options) as manager:
+        manager.restore(_state())
+        _train(manager, *steps)
+
+
+def _restored(root: Any, fast: Path, step: int, tier: Any) -> CheckpointManager:
+    """A manager that has restored ``step`` from below ``tier``."""
+    manager = _manager(root, fast, keep=Keep(last=9))
+    state = _state()
+    loaded = manager.restore(state)
+    assert loaded is not None and loaded.step == step
+    _check(state, step)
+    assert str(loaded.checkpoint.path).startswith(str(tier))
+    return manager
+
+
+def test_the_newest_step_of_both_tiers(tmp_path: Path) -> None:
+    """Of the fast one while it is there, of the store when it is gone, also if either is lost altogether."""
+    store, fast = tmp_path / "store", tmp_path / "fast"
+    root = Place(Local(store), "run")
+    _run(root, fast, 1, 2, 3, upload=Upload(every=2, newest=False))
+    assert _steps(fast) == [2, 3] and _steps(store / "run") == [2]
+    shutil.copytree(fast, tmp_path / "aside")
+    _restored(root, fast, 3, fast).close()
+    shutil.rmtree(fast)
+    _restored(root, fast, 3, store).close()  # the restore above has brought it there
+    shutil.rmtree(store)
+    shutil.rmtree(fast)
+    shutil.copytree(tmp_path / "aside", fast)
+    _restored(root, fast, 3, fast).close()
+    assert _steps(store / "run") == [3], "and the store is filled again"
+    shutil.rmtree(store)
+    shutil.rmtree(fast)
+    with _manager(root, fast) as manager:
+        assert manager.restore(_state()) is None
+
+
+def test_a_root_on_local_disk(tmp_path: Path) -> None:
+    """A slow tier that is a folder needs no store."""
+    _run(tmp_path / "slow", tmp_path / "fast", 1, 2, 3)
+    assert 3 in _steps(tmp_path / "slow")
+    shutil.rmtree(tmp_path / "fast")
+    with _restored(tmp_path / "slow", tmp_path / "fast", 3, tmp_path / "slow") as manager:
+        _train(manager, 4)
+        latest = manager.latest()
+        assert latest is not None and latest.step == 4
+    holdfast.open(tmp_path / "slow" / "step-000000004").verify()
+
+
+def test_a_store_that_is_down_at_the_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Moody()
+    root, fast = Place(store, "run"), tmp_path / "fast"
+    _run(root, fast, 1, 2)
+    store.down = True
+    manager = _restored(root, fast, 2, fast)
+    assert "what is in the store is not known" in caplog.text
+    latest = manager.latest()
+    assert latest is not None and latest.step == 2
+    manager._tiers.leave()
+    manager.close()
+    shutil.rmtree(fast)
+    manager = _manager(root, fast)
+    with pytest.raises(holdfast.StorageError, match="the store is down"):
+        manager.restore(_state())  # never: afresh, because nobody answers
+    manager._tiers.leave()
+    manager.close()
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "manifest"])
+def test_what_the_fast_tier_has_lost_comes_from_the_store(how: str, tmp_path: Path) -> None:
+    store = Moody()
+    root, fast = Place(store, "run"), tmp_path / "fast"
+    _run(root, fast, 1, 2)
+    file = next((fast / "step-000000002").rglob("*.safetensors"))
+    if how == "missing":
+        file.unlink()
+    elif how == "truncated":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        _flip(file if how == "flipped" else fast / "step-000000002" / "manifest.json")
+    # A file that is missing is taken from the store; one that is altered makes it the store's step.
+    _restored(root, fast, 2, fast if how in ("missing", "truncated") else store.url).close()
+
+
+@pytest.mark.parametrize("how", ["missing", "flipped"])
+def test_a_damaged_step_that_is_nowhere_else_is_passed_over(how: str, tmp_path: Path) -> None:
+    store = Moody()
+    root, fast = Place(store, "run"), tmp_path / "fast"
+    _run(root, fast, 1, 2)
+    store.down = True
+    manager = _manager(root, fast)
+    _train(manager, 3)
+    manager._tiers.leave()
+    manager.close()
+    store.down = False
+    file = next((fast / "step-000000003").rglob("*.safetensors"))
+    file.unlink() if how == "missing" else _flip(file)
+    manager = _restored(root, fast, 2, fast)
+    _train(manager, 3)  # it gives way to its successor
+    manager.close()
+    assert store.commits[-1] == 3
+    _restored(root, fast, 3, fast).close()
+    shutil.rmtree(fast)
+    _restored(root, fast, 3, store.url).close()
+
+
+def test_everything_is_damaged(tmp_path: Path) -> None:
+    store = Moody()
+    root, fast = Place(store, "run"), tmp_path / "fast"
+    _run(root, fast, 1)
+    _flip(next((fast / "step-000000001").rglob("*.safetensors")))
+    key = next(key for key in _keys(store) if key.endswith(".safetensors"))
+    data = bytearray(store.get(key).data)
+    data[-1] ^= 1
+    store.put(key, [data], len(data))
+    manager = _manager(root, fast)
+    with pytest.raises(holdfast.NotACheckpoint, match="can be restored"):
+        manager.restore(_state())
+    manager.close()
+
+
+def test_two_saves_of_a_step_are_never_mixed(tmp_path: Path) -> None:
+    """The run goes on from an older step, as the newest one is out of reach; of the two the one made last counts."""
+    store = Moody()
+    root, fast = Place(store, "run"), tmp_path / "fast"
+    _run(root, fast, 1, 2)
+    first = holdfast.open(root / "step-000000002").manifest.save
+    shutil.rmtree(fast / "step-000000002")
+    store.down = True  # so step 2 is not found
+    manager = _restored(root, fast, 1, fast)
+    _train(manager, 2)
+    manager._tiers.leave()
+    manager.close()
+    store.down = False
+    second = holdfast.open(fast / "step-000000002").manifest.save
+    manager = _restored(root, fast, 2, fast)
+    manager.close()
+    assert holdfast.open(root / "step-000000002").manifest.save == second != first, "the store follows"
+    assert not any(first in key for key in _keys(store))
+
+
+def test_another_run_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Moody()
+    root = Place(store, "run")
+    holdfast.save(_state(1), root / "step-000000001", run="0123456789abcdef")
+    there = holdfast.open(root / "step-000000001").manifest.save
+    with _manager(root, tmp_path / "fast") as manager:
+        _train(manager, 1)  # without a restore: another run
+        wait_until(lambda: _warnings(caplog, "is not replaced"))
+        _train(manager, 2)
+    assert holdfast.open(root / "step-000000001").manifest.save == there and store.commits[-1] == 2
+
+
+def test_a_fast_folder_belongs_to_one_root(tmp_path: Path) -> None:
+    store = Moody()
+    _run(Place(store, "one"), tmp_path / "fast", 1)
+    with pytest.raises(holdfast.Mismatch, match="belongs to memory://.*/one"):
+        _manager(Place(store, "two"), tmp_path / "fast")
+    for fast in ("s3://bucket/fast", "run", "run/fast", "."):
+        with pytest.raises(ValueError, match="fast="):
+            _manager(tmp_path / "run", fast if "://" in fast else tmp_path / fast)
+    with pytest.raises(holdfast.StorageError):
+        (tmp_path / "file").write_text("")
+        _manager(Place(store, "two"), tmp_path / "file" / "fast")
+
+
+def test_durability_without_a_fast_tier(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1, worker="thread") as manager:
+        _train(manager, 1)
+        assert manager.durability(1) == Durability(1, False, True, False)
+        assert manager.durability(2) == Durability(2, False, False, False)
+
+
+# Real ranks, each with the fast folder of its node.
+
+ROWS = 1200
+
+
+def content(step: int) -> torch.Tensor:
+    return torch.arange(float(ROWS)) + step
+
+
+def sharded(step: int) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = ROWS // world
+    w = holdfast.Shard(content(step)[rank * rows : (rank + 1) * rows].clone(), (ROWS,), (rank * rows,))
+    return {"model": {"w": w}, "mine": holdfast.PerRank([step, rank], elsewhere="first"), "step": step}
+
+
+def _is_restored(state: dict[str, Any], step: int) -> bool:
+    rank, rows = dist.get_rank(), ROWS // dist.get_world_size()
+    own = content(step)[rank * rows : (rank + 1) * rows]
+    return state["step"] == step and torch.equal(state["model"]["w"].tensor, own)
+
+
+class Slow(Local):
+    """A store on disk that fails uploads as often as is told: another object in each process."""
+
+    failures = 0
+
+    def put(self, key: str, chunks: Iterable[Any], nbytes: int) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.EIO, "this upload was made to fail")
+        super().put(key, chunks, nbytes)
+
+
+def run_on_nodes(base: str, nodes: list[str], steps: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    """Restore, then save ``steps``, each rank on the node that it is told; what this rank has seen."""
+    uploader.FIRST_PAUSE, uploader.LOOK = 0.02, 0.02
+    rank = dist.get_rank()
+    fast = Path(base, nodes[rank])
+    store = Slow(Path(base, "store"))
+    store.failures = options.get("failures", 0) if rank == options.get("failing") else 0
+    seen: dict[str, Any] = {}
+    chosen = {"keep": Keep(last=9), "upload": Upload(**options.get("upload", {})), "slots": options.get("slots", 1)}
+    with _manager(Place(store, "run"), fast, worker=options.get("worker", "thread"), **chosen) as manager:
+        seen["leaders"] = manager._tiers._nodes.leaders
+        if options.get("restore", True):
+            state = sharded(0)
+            loaded = manager.restore(state)
+            seen["restored"] = loaded.step if loaded is not None else None
+            if loaded is not None:
+                assert _is_restored(state, loaded.step)
+                path = str(loaded.checkpoint.path)
+                seen["from"] = "fast" if path.startswith(str(fast)) else "store"
+        for step in steps:
+            dist.barrier()
+            saving = manager.step(step, sharded(step))
+            assert saving is not None
+            if options.get("slots", 1) == 1:
+                assert saving.wait().manifest.step == step, "the manifest is there once the save is"
+        manager.wait()
+        if options.get("give up"):
+            manager._tiers._deadline = 0.5
+        if steps and options.get("await", True):
+            wait_until(lambda: manager.durability(steps[-1]).store)
+    dist.barrier()
+    return seen
+
+
+TWO = ["a", "a", "b", "b"]
+
+
+def test_nodes_with_disks_of_their_own(tmp_path: Path) -> None:
+    seen = pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2, 3], {})
+    assert all(one == {"leaders": [0, 2], "restored": None} for one in seen)
+    for node, others in (("a", {"00002", "00003"}), ("b", {"00000", "00001"})):
+        assert _steps(tmp_path / node) == [2, 3]
+        written = {path.name[:5] for path in (tmp_path / node).rglob("*.safetensors")}
+        assert not written & others and len(written) == 2, "each node has what its ranks wrote"
+        assert not list((tmp_path / node).glob("*.node")), "no token stays"
+    whole = holdfast.open(tmp_path / "store" / "run" / "step-000000003")
+    whole.verify()
+    assert torch.equal(whole.read("model/w"), content(3))
+    shutil.rmtree(tmp_path / "store")
+    seen = pool.run(4, run_on_nodes, str(tmp_path), TWO, [], {})
+    assert all((one["restored"], one["from"]) == (3, "fast") for one in seen), "each rank from its own node"
+
+
+def test_a_folder_that_all_share(tmp_path: Path) -> None:
+    seen = pool.run(4, run_on_nodes, str(tmp_path), ["a"] * 4, [1, 2], {"worker": "process"})
+    assert all(one["leaders"] == [0] for one in seen)
+    seen = pool.run(2, run_on_nodes, str(tmp_path), ["a"] * 2, [], {})
+    assert all((one["restored"], one["from"]) == (2, "fast") for one in seen)
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_node_is_lost(lost: str, tmp_path: Path) -> None:
+    """Steps that are on its disk alone are gone; the newest that is in the store is whole."""
+    pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2, 3], {"upload": {"every": 2, "newest": False}, "await": False})
+    assert _steps(tmp_path / "store" / "run") == [2]
+    shutil.rmtree(tmp_path / lost)
+    seen = pool.run(4, run_on_nodes, str(tmp_path), TWO, [3, 4], {})
+    # Step 2 is on the fast tier too: who has lost its files reads them from the store.
+    assert all((one["restored"], one["from"]) == (2, "fast") for one in seen)
+    holdfast.open(tmp_path / "store" / "run" / "step-000000004").verify()
+    seen = pool.run(4, run_on_nodes, str(tmp_path), TWO, [], {})
+    assert all((one["restored"], one["from"]) == (4, "fast") for one in seen)
+
+
+def test_other_ranks_on_other_nodes(tmp_path: Path) -> None:
+    """What a rank does not find on its node it finds in the store; what is not there is passed over."""
+    pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2, 3], {"upload": {"every": 2, "newest": False}, "await": False})
+    seen = pool.run(4, run_on_nodes, str(tmp_path), ["b", "b", "a", "a"], [], {"upload": {"every": 2, "newest": False}})
+    assert all(one["restored"] == 2 for one in seen)
+    seen = pool.run(2, run_on_nodes, str(tmp_path), ["a", "b"], [], {"upload": {"every": 2, "newest": False}})
+    assert all(one["restored"] == 2 for one in seen)
+
+
+def test_a_node_that_was_not_told_of_the_commit(tmp_path: Path) -> None:
+    """All ranks died between the commit and its spreading."""
+    pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2], {"upload": {"every": 9, "newest": False}, "await": False})
+    (tmp_path / "b" / "step-000000002" / "manifest.json").unlink()
+    seen = pool.run(4, run_on_nodes, str(tmp_path), TWO, [], {})
+    assert all((one["restored"], one["from"]) == (2, "fast") for one in seen)
+    assert _steps(tmp_path / "b") == [1, 2]
+    (tmp_path / "a" / "step-000000002" / "manifest.json").unlink()  # the first rank is told as well
+    seen = pool.run(4, run_on_nodes, str(tmp_path), TWO, [], {})
+    assert all((one["restored"], one["from"]) == (2, "fast") for one in seen)
+
+
+def test_saves_that_overlap_on_several_nodes(tmp_path: Path) -> None:
+    pool.run(4, run_on_nodes, str(tmp_path), TWO, list(range(1, 13)), {"slots": 3})
+    assert _steps(tmp_path / "a") == _steps(tmp_path / "b") == [11, 12]
+    holdfast.open(tmp_path / "store" / "run" / "step-000000012").verify()
+
+
+def test_nodes_end_together_when_one_cannot_upload(tmp_path: Path) -> None:
+    options = {"failing": 2, "failures": 10**6, "await": False, "give up": True}
+    pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2], options)
+    assert not _steps(tmp_path / "store" / "run")
+    seen = pool.run(4, run_on_nodes, str(tmp_path), TWO, [], {})
+    assert all(one["restored"] == 2 for one in seen) and _steps(tmp_path / "store" / "run") == [2]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_node_that_cannot_reach_the_store_for_a_while(failing: int, tmp_path: Path) -> None:
+    pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2], {"failing": failing, "failures": 3})
+    holdfast.open(tmp_path / "store" / "run" / "step-000000002").verify()
