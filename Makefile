@@ -5,6 +5,7 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 READY  := .venv/ready
 PEERS  := .venv/peers
+JOBS   ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint bench bench-quick clean
@@ -17,7 +18,7 @@ demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on wi
 	$(BIN)/python examples/demo.py
 
 test: lint  ## lint and all tests that take seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
 
 test-all: lint  ## lint and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +34,9 @@ _ADVICE = {
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
 }
 _libc = ctypes.CDLL(None, use_errno=True)
+
+ASKED = 4
+"""Times that a lock is asked for: others may hold it for an instant, to see whether it is held."""
 
 LIVING = 6 * 3600.0
 """Seconds for which a file of a store that no manifest names may belong to a save under way: a store has no locks."""
@@ -310,10 +314,19 @@ def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
 
 def _lock(fd: int) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        for _ in range(ASKED):
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            _wait_a_little()  # only whoever asks `in_use` holds the other lock, for an instant
+        raise OSError(errno.EAGAIN, "another process holds a lock on it")
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
             raise
+
+
+def _wait_a_little() -> None:
+    time.sleep(random.uniform(0.001, 0.01))
 
 
 def _reserve(fd: int, nbytes: int) -> None:
@@ -325,20 +338,25 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def in_use(path: Path) -> bool:
-    """Whether a living process has this file open as part of a save under way."""
+    """Whether a living process has this file open as part of a save under way.
+
+    Two that ask at the same moment do not take each other for a save.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        for _ in range(ASKED):
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return False
+            _wait_a_little()
     except OSError:
         return False
     finally:
         os.close(fd)
-    return False
+    return True
 
 
 class _Range(ctypes.Structure):
