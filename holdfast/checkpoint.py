@@ -21,9 +21,10 @@ from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.parts import commit_late
 from holdfast.engine.ranges import Verify
+from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.read import DataFiles, Files, Wanted, check_file, read_boxes
 from holdfast.engine.source import ReadStats
-from holdfast.engine.stores.around import cached
+from holdfast.engine.stores.around import bounded, cached
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
@@ -304,7 +305,9 @@ def open_checkpoint(path: str | os.PathLike[str] | Place, *, cache: str | os.Pat
     Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
     future, Damaged if the manifest was altered.
     """
-    target = location(path) if cache is None else cached(location(path), cache)
+    target = bounded(location(path), DEADLINE)
+    if cache is not None:
+        target = cached(target, cache)
     checkpoint = Checkpoint(target)
     try:
         checkpoint.manifest  # noqa: B018 - reading it is the check
@@ -324,7 +327,7 @@ def recover(path: str | os.PathLike[str] | Place) -> Checkpoint:
 
     `CheckpointManager.restore` does so by itself. Raises NotACheckpoint if not all ranks had finished.
     """
-    folder = location(path)
+    folder = bounded(location(path), DEADLINE)
     commit_late(folder)
     return open_checkpoint(folder)
 

@@ -26,6 +26,7 @@ from holdfast.engine.board import Board, Notice
 from holdfast.engine.commit import Attached
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.storage import is_file
+from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError
@@ -94,7 +95,7 @@ class CheckpointManager:
             raise ValueError(f'on_failure is "raise" or "warn", not {on_failure!r}')
         if mtbf is not None:
             check_mtbf(mtbf)
-        self.root, self.every, self.keep = location(root), every, keep
+        self.root, self.every, self.keep = patiently(location(root), deadline), every, keep
         self._files, self._group, self._deadline = dict(files or {}), group, deadline
         self._on_failure, self._grace, self._mtbf = on_failure, grace, mtbf
         self._ranks = ranks_of(group)

@@ -5,6 +5,7 @@ The manager owns one for its root. Never trusts a name: only a committed manifes
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import threading
@@ -47,7 +48,7 @@ class Steps:
         self.broken: set[str] = set()
         # Names of steps that were seen to be committed or were swept, and their metrics: each look into a store costs.
         self._known: set[str] = set()
-        self._swept: set[str] = set()
+        self._swept: dict[str, float] = {}  # each with the moment from which on it is worth another look
         self._metrics: dict[str, float | None] = {}
         self._sweeping = threading.Lock()
 
@@ -153,13 +154,15 @@ class Steps:
                 delete_checkpoint(path)
 
     def _clean(self, spare: Container[Location]) -> None:
-        folders = [path for path in self.folders() if not (isinstance(path, Place) and path.name in self._swept)]
+        now = time.monotonic()
+        found = self.folders()
+        folders = [path for path in found if not isinstance(path, Place) or now >= self._swept.get(path.name, now)]
         littered = self._littered(folders)
         for path in folders:
             if path not in spare:
-                if path.name in littered:
-                    _sweep_folder(path)
-                self._swept.add(path.name)
+                done = path.name not in littered or _sweep_folder(path)
+                self._swept[path.name] = math.inf if done else now + storage.LIVING
+        self._swept = {path.name: self._swept[path.name] for path in found if path.name in self._swept}
 
     def _littered(self, folders: list[Location]) -> set[str]:
         """Names of those folders that may hold what dead saves left. In a store, many are looked at in one listing."""
@@ -187,13 +190,15 @@ def note_of(metric: float | None) -> bytes:
     return msgspec.json.encode(_Notes(None if metric is None else float(metric)))
 
 
-def _sweep_folder(path: Location) -> None:
+def _sweep_folder(path: Location) -> bool:
+    """Whether nothing was left for later: what a living save may still need is."""
     try:
-        sweep_beside(path, read_manifest(path))
+        return sweep_beside(path, read_manifest(path))
     except NotACheckpoint:
-        sweep_dead(path)
+        return sweep_dead(path)
     except (Damaged, Unsupported) as error:
         log.debug("not swept: %s", error)
+        return True
 
 
 def _pattern_of(name: str) -> re.Pattern[str]:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -19,8 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
+from holdfast.engine import storage
 from holdfast.engine.arena import WINDOW
+from holdfast.engine.stores.memory import Memory
+from holdfast.engine.stores.place import Place
 from holdfast.save import PART, PARTS
+from holdfast.steps import Steps
 from tests import pool
 from tests.servers import Server
 from tests.servers.faults import Fault
@@ -346,9 +350,6 @@ def test_a_path_that_is_wrong(bucket: Bucket) -> None:
 
 
 def test_a_store_that_lives_in_one_process_is_saved_to_by_threads() -> None:
-    from holdfast.engine.stores.memory import Memory
-    from holdfast.engine.stores.place import Place
-
     place = Place(Memory(), "run/c")
     with holdfast.Saver(worker="thread") as saver:
         saver.save(state_of(1), place).wait()
@@ -398,3 +399,63 @@ except holdfast.HoldfastError as error:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("SaveFailed" if how != "load" else "StorageError"), ended.stdout
     assert "s3://bucket/c" in ended.stdout and "3 s" in ended.stdout
+
+
+class _Meddling(Memory):
+    """A store during whose uploads somebody changes a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def put(self, key: str, chunks: Iterable[Any], nbytes: int) -> None:
+        self.tensor.add_(1)
+        super().put(key, chunks, nbytes)
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_what_changes_while_it_is_sent_from_where_it_lies_is_not_committed(per_rank: bool) -> None:
+    tensor = torch.arange(1 << 16, dtype=torch.float32)
+    place = Place(_Meddling(tensor), "run/c")
+    state = {"model": {"w": holdfast.PerRank({"t": tensor}) if per_rank else tensor}}
+    with pytest.raises(holdfast.SaveFailed, match="model/w changed during a save"):
+        holdfast.save(state, place)
+    assert not place.store.list("", deep=True).files
+
+
+def test_what_was_too_young_to_be_swept_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Memory()
+    store.create("run/step-000000001/model/00000-of-00001.0123456789abcdef.safetensors", b"left by a dead save")
+    steps = Steps(Place(store, "run"), "step-{step:09d}")
+    steps.clean(())
+    assert store.list("", deep=True).files, "a living save may still need it"
+    monkeypatch.setattr(storage, "LIVING", 0.0)
+    steps.clean(())
+    assert store.list("", deep=True).files, "it is not asked again with every save"
+    steps._swept = dict.fromkeys(steps._swept, 0.0)
+    steps.clean(())
+    assert not store.list("", deep=True).files
+
+
+class _Flipping(Memory):
+    """A store that answers the first request for each data file with one bit flipped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flipped: set[str] = set()
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> Any:
+        got = super().get(key, begin, end)
+        if key.endswith(".safetensors") and key not in self.flipped:
+            self.flipped.add(key)
+            got = got._replace(data=bytes([got.data[0] ^ 1]) + bytes(got.data[1:]))
+        return got
+
+
+def test_a_header_that_came_wrong_is_not_taken_from_the_cache_again(tmp_path: Path) -> None:
+    place, state = Place(_Flipping(), "run/c"), state_of(1)
+    holdfast.save(state, place)
+    into = empty_like(state)
+    holdfast.load(place, into, cache=tmp_path / "cache")
+    assert is_same(into, state)
+    assert place.store.flipped

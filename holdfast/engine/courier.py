@@ -73,7 +73,6 @@ class Courier:
         self._answer = answer
         self._memory: dict[int, memoryview] = {}
         self._files: dict[int, _File | Upload] = {}
-        self._stores: dict[int, Store] = {}
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closings: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         queues = [*[self._writes] * WRITERS, self._closings]
@@ -105,14 +104,10 @@ class Courier:
         """Take a file that is open already and as long as it will be."""
         self._files[file] = _File(path, fd, direct)
 
-    def know(self, store: int, made: Store) -> None:
-        """Know a store from now on, by this number."""
-        self._stores[store] = made
-
-    def begin(self, file: int, store: int, key: str, header: bytes, size: int) -> None:
+    def begin(self, file: int, store: Store, key: str, header: bytes, size: int) -> None:
         """Start to upload a file of ``size`` bytes; what follows the header is written in order of its offsets."""
         upload = import_module("holdfast.engine.upload").Upload
-        self._files[file] = upload(self._stores[store], key, header, size)
+        self._files[file] = upload(store, key, header, size)
 
     def send(self, job: int, file: int, memory: memoryview, keep: object) -> None:
         """The next bytes of an upload, from memory of this process that ``keep`` keeps alive."""
@@ -167,14 +162,14 @@ class Courier:
 
     def leave(
         self, job: int, after: Sequence[int], folders: Sequence[str], small: Sequence[tuple[str, bytes]],
-        store: int | None = None,
+        store: Store | None = None,
     ) -> None:  # fmt: skip
         """Once the files ``after`` are durable: their folders too, then small files, one after the other.
 
         In a ``store``, ``small`` has keys instead of paths.
         """
         files = [self._files[file] for file in after]
-        write = write_small if store is None else partial(_put_small, self._stores[store])
+        write = write_small if store is None else partial(_put_small, store)
 
         def work() -> None:
             fault = next((found for f in files if (found := _fault_of(f)) is not None), None)
@@ -398,16 +393,17 @@ def main(fd: int) -> None:
     answers = source.dup()
     answers.settimeout(None)
     courier = Courier(answer)
+    stores: dict[int, Store] = {}
     while True:
         try:
             head, data, fds = inbox.next()
         except _Gone:
             break
-        _obey(courier, head, data, fds)
+        _obey(courier, stores, head, data, fds)
     courier.close()
 
 
-def _obey(courier: Courier, head: dict[str, Any], data: list[bytes], fds: list[int]) -> None:
+def _obey(courier: Courier, stores: dict[int, Store], head: dict[str, Any], data: list[bytes], fds: list[int]) -> None:
     verb = head.pop("verb")
     if verb == "map":
         memory = None
@@ -420,16 +416,16 @@ def _obey(courier: Courier, head: dict[str, Any], data: list[bytes], fds: list[i
     elif verb == "write":
         courier.write(**head)
     elif verb == "store":
-        courier.know(head["store"], _made(**head["made"]))
+        stores[head["store"]] = _made(**head["made"])
     elif verb == "begin":
-        courier.begin(**head, header=data[0])
+        courier.begin(**{**head, "store": stores[head["store"]]}, header=data[0])
     elif verb == "give_up":
         courier.give_up(head["files"])
     elif verb == "finish":
         courier.finish(**head, header=data[0])
     elif verb == "leave":
-        paths = head.pop("paths")
-        courier.leave(**head, small=list(zip(paths, data, strict=True)))
+        paths, store = head.pop("paths"), stores.get(head.pop("store", 0))
+        courier.leave(**head, small=list(zip(paths, data, strict=True)), store=store)
     elif verb == "drop":
         courier.drop(head["files"], close=True)
 

@@ -76,22 +76,29 @@ def delete_checkpoint(path: Location) -> None:
     _delete_ours(path)
 
 
-def sweep_dead(path: Location) -> None:
-    """Delete what a save that never committed left in ``path``, unless a living save writes there."""
+def sweep_dead(path: Location) -> bool:
+    """Delete what a save that never committed left in ``path``; False if a living save may write there."""
     if storage.living(path, [f for f in storage.files_below(path) if is_leaving(f)]):
-        return
+        return False
     log.info("sweeping %s: a save that never committed", path)
     _delete_ours(path)
+    return True
 
 
-def sweep_beside(path: Location, record: Manifest) -> None:
-    """Delete leavings of dead saves beside a committed checkpoint: data files that its manifest does not name."""
+def sweep_beside(path: Location, record: Manifest) -> bool:
+    """Delete leavings of dead saves beside a committed checkpoint: data files that its manifest does not name.
+
+    False if a living save may need them.
+    """
     named = {f.path for f in record.data_files}
     strays = [f for f in storage.files_below(path) if is_leaving(f) and f not in named]
     # All or nothing: a first rank that still holds its own file may yet commit those of the others.
-    if strays and not storage.living(path, strays):
+    if strays:
+        if storage.living(path, strays):
+            return False
         storage.delete(*(path / f for f in strays))
         storage.delete_if_empty(path / "parts")
+    return True
 
 
 def _delete_ours(path: Location) -> None:

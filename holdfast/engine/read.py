@@ -18,7 +18,7 @@ import torch
 
 from holdfast.engine.memory import move
 from holdfast.engine.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
-from holdfast.engine.source import Descriptors, Fetched, ReadStats, Source, damaged, source_of
+from holdfast.engine.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of
 from holdfast.engine.stage import host_view
 from holdfast.engine.storage import open_to_read, read_start, size_of
 from holdfast.engine.stores.place import Location, Place
@@ -126,6 +126,7 @@ class DataFiles:
                 break
             if last or not isinstance(path, Place):  # on the way from a store a bit may flip
                 raise damaged(path, "has an altered header: its digest is not the manifest's")
+            forget(path, 0, record.header_bytes)
         try:
             return datafile.parse_header(data, size)
         except ValueError as error:

@@ -37,6 +37,7 @@ from holdfast.engine.parts import take_away
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.state import Collected, Recall, collect
+from holdfast.engine.still import Watched, check_sent, watch_all
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.write import Image, OpenFiles, Writing
 from holdfast.errors import HoldfastError, RankLost
@@ -96,6 +97,7 @@ class SaveWork:
     written_at: float = 0.0
     nbytes: int = 0
     _failed: BaseException | None = None
+    _sent: Watched = field(default_factory=list)
     _attached: dict[str, bytes] = field(default_factory=dict)
     _records: list[tuple[str, int, str]] = field(default_factory=list)
     _layout: Layout | None = None
@@ -123,6 +125,8 @@ class SaveWork:
                 check_attachment(name)
             if self.ranks.first:
                 self._attached = read_attachments(attachments)
+            if self.still and isinstance(self.folder, Place):  # summed, and sent later from where it lies
+                self._sent = watch_all(self.collected)
             if then is not None:
                 then()
 
@@ -240,6 +244,7 @@ class SaveWork:
         writing.wait_written()
         self.slots.give()
         writing.finish()
+        check_sent(self._sent)
         self.written_at = monotonic()
         self._reported = True
         return _Note(files, self._plan_key)

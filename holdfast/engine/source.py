@@ -93,6 +93,12 @@ def damaged(path: Location, what: str) -> Damaged:
     return error
 
 
+def forget(place: Place, begin: int, nbytes: int) -> None:
+    """Bytes came with a wrong sum: let them come from the store itself when they are asked for again."""
+    if isinstance(place.store, Cached):
+        place.store.forget(place.key, begin, begin + nbytes)
+
+
 _buffers = threading.local()
 
 
@@ -206,8 +212,7 @@ class _Object:
         return Fetched(view, address_of(got.data), got.data)
 
     def forget(self, begin: int, nbytes: int) -> None:
-        if isinstance(self.place.store, Cached):
-            self.place.store.forget(self.place.key, begin, begin + nbytes)
+        forget(self.place, begin, nbytes)
 
     def read(self, begin: int, memory: memoryview, address: int) -> None:
         fetched = self.fetch(begin, len(memory))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,10 @@ HOLD = 64 << 20
 
 SMALL = 1 << 20
 """Of more than that, only tensors up to this size are copied aside."""
+
+
+Watched = list[tuple[str, torch.Tensor, int]]
+"""Names and tensors, each with the number of times that it had been changed."""
 
 
 class Copying:
@@ -81,12 +86,32 @@ class Held:
     """
 
     loose: set[str]
-    watched: list[tuple[str, torch.Tensor, int]]
+    watched: Watched
     moments: Moments
 
     def changed(self) -> list[str]:
-        """Names of tensors that should have held still and were changed. Torch counts changes in place."""
-        return [name for name, tensor, version in self.watched if tensor._version != version]
+        """Names of tensors that should have held still and were changed."""
+        return changed(self.watched)
+
+
+def watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Watched:
+    """Note how often these tensors have been changed by now. Torch counts that, but for inference tensors."""
+    return [(name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
+
+
+def watch_all(state: Collected) -> Watched:
+    """`watch` every tensor of a state."""
+    inner = ((path, tensor) for path, leaf in state.per_rank.items() for tensor in leaf.tensors.values())
+    return watch([*((name, view.tensor) for name, view in _views(state)), *inner])
+
+
+def changed(watched: Watched) -> list[str]:
+    """Names of tensors that were changed since `watch`."""
+    return [name for name, tensor, version in watched if tensor._version != version]
+
+
+def _views(state: Collected) -> Iterator[tuple[str, View]]:
+    return ((name, view) for name, entry in state.entries.items() for view in entry.views)
 
 
 def hold_still(state: Collected, distrusted: set[str]) -> Held:
@@ -111,13 +136,7 @@ def hold_still(state: Collected, distrusted: set[str]) -> Held:
         left -= nbytes
         entry = state.entries[name]
         state.entries[name] = entry._replace(views=[View(view.box, _copied(view.tensor)) for view in entry.views])
-    watched = [
-        (name, view.tensor, view.tensor._version)
-        for name, entry in state.entries.items()
-        if name not in restless
-        for view in entry.views
-        if not view.tensor.is_inference()
-    ]
+    watched = watch((name, view.tensor) for name, view in _views(state) if name not in restless)
     tensors = [view.tensor for entry in state.entries.values() for view in entry.views]
     tensors += [tensor for leaf in state.per_rank.values() for tensor in leaf.tensors.values()]
     return Held(loose, watched, Moments.now(devices_of(tensors)))
@@ -134,10 +153,23 @@ def _is_still(name: str, state: Collected) -> bool:
 
 def check_still(held: Held) -> None:
     """Raise HoldfastError if a tensor changed while it was copied: then the copy may be torn."""
-    changed = held.changed()
-    if changed:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+    names = held.changed()
+    if names:
         raise HoldfastError(
-            f"{changed[0]}{more} changed while it was being copied, by something other than a step of an optimizer of "
+            f"{_first_of(names)} changed while it was being copied, by something other than a step of an optimizer of "
             "the state: call saving.wait_staged() before you change it. Later saves copy it before they return"
         )
+
+
+def check_sent(watched: Watched) -> None:
+    """Raise HoldfastError if a tensor changed while it was uploaded from where it lies: its sums may not be its own."""
+    names = changed(watched)
+    if names:
+        raise HoldfastError(
+            f"{_first_of(names)} changed during a save that training was to wait for: let no other thread train or "
+            "load until save() returns, or save beside training, with a Saver"
+        )
+
+
+def _first_of(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -140,7 +140,7 @@ class ThreadWorker:
 
     def begin(self, place: Place, header: bytes, size: int) -> int:
         file = self._futures.file()
-        self._courier.begin(file, self._know(place.store), place.key, header, size)
+        self._courier.begin(file, place.store, place.key, header, size)
         return file
 
     def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
@@ -151,15 +151,11 @@ class ThreadWorker:
     def give_up(self, files: Sequence[int]) -> None:
         self._courier.give_up(files)
 
-    def _know(self, store: Store) -> int:
-        self._courier.know(id(store), store)
-        return id(store)
-
     def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
         job, future = self._futures.new()
         store, to_sync, paths = _in_one_store(folders, small)
         data = [(path, data) for path, (_, data) in zip(paths, small, strict=True)]
-        self._courier.leave(job, after, to_sync, data, None if store is None else self._know(store))
+        self._courier.leave(job, after, to_sync, data, store)
         return future
 
     def drop(self, files: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import xxhash
@@ -114,13 +115,13 @@ class Writing:
         header = _header(image, self._save, self._rank, "0" * datafile.sums_length(image.pieces))
         path, size = self.folder / image.path, len(header) + image.nbytes
         number = None
-        if isinstance(path, Place):
-            files.paths.append(path)
-        else:
+        if isinstance(path, Path):
             fd, direct = open_to_write(path, size)
             files.paths.append(path)
             files.descriptors.append(fd)
             number = self.slot.worker.open(path, fd, direct=direct)
+        else:
+            files.paths.append(path)
         stream = _Stream(image, number, len(header), self.slot, self.copier, self._coming, progress)
         self._streams[image.path] = stream
 
@@ -149,7 +150,7 @@ class Writing:
             if not stream.sealed:
                 self._seal(stream)
 
-    def _begin(self, stream: _Stream, sums: str) -> int:
+    def _begin(self, stream: _Stream, sums: str) -> None:
         """The header of a file is known: from now on it goes to the store."""
         image = stream.image
         header = _header(image, self._save, self._rank, sums)
@@ -158,7 +159,6 @@ class Writing:
             stream.begin(self.slot.worker.begin(path, header, len(header) + image.nbytes))
         self._written[image.path] = Written(image.path, len(header) + image.nbytes, len(header), blocks.digest(header))
         self._headers[image.path] = header
-        return len(header)
 
     def _seal(self, stream: _Stream) -> None:
         image = stream.image

@@ -7,7 +7,6 @@ others are there.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from holdfast.engine import storage
 from holdfast.engine.folder import taken
 from holdfast.engine.stores.place import Place
 from holdfast.errors import StorageError, Unsupported
+from holdfast.foreign.scratch import private_folder
 from holdfast.ondisk import blocks, manifest
 
 PART = 8 << 20
@@ -30,9 +30,12 @@ MARK = ".holdfast-converting"
 
 
 def grown_at(place: Place) -> Path:
-    """The local folder or file in which a target for ``place`` grows: the same one for a call that is repeated."""
-    told = blocks.digest(str(place).encode())[:12]
-    return Path(tempfile.gettempdir()) / f"holdfast-convert-{os.getuid()}-{told}" / (place.name or "root")
+    """The local folder or file in which a target for ``place`` grows: the same one for a call that is repeated.
+
+    Nobody else can write there. Raises StorageError if that cannot be had.
+    """
+    with storage.naming(tempfile.gettempdir(), "make a folder in"):
+        return private_folder(f"convert-{blocks.digest(str(place).encode())[:12]}") / (place.name or "root")
 
 
 def check_free(place: Place, *, overwrite: bool) -> None:

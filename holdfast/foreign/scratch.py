@@ -142,7 +142,7 @@ def _lease(path: Location, wanted: Callable[[str], bool]) -> Lease:
         lease = _leases.get(key)
         if lease is None:
             with naming(path, "unpack"):
-                root = _private_root()
+                root = private_folder("scratch")
                 _sweep(root, key)
                 lease = _leases[key] = _taken(root / key, lambda folder: _unpack(path, folder, _limit(root), wanted))
         return lease
@@ -228,15 +228,15 @@ def _sweep(root: Path, but: str) -> None:
             os.close(lock)
 
 
-def _private_root() -> Path:
-    """A folder for temporary files that nobody else can write to."""
-    root = Path(tempfile.gettempdir()) / f"holdfast-scratch-{os.geteuid()}"
+def private_folder(name: str) -> Path:
+    """A folder for temporary files that nobody else can write to. Raises StorageError if somebody else made it."""
+    root = Path(tempfile.gettempdir()) / f"holdfast-{name}-{os.geteuid()}"
     with suppress(FileExistsError):
         root.mkdir(0o700)
     told = root.lstat()
     if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.geteuid() or told.st_mode & 0o077:
         raise StorageError(
-            f"{root} is not a folder that only this user can use: nothing is unpacked into it. Remove it, or set TMPDIR"
+            f"{root} is not a folder that only this user can use: nothing is written to it. Remove it, or set TMPDIR"
         )
     return root
 

@@ -20,6 +20,7 @@ import torch
 import holdfast
 from holdfast.engine import parts, storage
 from holdfast.engine.parts import commit_late
+from holdfast.engine.storage import in_use
 from holdfast.ondisk import part
 from tests import pool
 from tests.patience import wait_until
@@ -264,6 +265,14 @@ def test_two_that_commit_late_at_once_make_one_checkpoint(finished: Path, monkey
     assert any(record is not None for record in found)
     holdfast.open(finished).verify()
     assert sorted(p.name for p in finished.iterdir()) == ["a", "attachments", "b", "manifest.json", "state"]
+
+
+def test_those_who_ask_whether_a_file_is_in_use_do_not_take_each_other_for_a_save(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    with ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(lambda: any(in_use(path) for _ in range(50))) for _ in range(8)]
+        assert not any(future.result() for future in asked)
 
 
 def test_a_folder_with_nothing_in_it(tmp_path: Path) -> None:

@@ -14,8 +14,18 @@ from holdfast.engine.stores.place import Location, Place
 
 
 def patiently(path: Location, seconds: float) -> Location:
-    """The same place, where nothing is waited for longer than ``seconds`` at a time."""
-    return Place(Deadline(path.store, seconds), path.key) if isinstance(path, Place) else path
+    """The same place, where nothing is waited for longer than ``seconds`` at a time, whatever limit it had before."""
+    if not isinstance(path, Place):
+        return path
+    store = path.store.store if isinstance(path.store, Deadline) else path.store
+    return Place(Deadline(store, seconds), path.key)
+
+
+def bounded(path: Location, seconds: float) -> Location:
+    """The same place, where nothing is waited for without end: ``seconds`` at a time, unless it has a limit already."""
+    if isinstance(path, Place) and not isinstance(path.store, (Deadline, Cached)):
+        return patiently(path, seconds)
+    return path
 
 
 def hedged(path: Location) -> Location:

@@ -90,6 +90,8 @@ class Place:
 
     def relative_to(self, above: Place) -> PurePosixPath:
         """The way from ``above`` to here. Raises ValueError if this does not lie below it."""
+        if self.store.url != above.store.url:
+            raise ValueError(f"{self} does not lie below {above}: it is in another store")
         return PurePosixPath(self.key).relative_to(above.key)
 
     # What the store knows
@@ -109,7 +111,7 @@ class Place:
         return False
 
     def stat(self) -> os.stat_result:
-        """Mode, size and time as of a file on disk. Raises FileNotFoundError."""
+        """Kind and size as of a file on disk; no time, which not every store tells. Raises FileNotFoundError."""
         nbytes = self.store.size(self.key) if self.key else None
         if nbytes is not None:
             return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, nbytes, 0, 0, 0))
