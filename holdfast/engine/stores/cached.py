@@ -17,6 +17,7 @@ from pathlib import Path
 
 from holdfast.engine.stores.eviction import CacheFolder
 from holdfast.engine.stores.extents import EXTENT, PAGE, PAGES, DiskFault, Extent, Run, Version, runs
+from holdfast.engine.stores.passing import Passing
 from holdfast.engine.stores.store import Entry, Got, Listing, Store
 from holdfast.errors import StorageError
 from holdfast.events import log
@@ -40,7 +41,7 @@ SMALL = 1 << 20
 """Files of other formats are cached from so many bytes on."""
 
 
-class Cached:
+class Cached(Passing):
     """``store`` with a cache in ``folder`` on local disk, which other stores and any number of processes may share.
 
     What is read of data files of ours, which never change, is kept in pages of 64 KiB: exactly one process fetches
@@ -58,7 +59,7 @@ class Cached:
     ) -> None:
         if limit is not None and limit < 2 * EXTENT:
             raise ValueError(f"a cache of {limit} bytes is too small to be of use: give {2 * EXTENT} at least")
-        self.store = store
+        super().__init__(store)
         self.fetched = 0
         """Bytes of files that came from the store."""
         self.served = 0
@@ -71,22 +72,12 @@ class Cached:
         self._told = False
         self._lock = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        return self.store.url
-
     # What passes through
 
     def list(self, prefix: str, *, deep: bool) -> Listing:
         found = self.store.list(prefix, deep=deep)
         self._listed.update((entry.key, f"{entry.nbytes} {entry.modified!r}") for entry in found.files if _large(entry))
         return found
-
-    def size(self, key: str) -> int | None:
-        return self.store.size(key)
-
-    def create(self, key: str, data: bytes) -> bool:
-        return self.store.create(key, data)
 
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
         self.store.put(key, chunks, nbytes)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from time import monotonic
 
 from holdfast.engine.stores.aside import aside
+from holdfast.engine.stores.passing import Passing
 from holdfast.engine.stores.retrying import is_transient
-from holdfast.engine.stores.store import Buffer, Got, Listing, Store
+from holdfast.engine.stores.store import Got, Store
 from holdfast.events import log
 
 KNOWN = 8
@@ -30,7 +31,7 @@ ABANDONED = 16
 """Stragglers that may be under way, each in a thread of its own, before there are no more hedges."""
 
 
-class Hedged:
+class Hedged(Passing):
     """The same `Store`, whose `get` is asked for twice if the answer takes long, and the first answer is taken.
 
     Long is ``factor`` times the 95th percentile of recent gets of about this size (within a factor of two), and at
@@ -39,22 +40,12 @@ class Hedged:
     """
 
     def __init__(self, store: Store, *, factor: float = 3.0, least: float = 0.5, share: float = 0.05) -> None:
-        self.store = store
+        super().__init__(store)
         self._factor, self._least, self._share = factor, least, share
         self.hedges = self.wasted = 0
         self._gets = self._stragglers = 0
         self._seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=RECENT))
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return self.store.url
-
-    def list(self, prefix: str, *, deep: bool) -> Listing:
-        return self.store.list(prefix, deep=deep)
-
-    def size(self, key: str) -> int | None:
-        return self.store.size(key)
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
         size_class = -1 if end is None else max(end - begin, 0).bit_length()
@@ -77,15 +68,6 @@ class Hedged:
             return first.result()
         log.debug("get of %s/%s takes longer than %.2f s: asked for again", self.url, key, patience)
         return self._faster([first, aside(ask, "get")])
-
-    def create(self, key: str, data: bytes) -> bool:
-        return self.store.create(key, data)
-
-    def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
-        self.store.put(key, chunks, nbytes)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self.store.delete(keys)
 
     def _patience(self, size_class: int) -> float | None:
         """Seconds after which a get of this size has taken long; None if it is not known."""

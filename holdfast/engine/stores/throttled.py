@@ -6,17 +6,18 @@ Put around a store by whoever copies in the background. Never delays listings, s
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from time import monotonic, sleep
 
 from holdfast.engine.stores.chunks import taken
-from holdfast.engine.stores.store import Buffer, Got, Listing, Store
+from holdfast.engine.stores.passing import Passing
+from holdfast.engine.stores.store import Buffer, Got, Store
 
 BURST = 0.1
 """Seconds of the rate that may go at once, after a pause; and the slices in which threads take turns."""
 
 
-class Throttled:
+class Throttled(Passing):
     """The same `Store`, whose `get` and `put` together move at most ``bytes_per_second`` on average.
 
     A token bucket: threads take turns in small slices, so that a large file does not keep a small one waiting. A
@@ -26,35 +27,19 @@ class Throttled:
     def __init__(self, store: Store, bytes_per_second: float) -> None:
         if not bytes_per_second > 0:
             raise ValueError(f"bytes_per_second must be more than 0, not {bytes_per_second}")
-        self.store = store
+        super().__init__(store)
         self._rate = float(bytes_per_second)
         self._slice = max(int(self._rate * BURST), 1)
         self._paid_until = 0.0  # by the clock of `monotonic`: before it the line is taken
         self._lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return self.store.url
-
-    def list(self, prefix: str, *, deep: bool) -> Listing:
-        return self.store.list(prefix, deep=deep)
-
-    def size(self, key: str) -> int | None:
-        return self.store.size(key)
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
         got = self.store.get(key, begin, end)
         self._pay(memoryview(got.data).nbytes)
         return got
 
-    def create(self, key: str, data: bytes) -> bool:
-        return self.store.create(key, data)
-
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
         self.store.put(key, taken(chunks, self._take), nbytes)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self.store.delete(keys)
 
     def _take(self, chunks: Iterator[Buffer]) -> Buffer:
         chunk = next(chunks)
