@@ -54,6 +54,12 @@ def judge(rows: Rows, reshardings: list[tuple[int, int]]) -> list[Bar]:
         Bar("save, CPU seconds over those of the thriftiest peer", _cpu_share(rows), most=1.0),
         faster("cold load, share of the raw read rate", COLD, RAW, 0.85),
         faster("cold load, as many times as fast as DCP", COLD, "torch DCP", 1.0),
+        Bar(
+            "cold load of DCP's own checkpoint, as many times as fast as DCP",
+            rows.ratio(COLD, "torch DCP", "DCP's, by holdfast"),
+            rows.ratio(COLD, "torch DCP", "DCP's, by holdfast", best=True),
+            least=1.0,
+        ),
     ]
     for saved, loaded in reshardings:
         row = rows.find(resharding(saved, loaded), "holdfast")

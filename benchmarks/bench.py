@@ -31,7 +31,7 @@ from benchmarks.jobs import LoadCost
 from benchmarks.pool import JobFailed, Pool
 from benchmarks.rows import RAW, RAW_HUGE, Row, Rows
 from benchmarks.states import Sharded, Small, Spec
-from benchmarks.systems import SYSTEMS
+from benchmarks.systems import SAVERS, SYSTEMS
 
 RESHARDINGS = [(1, 4), (3, 4), (4, 2)]
 RANKS = 2
@@ -135,8 +135,9 @@ class Bench:
                     self.measure(row, ranks, jobs.load, name, folder)
 
     def last(self, name: str) -> Path:
-        """Where the latest save of a system lies."""
-        return self.work / name.replace(" ", "-")
+        """Where the latest save of a system lies, or that of the system whose checkpoints it loads."""
+        system = SYSTEMS.get(name)
+        return self.work / (system.of if system and system.of else name).replace(" ", "-")
 
     def clear(self) -> None:
         """Delete all that was saved."""
@@ -153,17 +154,18 @@ class Bench:
 
 def measure_all(bench: Bench, scale: Scale) -> None:
     """Every work of the bench."""
-    everyone, systems = [*RAWS, *SYSTEMS], list(SYSTEMS)
-    bench.saves(SAVE, RANKS, scale.state, everyone, scale.saves, disk=True)
-    bench.loads(COLD, RANKS, scale.state, everyone, scale.loads, cold=True)
+    systems = list(SYSTEMS)
+    bench.saves(SAVE, RANKS, scale.state, [*RAWS, *SAVERS], scale.saves, disk=True)
+    bench.loads(COLD, RANKS, scale.state, [*RAWS, *SYSTEMS], scale.loads, cold=True)
     bench.loads(WARM, RANKS, scale.state, systems, scale.loads, cold=False)
     bench.clear()
     resharders = [name for name, system in SYSTEMS.items() if system.reshards]
     for saved, loaded in RESHARDINGS:
-        bench.saves(f"{resharding(saved, loaded)}: the save", saved, scale.state, resharders, 1)
+        savers = [name for name in resharders if name in SAVERS]
+        bench.saves(f"{resharding(saved, loaded)}: the save", saved, scale.state, savers, 1)
         bench.loads(resharding(saved, loaded), loaded, scale.state, resharders, scale.reshards, cold=True)
         bench.clear()
-    bench.saves(SMALL_SAVE, 1, scale.small, systems, scale.smalls, disk=True)
+    bench.saves(SMALL_SAVE, 1, scale.small, SAVERS, scale.smalls, disk=True)
     bench.loads(SMALL_LOAD, 1, scale.small, systems, scale.smalls, cold=False)
 
 

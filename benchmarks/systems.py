@@ -31,13 +31,17 @@ class Told:
 
 @dataclass(frozen=True)
 class System:
-    """``reshards``: whether it can load on another number of ranks. ``mapped``: it reads by mmap, unseen by rchar."""
+    """``reshards``: whether it can load on another number of ranks. ``mapped``: it reads by mmap, unseen by rchar.
+
+    ``of``: the system whose checkpoints it loads, where it saves none itself.
+    """
 
     name: str
     save: Callable[[State, Path, int], None]
     load: Callable[[State, Path, int], Told | None]
     reshards: bool = False
     mapped: bool = False
+    of: str = ""
 
 
 def _save_holdfast(state: State, folder: Path, rank: int) -> None:
@@ -97,6 +101,8 @@ def _sync(path: Path) -> None:
 
 HOLDFAST = System("holdfast", _save_holdfast, _load_holdfast, reshards=True)
 DCP = System("torch DCP", _save_dcp, _load_dcp, reshards=True)
+DCP_BY_HOLDFAST = System("DCP's, by holdfast", _save_dcp, _load_holdfast, reshards=True, of=DCP.name)
 TORCH_SAVE = System("torch.save", _save_torch, _load_torch)
 SAFETENSORS = System("safetensors", _save_safetensors, _load_safetensors, mapped=True)
-SYSTEMS = {system.name: system for system in (HOLDFAST, DCP, TORCH_SAVE, SAFETENSORS)}
+SYSTEMS = {system.name: system for system in (HOLDFAST, DCP, DCP_BY_HOLDFAST, TORCH_SAVE, SAFETENSORS)}
+SAVERS = [system.name for system in SYSTEMS.values() if not system.of]
