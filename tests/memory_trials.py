@@ -73,10 +73,10 @@ def in_a_fork(case: Callable[[], dict[str, int]]) -> dict[str, int]:
     return dict(json.loads(text or '{"failed": 1}'))
 
 
-def load(where: Any, kind: str, verify: Any) -> dict[str, int]:
+def load(where: Any, kind: str, verify: Any, **options: Any) -> dict[str, int]:
     state = {"model": tensors(LOADS[kind])}
     peak = figure("VmHWM")
-    loaded = holdfast.load(where, state, cast="cast" in kind, verify=verify)
+    loaded = holdfast.load(where, state, cast="cast" in kind, verify=verify, **options)
     above = figure("VmHWM") - peak
     for value in state["model"].values():
         tensor = value.tensor if isinstance(value, holdfast.Shard) else value
@@ -101,6 +101,12 @@ def convert(where: Path, target: Path, **options: Any) -> dict[str, int]:
     return {"above": figure("VmHWM") - peak}
 
 
+def opened(where: Path) -> dict[str, int]:
+    peak = figure("VmHWM")
+    holdfast.open(where)
+    return {"above": figure("VmHWM") - peak}
+
+
 def half(model: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
     """The columns of one rank of two."""
     width = COLUMNS // 2
@@ -114,10 +120,14 @@ def verify(where: Path) -> dict[str, int]:
     return {"above": figure("VmHWM") - peak}
 
 
-def save(where: Path) -> dict[str, int]:
-    state = {"model": tensors(lambda: full(ROWS, COLUMNS).t())}
+def save(where: Any, make: Callable[[], torch.Tensor], **background: Any) -> dict[str, int]:
+    state = {"model": tensors(make)}
     peak = figure("VmHWM")
-    holdfast.save(state, where)
+    if background:
+        with holdfast.Saver(**background) as saver:
+            saver.save(state, where).wait()
+    else:
+        holdfast.save(state, where)
     return {"above": figure("VmHWM") - peak}
 
 
@@ -142,8 +152,11 @@ def main(folder: Path) -> None:
     for kind in ("plain", "cast down"):
         cases[f"load {kind} store"] = partial(load, store, kind, True)
         cases[f"load {kind} torch"] = partial(load, folder / "c.pt", kind, True)
+    cases["cached load"] = partial(load, store, "plain", True, cache=folder / "cache")
+    cases["cached load again"] = partial(load, store, "plain", True, cache=folder / "cache")
     cases["load plain resharded"] = partial(load, folder / "cells", "plain", "blocks")
     cases["load columns cast resharded"] = partial(load, folder / "cells", "columns cast", "blocks")
+    cases["open"] = partial(opened, folder / "c")
     cases["state_dict read"] = partial(state_dict, folder / "c")
     cases["state_dict mmap"] = partial(state_dict, folder / "c", mmap=True)
     cases["state_dict mmap unverified"] = partial(state_dict, folder / "c", mmap=True, verify=False)
@@ -152,7 +165,12 @@ def main(folder: Path) -> None:
     cases["convert dcp"] = partial(convert, folder / "c.pt", folder / "dcp", to="dcp")
     cases["convert holdfast"] = partial(convert, folder / "c.pt", folder / "ours")
     cases["unshard"] = partial(convert, folder / "cells", folder / "whole")
-    cases["save"] = partial(save, folder / "saved")
+    plain, transposed = LOADS["plain"], LOADS["transposed"]
+    cases["save"] = partial(save, folder / "saved", plain)
+    cases["save transposed"] = partial(save, folder / "saved.t", transposed)
+    cases["save store"] = partial(save, Place(Local(folder), "put"), plain)
+    cases["save background"] = partial(save, folder / "behind", plain, worker="process")
+    cases["save background limited"] = partial(save, folder / "lim", plain, worker="process", memory_limit=64 << 20)
     cases["verify"] = partial(verify, folder / "c")
     for name, case in cases.items():
         sys.stdout.write(json.dumps({"case": name, **in_a_fork(case)}) + "\n")
