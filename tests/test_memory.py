@@ -63,7 +63,7 @@ def test_a_cache_on_disk_takes_no_more_than_each_answer_twice(figures: dict[str,
 @pytest.mark.parametrize(
     ("what", "most"),
     [
-        ("convert torch", 128), ("convert dcp", 128), ("convert holdfast", 128), ("unshard", 200), ("verify", LOCAL >> 20),
+        ("convert torch", 128), ("convert dcp", 128), ("convert holdfast", 128), ("unshard", 200), ("verify", 96),
         ("open", 8), ("save", 96), ("save transposed", 160), ("save store", 96), ("save background", 288),
         ("save background limited", 96),
     ],
