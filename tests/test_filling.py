@@ -105,6 +105,10 @@ def test_every_misfit_is_listed_and_nothing_changed(saved: Path) -> None:
         holdfast.open(saved).state_dict("model/n", into={"model": {"n": 3}})
     with pytest.raises(holdfast.Unsupported, match="meta"):
         holdfast.open(saved).state_dict("model/w", into={"model/w": torch.empty(300, 70, device="meta")})
+    with pytest.raises(holdfast.Unsupported, match="expanded"):
+        holdfast.open(saved).read("model/w", into=torch.zeros(70).expand(300, 70))
+    with pytest.raises(holdfast.Unsupported, match=r"DTensor: holdfast\.load fills those"):
+        holdfast.open(saved).read("model/w", into=type("DTensor", (torch.Tensor,), {})(300, 70))
     with pytest.raises(ValueError, match="mmap"):
         holdfast.open(saved).state_dict(into={}, mmap=True)
 
