@@ -252,6 +252,28 @@ def test_what_lies_in_a_store_is_read(saved: Path, state: dict[str, Any], caplog
     assert equal(found, state) and count == 0 and read == 10
 
 
+def test_what_cannot_be_mapped_is_read(
+    saved: Path,
+    state: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Numbers that do not begin at a multiple of their size, and files on a file system that maps none."""
+    head = (
+        b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"n":{"dtype":"U8","shape":[2],"data_offsets":[8,10]}}'
+    )
+    head += b" " * (1 - len(head) % 2)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes([0, 0, 128, 63, 0, 0, 0, 64, 5, 6]))
+    found, count, read = mapped(caplog, holdfast.open(path))
+    assert (count, read) == (1, 1)
+    assert found["model"]["w"].tolist() == [1, 2] and found["model"]["n"].tolist() == [5, 6]
+    monkeypatch.setattr("holdfast.engine.mapped._mapping", lambda path: None)
+    found, count, _ = mapped(caplog, holdfast.open(saved))
+    assert count == 0 and equal(found, state)
+
+
 def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
     """A sparse file of a terabyte: whatever reserved memory for it, or read it, could not."""
     path, elements = tmp_path / "model.safetensors", 1 << 38

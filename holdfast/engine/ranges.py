@@ -130,7 +130,7 @@ def rounds_up(shares: Iterable[Share], verify: Verify, needed: int) -> bool:
         return verify == "blocks"
     extra = 0
     for share in shares:
-        if share.cell is share.box or share.cell == share.box:
+        if share.cell is share.box or share.cell == share.box or not share.sums:
             continue
         spans = spans_of(share)
         low, high = spans.first // BLOCK * BLOCK, min(-(-spans.end // BLOCK) * BLOCK, share.piece.nbytes)
@@ -151,7 +151,7 @@ def ranges_of(share: Share, verify: Verify, *, round_up: bool, gap: int = GAP) -
     address = share.view.data_ptr() if _in_place(share) else None
     if spans.nbytes == piece.nbytes <= BLOCK and spans.solid and address is not None:  # a small tensor, whole
         yield Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address)
-    elif round_up and verify:
+    elif round_up and sums:  # without sums there is nothing to prove
         yield from _whole_blocks(share, spans, sums, address)
     elif address is None and spans.solid and spans.outer and spans.nbytes < DIRECT_FROM:
         yield from _packed(share, spans, sums)
@@ -211,7 +211,7 @@ def _whole_blocks(share: Share, spans: Spans, sums: Sequence[str], address: int 
         for block in range(start // BLOCK, (end - 1) // BLOCK + 1):
             low, high = block * BLOCK, min((block + 1) * BLOCK, piece.nbytes)
             begin, stop = max(start, low), min(end, high)
-            known = sums[block] if sums else None
+            known = sums[block]
             if address is not None and spans.solid and (not spans.outer or (begin, stop) == (low, high)):
                 there = address + begin - start
                 yield Range(piece.begin + low, high - low, known, piece.key, stop - begin, begin - low, there)
