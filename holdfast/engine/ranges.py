@@ -1,22 +1,22 @@
 """Which byte ranges of a data file bring what is wanted of it, and where each byte goes.
 
-`read` asks here and then only reads. Touches no file; the only memory it makes are host copies for views that cannot
-be read into.
+`read` asks here and then only reads. Touches no file; the only memory it makes are the small windows in which short
+runs meet that go to a view which cannot be read into.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
 
-from holdfast.engine.stage import as_integers, is_plain_memory
+from holdfast.engine.landing import Landing
+from holdfast.engine.stage import is_plain_memory
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import BLOCK
-from holdfast.ondisk.box import Box, relative, runs, whole
+from holdfast.ondisk.box import Box, flat_boxes, intersect, relative
 from holdfast.ondisk.datafile import Piece
 
 SPAN = 8 << 20
@@ -30,6 +30,9 @@ DIRECT_FROM = 256 << 10
 
 SLACK = 0.04
 """By default a block wanted in part is read whole, to be verified, while all such extra stays below this share."""
+
+PACKED, PACKED_RUNS = 1 << 20, 4096
+"""Bytes and runs of one window in which short runs meet on their way to a view that cannot be read into."""
 
 Verify = bool | Literal["blocks"]
 """How much to check: see `read_boxes`."""
@@ -47,81 +50,78 @@ class Share(NamedTuple):
     dtype: str
 
 
-@dataclass(slots=True)
-class Landing:
-    """A host copy on its way to a view that cannot be read into; delivered once all its ranges have come."""
-
-    host: torch.Tensor
-    view: torch.Tensor
-    left: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def arrived(self) -> None:
-        with self.lock:
-            self.left -= 1
-            last = self.left == 0
-        if last:
-            deliver(self.host, self.view)
-
-
 class Range(NamedTuple):
-    """Bytes ``begin:begin + nbytes`` of a file; from each, (start, address, length) are wanted at an address.
+    """Bytes ``begin:begin + nbytes`` of a file, of which ``wanted`` are wanted.
 
-    ``sum`` is set if the range is one whole block. ``key`` names the piece for errors.
+    They go one after the other, from byte ``start`` of the range on, to an ``address``; or they lie scattered in the
+    range and go to the view of a ``share``. ``sum`` is set if the range is one whole block. ``key`` names the piece
+    for errors. ``landing`` waits for what goes to an address of its own.
     """
 
     begin: int
     nbytes: int
     sum: str | None
     key: str
-    parts: tuple[tuple[int, int, int], ...]
-    landing: Landing | None
+    wanted: int = 0
+    start: int = 0
+    address: int = 0
+    landing: Landing | None = None
+    share: Share | None = None
+
+
+class Spans(NamedTuple):
+    """Stretches of a piece, in bytes, with nothing wanted between them; ``solid`` if all is wanted in them."""
+
+    nbytes: int
+    solid: bool
+    first: int
+    outer: tuple[tuple[int, int], ...]  # how often, how far apart, from the outermost axis on
 
     @property
-    def wanted(self) -> int:
-        """Bytes of it that somebody wants."""
-        return sum(length for _, _, length in self.parts)
+    def end(self) -> int:
+        """Where the last of them ends."""
+        return self.first + sum((n - 1) * pitch for n, pitch in self.outer) + self.nbytes
+
+    def starts(self) -> Iterator[int]:
+        """Where they begin: one at a time, for a narrow slice of a tall tensor has millions."""
+        return _starts(self.first, self.outer)
 
 
-def deliver(host: torch.Tensor, view: torch.Tensor) -> None:
-    """Copy a host tensor into any view of the same shape, casting if the types differ."""
-    if host.dtype == view.dtype and not view.is_neg() and not view.is_conj():
-        host, view = as_integers(host), as_integers(view)
-    view.copy_(host)
-
-
-def _slabs(share: Share) -> Iterator[Share]:
-    """A share that needs a host copy, cut along its first axes so that no copy is larger than a span."""
-    size = share.box.size * dtypes.itemsize(share.dtype)
-    if size <= 2 * SPAN or not share.box.lengths or max(share.box.lengths) == 1:
-        yield share
+def _starts(at: int, outer: tuple[tuple[int, int], ...]) -> Iterator[int]:
+    if not outer:
+        yield at
         return
-    dim = next(d for d, n in enumerate(share.box.lengths) if n > 1)
-    length = share.box.lengths[dim]
-    rows = max(1, 2 * SPAN * length // size)
-    for start in range(0, length, rows):
-        count = min(rows, length - start)
-        offsets, lengths = list(share.box.offsets), list(share.box.lengths)
-        offsets[dim], lengths[dim] = offsets[dim] + start, count
-        part = share._replace(box=Box(tuple(offsets), tuple(lengths)), view=share.view.narrow(dim, start, count))
-        if count == 1:
-            yield from _slabs(part)
+    count, pitch = outer[0]
+    for i in range(count):
+        if len(outer) == 1:
+            yield at + i * pitch
         else:
-            yield part
+            yield from _starts(at + i * pitch, outer[1:])
+
+
+def spans_of(share: Share, gap: int = GAP) -> Spans:
+    """What the share takes from its piece; what lies no more than ``gap`` bytes apart is one span."""
+    if share.cell is share.box or share.cell == share.box:
+        return Spans(share.piece.nbytes, True, 0, ())
+    size = dtypes.itemsize(share.dtype)
+    inner = relative(share.box, share.cell)
+    pitch, first, extent, solid = size, 0, size, True
+    outer: list[tuple[int, int]] = []
+    for offset, length, n in zip(*map(reversed, (*inner, share.cell.lengths)), strict=True):
+        first += offset * pitch
+        if length > 1:
+            if outer or pitch - extent > gap:
+                outer.append((length, pitch))
+            else:
+                solid = solid and pitch == extent
+                extent += (length - 1) * pitch
+        pitch *= n
+    return Spans(extent, solid, first, tuple(reversed(outer)))
 
 
 def _in_place(share: Share) -> bool:
     view = share.view
     return view.device.type == "cpu" and dtypes.name_of(view.dtype) == share.dtype and is_plain_memory(view)
-
-
-def _byte_runs(share: Share) -> tuple[int, list[int]]:
-    """Length and starts, in bytes of the piece, of what the share takes from it."""
-    if share.cell is share.box or share.cell == share.box:
-        return share.piece.nbytes, [0]
-    size = dtypes.itemsize(share.dtype)
-    run, starts = runs(whole(share.cell.lengths), relative(share.box, share.cell))
-    return run * size, [s * size for s in starts]
 
 
 def rounds_up(shares: Iterable[Share], verify: Verify, needed: int) -> bool:
@@ -130,71 +130,95 @@ def rounds_up(shares: Iterable[Share], verify: Verify, needed: int) -> bool:
         return verify == "blocks"
     extra = 0
     for share in shares:
-        if share.cell == share.box:
+        if share.cell is share.box or share.cell == share.box or not share.sums:
             continue
-        run, starts = _byte_runs(share)
-        first, last = starts[0] // BLOCK, (starts[-1] + run - 1) // BLOCK
-        extra += min((last + 1) * BLOCK, share.piece.nbytes) - first * BLOCK - run * len(starts)
+        spans = spans_of(share)
+        low, high = spans.first // BLOCK * BLOCK, min(-(-spans.end // BLOCK) * BLOCK, share.piece.nbytes)
+        # What lies between neighbours is read in any case.
+        taken = share.box.size * dtypes.itemsize(share.dtype) if spans.outer else spans.nbytes
+        extra += high - low - taken
         if extra > SLACK * needed:
             return False
     return True
 
 
-def ranges_of(share: Share, verify: Verify, *, round_up: bool) -> Iterator[Range]:
-    """The ranges that bring one share; those that are whole blocks carry their sum. Host copies are made on the way."""
+def ranges_of(share: Share, verify: Verify, *, round_up: bool, gap: int = GAP) -> Iterator[Range]:
+    """The ranges that bring one share, in the order of the file; those that are whole blocks carry their sum."""
     if not share.box.size:
         return
-    if _in_place(share):
-        yield from _ranges_to(share, share.view.data_ptr(), None, verify, round_up=round_up)
-        return
-    for slab in _slabs(share):
-        host = torch.empty(slab.box.lengths, dtype=dtypes.torch_dtype(slab.dtype))
-        landing = Landing(host, slab.view, 0)
-        found = list(_ranges_to(slab, host.data_ptr(), landing, verify, round_up=round_up))
+    piece, sums = share.piece, share.sums if verify else ()
+    spans = spans_of(share, gap)
+    address = share.view.data_ptr() if _in_place(share) else None
+    if spans.nbytes == piece.nbytes <= BLOCK and spans.solid and address is not None:  # a small tensor, whole
+        yield Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address)
+    elif round_up and sums:  # without sums there is nothing to prove
+        yield from _whole_blocks(share, spans, sums, address)
+    elif address is None and spans.solid and spans.outer and spans.nbytes < DIRECT_FROM:
+        yield from _packed(share, spans, sums)
+    else:
+        for start in spans.starts():
+            yield from _cut(share, start, spans, sums, address)
+            address = address if address is None else address + spans.nbytes
+
+
+def _cut(
+    share: Share, start: int, spans: Spans, sums: Sequence[str], address: int | None, landing: Landing | None = None
+) -> Iterator[Range]:
+    """One span cut at block borders; a block taken whole carries its sum."""
+    piece, end = share.piece, start + spans.nbytes
+    at = start
+    while at < end:
+        block = at // BLOCK
+        low, high = block * BLOCK, min((block + 1) * BLOCK, piece.nbytes)
+        stop = min(end, high)
+        known = sums[block] if sums and at == low and stop == high else None
+        if address is not None and spans.solid:
+            there = address + at - start
+            yield Range(piece.begin + at, stop - at, known, piece.key, stop - at, 0, there, landing)
+        else:
+            yield _scattered(share, at, stop, known)
+        at = stop
+
+
+def _scattered(share: Share, low: int, high: int, known: str | None) -> Range:
+    wanted = high - low
+    if share.cell != share.box:
+        size, inner = dtypes.itemsize(share.dtype), relative(share.box, share.cell)
+        parts = (intersect(box, inner) for box in flat_boxes(share.cell.lengths, low // size, high // size))
+        wanted = size * sum(part.size for part in parts if part is not None)
+    return Range(share.piece.begin + low, high - low, known, share.piece.key, wanted, share=share)
+
+
+def _packed(share: Share, spans: Spans, sums: Sequence[str]) -> Iterator[Range]:
+    """Short runs far apart that cannot be read to where they go: together, for to hand over each costs more."""
+    starts, first = spans.starts(), 0
+    most = max(1, min(PACKED // spans.nbytes, PACKED_RUNS))
+    while some := [*islice(starts, most)]:
+        landing = Landing(first, len(some) * spans.nbytes, share.box.lengths, share.view, share.dtype)
+        found: list[Range] = []
+        for i, start in enumerate(some):
+            found += _cut(share, start, spans, sums, landing.address + i * spans.nbytes, landing)
         landing.left = len(found)
+        first += landing.nbytes
         yield from found
 
 
-def _ranges_to(
-    share: Share, address: int, landing: Landing | None, verify: Verify, *, round_up: bool
-) -> Iterator[Range]:
-    """Cut what a share takes at block borders; a block taken whole (or rounded up to whole) carries its sum."""
-    piece, sums = share.piece, share.sums
-    run, starts = _byte_runs(share)
-    if len(starts) == 1 and run == piece.nbytes <= BLOCK:  # a small tensor, whole
-        yield Range(piece.begin, run, sums[0] if verify and sums else None, piece.key, ((0, address, run),), landing)
-        return
-    if round_up and verify:
-        yield from _whole_blocks(share, run, starts, address, landing)
-        return
-    for start in starts:
-        at = start
-        while at < start + run:
-            block = at // BLOCK
+def _whole_blocks(share: Share, spans: Spans, sums: Sequence[str], address: int | None) -> Iterator[Range]:
+    """Every block of which anything is wanted, whole and once, however many spans meet in it."""
+    piece, last = share.piece, -1
+    for start in spans.starts():
+        end = start + spans.nbytes
+        for block in range(start // BLOCK, (end - 1) // BLOCK + 1):
             low, high = block * BLOCK, min((block + 1) * BLOCK, piece.nbytes)
-            stop = min(start + run, high)
-            full = at == low and stop == high and bool(verify) and bool(sums)
-            parts = ((0, address, stop - at),)
-            yield Range(piece.begin + at, stop - at, sums[block] if full else None, piece.key, parts, landing)
-            address += stop - at
-            at = stop
-
-
-def _whole_blocks(share: Share, run: int, starts: list[int], address: int, landing: Landing | None) -> Iterator[Range]:
-    piece, sums = share.piece, share.sums
-    parts: dict[int, list[tuple[int, int, int]]] = {}
-    for start in starts:
-        at = start
-        while at < start + run:
-            block = at // BLOCK
-            stop = min(start + run, (block + 1) * BLOCK)
-            parts.setdefault(block, []).append((at - block * BLOCK, address, stop - at))
-            address += stop - at
-            at = stop
-    for block, found in parts.items():
-        low, high = block * BLOCK, min((block + 1) * BLOCK, piece.nbytes)
-        known = sums[block] if sums else None
-        yield Range(piece.begin + low, high - low, known, piece.key, tuple(found), landing)
+            begin, stop = max(start, low), min(end, high)
+            known = sums[block]
+            if address is not None and spans.solid and (not spans.outer or (begin, stop) == (low, high)):
+                there = address + begin - start
+                yield Range(piece.begin + low, high - low, known, piece.key, stop - begin, begin - low, there)
+            elif block != last:
+                last = block
+                yield _scattered(share, low, high, known)
+        address = address if address is None else address + spans.nbytes
 
 
 def jobs_of(ranges: Iterable[Range], *, gap: int = GAP, straight: bool = True) -> Iterator[list[Range]]:
@@ -214,4 +238,4 @@ def jobs_of(ranges: Iterable[Range], *, gap: int = GAP, straight: bool = True) -
 
 def is_straight(r: Range) -> bool:
     """Whether a range is read into its destination without a buffer."""
-    return len(r.parts) == 1 and r.nbytes >= DIRECT_FROM and r.parts[0][0] == 0 and r.parts[0][2] == r.nbytes
+    return r.share is None and r.nbytes >= DIRECT_FROM and r.wanted == r.nbytes

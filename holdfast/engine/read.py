@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
+from holdfast.engine.landing import Streams, narrowed, scatter
 from holdfast.engine.memory import move
 from holdfast.engine.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.engine.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of
@@ -42,7 +44,7 @@ ASKERS = 16
 class Wanted(NamedTuple):
     """A box of a saved tensor and the memory that takes it; ``view`` has the box's lengths as shape.
 
-    ``name`` is the saved name. A view of another dtype, on a device or scattered is filled by way of a host copy.
+    ``name`` is the saved name. A view of another dtype, on a device or scattered is filled a window at a time.
     """
 
     name: str
@@ -56,6 +58,9 @@ class Files(Protocol):
 
     def path(self, index: int) -> Location:
         """The file of that number, for errors."""
+
+    def plain(self, index: int) -> Path | None:
+        """The local file whose bytes the pieces of that number are, if it is one and nothing is unpacked."""
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         """Read together what `piece` will need to know of these files."""
@@ -93,6 +98,10 @@ class DataFiles:
             own = self.folder / record.path
             self._elsewhere[index] = own if size_of(own) == record.bytes else self._beside / record.path
         return self._elsewhere[index]
+
+    def plain(self, index: int) -> Path | None:
+        path = self.path(index)
+        return None if isinstance(path, Place) else path
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         lacking = sorted(i for i in set(indices) - set(self._headers) if isinstance(self.path(i), Place))
@@ -180,6 +189,7 @@ def read_boxes(
     pending: deque[Future[None]] = deque()
     opened: deque[tuple[int, ExitStack]] = deque()  # each with the number of jobs after which it is not needed
     finished = 0
+    streams = Streams()
 
     def settle(left: int) -> None:
         nonlocal finished
@@ -196,12 +206,17 @@ def read_boxes(
             one = stack.enter_context(ExitStack())
             source = source_of(files.path(index), one.enter_context(files.opened(index)), stats)
             shares = sorted(plans[index], key=lambda share: share.piece.begin)
-            ranges = (r for share in shares for r in ranges_of(share, verify, round_up=round_up))
+            ranges = (r for share in shares for r in ranges_of(share, verify, round_up=round_up, gap=source.gap))
             for job in jobs_of(ranges, gap=source.gap, straight=source.straight):
                 if verify:
                     stats.unverified += sum(r.wanted for r in job if r.sum is None)
-                settle(4 * threads - 1)  # bounded: no more host copies alive than are being filled
-                pending.append(pool.submit(_run, source, job, progress))
+                for r in job:
+                    if r.share is not None:
+                        streams.note(r.share.view.device)
+                    elif r.landing is not None:
+                        streams.note(r.landing.device)
+                settle(4 * threads - 1)  # bounded: no more windows alive than are being filled
+                pending.append(pool.submit(_run, source, job, progress, streams))
             opened.append((finished + len(pending), one))
         settle(0)
     return stats
@@ -210,6 +225,15 @@ def read_boxes(
 def check_file(files: DataFiles, index: int, stats: ReadStats, progress: Callable[[int], None]) -> list[str]:
     """Read every block of a data file and compare its sum: one text for each fault. Raises Damaged for its header."""
     header = files.header(index, stats)
+    pieces = ((piece, header.sums.get(piece.key, ())) for piece in header.pieces.values())
+    return check_pieces(files, index, pieces, stats, progress)
+
+
+def check_pieces(
+    files: Files, index: int, pieces: Iterable[tuple[Piece, Sequence[str]]], stats: ReadStats,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[str]:  # fmt: skip
+    """Read every block of pieces of one file that has a sum, and compare it: one text for each fault."""
     faults: list[str] = []
 
     def check(source: Source, job: list[Range]) -> None:
@@ -225,14 +249,19 @@ def check_file(files: DataFiles, index: int, stats: ReadStats, progress: Callabl
         progress(end - begin)
 
     ranges = (
-        Range(piece.begin + n * BLOCK, min(BLOCK, piece.nbytes - n * BLOCK), total, piece.key, (), None)
-        for piece in header.pieces.values()
-        for n, total in enumerate(header.sums.get(piece.key, ()))
+        Range(piece.begin + n * BLOCK, min(BLOCK, piece.nbytes - n * BLOCK), total, piece.key)
+        for piece, sums in pieces
+        for n, total in enumerate(sums)
     )
-    with files.opened(index) as opened, ThreadPoolExecutor(threads_for(files, [index])) as pool:
+    threads = threads_for(files, [index])
+    pending: deque[Future[None]] = deque()
+    with files.opened(index) as opened, ThreadPoolExecutor(threads) as pool:
         source = source_of(files.path(index), opened, stats)
-        jobs = jobs_of(ranges, gap=source.gap, straight=source.straight)
-        for future in [pool.submit(check, source, job) for job in jobs]:
+        for job in jobs_of(ranges, gap=source.gap, straight=source.straight):
+            if len(pending) == 4 * threads:
+                pending.popleft().result()
+            pending.append(pool.submit(check, source, job))
+        for future in pending:
             future.result()
     return faults
 
@@ -252,57 +281,65 @@ def _shares(files: Files, want: Wanted, stats: ReadStats) -> Iterator[Share]:
         share = intersect(cell, box)
         if share is None:
             continue
-        view = want.view
-        for dim, (start, length) in enumerate(zip(*relative(share, box), strict=True)):
-            if length != view.shape[dim]:
-                view = view.narrow(dim, start, length)
+        view = narrowed(want.view, relative(share, box))
         yield Share(index, piece, sums, share, cell, view, record.dtype)
 
 
-def _run(source: Source, job: list[Range], progress: Callable[[int], None] | None) -> None:
+def _run(source: Source, job: list[Range], progress: Callable[[int], None] | None, streams: Streams) -> None:
     first = job[0]
     if source.straight and len(job) == 1 and is_straight(first):
-        address = first.parts[0][1]
-        memory = host_view(address, first.nbytes)
-        source.read(first.begin, memory, address)
+        memory = host_view(first.address, first.nbytes)
+        source.read(first.begin, memory, first.address)
         if not _is_right(first, memory):
             raise _altered(source.path, first)
+        _land(job, streams)
     else:
-        _gather(source, job)
-    for r in job:
-        if r.landing is not None:
-            r.landing.arrived()
+        _gather(source, job, streams)
     if progress is not None:
         progress(sum(r.wanted for r in job))
 
 
-def _gather(source: Source, job: list[Range]) -> None:
+def _land(job: list[Range], streams: Streams) -> None:
+    landings = [r.landing for r in job if r.landing is not None]
+    if landings:
+        with streams.current():
+            for landing in landings:
+                landing.arrived()
+
+
+def _gather(source: Source, job: list[Range], streams: Streams) -> None:
     """Fetch a stretch, check the blocks in it, and move what is wanted of it."""
     begin, end = job[0].begin, max(r.begin + r.nbytes for r in job)
     for left in reversed(range(source.tries)):
         fetched = source.fetch(begin, end - begin)
-        wrong = [r for r in job if not _moved(r, fetched, r.begin - begin)]
+        wrong = [r for r in job if not _moved(r, fetched, r.begin - begin, streams)]
         if not wrong:
+            _land(job, streams)
             return
         if not left:
             raise _altered(source.path, wrong[0])
         source.forget(begin, end - begin)
 
 
-def _moved(r: Range, fetched: Fetched, at: int) -> bool:
+def _moved(r: Range, fetched: Fetched, at: int, streams: Streams) -> bool:
     """Move what is wanted of a range that lies at ``at`` of what was fetched; False if its sum is wrong."""
-    if r.sum is None or len(r.parts) > 1 or r.wanted != r.nbytes:
+    if r.sum is None or r.share is not None or r.wanted != r.nbytes:
         if not _is_right(r, fetched.view[at : at + r.nbytes]):
             return False
-        for start, address, length in r.parts:
-            move(address, fetched.address + at + start, length)
+        if r.share is None:
+            move(r.address, fetched.address + at + r.start, r.wanted)
+            return True
+        share = r.share
+        inner, first = relative(share.box, share.cell), r.begin - share.piece.begin
+        with streams.current():
+            scatter(fetched.address + at, first, r.nbytes, share.cell.lengths, inner, share.view, share.dtype)
         return True
     # All of a block goes to one place: summed and moved a stride at a time, while that is in the processor's cache.
-    total, target = blocks.running_sum(), r.parts[0][1]
+    total = blocks.running_sum()
     for done in range(0, r.nbytes, STRIDE):
         n = min(STRIDE, r.nbytes - done)
         total.update(fetched.view[at + done : at + done + n])
-        move(target + done, fetched.address + at + done, n)
+        move(r.address + done, fetched.address + at + done, n)
     return bool(total.hexdigest() == r.sum)
 
 
