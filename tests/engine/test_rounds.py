@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,120 +20,13 @@ from holdfast.engine import rounds
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.tree import FAN_IN, Node, tree_of
 from holdfast.errors import HoldfastError, Mismatch, RankLost
+from tests.fleets import Counting, Dead, Deadly, Fleet, comes_to, one_text, outcomes_of
 
 LONG = 60.0
 """A deadline for rounds in which everybody comes."""
 
 SOON = 2.0
 """A deadline for rounds in which somebody is missing; for very many threads a longer one."""
-
-PATIENCE = 120.0
-"""Seconds after which a rank counts as left waiting."""
-
-
-class Dead(BaseException):
-    """What ends a rank's thread in the middle of a round: it says and does nothing more."""
-
-
-class Deadly:
-    """A rank's view of the store, in which it dies (or stops for a while) when it comes to a certain operation."""
-
-    def __init__(self, store: Any, at: Callable[[str, str], bool], pause: threading.Event | None = None) -> None:
-        self._store, self._at, self._pause = store, at, pause
-
-    def __getattr__(self, verb: str) -> Any:
-        method = getattr(self._store, verb)
-
-        def operation(key: Any, *args: Any) -> Any:
-            name = key if isinstance(key, str) else key[0] if key else ""
-            if self._at is not None and self._at(verb, name):
-                if self._pause is None:
-                    raise Dead
-                self._at = lambda verb, name: False
-                self._pause.wait(PATIENCE)
-            return method(key, *args)
-
-        return operation
-
-
-class Counting:
-    """A store that counts operations but for idle looks, and the largest message, of one rank."""
-
-    def __init__(self, store: Any) -> None:
-        self._store, self.operations, self.looks, self.largest = store, 0, 0, 0
-
-    def __getattr__(self, verb: str) -> Any:
-        method = getattr(self._store, verb)
-
-        def operation(key: Any, *args: Any) -> Any:
-            found = method(key, *args)
-            if verb == "check" and not found:
-                self.looks += 1
-            else:
-                self.operations += 1
-            messages = [*args, found] if verb != "check" else []
-            self.largest = max([self.largest, *(len(m) for m in messages if isinstance(m, bytes))])
-            return found
-
-        return operation
-
-
-@dataclass
-class Fleet:
-    """Ranks of one tree over one store, each with a thread of its own while it works."""
-
-    size: int
-    fan_in: int = FAN_IN
-    store: Any = field(default_factory=dist.HashStore)
-    ranks: list[Ranks] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ranks = [
-            Ranks(r, self.size, dist.PrefixStore("p", self.store), host=f"host{r // 8}", fan_in=self.fan_in)
-            for r in range(self.size)
-        ]
-
-    def start(self, function: Callable[[Ranks], Any], only: Iterable[int]) -> dict[int, Future[Any]]:
-        found: dict[int, Future[Any]] = {}
-        go = threading.Event()  # so that no rank is late only because its thread has to be made
-        for rank in only:
-            future = found[rank] = Future[Any]()
-            threading.Thread(target=_attempt, args=(future, go, function, self.ranks[rank]), daemon=True).start()
-        go.set()
-        return found
-
-    def all(self, function: Callable[[Ranks], Any], only: Iterable[int] | None = None) -> dict[int, Any]:
-        """What the function returned on each of these ranks, or the exception that it raised."""
-        return _outcomes(self.start(function, range(self.size) if only is None else only))
-
-    def dies(self, rank: int, verb: str, key: str) -> None:
-        """Let a rank die when it comes to this operation."""
-        self.ranks[rank].store = Deadly(self.ranks[rank].store, _comes_to(verb, key))
-
-
-def _comes_to(verb: str, key: str) -> Callable[[str, str], bool]:
-    return lambda v, k: v == verb and key in f"{k}/"
-
-
-def _attempt(future: Future[Any], go: threading.Event, function: Callable[[Ranks], Any], ranks: Ranks) -> None:
-    go.wait()
-    try:
-        future.set_result(function(ranks))
-    except BaseException as error:
-        future.set_result(error)
-
-
-def _outcomes(started: dict[int, Future[Any]]) -> dict[int, Any]:
-    _, waiting = wait(started.values(), PATIENCE)
-    assert not waiting, f"{len(waiting)} ranks were left waiting"
-    return {rank: future.result() for rank, future in started.items()}
-
-
-def one_text(found: dict[int, Any]) -> tuple[type, str]:
-    """The one class and text that all of these ranks raised."""
-    assert all(isinstance(error, Exception) for error in found.values()), found
-    assert len({(type(error), str(error)) for error in found.values()}) == 1, {str(e) for e in found.values()}
-    return next((type(error), str(error)) for error in found.values())
 
 
 def add(ranks: Ranks, label: str = "sum", deadline: float = LONG) -> int:
@@ -156,13 +45,6 @@ def a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "COMMIT_GRACE", 1.0)
     monkeypatch.setattr(rounds, "_MANY_FIRST", 2e-4)
     monkeypatch.setattr(rounds, "_MANY_LONGEST", 4e-4)
-
-
-@pytest.fixture(autouse=True)
-def small_stacks() -> Iterable[None]:
-    before = threading.stack_size(512 << 10)
-    yield
-    threading.stack_size(before)
 
 
 SIZES = [
@@ -365,11 +247,11 @@ def test_a_frozen_rank_that_wakes_reads_what_stands(slow: int) -> None:
     """It stops after its word; if it is the first one the others give the round up, else they go on without it."""
     fleet = Fleet(64, 4)
     wake = threading.Event()
-    fleet.ranks[slow].store = Deadly(fleet.ranks[slow].store, _comes_to("check", "/"), wake)
+    fleet.ranks[slow].store = Deadly(fleet.ranks[slow].store, comes_to("check", "/"), wake)
     started = fleet.start(soon, range(64))
-    found = _outcomes({rank: future for rank, future in started.items() if rank != slow})
+    found = outcomes_of({rank: future for rank, future in started.items() if rank != slow})
     wake.set()
-    late = _outcomes({slow: started[slow]})
+    late = outcomes_of({slow: started[slow]})
     if slow == 0:
         assert one_text({**found, **late})[0] is RankLost
     else:
@@ -393,7 +275,7 @@ def test_giving_up_and_hurrying_end_waits_of_a_tree() -> None:
     fleet = Fleet(64, 4)
     started = fleet.start(lambda ranks: add(ranks.lane("x")), range(60))
     fleet.ranks[5].hurry(0.2)
-    kind, text = one_text(_outcomes(started))
+    kind, text = one_text(outcomes_of(started))
     assert kind is RankLost and all(f"rank {rank} (" in text for rank in range(60, 64)) and "rank 59 (" not in text
     fleet.ranks[5].at_leisure()
     assert set(fleet.all(add).values()) == {2016}
@@ -427,9 +309,9 @@ def test_random_deaths_and_delays_leave_one_verdict(
     never = {rank for rank, (what, _) in fate.items() if what == "never"}
     late = {rank for rank, (what, _) in fate.items() if what == "late"}
     started = fleet.start(one, [rank for rank in range(size) if rank not in never])
-    found = _outcomes({rank: future for rank, future in started.items() if rank not in late})
+    found = outcomes_of({rank: future for rank, future in started.items() if rank not in late})
     wake.set()
-    found |= _outcomes({rank: started[rank] for rank in late})
+    found |= outcomes_of({rank: started[rank] for rank in late})
     found = {rank: outcome for rank, outcome in found.items() if not isinstance(outcome, Dead)}
     # A claim whose outcome never came is the one thing that may look different to those who left and those who stayed.
     told = {str(o) for o in found.values() if "gave no outcome" not in str(o)}
