@@ -298,4 +298,5 @@ def words_of(message: bytes, levels: int) -> list[Word]:
     parts = [message]
     for _ in range(levels):
         parts = [part for block in parts for part in decode(block, list[bytes])]
-    return [decode(part, Word) for part in parts]
+    distinct = {part: decode(part, Word) for part in set(parts)}  # often they are few
+    return [distinct[part] for part in parts]

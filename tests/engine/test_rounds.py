@@ -11,6 +11,7 @@ import random
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,6 +111,30 @@ def test_no_rank_does_more_than_its_share(size: int, fan_in: int) -> None:
         assert store.operations <= 12 + (tree.width + 12) * max(led, 1)
         assert store.largest <= 64 if not led else store.largest <= 64 * tree.width**led
     assert max(store.operations for store in stores) < 600
+
+
+def test_two_blocks_of_16384_ranks() -> None:
+    """The words of all other blocks lie there, joined; what the ranks of these two do is what each rank would."""
+    size, here = 16384, [*range(128), *range(640, 768)]
+    fleet = Fleet(size)
+    tree, note = tree_of(size), msgspec.msgpack.encode(bytes(range(44)))
+    words = [rounds.encode(rounds.Word(rounds.short("sum"), note)) for _ in range(128)]
+    for child in tree.children(tree.root):
+        if child.number not in (0, 5):
+            fleet.store.set(f"p/0/0/words/1.{child.number}", rounds.encode(words))
+    for rank in here:
+        fleet.ranks[rank].store = Counting(fleet.ranks[rank].store)
+        fleet.ranks[rank].hosts = ["known"] * size
+
+    def one(ranks: Ranks) -> int:
+        with ranks.call("sum", deadline=LONG) as call:
+            return call.exchange("plan", lambda: bytes(range(44)), lambda notes: sum(map(len, notes)), int)
+
+    assert set(fleet.all(one, here).values()) == {44 * size}
+    for rank in here:
+        store = fleet.ranks[rank].store
+        assert store.operations < (600 if rank == 0 else 300 if rank == 640 else 12)
+        assert store.largest <= (64 * 128 if rank in (0, 640) else 64)
 
 
 def test_the_first_failure_is_told_to_all() -> None:
