@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,6 +163,42 @@ def test_labels_are_told_in_full_only_when_they_differ() -> None:
     assert "rank 0 is at 'step 7', rank 41 is at 'step 8'" in text and "rank 42" not in text
     assert set(fleet.all(add).values()) == {2016}
     assert fleet.store.num_keys() == 0
+
+
+@pytest.mark.parametrize("kind", ["TCPStore", "FileStore"])
+def test_other_stores(kind: str, tmp_path: Path) -> None:
+    """Each rank has a client of its own; a leader dies, a rank is missing and comes late."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if kind == "TCPStore" else None
+    fleet = Fleet(18, 3)
+    for ranks in fleet.ranks:
+        if server is not None:
+            client = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+        else:
+            client = dist.FileStore(str(tmp_path / "store"), 18)
+        ranks.store = dist.PrefixStore("p", client)
+    assert set(fleet.all(add).values()) == {153}
+    kind_, text = one_text(fleet.all(soon, [rank for rank in range(18) if rank != 9]))
+    assert kind_ is RankLost and text.startswith("rank 9 (host1) never came")
+    assert one_text(fleet.all(soon, [9])) == (kind_, text)
+    kind_, text = one_text(fleet.all(lambda ranks: add(ranks, f"step {ranks.rank // 17}")))
+    assert kind_ is Mismatch and "rank 17 is at 'step 1'" in text
+    fleet.dies(3, "set", "words/1.")
+    found = fleet.all(soon)
+    assert isinstance(found.pop(3), Dead) and set(found.values()) == {153}
+
+
+@pytest.mark.parametrize("kind", ["HashStore", "TCPStore", "FileStore"])
+def test_looking_at_a_key_that_somebody_takes_away_does_not_wait(kind: str, tmp_path: Path) -> None:
+    """What `Round` relies on to read words: comparing with what no word is tells what is there, and sets nothing."""
+    stores = {
+        "HashStore": dist.HashStore,
+        "TCPStore": lambda: dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False),
+        "FileStore": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+    }
+    store = dist.PrefixStore("p", stores[kind]())
+    assert bytes(store.compare_set("key", b"?", b"?")) == b"?" and not store.check(["key"])
+    store.set("key", b"\x91\x00\xff")
+    assert bytes(store.compare_set("key", b"?", b"?")) == b"\x91\x00\xff" == bytes(store.get("key"))
 
 
 # Ranks that die
