@@ -62,15 +62,15 @@ def draft(
         producer={"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()},
         world_size=identity.world_size,
         files=[
-            [datafile.file_name(section, rank, identity.world_size, identity.save), 0, 0, ""]
-            for section, ranks in index.items()
+            [datafile.file_name(section, rank, identity.world_size, identity.save, volume), 0, 0, ""]
+            for (section, volume), ranks in index.items()
             for rank in ranks
         ],
         tensors=_records(plan, index),
         values=leaves,
         containers={**plan.containers, **containers},
         aliases=plan.aliases,
-        per_rank={path: manifest.ranges(index[names.section_of(path)].values()) for path in plan.per_rank},
+        per_rank={path: manifest.ranges(index[names.section_of(path), 0].values()) for path in plan.per_rank},
         attachments=attachments,
     )
 
@@ -117,26 +117,27 @@ def _commit(folder: Location, record: Manifest, replaces: bool) -> None:
             raise taken(f"{folder} was committed by another save ({winner.save}) in the meantime")
 
 
-def _files_of(plan: Plan, world_size: int) -> dict[str, dict[int, int]]:
-    """Section to writing rank to its file: by section and then by rank, so that the ranks of a tensor are few ranges.
+def _files_of(plan: Plan, world_size: int) -> dict[tuple[str, int], dict[int, int]]:
+    """Section and volume to writing rank to its file, by rank: so that the ranks of a tensor are few ranges.
 
     A section with a PerRank value has a file of every rank.
     """
-    owned: dict[str, set[Owned]] = {}
+    owned: dict[tuple[str, int], set[Owned]] = {}
     for name, _, pieces in plan.owned():
-        owned.setdefault(names.section_of(name), set()).add(pieces)  # a handful, which thousands of tensors share
-    writers = {section: {rank for pieces in found for rank in pieces.owners} for section, found in owned.items()}
+        part = (names.section_of(name), plan.volumes.get(name, 0))
+        owned.setdefault(part, set()).add(pieces)  # a handful, which thousands of tensors share
+    writers = {part: {rank for pieces in found for rank in pieces.owners} for part, found in owned.items()}
     for path in plan.per_rank:
-        writers.setdefault(names.section_of(path), set()).update(range(world_size))
+        writers.setdefault((names.section_of(path), 0), set()).update(range(world_size))
     numbers = count()
-    return {section: dict(zip(sorted(ranks), numbers)) for section, ranks in writers.items()}  # noqa: B905
+    return {part: dict(zip(sorted(ranks), numbers)) for part, ranks in writers.items()}  # noqa: B905
 
 
-def _records(plan: Plan, index: Mapping[str, Mapping[int, int]]) -> dict[str, TensorRecord]:
-    made: dict[tuple[Owned, PlannedTensor, str], TensorRecord] = {}
+def _records(plan: Plan, index: Mapping[tuple[str, int], Mapping[int, int]]) -> dict[str, TensorRecord]:
+    made: dict[tuple[Owned, PlannedTensor, tuple[str, int]], TensorRecord] = {}
     records = {}
     for name, tensor, pieces in plan.owned():
-        key = (pieces, tensor, names.section_of(name))
+        key = (pieces, tensor, (names.section_of(name), plan.volumes.get(name, 0)))
         record = made.get(key)
         if record is None:
             record = made[key] = _record(tensor, pieces, index[key[2]])

@@ -19,12 +19,13 @@ from holdfast.ondisk.datafile import Piece
 
 
 def images_of(state: Collected, plan: Plan, ranks: Ranks, save: str) -> list[Image]:
-    """This rank's data files: the pieces it owns and its own PerRank values, by section."""
-    sections: dict[str, list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
+    """This rank's data files: the pieces it owns and its own PerRank values, by section and volume."""
+    parts: dict[tuple[str, int], list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
 
     def add(name: str, key: str, dtype: str, source: torch.Tensor, shape: tuple[int, ...]) -> None:
         piece = Piece(key, dtype, tuple(source.shape), source.nbytes)
-        sections.setdefault(names.section_of(name), []).append((piece, source, shape))
+        part = (names.section_of(name), plan.volumes.get(name, 0))
+        parts.setdefault(part, []).append((piece, source, shape))
 
     for name, tensor, box in plan.written_by(ranks.rank):
         key = datafile.key_of(names.in_section(name), box, tensor.shape)
@@ -36,13 +37,13 @@ def images_of(state: Collected, plan: Plan, ranks: Ranks, save: str) -> list[Ima
         for reference, inner in leaf.tensors.items():
             add(path, f"{own}/{reference}", dtypes.name_of(inner.dtype), inner, tuple(inner.shape))
     images = []
-    for section, found in sections.items():
+    for (section, volume), found in parts.items():
         by_key = {piece.key: (source, shape) for piece, source, shape in found}
         if len(by_key) < len(found):
             raise Unsupported(f"two tensors of section {section!r} have the same key: rename the one at the top")
         pieces = datafile.arrange(piece for piece, _, _ in found)
         shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or _shape_is_lost(p)}
-        path = datafile.file_name(section, ranks.rank, ranks.size, save)
+        path = datafile.file_name(section, ranks.rank, ranks.size, save, volume)
         images.append(Image(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes))
     return images
 

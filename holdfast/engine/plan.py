@@ -14,6 +14,7 @@ from holdfast.engine.holders import Lie, Listed, OnMesh, cut_alike, single
 from holdfast.engine.layout import Layout, TensorLayout
 from holdfast.engine.owners import AllPieces, Owned, OwnPieces, PlannedTensor
 from holdfast.engine.spread import Boxes, Placed, Spread, Whole, held_by
+from holdfast.engine.volumes import volumes_of
 from holdfast.errors import Mismatch
 from holdfast.ondisk.box import Box, tiling_fault
 
@@ -31,12 +32,13 @@ class _Worked:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks together write."""
+    """What all ranks together write. ``volumes``: which tensors are not in the first data file of their section."""
 
     tensors: dict[str, PlannedTensor]
     aliases: dict[str, str]
     containers: dict[str, str]
     per_rank: list[str]
+    volumes: dict[str, int] = field(default_factory=dict)
     _worked: _Worked = field(default_factory=_Worked, init=False, repr=False, compare=False)
 
     def written_by(self, rank: int) -> Iterator[tuple[str, PlannedTensor, Box]]:
@@ -108,7 +110,8 @@ def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
                 )
             kind = kinds[key] = PlannedTensor(first.dtype, first.shape, lie, first.first)
         tensors[name] = kind
-    return Plan(tensors, aliases, _join_containers(layouts, members), _join_per_rank(layouts, members))
+    containers, per_rank = _join_containers(layouts, members), _join_per_rank(layouts, members)
+    return Plan(tensors, aliases, containers, per_rank, volumes_of(tensors))
 
 
 class _Lies:

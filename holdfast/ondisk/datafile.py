@@ -19,7 +19,7 @@ from holdfast.ondisk.box import Box, covers
 
 ALIGN = 4096
 VERSION = "1"
-_NAME = re.compile(r"(?P<section>[^/]+)/(?P<rank>\d{5,})-of-(?P<world>\d{5,})\.(?P<save>[0-9a-f]{16})\.safetensors")
+_NAME = re.compile(r"[^/]+/\d{5,}-of-\d{5,}(\.[1-9]\d*)?\.(?P<save>[0-9a-f]{16})\.safetensors")
 MAX_HEADER = 100_000_000
 """safetensors readers refuse a longer header."""
 
@@ -48,9 +48,12 @@ class Header:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def file_name(section: str, rank: int, world_size: int, save: str) -> str:
-    """``model/00000-of-00004.7c1e09ab52d3f410.safetensors``: relative to the checkpoint."""
-    return f"{section}/{rank:05d}-of-{world_size:05d}.{save}.safetensors"
+def file_name(section: str, rank: int, world_size: int, save: str, volume: int = 0) -> str:
+    """``model/00000-of-00004.7c1e09ab52d3f410.safetensors``: relative to the checkpoint.
+
+    The volumes after the first have their number before the save id: ``model/00000-of-00004.1.7c1e….safetensors``.
+    """
+    return f"{section}/{rank:05d}-of-{world_size:05d}{f'.{volume}' if volume else ''}.{save}.safetensors"
 
 
 def save_of(path: str) -> str | None:
