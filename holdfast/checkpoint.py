@@ -11,23 +11,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
 from holdfast import events
+from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.engine import storage
 from holdfast.engine.parts import commit_late
 from holdfast.engine.ranges import Verify
 from holdfast.engine.read import DataFiles, Files, Wanted, check_file, read_boxes
 from holdfast.engine.source import ReadStats
+from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import cached
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
+from holdfast.filling import into_given, into_mapped, into_new, unlike
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
+from holdfast.nested import nest
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.manifest import Manifest, TensorRecord
@@ -182,19 +185,28 @@ class Checkpoint:
         return name.removeprefix(f"{self.manifest.save}/")
 
     def read(
-        self, name: str, box: Sequence[slice | tuple[int, int]] | None = None, *, verify: Verify = True
-    ) -> torch.Tensor:
-        """A tensor, or one box of it, on the CPU; only the byte ranges that hold it are read.
+        self, name: str, box: Sequence[slice | tuple[int, int]] | None = None, *, into: torch.Tensor | None = None,
+        cast: bool = False, verify: Verify = True,
+    ) -> torch.Tensor:  # fmt: skip
+        """A tensor, or one box of it, on the CPU or ``into`` a given one; only the byte ranges that hold it are read.
 
-        ``box`` has a slice or a pair (start, stop) for each axis; missing axes are taken whole. Raises KeyError for
-        an unknown name, Mismatch for a box outside of the tensor, Damaged for altered bytes.
+        ``box`` has a slice or a pair (start, stop) for each axis; missing axes are taken whole. ``into``: a tensor of
+        the box's shape, on any device and with any strides, which is filled and returned; of the saved dtype, or of
+        any with ``cast``. Raises KeyError for an unknown name, Mismatch for a box outside of the tensor or a given
+        tensor that does not fit, Damaged for altered bytes.
         """
         record = self.records.get(name)
         if record is None:
             raise KeyError(f"{self.path} has no tensor {name!r}{near(name, self.records)}")
         wanted = whole(record.shape) if box is None else _box_of(name, record.shape, box)
-        result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype))
-        read_boxes(self.files, [Wanted(self.saved_name(name), record, wanted, result)], verify=verify)
+        if into is None:
+            result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype))
+        else:
+            for fault in unlike(name, record, wanted, into, cast=cast):
+                raise Mismatch(f"{self.path}: {fault}")
+            wait_for_copies()  # a save in the background still reads what would change here
+            result = into
+        read_boxes(self.files, [Wanted(self.saved_name(name), record, wanted, result.detach())], verify=verify)
         return result
 
     @property
@@ -223,22 +235,35 @@ class Checkpoint:
         encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
         return values.decode_tree(encoded, lambda reference: fetch(f"{base}/{reference}"))
 
-    def state_dict(self, only: Patterns = "*", *, verify: Verify = True) -> dict[str, Any]:
+    def state_dict(
+        self, only: Patterns = "*", *, into: Mapping[Any, Any] | None = None, cast: bool = False, mmap: bool = False,
+        verify: Verify = True,
+    ) -> dict[str, Any]:  # fmt: skip
         """The nested state on the CPU: whole tensors and values whose names fit ``only``.
 
         Tied tensors come as one tensor. Values that differ by rank are left out; `per_rank` reads them.
+
+        ``into``: tensors to be filled in place of new ones, nested as the state is or by name, on any device and with
+        any strides; of the saved dtypes, or of any with ``cast``. They are what comes back. Raises Mismatch, listing
+        every one that is missing, left over or unlike; then nothing was changed.
+
+        ``mmap``: a tensor that lies whole and plain in a local file is that file, mapped: it takes memory only where
+        it is looked at, and what is written to it never reaches the file. All others are read: tensors saved in
+        several cells, compressed ones, those in a store. With ``verify`` what is mapped is read once to compare its
+        sums, and not kept; without, only headers are proved, and opening costs nothing (see docs/memory.md).
         """
-        leaves: dict[str, Any] = {}
-        stored: dict[str, torch.Tensor] = {}
-        wanted = []
-        for name, record in self.records.items():
-            if matches(name, only):
-                source = self.saved_name(name)
-                if source not in stored:
-                    stored[source] = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
-                    wanted.append(Wanted(source, record, whole(record.shape), stored[source]))
-                leaves[name] = stored[source]
-        read_boxes(self.files, wanted, verify=verify)
+        records = {name: record for name, record in self.records.items() if matches(name, only)}
+        if into is not None and mmap:
+            raise ValueError("into= gives the memory, and mmap= would have none: give one of them")
+        if into is not None:
+            filled = into_given(records, self.saved_name, into, self.path, cast=cast)
+            wait_for_copies()
+        elif mmap:
+            filled = into_mapped(records, self.saved_name, self.files, self.path, verify=verify)
+        else:
+            filled = into_new(records, self.saved_name)
+        read_boxes(self.files, filled.wanted, verify=verify)
+        leaves: dict[str, Any] = dict(filled.tensors)
         leaves.update((p, values.decode(v)) for p, v in self.manifest.values.items() if matches(p, only))
         containers = {p: kind for p, kind in self.manifest.containers.items() if only == "*" or matches(p, only)}
         return nest(leaves, containers)
@@ -312,7 +337,7 @@ def open_checkpoint(path: str | os.PathLike[str] | Place, *, cache: str | os.Pat
         foreign = open_foreign(target)
         if foreign is None:
             if isinstance(target, Place):
-                raise NotACheckpoint(_what_is_in_store(target)) from None
+                raise NotACheckpoint(what_is_in_store(target)) from None
             raise
         checkpoint = Checkpoint(target, foreign=foreign)
         events.log.info("%s: read as %s%s", target, foreign.format, f" ({foreign.reading})" if foreign.reading else "")
@@ -339,52 +364,13 @@ def read_manifest(folder: Location) -> Manifest:
             raise
         if isinstance(folder, Place):  # looking what is there instead costs requests: `open_checkpoint` does
             raise NotACheckpoint(f"there is no {target}") from None
-        raise NotACheckpoint(_what_is_there(folder)) from None
+        raise NotACheckpoint(what_is_there(folder)) from None
     try:
         return manifest.decode(data, str(target))
     except Damaged:
         if not isinstance(folder, Place):
             raise
         return manifest.decode(storage.read_small(target), str(target))  # on the way a bit may have flipped
-
-
-def _what_is_there(folder: Path) -> str:
-    if not folder.exists():
-        above = folder.parent
-        kin = sorted(p.parent.name for p in above.glob(f"*/{manifest.FILE_NAME}")) if above.is_dir() else []
-        return f"there is nothing at {folder}" + (
-            f"; beside it are the checkpoints {', '.join(kin[-5:])}" if kin else ""
-        )
-    if folder.is_file():
-        hint = f"; the checkpoint is its folder {folder.parent}" if folder.name == manifest.FILE_NAME else ""
-        return f"{folder} is a file of no format that holdfast reads (docs/formats.md lists them){hint}"
-    below = sorted(p.parent.name for p in folder.glob(f"*/{manifest.FILE_NAME}"))
-    if below:
-        return f"{folder} holds checkpoints but is none itself: open one of {', '.join(below[-5:])}"
-    return _uncommitted(folder, storage.files_below(folder))
-
-
-def _what_is_in_store(folder: Place) -> str:
-    """The same with few requests: what a folder is called tells enough."""
-    try:
-        files = storage.files_below(folder)
-        beside = storage.folders_in(folder.parent) if not files else []
-    except StorageError as error:  # a web server lists nothing
-        return f"there is no {folder / manifest.FILE_NAME}, and what else is there cannot be listed ({error})"
-    if not files:
-        return f"there is nothing at {folder}" + (f"; beside it are {', '.join(beside[-5:])}" if beside else "")
-    below = sorted({path.split("/")[0] for path in files if path.endswith(f"/{manifest.FILE_NAME}")})
-    if below:
-        return f"{folder} holds checkpoints but is none itself: open one of {', '.join(below[-5:])}"
-    return _uncommitted(folder, files)
-
-
-def _uncommitted(folder: Location, files: Sequence[str]) -> str:
-    if any(path.startswith("parts/") for path in files):
-        return f"{folder} holds a save that never committed; holdfast.recover commits it if all its ranks had finished"
-    if any(path.endswith(".safetensors") for path in files):
-        return f"{folder} holds data but no manifest.json: a save that never committed, or another program's files"
-    return f"{folder} holds no manifest.json, and no checkpoint of a format that holdfast reads (docs/formats.md)"
 
 
 def _box_of(name: str, shape: Sequence[int], box: Sequence[slice | tuple[int, int]]) -> Box:
@@ -406,47 +392,3 @@ def near(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
     candidates = [k for k in known if k.rpartition("/")[2] == last or len(known) <= 2000]
     found = get_close_matches(name, candidates[:2000], n=1, cutoff=0.7)
     return f" (did you mean {found[0]}?)" if found else ""
-
-
-def nest(leaves: Mapping[str, Any], containers: Mapping[str, str]) -> dict[str, Any]:
-    """Leaves by name as nested dicts, lists and tuples."""
-    root: dict[str, Any] = {}
-    for name, value in leaves.items():
-        _at(root, name.split("/")[:-1])[names.split(name)[-1]] = value
-    for path in containers:
-        if path:
-            _at(root, path.split("/"))
-    return {key: _shaped(names.escape(key), value, containers) for key, value in root.items()}
-
-
-def _in_positions(path: str, children: Mapping[str, Any]) -> list[Any]:
-    """Children of a list by their position; one that is left out (it differs by rank, say) leaves None there."""
-    if not all(key.isdecimal() for key in children):
-        raise Damaged(f"{path} is noted as a list, but has the keys {sorted(children)[:5]}")
-    length = max(map(int, children), default=-1) + 1
-    if length > 1_000_000 + 2 * len(children):
-        raise Damaged(f"{path} is noted as a list of {length} elements, but has only {len(children)}")
-    ordered: list[Any] = [None] * length
-    for key, value in children.items():
-        ordered[int(key)] = value
-    return ordered
-
-
-def _at(root: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    for key in keys:
-        root = root.setdefault(names.split(key)[0], {})
-    return root
-
-
-def _shaped(path: str, node: Any, containers: Mapping[str, str]) -> Any:
-    """Turn a dict of dicts into what the containers say; leaves pass as they are."""
-    if type(node) is not dict:
-        return node
-    children = {key: _shaped(f"{path}/{names.escape(key)}", value, containers) for key, value in node.items()}
-    kind = containers.get(path)
-    if kind in ("list", "tuple"):
-        ordered = _in_positions(path, children)
-        return ordered if kind == "list" else tuple(ordered)
-    if kind == "dict":  # noted although it is not empty: its keys are integers
-        return {int(key) if key.removeprefix("-").isdecimal() else key: value for key, value in children.items()}
-    return children

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast.checkpoint import Checkpoint, Patterns, matches, near, nest, open_checkpoint
+from holdfast.checkpoint import Checkpoint, Patterns, matches, near, open_checkpoint
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
@@ -30,6 +30,7 @@ from holdfast.engine.stores.around import cached, hedged, patiently
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch
+from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import FORMAT, TensorRecord

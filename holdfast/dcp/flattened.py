@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from holdfast.checkpoint import Checkpoint, nest
+from holdfast.checkpoint import Checkpoint
 from holdfast.dcp.opening import as_torch_has_it
 from holdfast.errors import Mismatch, Unsupported
+from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.manifest import TensorRecord
 

@@ -31,7 +31,7 @@ DIRECT_FROM = 256 << 10
 SLACK = 0.04
 """By default a block wanted in part is read whole, to be verified, while all such extra stays below this share."""
 
-PACKED, PACKED_RUNS = 4 << 20, 4096
+PACKED, PACKED_RUNS = 1 << 20, 4096
 """Bytes and runs of one window in which short runs meet on their way to a view that cannot be read into."""
 
 Verify = bool | Literal["blocks"]

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,6 +59,9 @@ class Files(Protocol):
     def path(self, index: int) -> Location:
         """The file of that number, for errors."""
 
+    def plain(self, index: int) -> Path | None:
+        """The local file whose bytes the pieces of that number are, if it is one and nothing is unpacked."""
+
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         """Read together what `piece` will need to know of these files."""
 
@@ -94,6 +98,10 @@ class DataFiles:
             own = self.folder / record.path
             self._elsewhere[index] = own if size_of(own) == record.bytes else self._beside / record.path
         return self._elsewhere[index]
+
+    def plain(self, index: int) -> Path | None:
+        path = self.path(index)
+        return None if isinstance(path, Place) else path
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         lacking = sorted(i for i in set(indices) - set(self._headers) if isinstance(self.path(i), Place))
@@ -216,6 +224,15 @@ def read_boxes(
 def check_file(files: DataFiles, index: int, stats: ReadStats, progress: Callable[[int], None]) -> list[str]:
     """Read every block of a data file and compare its sum: one text for each fault. Raises Damaged for its header."""
     header = files.header(index, stats)
+    pieces = ((piece, header.sums.get(piece.key, ())) for piece in header.pieces.values())
+    return check_pieces(files, index, pieces, stats, progress)
+
+
+def check_pieces(
+    files: Files, index: int, pieces: Iterable[tuple[Piece, Sequence[str]]], stats: ReadStats,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[str]:  # fmt: skip
+    """Read every block of pieces of one file that has a sum, and compare it: one text for each fault."""
     faults: list[str] = []
 
     def check(source: Source, job: list[Range]) -> None:
@@ -232,8 +249,8 @@ def check_file(files: DataFiles, index: int, stats: ReadStats, progress: Callabl
 
     ranges = (
         Range(piece.begin + n * BLOCK, min(BLOCK, piece.nbytes - n * BLOCK), total, piece.key)
-        for piece in header.pieces.values()
-        for n, total in enumerate(header.sums.get(piece.key, ()))
+        for piece, sums in pieces
+        for n, total in enumerate(sums)
     )
     with files.opened(index) as opened, ThreadPoolExecutor(threads_for(files, [index])) as pool:
         source = source_of(files.path(index), opened, stats)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.checkpoint import Checkpoint, nest
+from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Mismatch, Unsupported
+from holdfast.nested import nest
 from holdfast.ondisk import datafile, dtypes, names, values
 from holdfast.ondisk.box import relative, runs, whole
 from holdfast.ondisk.manifest import TensorRecord

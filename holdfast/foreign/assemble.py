@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from holdfast.events import log
 from holdfast.foreign import arrays
 from holdfast.foreign.ahead import Ahead
 from holdfast.foreign.pickles import Name, Record
-from holdfast.foreign.sources import Memory, Source, Stretch, opened
+from holdfast.foreign.sources import File, Memory, Source, Stretch, opened
 from holdfast.foreign.stored import Opaque, Stored
 from holdfast.ondisk import dtypes, manifest, names, values
 from holdfast.ondisk.box import Box
@@ -72,6 +73,11 @@ class ForeignFiles:
 
     def path(self, index: int) -> Location:
         return self.sources[index].path
+
+    def plain(self, index: int) -> Path | None:
+        """The local file whose bytes the pieces of that number are; None for those in memory or to be unpacked."""
+        source = self.sources[index]
+        return source.path if isinstance(source, File) and isinstance(source.path, Path) else None
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         """All is known that the reader asks for."""
