@@ -38,11 +38,11 @@ from holdfast.ondisk.box import Box, flat_boxes, relative
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import TensorRecord
 
-MEMORY = 256 << 20
-"""Bytes of host memory that the ranks of one host use for one line, all together."""
+MEMORY = 128 << 20
+"""Bytes of host memory for slices of other hosts, beside two windows of each rank that reads."""
 
-LONGEST = 32 << 20
-"""Bytes of a window at the most."""
+LONGEST = BLOCK
+"""Bytes of a window at the most. Longer ones overlap no better, and each page of them costs every rank a fault."""
 
 SHORTEST_SLICE = 4 << 10
 """Bytes that a rank sends to other hosts at a time, at the least."""
@@ -92,12 +92,13 @@ def line_of(
 ) -> Line:
     """The line of ``holders`` as ``rank``, one of them, sees it; rank r runs on host ``host_of[r]``."""
     seat, atoms = seat_of(holders, rank, host_of), atoms_of(items, records)
-    window = slice_ = min(LONGEST, max(BLOCK, MEMORY // 2 // seat.lanes))
-    if seat.hosts > 1:  # half of the memory is for windows, half for slices
-        window = min(LONGEST, max(BLOCK, MEMORY // 4 // seat.lanes))
-        slice_ = min(window, max(SHORTEST_SLICE, MEMORY // 4 // (seat.lanes * seat.hosts))) // ALIGN * ALIGN
     runs = runs_of(atoms, seat.hosts * seat.lanes)
-    return Line(holders, items, atoms, seat, runs, [windows_of(atoms, run, window) for run in runs], window, slice_)
+    windows = [windows_of(atoms, run, LONGEST) for run in runs]
+    longest = max(p.offset + atoms[p.atom].nbytes for mine in windows for window in mine for p in window[-1:])
+    window = slice_ = -(-longest // ALIGN) * ALIGN
+    if seat.hosts > 1:
+        slice_ = min(window, max(SHORTEST_SLICE, MEMORY // 2 // len(runs) // ALIGN * ALIGN))
+    return Line(holders, items, atoms, seat, runs, windows, window, slice_)
 
 
 @dataclass

@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -206,8 +205,6 @@ def _shared(relay: Relay, nbytes: int) -> Buffer:
     finally:
         if fd >= 0:
             os.close(fd)
-    with suppress(OSError, AttributeError):
-        found.madvise(mmap.MADV_HUGEPAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(found))
     return Buffer(found, memoryview(found)[_HEAD:], address + _HEAD)
 
@@ -221,6 +218,7 @@ def _from_first() -> Any:
 def _mapped(pid: int, number: int, nbytes: int) -> mmap.mmap:
     fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        return mmap.mmap(fd, nbytes)
+        # All pages at once: one fault for each of them would cost more than the copy that it is for.
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(fd)
