@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -262,8 +262,9 @@ def saved_names(
 ) -> Saved:
     tensors = {}
     for name, record in checkpoint.records.items():
-        if asked(target(name)):
-            tensors[target(name)] = (record.dtype, record.shape)
+        own = target(name)
+        if asked(own):
+            tensors[own] = (record.dtype, record.shape)
     return Saved(tensors, {target(p): v for p, v in found.items() if asked(target(p))})
 
 
@@ -281,20 +282,27 @@ class Match:
         self.per_rank = {target(p): p for p in manifest.per_rank if asked(target(p))}
         self.containers = {target(p): kind for p, kind in manifest.containers.items()}
         everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
+        found: set[str] = set()
         for name in everything:
-            if target(name) != name:
-                self.loaded.renamed[name] = target(name)
-            if not asked(target(name)):
+            own = target(name)
+            found.add(own)
+            if own != name:
+                self.loaded.renamed[name] = own
+            if not asked(own):
                 self.loaded.skipped.append(name)
-        if len({target(name) for name in everything}) < len(everything):
+        if len(found) < len(everything):
             raise Mismatch(f"rename= gives two saved names of {checkpoint.path} the same new name")
-        self.below = _index_below([*saved.values, *self.containers, *saved.tensors])
         self.claimed: set[str] = set()
         self.wanted: list[Wanted] = []
         self.spreads: list[Spread] = []  # of each that is wanted
         self._sharing: Sharing | None = None
         self.slots: list[Slot] = []
         self.fresh: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def below(self) -> dict[str, list[str]]:
+        """What the checkpoint has below a path."""
+        return _index_below([*self.saved.values, *self.containers, *self.saved.tensors])
 
     def compare(self, *, keep: bool, world_size: int) -> _Fit:
         """Match every leaf of the target with the checkpoint; nothing is read or changed."""
@@ -337,8 +345,7 @@ class Match:
         for name, entry in self.state.entries.items():
             if name in self.state.aliases or not self.asked(name):
                 continue
-            names_of_it = [name, *tied.get(name, ())]
-            found = [n for n in names_of_it if n in self.saved.tensors]
+            found = [n for n in (name, *tied.get(name, ())) if n in self.saved.tensors]
             if not found:
                 missing.append(name)
                 continue

@@ -30,7 +30,7 @@ def streams_of(kind: str) -> Any:
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """The devices with streams that hold any of these tensors."""
-    found = dict.fromkeys(t.device for t in tensors if not t.is_cpu)
+    found = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
     return [d for d in found if streams_of(d.type) is not None]
 
 

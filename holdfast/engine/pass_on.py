@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from holdfast.engine.landing import deliver
 from holdfast.engine.memory import move
-from holdfast.engine.ranges import Verify, deliver
+from holdfast.engine.ranges import Verify
 from holdfast.engine.read import Files, Wanted, read_boxes
 from holdfast.engine.relay import TRAILER, Lost, Relay, Seat, seat_of
 from holdfast.engine.share_plan import (
@@ -279,6 +281,9 @@ class _Lines:
 
     def path(self, index: int) -> Location:
         return self._files.path(index)
+
+    def plain(self, index: int) -> Path | None:
+        return self._files.plain(index)
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         self._files.prepare(indices, stats)

@@ -193,7 +193,7 @@ class SaveWork:
     @property
     def on_device(self) -> bool:
         """Whether a device has to copy."""
-        return not all(source.is_cpu for image in self._images for source in image.sources)
+        return any(source.device.type != "cpu" for image in self._images for source in image.sources)
 
     @property
     def interrupted(self) -> BaseException | None:

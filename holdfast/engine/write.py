@@ -338,7 +338,7 @@ class _Stream:
         self._held: list[tuple[Window, int]] = []
         self._made: deque[tuple[Future[None], int]] = deque()
         # Bytes that a device copies arrive later: then whole windows are summed and handed over as they land.
-        self.queued = not all(source.is_cpu for source in image.sources)
+        self.queued = any(source.device.type != "cpu" for source in image.sources)
         self.offset = start  # in the file, of the window being filled
         self.window: Window | None = None
         self.used = 0

@@ -34,6 +34,11 @@ def escape(key: str) -> str:
     return _SPECIAL.sub(lambda found: f"%{ord(found[0]):02X}", key)
 
 
+def unescape(key: str) -> str:
+    """The inverse of `escape`."""
+    return unquote(key) if "%" in key else key
+
+
 def join(keys: Sequence[str]) -> str:
     """The name of the leaf at ``keys``."""
     return "/".join(map(escape, keys))
@@ -41,8 +46,7 @@ def join(keys: Sequence[str]) -> str:
 
 def split(name: str) -> tuple[str, ...]:
     """The keys of a name, unescaped."""
-    keys = tuple(name.split("/"))
-    return tuple(map(unquote, keys)) if "%" in name else keys
+    return tuple(map(unescape, name.split("/")))
 
 
 def child(prefix: str, key: str) -> str:
