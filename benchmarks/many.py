@@ -165,9 +165,8 @@ def show(rows: Rows, *, judged: bool) -> None:
         verdict = "" if ratio is None else f"{ratio:.2f}"
         if ratio is not None and judged:
             verdict += f"  (wanted: at most {WANTED:g}) {'met' if ratio <= WANTED else 'MISSED'}"
-        print(
-            f"{row.what:34} {row.tensors:9} {median(row.seconds):8.2f} {median(row.cpu):10.2f} {each:6.1f} us  {verdict}"
-        )
+        spent = f"{median(row.seconds):8.2f} {median(row.cpu):10.2f} {each:6.1f} us"
+        print(f"{row.what:34} {row.tensors:9} {spent}  {verdict}")
 
 
 def main() -> int:
