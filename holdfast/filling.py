@@ -95,6 +95,8 @@ def unlike(name: str, record: TensorRecord, box: Box, tensor: torch.Tensor, *, c
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise Unsupported(f"{name} is to go into a {type(tensor).__qualname__}: holdfast.load fills those")
     dtype = dtype_name(name, tensor)
+    if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise Unsupported(f"{name} is to go into an expanded tensor, whose elements share memory: give a clone() of it")
     if tuple(tensor.shape) != box.lengths:
         yield f"{name} has shape {list(box.lengths)}, the given tensor {list(tensor.shape)}"
     elif dtype != record.dtype and not cast:

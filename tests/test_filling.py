@@ -105,6 +105,10 @@ def test_every_misfit_is_listed_and_nothing_changed(saved: Path) -> None:
         holdfast.open(saved).state_dict("model/n", into={"model": {"n": 3}})
     with pytest.raises(holdfast.Unsupported, match="meta"):
         holdfast.open(saved).state_dict("model/w", into={"model/w": torch.empty(300, 70, device="meta")})
+    with pytest.raises(holdfast.Unsupported, match="expanded"):
+        holdfast.open(saved).read("model/w", into=torch.zeros(70).expand(300, 70))
+    with pytest.raises(holdfast.Unsupported, match=r"DTensor: holdfast\.load fills those"):
+        holdfast.open(saved).read("model/w", into=type("DTensor", (torch.Tensor,), {})(300, 70))
     with pytest.raises(ValueError, match="mmap"):
         holdfast.open(saved).state_dict(into={}, mmap=True)
 
@@ -246,6 +250,28 @@ def test_what_lies_in_a_store_is_read(saved: Path, state: dict[str, Any], caplog
 
     found, count, read = mapped(caplog, holdfast.open(Place(Local(saved.parent), saved.name)))
     assert equal(found, state) and count == 0 and read == 10
+
+
+def test_what_cannot_be_mapped_is_read(
+    saved: Path,
+    state: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Numbers that do not begin at a multiple of their size, and files on a file system that maps none."""
+    head = (
+        b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"n":{"dtype":"U8","shape":[2],"data_offsets":[8,10]}}'
+    )
+    head += b" " * (1 - len(head) % 2)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes([0, 0, 128, 63, 0, 0, 0, 64, 5, 6]))
+    found, count, read = mapped(caplog, holdfast.open(path))
+    assert (count, read) == (1, 1)
+    assert found["model"]["w"].tolist() == [1, 2] and found["model"]["n"].tolist() == [5, 6]
+    monkeypatch.setattr("holdfast.engine.mapped._mapping", lambda path: None)
+    found, count, _ = mapped(caplog, holdfast.open(saved))
+    assert count == 0 and equal(found, state)
 
 
 def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:

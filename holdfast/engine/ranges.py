@@ -130,7 +130,7 @@ def rounds_up(shares: Iterable[Share], verify: Verify, needed: int) -> bool:
         return verify == "blocks"
     extra = 0
     for share in shares:
-        if share.cell is share.box or share.cell == share.box:
+        if share.cell is share.box or share.cell == share.box or not share.sums:
             continue
         spans = spans_of(share)
         low, high = spans.first // BLOCK * BLOCK, min(-(-spans.end // BLOCK) * BLOCK, share.piece.nbytes)
@@ -151,14 +151,14 @@ def ranges_of(share: Share, verify: Verify, *, round_up: bool, gap: int = GAP) -
     if address is not None and piece.nbytes <= BLOCK and (share.cell is share.box or share.cell == share.box):
         # A small tensor, whole: by far the most common.
         return (Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address),)
-    return _ranges_of(share, sums, address, round_up=round_up and bool(verify), gap=gap)
+    return _ranges_of(share, sums, address, round_up=round_up, gap=gap)
 
 
 def _ranges_of(share: Share, sums: Sequence[str], address: int | None, *, round_up: bool, gap: int) -> Iterator[Range]:
     piece, spans = share.piece, spans_of(share, gap)
     if spans.nbytes == piece.nbytes <= BLOCK and spans.solid and address is not None:  # whole, in other words
         yield Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address)
-    elif round_up:
+    elif round_up and sums:  # without sums there is nothing to prove
         yield from _whole_blocks(share, spans, sums, address)
     elif address is None and spans.solid and spans.outer and spans.nbytes < DIRECT_FROM:
         yield from _packed(share, spans, sums)
@@ -218,7 +218,7 @@ def _whole_blocks(share: Share, spans: Spans, sums: Sequence[str], address: int 
         for block in range(start // BLOCK, (end - 1) // BLOCK + 1):
             low, high = block * BLOCK, min((block + 1) * BLOCK, piece.nbytes)
             begin, stop = max(start, low), min(end, high)
-            known = sums[block] if sums else None
+            known = sums[block]
             if address is not None and spans.solid and (not spans.outer or (begin, stop) == (low, high)):
                 there = address + begin - start
                 yield Range(piece.begin + low, high - low, known, piece.key, stop - begin, begin - low, there)

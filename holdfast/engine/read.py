@@ -259,10 +259,15 @@ def check_pieces(
         for piece, sums in pieces
         for n, total in enumerate(sums)
     )
-    with files.opened(index) as opened, ThreadPoolExecutor(threads_for(files, [index])) as pool:
+    threads = threads_for(files, [index])
+    pending: deque[Future[None]] = deque()
+    with files.opened(index) as opened, ThreadPoolExecutor(threads) as pool:
         source = source_of(files.path(index), opened, stats)
-        jobs = jobs_of(ranges, gap=source.gap, straight=source.straight)
-        for future in [pool.submit(check, source, job) for job in jobs]:
+        for job in jobs_of(ranges, gap=source.gap, straight=source.straight):
+            if len(pending) == 4 * threads:
+                pending.popleft().result()
+            pending.append(pool.submit(check, source, job))
+        for future in pending:
             future.result()
     return faults
 

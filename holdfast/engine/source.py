@@ -118,10 +118,18 @@ class _OpenFile:
     straight: bool = True
 
     def fetch(self, begin: int, nbytes: int) -> Fetched:
-        gathered = _buffer("gather", nbytes)
-        view = gathered.view[:nbytes]
-        self.read(begin, view, gathered.address)
-        return Fetched(view, gathered.address, gathered)
+        skip = begin % SECTOR
+        room = -(-(skip + nbytes) // SECTOR) * SECTOR
+        gathered, at = _buffer("gather", room), 0
+        view, address = gathered.view[skip : skip + nbytes], gathered.address + skip
+        if self.direct is not None and not is_cached(self.cached, begin, nbytes):
+            with naming(self.path, "read"):  # whole sectors, so that the disk fills this memory and no other
+                got = os.preadv(self.direct, [gathered.view[:room]], begin - skip)
+            self.stats.add(got)
+            at = max(min(got - skip, nbytes), 0)
+        if at < nbytes:
+            self.read(begin + at, view[at:], address + at)
+        return Fetched(view, address, gathered)
 
     def forget(self, begin: int, nbytes: int) -> None:
         """A disk has nothing else to give."""

@@ -193,6 +193,18 @@ def test_columns_that_are_read_past_are_verified_for_nothing(tmp_path: Path, sma
     assert stats.unverified == 0 and stats.read == tensor.nbytes
 
 
+@pytest.mark.parametrize("verify", [True, "blocks"])
+def test_what_has_no_sums_is_never_rounded_up(tmp_path: Path, small: None, verify: Any) -> None:
+    """Files of other formats: whole blocks would be read for nothing."""
+    tensor = made((64, 100), torch.float32)
+    files = OneFile(tmp_path, tensor, 0)
+    files.sums = ()
+    view = torch.zeros(64, 2)
+    stats = read_boxes(files, [Wanted("t", files.record, Box((0, 40), (64, 2)), view)], verify=verify)
+    assert torch.equal(view, tensor[:, 40:42])
+    assert stats.read == stats.unverified == stats.needed == view.nbytes
+
+
 @pytest.mark.parametrize("verify", [True, "blocks", False])
 def test_slices_of_tall_tensors_are_never_listed(verify: Any) -> None:
     """Thousands of millions of runs: only as many as are read at a time are ever looked at."""
