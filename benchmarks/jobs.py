@@ -51,6 +51,11 @@ def build(spec: Spec) -> int:
     return _held[0].needed
 
 
+def held() -> tuple[State, str]:
+    """The state, and the digest that it had when it was built."""
+    return _held[0].state, _held[0].digest
+
+
 def drop() -> None:
     """Let go of the state."""
     _held.clear()

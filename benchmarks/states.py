@@ -67,6 +67,29 @@ class Sharded:
 
 
 @dataclass(frozen=True)
+class Replicated:
+    """The same GPT with Adam under DDP: plain tensors, the same on every rank."""
+
+    model: Sharded
+
+    @property
+    def tensors(self) -> int:
+        return self.model.tensors
+
+    @property
+    def nbytes(self) -> int:
+        return self.model.nbytes
+
+    def build(self, rank: int, world: int) -> State:
+        state: State = {}
+        for part, suffix in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq")):
+            for name, shape in self.model.shapes().items():
+                whole = _content(f"{part}/{name}{suffix}", 0, prod(shape)).view(shape)
+                state.setdefault(part, {})[name + suffix] = whole
+        return state
+
+
+@dataclass(frozen=True)
 class Small:
     """``tensors`` plain tensors of 4 KiB, as the parts of thousands of small layers."""
 
@@ -81,7 +104,7 @@ class Small:
         return {"model": {name: _content(name, 0, 1024).view(32, 32) for name in names}}
 
 
-Spec = Sharded | Small
+Spec = Sharded | Replicated | Small
 
 
 def _content(name: str, start: int, stop: int) -> torch.Tensor:

@@ -39,11 +39,19 @@ class Filled(NamedTuple):
 def into_new(records: Records, saved_name: SavedName) -> Filled:
     """New memory for whole tensors; tied ones share it."""
     stored: dict[str, torch.Tensor] = {}
+    alike: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
     filled = Filled({}, [])
     for name, record in records.items():
         source = saved_name(name)
         if source not in stored:
-            stored[source] = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
+            first = alike.get((record.dtype, record.shape))
+            if first is None:
+                made = alike[record.dtype, record.shape] = torch.empty(
+                    record.shape, dtype=dtypes.torch_dtype(record.dtype)
+                )
+            else:  # in half the time
+                made = torch.empty_like(first)
+            stored[source] = made
             filled.wanted.append(Wanted(source, record, whole(record.shape), stored[source]))
         filled.tensors[name] = stored[source]
     return filled

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -21,7 +21,9 @@ from holdfast.checkpoint import Checkpoint, Patterns, matches, near, open_checkp
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
-from holdfast.engine.read import Wanted, read_boxes
+from holdfast.engine.read import Wanted
+from holdfast.engine.share import Choice, How, Offer, Sharing, who_shares
+from holdfast.engine.spread import WHOLE, Spread
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
 from holdfast.engine.state.ids import names_for_ids, optimizers_of
 from holdfast.engine.state.per_rank import choose, no_rule
@@ -29,7 +31,7 @@ from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import cached, hedged, patiently
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Mismatch
+from holdfast.errors import Mismatch, StorageError
 from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.box import whole
@@ -46,8 +48,9 @@ class Loaded:
 
     ``restored``: names of tensors and values that came; ``skipped``: left out by ``only``; ``kept``: not in the
     checkpoint, kept as they were; ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
-    Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_unverified`` of those
-    needed whose blocks were read only in part and so could not be checked (``verify="blocks"`` checks all).
+    Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_received`` from ranks
+    that want the same and have read them, ``bytes_unverified`` of those needed whose blocks were read only in part, by
+    whichever rank, and so could not be checked (``verify="blocks"`` checks all).
     """
 
     checkpoint: Checkpoint
@@ -58,6 +61,7 @@ class Loaded:
     renamed: dict[str, str] = field(default_factory=dict)
     bytes_needed: int = 0
     bytes_read: int = 0
+    bytes_received: int = 0
     bytes_unverified: int = 0
     seconds: float = 0.0
 
@@ -70,12 +74,14 @@ class Loaded:
 def load(
     path: str | os.PathLike[str] | Place, into: dict[str, Any], *, only: Patterns = "*", rename: Rename | None = None,
     cast: bool = False, missing: Literal["error", "keep"] = "error", verify: Verify = True,
-    cache: str | os.PathLike[str] | None = None, group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
+    cache: str | os.PathLike[str] | None = None, share: How = "auto", group: dist.ProcessGroup | None = None,
+    deadline: float = DEADLINE,
 ) -> Loaded:  # fmt: skip
     """Load the checkpoint at ``path`` into the objects and tensors of ``into``, in place, on any mesh or none.
 
-    Called by every rank of ``group``; each reads only the bytes that its own shards need. Strict: every name of
-    ``into`` must be in the checkpoint and the other way round, with equal shapes and dtypes.
+    Called by every rank of ``group``; each reads only the bytes that its own shards need, and ranks that need the same
+    bytes read them once. Strict: every name of ``into`` must be in the checkpoint and the other way round, with equal
+    shapes and dtypes.
 
     ``path`` may be a checkpoint of another library too (docs/formats.md): what it holds under first keys that
     ``into`` lacks is skipped, and optimizer state under integer ids goes by the order of the live parameters.
@@ -86,26 +92,29 @@ def load(
     ``verify``: True checks the sums of all blocks read whole; ``"blocks"`` reads blocks whole to check all;
     False checks none. ``cache``: for a path in a store, a folder on the node's own disk in which its ranks share what
     they have fetched, so that a node fetches each byte once and a second start fetches nothing (see docs/stores.md).
+    ``share``: ``"off"`` lets every rank read all that it needs by itself (see docs/loading.md).
 
     Raises on every rank the same: Mismatch listing every name that does not fit (nothing was changed),
     NotACheckpoint, Damaged (names file and tensor), Unsupported, StorageError, RankLost.
     """
     if missing not in ("error", "keep"):
         raise ValueError(f'missing is "error" or "keep", not {missing!r}')
+    if share not in ("auto", "off"):
+        raise ValueError(f'share is "auto" or "off", not {share!r}')
     source = patiently(hedged(location(path)), deadline)
     label = f"load {source}"
     if cache is not None:
         source = cached(source, cache)
     return load_opened(
         lambda: open_checkpoint(source), into, label, ranks_of(group), only=only, rename=rename, cast=cast,
-        missing=missing, verify=verify, deadline=deadline,
+        missing=missing, verify=verify, share=share, deadline=deadline,
     )  # fmt: skip
 
 
 def load_opened(
     opening: Callable[[], Checkpoint], into: dict[str, Any], label: str, ranks: Ranks, *, only: Patterns = "*",
     rename: Rename | None = None, cast: bool = False, missing: Literal["error", "keep"] = "error",
-    verify: Verify = True, deadline: float = DEADLINE,
+    verify: Verify = True, share: How = "auto", deadline: float = DEADLINE,
 ) -> Loaded:  # fmt: skip
     """`load` of what ``opening`` opens on each rank; all ranks call it the same ``label``."""
     began = monotonic()
@@ -119,12 +128,20 @@ def load_opened(
             saved = saved_names(checkpoint, target, values, asked)
             found = Match(checkpoint, target, saved, asked, cast, collect(into, ranks, saved))
             match.append(found)
-            return found.compare(keep=missing == "keep", world_size=ranks.size)
+            fit = found.compare(keep=missing == "keep", world_size=ranks.size)
+            if share == "auto":
+                fit.offer = found.sharing(ranks).offer(found.spreads)
+            return fit
 
-        call.exchange("match", compare, _judge, bool)
+        choice = call.exchange("match", compare, _judge, Choice)
         work = match[0]
+        sharing = work.sharing(ranks)
+        sharing.agree(call, choice)
         wait_for_copies()  # a save in the background still reads what would change here
-        call.settle("read", lambda: work.restore(verify, ranks.rank, ranks.size), lambda notes: True, bool)
+        try:
+            call.settle("read", lambda: work.restore(verify, sharing), came, bool)
+        finally:
+            sharing.close()
     work.loaded.seconds = monotonic() - began
     return work.loaded
 
@@ -137,10 +154,29 @@ class _Fit(msgspec.Struct, array_like=True):
     unclaimed: bytes
     missing: list[str]
     misfits: list[str]
+    offer: Offer = Offer()
 
 
-def _judge(fits: list[_Fit]) -> bool:
-    """On the first rank: raise Mismatch with every name of every rank, unless all fits."""
+class Came(msgspec.Struct, array_like=True):
+    """How reading ended on a rank that did not fail: whether it has all, or why it stopped."""
+
+    whole: bool
+    why: str = ""
+
+
+def came(notes: list[Came]) -> bool:
+    """On the first rank, if none failed: raise StorageError unless all have all."""
+    for rank, note in enumerate(notes):
+        if not note.whole:
+            raise StorageError(
+                f"rank {rank} lost the ranks that it shared reading with ({note.why or 'one of them stopped'}): "
+                'load again, or with share="off"'
+            )
+    return True
+
+
+def _judge(fits: list[_Fit]) -> Choice:
+    """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading."""
     joint = fits[0].unclaimed
     for fit in fits[1:]:
         # A name is left over only if no rank asked for it: a pipeline stage asks for its own layers alone.
@@ -149,7 +185,7 @@ def _judge(fits: list[_Fit]) -> bool:
     missing = list(dict.fromkeys(name for fit in fits for name in fit.missing))
     misfits = list(dict.fromkeys(text for fit in fits for text in fit.misfits))
     if not (extra or missing or misfits):
-        return True
+        return who_shares([fit.offer for fit in fits])
     text = [f"{fits[0].where} does not fit what it is loaded into; nothing was changed."]
     if misfits:
         text.append(f"{len(misfits)} differ:" + _listed(misfits))
@@ -226,8 +262,9 @@ def saved_names(
 ) -> Saved:
     tensors = {}
     for name, record in checkpoint.records.items():
-        if asked(target(name)):
-            tensors[target(name)] = (record.dtype, record.shape)
+        own = target(name)
+        if asked(own):
+            tensors[own] = (record.dtype, record.shape)
     return Saved(tensors, {target(p): v for p, v in found.items() if asked(target(p))})
 
 
@@ -245,18 +282,27 @@ class Match:
         self.per_rank = {target(p): p for p in manifest.per_rank if asked(target(p))}
         self.containers = {target(p): kind for p, kind in manifest.containers.items()}
         everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
+        found: set[str] = set()
         for name in everything:
-            if target(name) != name:
-                self.loaded.renamed[name] = target(name)
-            if not asked(target(name)):
+            own = target(name)
+            found.add(own)
+            if own != name:
+                self.loaded.renamed[name] = own
+            if not asked(own):
                 self.loaded.skipped.append(name)
-        if len({target(name) for name in everything}) < len(everything):
+        if len(found) < len(everything):
             raise Mismatch(f"rename= gives two saved names of {checkpoint.path} the same new name")
-        self.below = _index_below([*saved.values, *self.containers, *saved.tensors])
         self.claimed: set[str] = set()
         self.wanted: list[Wanted] = []
+        self.spreads: list[Spread] = []  # of each that is wanted
+        self._sharing: Sharing | None = None
         self.slots: list[Slot] = []
         self.fresh: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def below(self) -> dict[str, list[str]]:
+        """What the checkpoint has below a path."""
+        return _index_below([*self.saved.values, *self.containers, *self.saved.tensors])
 
     def compare(self, *, keep: bool, world_size: int) -> _Fit:
         """Match every leaf of the target with the checkpoint; nothing is read or changed."""
@@ -299,8 +345,7 @@ class Match:
         for name, entry in self.state.entries.items():
             if name in self.state.aliases or not self.asked(name):
                 continue
-            names_of_it = [name, *tied.get(name, ())]
-            found = [n for n in names_of_it if n in self.saved.tensors]
+            found = [n for n in (name, *tied.get(name, ())) if n in self.saved.tensors]
             if not found:
                 missing.append(name)
                 continue
@@ -320,6 +365,7 @@ class Match:
         self.loaded.restored.append(entry.name)
         saved_name, record = self._record(name)
         self.wanted += [Wanted(saved_name, record, view.box, view.tensor) for view in entry.views]
+        self.spreads += [entry.spread] * len(entry.views)
 
     def _record(self, name: str) -> tuple[str, TensorRecord]:
         source = self.source[name]
@@ -341,15 +387,25 @@ class Match:
                         tensor = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
                         self.fresh[name] = tensor
                         self.wanted.append(Wanted(saved_name, record, whole(record.shape), tensor))
+                        self.spreads.append(WHOLE)
                         self.loaded.restored.append(name)
         return found
 
-    def restore(self, verify: Verify, rank: int, world_size: int) -> int:
-        """Read every wanted byte, then hand all values back; the bytes read."""
+    def sharing(self, ranks: Ranks) -> Sharing:
+        """What this rank may share with others of what is wanted; made once."""
+        self._sharing = self._sharing or Sharing(ranks, self.checkpoint.manifest, self.wanted)
+        return self._sharing
+
+    def restore(self, verify: Verify, sharing: Sharing) -> Came:
+        """Read every wanted byte, then hand all values back, unless another rank has failed meanwhile."""
+        rank, world_size = sharing.ranks.rank, sharing.ranks.size
         with events.task("load", str(self.checkpoint.path), rank) as task:
             task.total = sum(w.box.size * dtypes.itemsize(w.record.dtype) for w in self.wanted)
-            stats = read_boxes(self.checkpoint.files, self.wanted, verify=verify, progress=task.advance)
-        loaded = self.loaded
+            took = sharing.read(self.checkpoint.files, verify, task.advance)
+        if took.stopped or took.lost:
+            return Came(False, took.lost)
+        loaded, stats = self.loaded, took.stats
+        loaded.bytes_received = took.received
         loaded.bytes_needed, loaded.bytes_read, loaded.bytes_unverified = stats.needed, stats.read, stats.unverified
         if stats.unverified and verify is True:
             events.log.debug("%d bytes of blocks read in part were not verified", stats.unverified)
@@ -362,7 +418,7 @@ class Match:
                 saved = self.per_rank[path]
                 fetch = partial(self.checkpoint.per_rank, saved)
                 leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
-        return stats.read
+        return Came(True)
 
     def _tree(self, slot: Slot) -> Any:
         """What was saved at a slot, nested as it was."""

@@ -15,8 +15,13 @@ from holdfast.ondisk import names
 def nest(leaves: Mapping[str, Any], containers: Mapping[str, str]) -> dict[str, Any]:
     """Leaves by name as nested dicts, lists and tuples."""
     root: dict[str, Any] = {}
+    known: dict[str, dict[str, Any]] = {"": root}
     for name, value in leaves.items():
-        _at(root, name.split("/")[:-1])[names.split(name)[-1]] = value
+        head, _, last = name.rpartition("/")
+        above = known.get(head)
+        if above is None:
+            above = known[head] = _at(root, head.split("/"))
+        above[names.unescape(last)] = value
     for path in containers:
         if path:
             _at(root, path.split("/"))
@@ -38,7 +43,7 @@ def _in_positions(path: str, children: Mapping[str, Any]) -> list[Any]:
 
 def _at(root: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     for key in keys:
-        root = root.setdefault(names.split(key)[0], {})
+        root = root.setdefault(names.unescape(key), {})
     return root
 
 
@@ -46,7 +51,10 @@ def _shaped(path: str, node: Any, containers: Mapping[str, str]) -> Any:
     """Turn a dict of dicts into what the containers say; leaves pass as they are."""
     if type(node) is not dict:
         return node
-    children = {key: _shaped(f"{path}/{names.escape(key)}", value, containers) for key, value in node.items()}
+    children = {
+        key: _shaped(f"{path}/{names.escape(key)}", value, containers) if type(value) is dict else value
+        for key, value in node.items()
+    }
     kind = containers.get(path)
     if kind in ("list", "tuple"):
         ordered = _in_positions(path, children)

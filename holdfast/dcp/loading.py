@@ -20,11 +20,12 @@ from holdfast.dcp.opening import open_by_key
 from holdfast.dcp.states import Target
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import Ranks, ranks_of
+from holdfast.engine.share import Choice, Offer, who_shares
 from holdfast.engine.state import collect
 from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.place import Location
 from holdfast.errors import Mismatch
-from holdfast.load import Match, named_ids, saved_names
+from holdfast.load import Match, came, named_ids, saved_names
 from holdfast.ondisk import names
 
 _SHOWN = 100
@@ -54,6 +55,7 @@ def load(
         def compare() -> _Fit:
             target, match, fit = _compare(path, state_dict, group, meeting, keep=keep)
             found.append((target, match))
+            fit.offer = match.sharing(meeting).offer(match.spreads)
             return fit
 
         def hand_back() -> bool:
@@ -61,10 +63,15 @@ def load(
                 action()
             return True
 
-        call.exchange("match", compare, _judge, bool)
+        choice = call.exchange("match", compare, _judge, Choice)
         match = found[0][1]
+        sharing = match.sharing(meeting)
+        sharing.agree(call, choice)
         wait_for_copies()  # a save in the background still reads what would change here
-        call.settle("read", lambda: match.restore(verify, meeting.rank, meeting.size), lambda notes: True, bool)
+        try:
+            call.settle("read", lambda: match.restore(verify, sharing), came, bool)
+        finally:
+            sharing.close()
         call.settle("load_state_dict", hand_back, lambda notes: True, bool)
 
 
@@ -74,6 +81,7 @@ class _Fit(msgspec.Struct, array_like=True):
     where: str
     missing: list[str]
     misfits: list[str]
+    offer: Offer = Offer()
 
 
 def _compare(
@@ -122,12 +130,12 @@ def _nothing_found(path: str, match: Match) -> list[str]:
     ]
 
 
-def _judge(fits: list[_Fit]) -> bool:
-    """On the first rank: raise Mismatch with every name of every rank, unless all fits."""
+def _judge(fits: list[_Fit]) -> Choice:
+    """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading."""
     missing = list(dict.fromkeys(text for fit in fits for text in fit.missing))
     misfits = list(dict.fromkeys(text for fit in fits for text in fit.misfits))
     if not (missing or misfits):
-        return True
+        return who_shares([fit.offer for fit in fits])
     text = [f"{fits[0].where} does not fit the state dict it is loaded into; nothing was changed."]
     if misfits:
         text.append(f"{len(misfits)} differ:" + _listed(misfits))

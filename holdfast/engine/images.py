@@ -17,32 +17,37 @@ from holdfast.ondisk import datafile, dtypes, names
 from holdfast.ondisk.box import Box, relative
 from holdfast.ondisk.datafile import Piece
 
+Lengths = tuple[int, ...]
+
 
 def images_of(state: Collected, plan: Plan, ranks: Ranks, save: str) -> list[Image]:
-    """This rank's data files: the pieces it owns and its own PerRank values, by section."""
-    sections: dict[str, list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
+    """This rank's data files: the pieces it owns and its own PerRank values, by section and volume."""
+    parts: dict[tuple[str, int], list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
 
-    def add(name: str, key: str, dtype: str, source: torch.Tensor, shape: tuple[int, ...]) -> None:
-        piece = Piece(key, dtype, tuple(source.shape), source.nbytes)
-        sections.setdefault(names.section_of(name), []).append((piece, source, shape))
+    def add(name: str, key: str, dtype: str, source: torch.Tensor, shape: tuple[int, ...], lengths: Lengths) -> None:
+        part = (names.section_of(name), plan.volumes.get(name, 0))
+        found = parts.get(part)
+        if found is None:
+            found = parts[part] = []
+        found.append((Piece(key, dtype, lengths, source.nbytes), source, shape))
 
     for name, tensor, box in plan.written_by(ranks.rank):
         key = datafile.key_of(names.in_section(name), box, tensor.shape)
-        add(name, key, tensor.dtype, _source(state, name, box), tensor.shape)
+        add(name, key, tensor.dtype, _source(state, name, box), tensor.shape, box.lengths)
     for path, leaf in state.per_rank.items():
         own = f"{names.in_section(path)}@{ranks.rank}"
         text = bytearray(msgspec.json.encode(leaf.encoded))
-        add(path, own, "uint8", torch.frombuffer(text, dtype=torch.uint8), (len(text),))
+        add(path, own, "uint8", torch.frombuffer(text, dtype=torch.uint8), (len(text),), (len(text),))
         for reference, inner in leaf.tensors.items():
-            add(path, f"{own}/{reference}", dtypes.name_of(inner.dtype), inner, tuple(inner.shape))
+            add(path, f"{own}/{reference}", dtypes.name_of(inner.dtype), inner, tuple(inner.shape), tuple(inner.shape))
     images = []
-    for section, found in sections.items():
+    for (section, volume), found in parts.items():
         by_key = {piece.key: (source, shape) for piece, source, shape in found}
         if len(by_key) < len(found):
             raise Unsupported(f"two tensors of section {section!r} have the same key: rename the one at the top")
         pieces = datafile.arrange(piece for piece, _, _ in found)
         shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or _shape_is_lost(p)}
-        path = datafile.file_name(section, ranks.rank, ranks.size, save)
+        path = datafile.file_name(section, ranks.rank, ranks.size, save, volume)
         images.append(Image(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes))
     return images
 
@@ -55,7 +60,7 @@ def _shape_is_lost(piece: Piece) -> bool:
 def _source(state: Collected, name: str, box: Box) -> torch.Tensor:
     """This rank's memory of one planned piece: a view, or a part of one."""
     for view in state.entries[name].views:
-        if view.box == box:
+        if view.box is box or view.box == box:
             return view.tensor
         if all(a >= b for a, b in zip(box.offsets, view.box.offsets, strict=True)) and all(
             a <= b for a, b in zip(box.ends, view.box.ends, strict=True)

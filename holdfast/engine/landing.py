@@ -34,7 +34,7 @@ def scatter(
         part = intersect(box, wanted)
         if part is not None:
             source = data[at : at + box.size].view(box.lengths)
-            _deliver(narrowed(source, relative(part, box)), narrowed(view, relative(part, wanted)))
+            deliver(narrowed(source, relative(part, box)), narrowed(view, relative(part, wanted)))
         at += box.size
 
 
@@ -46,7 +46,8 @@ def narrowed(view: torch.Tensor, box: Box) -> torch.Tensor:
     return view
 
 
-def _deliver(host: torch.Tensor, view: torch.Tensor) -> None:
+def deliver(host: torch.Tensor, view: torch.Tensor) -> None:
+    """Copy a host tensor into any view of the same shape, casting if the types differ."""
     if host.dtype == view.dtype and not view.is_neg() and not view.is_conj():
         host, view = as_integers(host), as_integers(view)
     view.copy_(host)

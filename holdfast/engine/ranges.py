@@ -142,14 +142,21 @@ def rounds_up(shares: Iterable[Share], verify: Verify, needed: int) -> bool:
     return True
 
 
-def ranges_of(share: Share, verify: Verify, *, round_up: bool, gap: int = GAP) -> Iterator[Range]:
+def ranges_of(share: Share, verify: Verify, *, round_up: bool, gap: int = GAP) -> Iterable[Range]:
     """The ranges that bring one share, in the order of the file; those that are whole blocks carry their sum."""
-    if not share.box.size:
-        return
+    if 0 in share.box.lengths:
+        return ()
     piece, sums = share.piece, share.sums if verify else ()
-    spans = spans_of(share, gap)
     address = share.view.data_ptr() if _in_place(share) else None
-    if spans.nbytes == piece.nbytes <= BLOCK and spans.solid and address is not None:  # a small tensor, whole
+    if address is not None and piece.nbytes <= BLOCK and (share.cell is share.box or share.cell == share.box):
+        # A small tensor, whole: by far the most common.
+        return (Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address),)
+    return _ranges_of(share, sums, address, round_up=round_up, gap=gap)
+
+
+def _ranges_of(share: Share, sums: Sequence[str], address: int | None, *, round_up: bool, gap: int) -> Iterator[Range]:
+    piece, spans = share.piece, spans_of(share, gap)
+    if spans.nbytes == piece.nbytes <= BLOCK and spans.solid and address is not None:  # whole, in other words
         yield Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address)
     elif round_up and sums:  # without sums there is nothing to prove
         yield from _whole_blocks(share, spans, sums, address)
@@ -224,14 +231,17 @@ def _whole_blocks(share: Share, spans: Spans, sums: Sequence[str], address: int 
 def jobs_of(ranges: Iterable[Range], *, gap: int = GAP, straight: bool = True) -> Iterator[list[Range]]:
     """Neighbouring ranges together, up to a span; a large one by itself, if it is read ``straight`` to its place."""
     job: list[Range] = []
-    end = 0
+    begin = end = 0
+    alone = False
     for r in ranges:
-        near = job and 0 <= r.begin - end <= gap and r.begin + r.nbytes - job[0].begin <= SPAN
-        if job and (not near or (straight and (is_straight(r) or is_straight(job[-1])))):
+        lone = straight and r.nbytes >= DIRECT_FROM and is_straight(r)
+        if job and (lone or alone or not 0 <= r.begin - end <= gap or r.begin + r.nbytes - begin > SPAN):
             yield job
             job = []
+        if not job:
+            begin = r.begin
         job.append(r)
-        end = r.begin + r.nbytes
+        end, alone = r.begin + r.nbytes, lone
     if job:
         yield job
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import xxhash
 
 from holdfast.engine.arena import Slot, Window, windows_for
 from holdfast.engine.device import Copier, Moments
+from holdfast.engine.memory import move
 from holdfast.engine.stage import contiguous_parts, copy_bytes, host_view, is_plain_memory
 from holdfast.engine.storage import open_to_write
 from holdfast.engine.stores.place import Location, Place
@@ -47,8 +49,9 @@ class Image:
     pieces: list[Piece]
     sources: list[torch.Tensor]
     shapes: dict[str, tuple[int, ...]]
+    volume: int = 0
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Its tensor bytes."""
         return sum(p.nbytes for p in self.pieces)
@@ -112,7 +115,8 @@ class Writing:
             raise
 
     def _open(self, image: Image, files: OpenFiles, progress: Callable[[int], None]) -> None:
-        header = _header(image, self._save, self._rank, "0" * datafile.sums_length(image.pieces))
+        header = _header(image, self._save, self._rank)
+        self._headers[image.path] = header
         path, size = self.folder / image.path, len(header) + image.nbytes
         number = None
         if isinstance(path, Path):
@@ -153,12 +157,11 @@ class Writing:
     def _begin(self, stream: _Stream, sums: str) -> None:
         """The header of a file is known: from now on it goes to the store."""
         image = stream.image
-        header = _header(image, self._save, self._rank, sums)
+        header = self._headers[image.path] = datafile.with_sums(self._headers[image.path], sums)
         path = self.folder / image.path
         if stream.file is None and isinstance(path, Place):
             stream.begin(self.slot.worker.begin(path, header, len(header) + image.nbytes))
         self._written[image.path] = Written(image.path, len(header) + image.nbytes, len(header), blocks.digest(header))
-        self._headers[image.path] = header
 
     def _seal(self, stream: _Stream) -> None:
         image = stream.image
@@ -208,12 +211,18 @@ class Writing:
         self.slot.worker.drop([stream.number for stream in begun])
 
 
-def _header(image: Image, save: str, rank: int, sums: str) -> bytes:
+def _header(image: Image, save: str, rank: int) -> bytes:
+    """The header, as long as it will be, before any sum is known."""
+    sums = "0" * datafile.sums_length(image.pieces)
     header = datafile.build_header(
         image.pieces, save=save, rank=rank, section=image.section, shapes=image.shapes, sums=sums
     )
     if len(header) > datafile.MAX_HEADER:
-        raise HoldfastError(f"{image.path} would have a header of {len(header)} bytes, which no reader accepts")
+        raise HoldfastError(
+            f"{image.path} would have a header of {len(header)} bytes for {len(image.pieces)} pieces, more than the "
+            f"{datafile.MAX_HEADER} that readers of safetensors accept: put the tensors under more than one first key "
+            "of the state, or under shorter names"
+        )
     return header
 
 
@@ -233,21 +242,34 @@ class _Sums:
         """The next bytes of the file."""
         at, end = 0, len(view)
         while at < end:
+            if self._fresh and self._in_block == self._sizes[self._piece] <= end - at:
+                at = self._feed_whole(view, at)
+                continue
             n = min(end - at, self._in_block)
-            if n == self._in_piece <= blocks.BLOCK and self._fresh:  # the short way for many small tensors
-                self._texts[self._piece] += xxhash.xxh3_64_hexdigest(view[at : at + n])
-                self._in_piece = 0
-            else:
-                self._state.update(view[at : at + n])
-                self._fresh = False
-                self._in_piece -= n
-                self._in_block -= n
-                if not self._in_block:
-                    self._texts[self._piece] += self._state.hexdigest()
-                    self._begin_block()
+            self._state.update(view[at : at + n])
+            self._fresh = False
+            self._in_piece -= n
+            self._in_block -= n
+            if not self._in_block:
+                self._texts[self._piece] += self._state.hexdigest()
+                self._begin_block()
             at += n
             if not self._in_piece:
                 self._next_piece()
+
+    def _feed_whole(self, view: memoryview, at: int) -> int:
+        """As many pieces of one block as are there whole, from the present one on: the short way for small tensors."""
+        sizes, texts, piece, left = self._sizes, self._texts, self._piece, len(view) - at
+        while piece < len(sizes) and sizes[piece] <= left and sizes[piece] <= blocks.BLOCK:
+            n = sizes[piece]
+            if n:  # an empty piece has no sum
+                texts[piece] = xxhash.xxh3_64_hexdigest(view[at : at + n])
+            at += n
+            left -= n
+            piece += 1
+        self._piece, self._in_piece = piece - 1, 0
+        self._next_piece()
+        return at
 
     def text(self) -> str:
         """All sums, once all bytes came."""
@@ -326,12 +348,43 @@ class _Stream:
 
     def fill(self) -> None:
         """Copy every piece into windows."""
-        for piece, source in zip(self.image.pieces, self.image.sources, strict=True):
-            if self.window is not None and piece.nbytes <= min(STRIDE, self.slot.window - self.used):
-                self._copy_small(source, piece.nbytes)
-            else:
-                self._copy(source)
+        pieces, sources = self.image.pieces, self.image.sources
+        at = 0
+        while at < len(pieces):
+            done = at if self.queued else self._copy_run(at)
+            if done == at:
+                piece, source = pieces[at], sources[at]
+                if self.window is not None and piece.nbytes <= min(STRIDE, self.slot.window - self.used):
+                    self._copy_small(source, piece.nbytes)
+                else:
+                    self._copy(source)
+                done = at + 1
+            at = done
         self._window_is_full()
+
+    def _copy_run(self, at: int) -> int:
+        """Copy the plain small pieces of host memory from the ``at``-th on while there is room, up to a stride.
+
+        Returns the number of the first that is not copied. They are summed together: for each by itself a sum costs
+        less than to be asked for it.
+        """
+        if self.window is None:
+            return at
+        pieces, sources = self.image.pieces, self.image.sources
+        begin, window = self.used, self.window
+        used, end = begin, min(begin + STRIDE, self.slot.window)
+        while at < len(pieces):
+            source, nbytes = sources[at], pieces[at].nbytes
+            if used + nbytes > end or not is_plain_memory(source):
+                break
+            if nbytes:
+                move(window.address + used, source.data_ptr(), nbytes)
+            used += nbytes
+            at += 1
+        if self.sums is not None and used > begin:
+            self.sums.feed(window.view[begin:used])
+        self.used = used
+        return at
 
     def send(self) -> None:
         """Hand over every piece from where it lies; small and scattered ones in other memory, not much at a time."""

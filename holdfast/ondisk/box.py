@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -37,12 +38,18 @@ class Box(NamedTuple):
 
 def whole(shape: Sequence[int]) -> Box:
     """The box that covers ``shape``."""
-    return Box((0,) * len(shape), tuple(shape))
+    return _whole(tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Box:
+    # Many tensors share a shape: that they share the box as well makes comparing it free.
+    return Box((0,) * len(shape), shape)
 
 
 def covers(box: Box, shape: Sequence[int]) -> bool:
     """Whether ``box`` is all of ``shape``."""
-    return box.lengths == tuple(shape)
+    return box.lengths is shape or box.lengths == tuple(shape)
 
 
 def inside(box: Box, shape: Sequence[int]) -> bool:

@@ -9,8 +9,8 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
-from typing import Any
 
 import msgspec
 
@@ -19,13 +19,12 @@ from holdfast.ondisk.box import Box, covers
 
 ALIGN = 4096
 VERSION = "1"
-_NAME = re.compile(r"(?P<section>[^/]+)/(?P<rank>\d{5,})-of-(?P<world>\d{5,})\.(?P<save>[0-9a-f]{16})\.safetensors")
+_NAME = re.compile(r"[^/]+/\d{5,}-of-\d{5,}(\.[1-9]\d*)?\.(?P<save>[0-9a-f]{16})\.safetensors")
 MAX_HEADER = 100_000_000
 """safetensors readers refuse a longer header."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """One box of one tensor in one data file.
 
     ``key`` as in the header; ``lengths`` in elements; ``begin`` in bytes from the start of the tensor bytes.
@@ -48,9 +47,12 @@ class Header:
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
-def file_name(section: str, rank: int, world_size: int, save: str) -> str:
-    """``model/00000-of-00004.7c1e09ab52d3f410.safetensors``: relative to the checkpoint."""
-    return f"{section}/{rank:05d}-of-{world_size:05d}.{save}.safetensors"
+def file_name(section: str, rank: int, world_size: int, save: str, volume: int = 0) -> str:
+    """``model/00000-of-00004.7c1e09ab52d3f410.safetensors``: relative to the checkpoint.
+
+    The volumes after the first have their number before the save id: ``model/00000-of-00004.1.7c1e….safetensors``.
+    """
+    return f"{section}/{rank:05d}-of-{world_size:05d}{f'.{volume}' if volume else ''}.{save}.safetensors"
 
 
 def save_of(path: str) -> str | None:
@@ -71,7 +73,7 @@ def base_of(key: str) -> str:
 
 def arrange(pieces: Iterable[Piece]) -> list[Piece]:
     """Pieces in file order with their ``begin``: wider types first, so each is aligned to its item size, no holes."""
-    ordered = sorted(pieces, key=lambda p: -dtypes.itemsize(p.dtype))
+    ordered = sorted(pieces, key=lambda p: dtypes.itemsize(p.dtype), reverse=True)  # stable all the same
     begin, placed = 0, []
     for piece in ordered:
         placed.append(Piece(piece.key, piece.dtype, piece.lengths, piece.nbytes, begin))
@@ -92,8 +94,9 @@ def build_header(
     ``pieces`` as arranged; ``shapes`` holds the global shape of each tensor held in part. The length depends on
     ``sums`` only through its length, so a header of zeros tells where the tensors begin.
     """
-    odd = {base_of(p.key): p.dtype for p in pieces if stored_as_bytes(p.dtype)}
-    header: dict[str, Any] = {
+    codes = {dtype: dtypes.code_of(dtype) for dtype in {p.dtype for p in pieces}}
+    odd = {base_of(p.key): p.dtype for p in pieces if codes[p.dtype] is None} if None in codes.values() else {}
+    header: dict[str, dict[str, str] | _Entry] = {
         "__metadata__": {
             "holdfast": VERSION,
             "save": save,
@@ -105,14 +108,18 @@ def build_header(
         }
     }
     for p in pieces:
-        header[p.key] = {
-            "dtype": dtypes.code_of(p.dtype) or "U8",
-            "shape": _stored_shape(p),
-            "data_offsets": [p.begin, p.begin + p.nbytes],
-        }
+        code = codes[p.dtype]
+        offsets = (p.begin, p.begin + p.nbytes)
+        header[p.key] = _Entry("U8", _row_of_bytes(p), offsets) if code is None else _Entry(code, p.lengths, offsets)
     text = msgspec.json.encode(header)
-    text += b" " * (-(len(text) + 8) % ALIGN)
-    return len(text).to_bytes(8, "little") + text
+    length = -(-(len(text) + 8) // ALIGN) * ALIGN - 8
+    return length.to_bytes(8, "little") + text.ljust(length)
+
+
+def with_sums(header: bytes, sums: str) -> bytes:
+    """A header built with other sums of the same length, with these in their place."""
+    start = header.index(_SUMS) + len(_SUMS)  # within a JSON text quotes would be escaped: the first one is ours
+    return header[:start] + sums.encode() + header[start + len(sums) :]
 
 
 def stored_as_bytes(dtype: str) -> bool:
@@ -120,22 +127,28 @@ def stored_as_bytes(dtype: str) -> bool:
     return dtypes.code_of(dtype) is None
 
 
-def _stored_shape(piece: Piece) -> tuple[int, ...]:
-    if not stored_as_bytes(piece.dtype):
-        return piece.lengths
+def _row_of_bytes(piece: Piece) -> tuple[int, ...]:
+    """The shape of a piece of a type that is kept as bytes."""
     size = dtypes.itemsize(piece.dtype)
     return (*piece.lengths[:-1], piece.lengths[-1] * size) if piece.lengths else (size,)
 
 
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+class _Entry(msgspec.Struct, gc=False):
+    """A tensor of the header. What a header leaves out is None, and refused: only ``__metadata__`` lacks them all."""
+
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    data_offsets: tuple[int, int] | None = None
 
 
-_decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_entry = msgspec.json.Decoder(_Entry).decode
-_decode_meta = msgspec.json.Decoder(dict[str, str]).decode
+class _Meta(msgspec.Struct):
+    metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
+
+
+_SUMS = b'"sums":"'
+_decode_entries = msgspec.json.Decoder(dict[str, _Entry]).decode
+_decode_meta = msgspec.json.Decoder(_Meta).decode
+_decode_strings = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def header_length(first: bytes, file_bytes: int) -> int:
@@ -156,42 +169,53 @@ def parse_header(data: bytes, file_bytes: int) -> Header:
     nbytes = len(data)
     if header_length(data, file_bytes) != nbytes:
         raise ValueError(f"its header claims another length than {nbytes} bytes")
+    text = memoryview(data)[8:]
     try:
-        raw = _decode_header(data[8:])
-        meta = _decode_meta(raw.pop("__metadata__", msgspec.Raw(b"{}")))
-        entries = {key: _decode_entry(value) for key, value in raw.items()}
-        odd = _decode_meta(meta.get("dtypes", "{}"))
+        meta = _decode_meta(text).metadata
+        entries = _decode_entries(text)
+        odd = _decode_strings(meta.get("dtypes", "{}"))
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise ValueError(f"its header is not valid: {error}") from None
+    entries.pop("__metadata__", None)
     pieces: dict[str, Piece] = {}
     end = 0
-    for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, stop = entry.data_offsets
-        dtype, lengths = _logical(entry, odd.get(base_of(key)))
-        if begin != end or stop - begin != prod(lengths) * dtypes.itemsize(dtype):
+    for key, entry in _in_file_order(entries):
+        begin, stop = entry.data_offsets  # type: ignore[misc]
+        dtype, lengths, size = _logical(entry.dtype, entry.shape, odd.get(base_of(key)) if odd else None)
+        if begin != end or stop - begin != size:
             raise ValueError(f"piece {key!r} has offsets {begin}:{stop} that do not fit its shape or its neighbour")
         end = stop
-        pieces[key] = Piece(key, dtype, lengths, stop - begin, nbytes + begin)
+        pieces[key] = Piece(key, dtype, lengths, size, nbytes + begin)
     if nbytes + end != file_bytes:
         raise ValueError(f"its header describes {nbytes + end} bytes, the file has {file_bytes}")
     return Header(nbytes, pieces, _parse_sums(meta.get("sums"), pieces), meta)
 
 
-def _logical(entry: _Entry, odd: str | None) -> tuple[str, tuple[int, ...]]:
-    if any(n < 0 for n in entry.shape):
-        raise ValueError(f"shape {entry.shape} is negative")
+def _in_file_order(entries: dict[str, _Entry]) -> Sequence[tuple[str, _Entry]]:
+    for key, entry in entries.items():
+        if entry.data_offsets is None:
+            raise ValueError(f"piece {key!r} has no offsets")
+    return sorted(entries.items(), key=lambda item: item[1].data_offsets)  # type: ignore[arg-type, return-value]
+
+
+@lru_cache(maxsize=4096)
+def _logical(code: str | None, shape: tuple[int, ...] | None, odd: str | None) -> tuple[str, tuple[int, ...], int]:
+    """The dtype, shape and bytes of an entry; ``odd`` is its dtype if safetensors cannot name that."""
+    # Thousands of pieces share a handful of types and shapes, each proved once.
+    if shape is None or any(n < 0 for n in shape):
+        raise ValueError(f"shape {shape} is negative, or missing")
     if odd is not None:
-        if entry.dtype != "U8" or not dtypes.known(odd):
+        if code != "U8" or not dtypes.known(odd):
             raise ValueError(f"dtype {odd!r} is not known to this torch")
         size = dtypes.itemsize(odd)
         # The shape of a 0-dimensional tensor is [itemsize]: one axis more than its box has. The plan knows which.
-        if not entry.shape or entry.shape[-1] % size:
-            raise ValueError(f"shape {entry.shape} holds no whole number of {odd}")
-        return odd, (*entry.shape[:-1], entry.shape[-1] // size)
-    name = dtypes.name_of_code(entry.dtype)
+        if not shape or shape[-1] % size:
+            raise ValueError(f"shape {shape} holds no whole number of {odd}")
+        return odd, (*shape[:-1], shape[-1] // size), prod(shape)
+    name = None if code is None else dtypes.name_of_code(code)
     if name is None:
-        raise ValueError(f"dtype {entry.dtype!r} is not known")
-    return name, entry.shape
+        raise ValueError(f"dtype {code!r} is not known")
+    return name, shape, prod(shape) * dtypes.itemsize(name)
 
 
 def _parse_sums(text: str | None, pieces: Mapping[str, Piece]) -> dict[str, tuple[str, ...]]:
@@ -200,9 +224,12 @@ def _parse_sums(text: str | None, pieces: Mapping[str, Piece]) -> dict[str, tupl
     parts = text.split(",") if pieces else []
     if len(parts) != len(pieces):
         raise ValueError(f"it has sums for {len(parts)} pieces and holds {len(pieces)}")
-    sums = {}
-    for part, piece in zip(parts, pieces.values(), strict=True):
-        if len(part) != 16 * blocks.count(piece.nbytes):
-            raise ValueError(f"piece {piece.key!r} has the wrong number of sums")
-        sums[piece.key] = tuple(part[i : i + 16] for i in range(0, len(part), 16))
+    sums: dict[str, tuple[str, ...]] = {}
+    for part, (key, piece) in zip(parts, pieces.items(), strict=True):
+        if len(part) == 16 and 0 < piece.nbytes <= blocks.BLOCK:
+            sums[key] = (part,)
+        elif len(part) != 16 * blocks.count(piece.nbytes):
+            raise ValueError(f"piece {key!r} has the wrong number of sums")
+        else:
+            sums[key] = tuple(part[i : i + 16] for i in range(0, len(part), 16))
     return sums

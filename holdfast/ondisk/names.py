@@ -5,18 +5,18 @@ Called wherever a state is walked or rebuilt. Never looks at values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from functools import lru_cache
 from urllib.parse import unquote
 
 from holdfast.errors import Unsupported
 
 TOP_SECTION = "state"
-_SPECIAL = frozenset("/%@[\\") | {chr(c) for c in range(32)} | {chr(127)}
+_SPECIAL = re.compile(r"[/%@\[\\\x00-\x1f\x7f]")
+_NEEDS_CARE = re.compile(r"[/%@\[\\\x00-\x1f\x7f-\U0010ffff]").search
 _RESERVED = {".": "%2E", "..": "%2E%2E", "__metadata__": "%5F_metadata__"}
 
 
-@lru_cache(maxsize=65536)
 def escape(key: str) -> str:
     """A key as it stands in a name. Raises Unsupported if it is no Unicode text (a lone surrogate).
 
@@ -25,14 +25,18 @@ def escape(key: str) -> str:
     """
     if key in _RESERVED:
         return _RESERVED[key]
-    if not key.isascii():
-        try:
-            key.encode()
-        except UnicodeEncodeError:
-            raise Unsupported(f"the key {key!r} is no Unicode text; rename it") from None
-    if _SPECIAL.isdisjoint(key):
+    if _NEEDS_CARE(key) is None:
         return key
-    return "".join(f"%{ord(c):02X}" if c in _SPECIAL else c for c in key)
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise Unsupported(f"the key {key!r} is no Unicode text; rename it") from None
+    return _SPECIAL.sub(lambda found: f"%{ord(found[0]):02X}", key)
+
+
+def unescape(key: str) -> str:
+    """The inverse of `escape`."""
+    return unquote(key) if "%" in key else key
 
 
 def join(keys: Sequence[str]) -> str:
@@ -42,7 +46,7 @@ def join(keys: Sequence[str]) -> str:
 
 def split(name: str) -> tuple[str, ...]:
     """The keys of a name, unescaped."""
-    return tuple(unquote(key) if "%" in key else key for key in name.split("/"))
+    return tuple(map(unescape, name.split("/")))
 
 
 def child(prefix: str, key: str) -> str:

@@ -271,7 +271,7 @@ def test_devices_are_filled_in_the_streams_of_the_caller(
             yield
             here.stream = None
 
-    deliver = landing._deliver
+    deliver = landing.deliver
 
     def delivered(host: torch.Tensor, view: torch.Tensor) -> None:
         assert here.stream is mine
@@ -279,7 +279,7 @@ def test_devices_are_filled_in_the_streams_of_the_caller(
         deliver(host, view)
 
     monkeypatch.setattr(landing, "streams_of", lambda kind: Module())
-    monkeypatch.setattr(landing, "_deliver", delivered)
+    monkeypatch.setattr(landing, "deliver", delivered)
     tensor = made((64, 100), torch.float32)
     files = OneFile(tmp_path, tensor, 0)
     for box in (Box((0, 0), (64, 100)), Box((0, 40), (64, 3))):

@@ -210,6 +210,11 @@ def test_lying_headers(pieces: dict[str, Any], meta: dict[str, Any], payload: in
     b'{"__metadata__":{"dtypes":"{\\"a\\":\\"complex64\\"}"},"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]}}',
     b'{"__metadata__":{"sums":""},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
     b'{"__metadata__":{"sums":"0"}}' + b"x",
+    b'{"a":{"shape":[1],"data_offsets":[0,4]}}', b'{"a":{"dtype":"F32","data_offsets":[0,4]}}', b'{"a":{}}',
+    b'{"a":{"dtype":"F32","shape":[1]}}', b'{"a":{"dtype":null,"shape":[1],"data_offsets":[0,4]}}',
+    b'{"a":{"dtype":"F32","shape":null,"data_offsets":[0,4]}}',
+    b'{"a":{"dtype":"F32","shape":[1],"data_offsets":null}}',
+    b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"x":"no tensor"}}', b'{"__metadata__":7}',
 ])  # fmt: skip
 def test_broken_headers_are_refused(text: bytes) -> None:
     for payload in (0, 1, 4, 8):
@@ -229,6 +234,17 @@ def test_a_length_that_is_not_the_headers_is_refused() -> None:
     assert datafile.header_length(good[:8], len(good)) == len(good)
     with pytest.raises(ValueError):
         datafile.header_length(struct.pack("<Q", datafile.MAX_HEADER), 1 << 40)
+
+
+@given(piece_lists())
+def test_sums_are_put_in_their_place(pieces: list[Piece]) -> None:
+    shapes = {'"sums":"': (1,), "a": (2,)}
+    zeros = build_header(
+        pieces, save="0" * 16, rank=3, section='"sums":"', shapes=shapes, sums="0" * sums_length(pieces)
+    )
+    sums = sums_of(pieces, "b")
+    again = build_header(pieces, save="0" * 16, rank=3, section='"sums":"', shapes=shapes, sums=sums)
+    assert datafile.with_sums(zeros, sums) == again
 
 
 def test_files_of_other_writers_have_no_sums() -> None:

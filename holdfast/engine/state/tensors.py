@@ -92,9 +92,9 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Entry:
-    shape = tuple(tensor.shape)
+    box = whole(tensor.shape)
     memory = tensor.detach() if tensor.requires_grad else tensor
-    return Entry(name, dtype_name(name, tensor), shape, WHOLE, [View(whole(shape), memory)])
+    return Entry(name, dtype_name(name, tensor), box.lengths, WHOLE, [View(box, memory)])
 
 
 def placed(name: str, tensor: DTensor, ranks: Ranks) -> tuple[Placed, int | None]:

@@ -113,7 +113,10 @@ class _Walk:
             return
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             at = names.child(path, _key(path, key))
-            self.node(at, value, partial(node.__setitem__, key))
+            if is_tensor_leaf(value):  # needs no way back: it is filled where it lies
+                self.into.plain += [entry.name for entry in self.tensor(at, value)]
+            else:
+                self.node(at, value, partial(node.__setitem__, key))
 
     def note_container(self, path: str, node: Any) -> None:
         """Lists, tuples and empty containers are noted; so is a dict whose keys are integers (see docs/format.md)."""
@@ -268,14 +271,19 @@ def _cannot_put(path: str) -> Callable[[Any], None]:
 
 def _find_aliases(into: Collected) -> None:
     """Names whose every byte is the memory of an earlier name: tied weights. The first name keeps the tensor."""
-    at: dict[int, list[Entry]] = {}
+    first: dict[int, Entry] = {}
+    later: dict[int, list[Entry]] = {}
     for name, entry in into.entries.items():
         if not entry.views or 0 in entry.shape:
             continue
-        beginning = at.setdefault(entry.views[0].tensor.data_ptr(), [])
-        other = next((e for e in beginning if _same_memory(e, entry)), None)
+        address = entry.views[0].tensor.data_ptr()
+        one = first.setdefault(address, entry)
+        if one is entry:
+            continue
+        others = later.setdefault(address, [])
+        other = next((e for e in (one, *others) if _same_memory(e, entry)), None)
         if other is None:
-            beginning.append(entry)
+            others.append(entry)
         else:
             into.aliases[name] = other.name
 
