@@ -200,16 +200,22 @@ class Sharing:
                 else:
                     rest.append(want)
             verify = "blocks" if self._rounds_up(verify) else verify
-        for line, relay in self.lines:
-            came = read_line(
-                line, relay, views, self.names, self.records, files, verify=verify, advance=advance
-            )  # fmt: skip
-            relay.forget()
-            _add(took.stats, came.stats)
-            took.received += came.received
-            if came.stopped or came.lost:
-                took.stopped, took.lost = came.stopped, came.lost
-                return took
+        try:
+            for line, relay in self.lines:
+                came = read_line(line, relay, views, self.names, self.records, files, verify=verify, advance=advance)
+                relay.forget()
+                _add(took.stats, came.stats)
+                took.received += came.received
+                if came.stopped or came.lost:
+                    took.stopped, took.lost = came.stopped, came.lost
+                    break
+        except BaseException:
+            self.close()  # who still waits for this rank is told so
+            raise
+        if took.lost:
+            self.close()
+        if took.stopped or took.lost:
+            return took
         _add(took.stats, read_boxes(files, rest, verify=verify, progress=advance))
         took.stats.needed = sum(want.view.numel() * dtypes.itemsize(want.record.dtype) for want in self.wanted)
         return took
