@@ -33,8 +33,8 @@ from holdfast.ondisk.manifest import Manifest
 How = Literal["auto", "off"]
 """Whether ranks that want the same bytes share the reading of them."""
 
-LEAST = 16 << 20
-"""Ranks that would all together read so many bytes less do not share: connecting takes as long."""
+LEAST = 64 << 20
+"""Ranks that would not all together read so many bytes less do not share: connecting takes as long."""
 
 PART = 0.05
 """Nor if it is a smaller part of what they read."""
