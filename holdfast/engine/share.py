@@ -135,8 +135,8 @@ class Sharing:
         shared = [may_be_shared(told, size) for told in table]
         common = sum(self._bytes(item) for item, index in self.items.items() if shared[index])
         needed = sum(self._bytes(item) for item in self.items)
-        seen = [[n, *f] for n, f in zip(self.names, map(msgspec.structs.astuple, self.records), strict=True)]
-        proof = digest(msgspec.msgpack.encode([self.manifest.save, self.manifest.files, seen]))
+        manifest = self.manifest
+        proof = digest(msgspec.msgpack.encode([manifest.save, manifest.files, manifest.tensors]))
         self.wants = Wants(proof, sorted(held), table)
         text = msgspec.msgpack.encode(self.wants)
         return Offer(digest(text), len(text), common, needed, _host(self.ranks.host))
@@ -256,8 +256,8 @@ def _add(total: ReadStats, part: ReadStats) -> None:
 
 
 def _host(name: str) -> str:
-    """Stands for the machine: containers may have a name in common, and machines too."""
-    boot = ""
+    """Stands for a machine, or for a container, whose processes can see each other: names alone may be alike."""
+    seen = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return digest(f"{name} {boot}".encode())[:16]
+        seen = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {Path('/proc/self/ns/pid').readlink()}"
+    return digest(f"{name} {seen}".encode())[:16]
