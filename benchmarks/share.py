@@ -1,7 +1,7 @@
 """A DDP state loaded by four ranks: with shared reading, without it, and by torch DCP.
 
-Run as `python -m benchmarks.share [--quick]`; prints a table and two bars, writes JSON. The systems take turns, cold and
-warm, and every load is proved. Never compares figures of two runs.
+Run as `python -m benchmarks.share [--quick]`; prints a table and its bars, writes JSON. The systems take turns, cold
+and warm, and every load is proved. Never compares figures of two runs.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -35,9 +37,11 @@ def eager(*, hosts: int = 1, block: int | None = 4096) -> Iterator[None]:
         if block is None:
             yield
             return
-        with patch.object(share_plan, "BLOCK", block), patch.object(pass_on, "LONGEST", 2 * block):
-            with patch.object(pass_on, "MEMORY", 8 * block):
-                yield
+        with (
+            patch.object(share_plan, "BLOCK", block), patch.object(pass_on, "LONGEST", 2 * block),
+            patch.object(pass_on, "MEMORY", 8 * block),
+        ):  # fmt: skip
+            yield
 
 
 def sizes_of(loaded: holdfast.Loaded) -> Sizes:
@@ -70,7 +74,8 @@ def big(seed: int | None) -> dict[str, Any]:
     def one(*shape: int) -> torch.Tensor:
         return torch.zeros(shape) if seed is None else torch.randn(shape, generator=generator)
 
-    return {"model": {"a": one(3000, 1200), "b": one(1_500_001), "small": one(7), "none": one(0, 3), "c": one(900, 901)}}
+    a, b, c = one(3000, 1200), one(1_500_001), one(900, 901)
+    return {"model": {"a": a, "b": b, "small": one(7), "none": one(0, 3), "c": c}}
 
 
 def save_big(path: str) -> None:
@@ -203,7 +208,7 @@ def load_foreign(path: str) -> Sizes:
 def load_failing(path: str, how: str, victim: int, hosts: int, deadline: float) -> tuple[str, str, list[str]]:
     """Load while something happens on one rank; the class and text of what this one raises, and its thread names."""
     hit = dist.get_rank() == victim
-    read, take, sleep = pass_on._Passing._read, pass_on._Passing._take, relay.time.sleep
+    read, take, sleep = pass_on._Passing._read, pass_on._Passing._take, time.sleep
     calls = [0]
 
     def second(action: Callable[[], None]) -> None:
@@ -235,9 +240,11 @@ def load_failing(path: str, how: str, victim: int, hosts: int, deadline: float) 
         "cannot copy": lambda: patch.object(passing, "_take", before(take, raises(RuntimeError("out of memory")))),
         "interrupted": lambda: patch.object(passing, "_take", before(take, raises(KeyboardInterrupt()))),
         "interrupted while waiting": lambda: patch.object(
-            relay.time, "sleep", before(sleep, raises(KeyboardInterrupt()))
+            relay, "time", SimpleNamespace(monotonic=time.monotonic, sleep=before(sleep, raises(KeyboardInterrupt())))
         ),
-        "leaves": lambda: patch.object(relay.Relay, "sum_beside", raises_once(relay.Lost("the network is gone"))),
+        "leaves": lambda: patch.object(
+            relay.Relay, "sum_beside", before(relay.Relay.sum_beside, raises(relay.Lost("the network is gone")))
+        ),
     }
     state = big(None)
     with eager(hosts=hosts, block=1 << 16), ways[how]() if hit and how in ways else nullcontext():
@@ -248,7 +255,7 @@ def load_failing(path: str, how: str, victim: int, hosts: int, deadline: float) 
     return "", "", []
 
 
-def raises_once(error: BaseException) -> Callable[..., Any]:
+def always(error: BaseException) -> Callable[..., Any]:
     def failing(*args: Any) -> Any:
         raise error
 
@@ -257,11 +264,10 @@ def raises_once(error: BaseException) -> Callable[..., Any]:
 
 def load_unconnected(path: str, what: str) -> Sizes:
     """One rank cannot connect, or share memory."""
-    if dist.get_rank() != 2:
-        return load_big(path, {}, block=1 << 16)
-    target = {"memory": (relay, "_mapped", OSError("no such file")), "gloo": (relay, "_Gloo", RuntimeError("no route"))}
-    module, name, error = target[what]
-    with patch.object(module, name, raises_once(error)), patch.object(relay, "CONNECTING", 2.0):
+    target = {"memory": ("_mapped", OSError("no such file")), "gloo": ("_Gloo", RuntimeError("no route"))}
+    name, error = target[what]
+    failing = patch.object(relay, name, always(error)) if dist.get_rank() == 2 else nullcontext()
+    with failing, patch.object(relay, "CONNECTING", 1.0):  # the others wait so long for the one that does not come
         return load_big(path, {}, block=1 << 16)
 
 
@@ -269,7 +275,7 @@ def load_sharded(path: str) -> Sizes:
     """Nobody has anything in common, so nothing is made and nobody is asked."""
     rank = dist.get_rank()
     into = {"w": holdfast.Shard(torch.zeros(750, 1200), (3000, 1200), (750 * rank, 0))}
-    with eager(), patch.object(share, "meet", raises_once(AssertionError("nobody to meet"))):
+    with eager(), patch.object(share, "meet", always(AssertionError("nobody to meet"))):
         loaded = holdfast.load(path, into, only="w", rename={"model/a": "w"})
     assert torch.equal(into["w"].tensor, big(1)["model"]["a"][750 * rank : 750 * (rank + 1)])
     return sizes_of(loaded)

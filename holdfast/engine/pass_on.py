@@ -142,7 +142,7 @@ class _Passing:
         self.slices = memory[: line.memory].view(2, len(line.runs), line.width)
         # On one host a window is read to where all can see it; between hosts it is kept apart and sent in slices.
         self.apart = torch.empty(2, line.window, dtype=torch.uint8) if line.seat.hosts > 1 else None
-        self.sent = torch.zeros(line.width, dtype=torch.uint8)
+        self.sent = torch.zeros(line.width if line.seat.hosts > 1 else 0, dtype=torch.uint8)
 
     def run(self) -> Took:
         line, reader = self.line, self.line.seat.reader

@@ -25,7 +25,7 @@ from holdfast.engine.memory import Buffer, buffer
 MOST_LANES = 16
 """Ranks of one host that read and gather; more of them would make the windows too short."""
 
-CONNECTING = 60.0
+CONNECTING = 30.0
 """Seconds to wait for a rank to connect: all come from the same round, so one that is not there by then never comes."""
 
 TRAILER = 64

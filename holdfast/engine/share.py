@@ -33,8 +33,8 @@ from holdfast.ondisk.manifest import Manifest
 How = Literal["auto", "off"]
 """Whether ranks that want the same bytes share the reading of them."""
 
-LEAST = 16 << 20
-"""Ranks that would all together read so many bytes less do not share: connecting takes as long."""
+LEAST = 64 << 20
+"""Ranks that would not all together read so many bytes less do not share: connecting takes as long."""
 
 PART = 0.05
 """Nor if it is a smaller part of what they read."""
@@ -135,8 +135,8 @@ class Sharing:
         shared = [may_be_shared(told, size) for told in table]
         common = sum(self._bytes(item) for item, index in self.items.items() if shared[index])
         needed = sum(self._bytes(item) for item in self.items)
-        seen = [[n, *f] for n, f in zip(self.names, map(msgspec.structs.astuple, self.records), strict=True)]
-        proof = digest(msgspec.msgpack.encode([self.manifest.save, self.manifest.files, seen]))
+        manifest = self.manifest
+        proof = digest(msgspec.msgpack.encode([manifest.save, manifest.files, manifest.tensors]))
         self.wants = Wants(proof, sorted(held), table)
         text = msgspec.msgpack.encode(self.wants)
         return Offer(digest(text), len(text), common, needed, _host(self.ranks.host))
@@ -200,16 +200,22 @@ class Sharing:
                 else:
                     rest.append(want)
             verify = "blocks" if self._rounds_up(verify) else verify
-        for line, relay in self.lines:
-            came = read_line(
-                line, relay, views, self.names, self.records, files, verify=verify, advance=advance
-            )  # fmt: skip
-            relay.forget()
-            _add(took.stats, came.stats)
-            took.received += came.received
-            if came.stopped or came.lost:
-                took.stopped, took.lost = came.stopped, came.lost
-                return took
+        try:
+            for line, relay in self.lines:
+                came = read_line(line, relay, views, self.names, self.records, files, verify=verify, advance=advance)
+                relay.forget()
+                _add(took.stats, came.stats)
+                took.received += came.received
+                if came.stopped or came.lost:
+                    took.stopped, took.lost = came.stopped, came.lost
+                    break
+        except BaseException:
+            self.close()  # who still waits for this rank is told so
+            raise
+        if took.lost:
+            self.close()
+        if took.stopped or took.lost:
+            return took
         _add(took.stats, read_boxes(files, rest, verify=verify, progress=advance))
         took.stats.needed = sum(want.view.numel() * dtypes.itemsize(want.record.dtype) for want in self.wanted)
         return took
@@ -250,8 +256,8 @@ def _add(total: ReadStats, part: ReadStats) -> None:
 
 
 def _host(name: str) -> str:
-    """Stands for the machine: containers may have a name in common, and machines too."""
-    boot = ""
+    """Stands for a machine, or for a container, whose processes can see each other: names alone may be alike."""
+    seen = ""
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return digest(f"{name} {boot}".encode())[:16]
+        seen = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {Path('/proc/self/ns/pid').readlink()}"
+    return digest(f"{name} {seen}".encode())[:16]
