@@ -163,7 +163,7 @@ class AllPieces:
 def _shared(lie: Lie) -> dict[Holders, list[int]]:
     """The boxes (by number) that several ranks hold, by their holders."""
     found: dict[Holders, list[int]] = {}
-    for number, holders in enumerate(lie.holders):
+    for number, holders in enumerate(() if lie.sole else lie.holders):
         if len(holders) > 1:
             found.setdefault(holders, []).append(number)
     return found
