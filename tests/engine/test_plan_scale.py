@@ -184,9 +184,10 @@ def by_owner(found: list[tuple[Box, int]]) -> dict[int, list[int]]:
 def test_the_manifest_is_short_and_says_what_was_planned(plan: Plan, committed: Manifest) -> None:
     data = manifest.encode(committed)
     rows = sum(len(record.files) + len(str(record.cells)) for record in committed.tensors.values())
-    cut = sum(isinstance(record.cells, manifest.Cells) for record in committed.tensors.values())
-    assert rows <= 60 * len(committed.tensors) + (8000 * cut)
-    assert len(data) <= 100 * len(committed.tensors) + 112 * len(committed.files) + 8000 * cut
+    # Tensors that are cut between their holders say where; there are less of such cuts than ranks that share.
+    cut = sum(len(r.boxes()) for r in committed.tensors.values() if isinstance(r.cells, manifest.Cells))
+    assert rows <= 60 * len(committed.tensors) + 60 * cut and cut <= 4 * WORLD
+    assert len(data) <= 100 * len(committed.tensors) + 112 * len(committed.files) + 60 * cut
     assert manifest.decode(data, "here") == committed
     ranks = [int(str(row[0]).partition("/")[2][:5]) for row in committed.files]
     for owned, (name, *_) in alike(plan).items():
