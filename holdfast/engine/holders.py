@@ -55,6 +55,11 @@ class Listed:
                     self._of.setdefault(holder, []).append(number)
         return [(self.boxes[number], self.holders[number]) for number in self._of.get(rank, ())]
 
+    @property
+    def sole(self) -> bool:
+        """Whether every box has one holder."""
+        return all(len(holders) == 1 for holders in self.holders)
+
     @cached_property
     def cut(self) -> Cut:
         """How a manifest writes the boxes. Raises HoldfastError if they do not tile the tensor."""
@@ -87,13 +92,22 @@ class OnMesh:
         """All boxes, in row-major order."""
         return list(self._grid.boxes())
 
-    @cached_property
+    @property
+    def sole(self) -> bool:
+        """Whether every box has one holder."""
+        return len(self._layers) == 1 and len(self._layers[0].replicas) == 1
+
+    @property
     def holders(self) -> list[Holders]:
         """The holders of each box, in row-major order."""
-        by_layer = [list(map(sum, product(*places))) for places in map(self._places, self._layers)]
-        if len(by_layer) == 1 and len(self._layers[0].replicas) == 1:
+        if self.sole:  # as many as ranks, and asked for once: not kept
             ranks = self._layers[0].mesh.ranks
-            return [(ranks[place],) for place in by_layer[0]]
+            return [(ranks[sum(at)],) for at in product(*self._places(self._layers[0]))]
+        return self._shared
+
+    @cached_property
+    def _shared(self) -> list[Holders]:
+        by_layer = [list(map(sum, product(*places))) for places in map(self._places, self._layers)]
         known: dict[tuple[int, ...], Holders] = {}  # boxes of one rank share the tuple
         return [known.get(p) or known.setdefault(p, self._holders(p)) for p in zip(*by_layer, strict=True)]
 
@@ -168,7 +182,7 @@ def _layer(mesh: Placed, dims: int) -> _Layer:
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _cuts(shape: tuple[int, ...], cutting: _Cutting) -> tuple[tuple[int, ...], ...]:
     return tuple((*(start for start, _ in axis_cells(n, c)), n) for n, c in zip(shape, cutting, strict=True))
 

@@ -129,8 +129,10 @@ class AllPieces:
         for name, tensor in tensors.items():
             given: list[Given] = []
             for number, count in self._steps[tensor]:
-                given += map(self._hands[number].given, range(at[number], at[number] + count))
-                at[number] += count
+                begin = at[number]
+                at[number] = end = begin + count
+                hand = self._hands[number]
+                given += hand.holders[begin:end] if not hand.cut else [hand.given(place) for place in range(begin, end)]
             key = (tensor.lie, tensor.first, *given)
             owned = self._known.get(key)
             if owned is None:
@@ -161,7 +163,7 @@ class AllPieces:
 def _shared(lie: Lie) -> dict[Holders, list[int]]:
     """The boxes (by number) that several ranks hold, by their holders."""
     found: dict[Holders, list[int]] = {}
-    for number, holders in enumerate(lie.holders):
+    for number, holders in enumerate(() if lie.sole else lie.holders):
         if len(holders) > 1:
             found.setdefault(holders, []).append(number)
     return found

@@ -21,7 +21,7 @@ class Split(msgspec.Struct, array_like=True, frozen=True):
 
     ``strides`` > 1 is torch's ``_StridedShard``: the axis is first cut into that many parts, then each part over
     the mesh axis. Where that number says that mesh axes on the right have cut before (FSDP over tensor parallel),
-    it stands for that order of cutting; see `_in_order`.
+    it stands for that order of cutting; see `cutting_axes`.
     """
 
     dim: int
@@ -165,7 +165,7 @@ def cutting_axes(sizes: tuple[int, ...], splits: tuple[Split | None, ...], dim: 
     return cutting
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def axis_cells(length: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
     """All runs of a tensor axis that ``splits`` = (mesh axis size, weight, strides) cut, ascending: (start, place).
 

@@ -138,7 +138,7 @@ def _placed(
 
 
 def _strides_of(order: tuple[Any, ...], mesh_shape: tuple[int, ...]) -> dict[int, int]:
-    """An order of cutting that torch states apart from the placements, as strides (see `spread._in_order`)."""
+    """An order of cutting that torch states apart from the placements, as strides (see `spread.cutting_axes`)."""
     return {
         axis: prod(mesh_shape[before] for before in entry.mesh_dims[:place] if before > axis)
         for entry in order
