@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from holdfast.dcp.flattened import name_of
 from holdfast.dcp.states import without_files
-from holdfast.engine.plan import PlannedTensor
+from holdfast.engine.plan import PiecedTensor
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.spread import WHOLE
 from holdfast.engine.state import Collected, Entry, collect
@@ -33,7 +33,7 @@ class Told:
     """What one rank wrote, as its results tell the first: pieces of tensors, and values as the manifest has them."""
 
     rank: int
-    tensors: dict[str, PlannedTensor] = field(default_factory=dict)
+    tensors: dict[str, PiecedTensor] = field(default_factory=dict)
     values: dict[str, JSON] = field(default_factory=dict)
     containers: dict[str, str] = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
@@ -54,7 +54,7 @@ def gather(plan: SavePlan, planner: SavePlanner, rank: int) -> tuple[Collected, 
     collected = collect(objects, Ranks(rank, rank + 1))
     told = Told(rank, values=collected.values, containers=collected.containers)
     for entry in collected.entries.values():  # tensors inside of tuples, which torch takes for values
-        told.tensors[entry.name] = PlannedTensor(entry.dtype, entry.shape, [(v.box, rank) for v in entry.views])
+        told.tensors[entry.name] = PiecedTensor(entry.dtype, entry.shape, [(v.box, rank) for v in entry.views])
     for name, item in tensors:
         _add_tensor(name, item, planner, collected, told)
     return collected, told
@@ -69,7 +69,7 @@ def _add_tensor(name: str, item: WriteItem, planner: SavePlanner, collected: Col
     if tuple(tensor.shape) != box.lengths:
         raise Mismatch(f"{name}: the planner gives a tensor of shape {list(tensor.shape)} for {box}")
     dtype = dtype_name(name, tensor)
-    planned = told.tensors.setdefault(name, PlannedTensor(dtype, shape, []))
+    planned = told.tensors.setdefault(name, PiecedTensor(dtype, shape, []))
     if (planned.dtype, planned.shape) != (dtype, shape):
         raise Mismatch(f"{name} is {planned.dtype} {list(planned.shape)} and {dtype} {list(shape)} at once")
     entry = collected.entries.setdefault(name, Entry(name, dtype, shape, WHOLE, []))
@@ -101,12 +101,12 @@ def _put(objects: dict[str, Any], path: Iterable[str | int], value: Any) -> None
     objects[last] = value
 
 
-def joined(told: list[Told]) -> dict[str, PlannedTensor]:
+def joined(told: list[Told]) -> dict[str, PiecedTensor]:
     """The tensors of all ranks. Raises Mismatch, by name, where ranks disagree or a tensor has a hole or an overlap."""
-    found: dict[str, PlannedTensor] = {}
+    found: dict[str, PiecedTensor] = {}
     for one in told:
         for name, tensor in one.tensors.items():
-            known = found.setdefault(name, PlannedTensor(tensor.dtype, tensor.shape, []))
+            known = found.setdefault(name, PiecedTensor(tensor.dtype, tensor.shape, []))
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 raise Mismatch(
                     f"{name} is {known.dtype} {list(known.shape)} on one rank and {tensor.dtype} {list(tensor.shape)} "

@@ -27,7 +27,7 @@ from holdfast.engine.device import Moments, devices_of
 from holdfast.engine.images import images_of
 from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.memory import no_collection
-from holdfast.engine.plan import Plan
+from holdfast.engine.plan import plan_of
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import Collected
 from holdfast.engine.stores.place import Location, Place
@@ -125,7 +125,7 @@ class Writer(StorageWriter):
         rank = plan.storage_data if self._rank is None else self._rank
         with no_collection():
             collected, told = gather(plan, planner, rank)
-            own = Plan(told.tensors, {}, {}, [])
+            own = plan_of(told.tensors, {})
             images = images_of(collected, own, Ranks(rank, begun.world_size), begun.save)
             told.files = _write(images, self.path, begun.save, rank)
         results = [
@@ -155,7 +155,7 @@ class Writer(StorageWriter):
         try:
             _check_keys(metadata, results)
             _check_files(self.path, files)
-            plan = Plan(joined(told), {}, containers(metadata, told), [])
+            plan = plan_of(joined(told), containers(metadata, told))
             values = {path: value for one in told for path, value in one.values.items()}
             step = values["step"] if type(values.get("step")) is int else None
             identity = Identity(begun.save, RUN, step, begun.world_size)

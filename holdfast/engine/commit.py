@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from platform import python_version
 from typing import Any
@@ -23,6 +23,7 @@ from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.folder import taken
 from holdfast.engine.layout import OwnedJoin
+from holdfast.engine.owners import Owned, PlannedTensor
 from holdfast.engine.plan import Plan
 from holdfast.engine.state import Collected
 from holdfast.engine.stores.conditions import STALE
@@ -30,7 +31,6 @@ from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.retrying import is_transient
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.ondisk import blocks, datafile, manifest, names, values
-from holdfast.ondisk.box import Box, tiling_fault
 from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
 from holdfast.version import __version__
 
@@ -52,13 +52,8 @@ def draft(
     identity: Identity, plan: Plan, state: Collected, owned: OwnedJoin, attachments: list[tuple[str, int, str]]
 ) -> Manifest:
     """The manifest of a save, all but the sizes and digests of its files, which only their writers know."""
-    files = _planned_files(identity, plan)
-    index = {file.path: i for i, file in enumerate(files)}
+    index = _files_of(plan, identity.world_size)
     leaves, containers = _leaves(state, owned)
-
-    def file_of(name: str, rank: int) -> int:
-        return index[datafile.file_name(names.section_of(name), rank, identity.world_size, identity.save)]
-
     return Manifest(
         save=identity.save,
         run=identity.run,
@@ -66,17 +61,16 @@ def draft(
         created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         producer={"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()},
         world_size=identity.world_size,
-        files=[manifest.file_row(file) for file in files],
-        tensors={
-            name: _record(tensor.dtype, tensor.shape, [(box, file_of(name, rank)) for box, rank in tensor.pieces])
-            for name, tensor in plan.tensors.items()
-        },
+        files=[
+            [datafile.file_name(section, rank, identity.world_size, identity.save), 0, 0, ""]
+            for section, ranks in index.items()
+            for rank in ranks
+        ],
+        tensors=_records(plan, index),
         values=leaves,
         containers={**plan.containers, **containers},
         aliases=plan.aliases,
-        per_rank={
-            path: manifest.ranges(file_of(path, rank) for rank in range(identity.world_size)) for path in plan.per_rank
-        },
+        per_rank={path: manifest.ranges(index[names.section_of(path)].values()) for path in plan.per_rank},
         attachments=attachments,
     )
 
@@ -123,33 +117,37 @@ def _commit(folder: Location, record: Manifest, replaces: bool) -> None:
             raise taken(f"{folder} was committed by another save ({winner.save}) in the meantime")
 
 
-def _record(dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, int]]) -> TensorRecord:
-    if 0 in shape:
-        return TensorRecord(dtype, shape, None, "")
-    cells, order = _cells(shape, tuple(box for box, _ in pieces))
-    return TensorRecord(dtype, shape, cells, manifest.ranges(pieces[i][1] for i in order))
+def _files_of(plan: Plan, world_size: int) -> dict[str, dict[int, int]]:
+    """Section to writing rank to its file: by section and then by rank, so that the ranks of a tensor are few ranges.
 
-
-@lru_cache(maxsize=1024)
-def _cells(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Any:
-    fault = tiling_fault(shape, boxes)
-    if fault:
-        raise HoldfastError(f"the pieces of a tensor of shape {list(shape)} do not tile it: {fault}")
-    return manifest.cells_for(shape, boxes)
-
-
-def _planned_files(identity: Identity, plan: Plan) -> list[FileRecord]:
-    """All files of a save, by section and then by rank, so that the ranks of a tensor are one range."""
-    writers: dict[str, set[int]] = {}
-    for name, tensor in plan.tensors.items():
-        writers.setdefault(names.section_of(name), set()).update(rank for _, rank in tensor.pieces)
+    A section with a PerRank value has a file of every rank.
+    """
+    owned: dict[str, set[Owned]] = {}
+    for name, _, pieces in plan.owned():
+        owned.setdefault(names.section_of(name), set()).add(pieces)  # a handful, which thousands of tensors share
+    writers = {section: {rank for pieces in found for rank in pieces.owners} for section, found in owned.items()}
     for path in plan.per_rank:
-        writers.setdefault(names.section_of(path), set()).update(range(identity.world_size))
-    return [
-        FileRecord(datafile.file_name(section, rank, identity.world_size, identity.save), 0, 0, "")
-        for section, ranks in writers.items()
-        for rank in sorted(ranks)
-    ]
+        writers.setdefault(names.section_of(path), set()).update(range(world_size))
+    numbers = count()
+    return {section: dict(zip(sorted(ranks), numbers)) for section, ranks in writers.items()}  # noqa: B905
+
+
+def _records(plan: Plan, index: Mapping[str, Mapping[int, int]]) -> dict[str, TensorRecord]:
+    made: dict[tuple[Owned, PlannedTensor, str], TensorRecord] = {}
+    records = {}
+    for name, tensor, pieces in plan.owned():
+        key = (pieces, tensor, names.section_of(name))
+        record = made.get(key)
+        if record is None:
+            record = made[key] = _record(tensor, pieces, index[key[2]])
+        records[name] = record
+    return records
+
+
+def _record(tensor: PlannedTensor, pieces: Owned, files: Mapping[int, int]) -> TensorRecord:
+    if 0 in tensor.shape:
+        return TensorRecord(tensor.dtype, tensor.shape, None, "")
+    return TensorRecord(tensor.dtype, tensor.shape, pieces.cells, manifest.ranges(files[r] for r in pieces.owners))
 
 
 def _leaves(state: Collected, joined: OwnedJoin) -> tuple[dict[str, Any], dict[str, str]]:

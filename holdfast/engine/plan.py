@@ -1,37 +1,32 @@
 """Who writes which box: a pure function of names, boxes and holders, the same on every rank.
 
 `save` calls `make_plan` with all distinct layouts. Touches no tensor, no file and no rank; runs in one process for
-meshes of any size.
+meshes of any size: tensors that lie alike are worked out once, and one rank's pieces without those of the others.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 
+from holdfast.engine.holders import Lie, Listed, OnMesh, cut_alike, single
 from holdfast.engine.layout import Layout, TensorLayout
-from holdfast.engine.spread import Spread, boxes_held
+from holdfast.engine.owners import AllPieces, Owned, OwnPieces, PlannedTensor
+from holdfast.engine.spread import Boxes, Placed, Spread, Whole, held_by
 from holdfast.errors import Mismatch
-from holdfast.ondisk import dtypes
-from holdfast.ondisk.box import Box, tiling_fault, whole
+from holdfast.ondisk.box import Box, tiling_fault
 
-SMALLEST_CUT = 4096
-"""A replicated piece of fewer bytes is never cut."""
-
-CUT_SHARE = 0.02
-"""Nor one that is smaller than this part of what its holder writes: giving it away whole keeps the balance."""
+Views = tuple[tuple[int, int], ...]
+"""The layouts that name a tensor, each with the number of its spread there."""
 
 
-@dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor and its pieces: which rank writes which box. An empty tensor is one whole piece."""
+@dataclass
+class _Worked:
+    """What was worked out for an earlier save of the same plan."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: list[tuple[Box, int]]
+    own: OwnPieces | None = None
+    all: AllPieces | None = None
 
 
 @dataclass(frozen=True)
@@ -42,16 +37,38 @@ class Plan:
     aliases: dict[str, str]
     containers: dict[str, str]
     per_rank: list[str]
+    _worked: _Worked = field(default_factory=_Worked, init=False, repr=False, compare=False)
 
-    def written_by(self, rank: int) -> Iterable[tuple[str, PlannedTensor, Box]]:
+    def written_by(self, rank: int) -> Iterator[tuple[str, PlannedTensor, Box]]:
         """The pieces that ``rank`` writes, in name order of the state."""
-        for name, tensor in self.tensors.items():
-            for box, owner in tensor.pieces:
-                if owner == rank:
-                    yield name, tensor, box
+        own = self._worked.own
+        if own is None or own.rank != rank:  # one rank is remembered: a save asks for its own, again and again
+            own = self._worked.own = OwnPieces(rank, self.tensors.values())
+        return own.of(self.tensors)
+
+    def owned(self) -> Iterator[tuple[str, PlannedTensor, Owned]]:
+        """The pieces of all ranks, in name order of the state: for the first rank, which writes the manifest."""
+        if self._worked.all is None:
+            self._worked.all = AllPieces(self.tensors.values())
+        return self._worked.all.of(self.tensors)
 
 
-Holders = tuple[int, ...]
+@dataclass(frozen=True)
+class PiecedTensor:
+    """A tensor whose pieces are known: which rank writes which box."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[tuple[Box, int]]
+
+
+def plan_of(tensors: Mapping[str, PiecedTensor], containers: dict[str, str]) -> Plan:
+    """A plan that others have made."""
+    listed = {
+        name: PlannedTensor(t.dtype, t.shape, Listed(t.shape, [(box, (rank,)) for box, rank in t.pieces]))
+        for name, t in tensors.items()
+    }
+    return Plan(listed, {}, containers, [])
 
 
 def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
@@ -69,109 +86,97 @@ def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
     _check_names(told, members)
     aliases = _join_aliases(layouts, told)
     tensors: dict[str, PlannedTensor] = {}
-    shared: dict[Holders, list[tuple[str, Box, int]]] = defaultdict(list)
-    held = _Held(layouts, [tuple(m) for m in members])
-    for name, views in told.items():
-        first = views[0][1]
-        for index, other in views[1:]:
-            if (other.dtype, other.shape) != (first.dtype, first.shape):
-                raise Mismatch(
-                    f"{name} is {first.dtype} {list(first.shape)} on rank {members[views[0][0]][0]} and {other.dtype} "
-                    f"{list(other.shape)} on rank {members[index][0]}: one name, one tensor. If every rank has its "
-                    "own, wrap it as holdfast.PerRank(…); if these are shards, as DTensor or holdfast.Shard"
-                )
+    kinds: dict[tuple[object, ...], PlannedTensor] = {}
+    lies = _Lies(layouts, members)
+    for name, told_by in told.items():
+        first = told_by[0][1]
+        if len(told_by) > 1:
+            _check_alike(name, told_by, members)
         if name in aliases:
             continue
-        pieces: list[tuple[Box, int]] = []
-        tensors[name] = PlannedTensor(first.dtype, first.shape, pieces)
-        if 0 in first.shape:
-            pieces.append((whole(first.shape), members[views[0][0]][0]))
-            continue
-        boxes = held.boxes(first.shape, [(index, t.spread) for index, t in views])
-        fault = _fault(first.shape, tuple(boxes))
-        if fault:
-            ranks = sorted(r for index, _ in views for r in members[index])
-            raise Mismatch(
-                f"{name} of shape {list(first.shape)} is not whole: {fault}. Ranks {_some(ranks)} hold it; either a "
-                "rank did not bring its shard, or this group is not the one that the tensor is sharded over"
-            )
-        size = dtypes.itemsize(first.dtype)
-        for box, holders in boxes.items():
-            if len(holders) == 1 or first.first:
-                pieces.append((box, holders[0]))
-            else:
-                shared[holders].append((name, box, size))
-    for holders, candidates in shared.items():
-        for name, box, owner in share_out(candidates, holders):
-            tensors[name].pieces.append((box, owner))
+        views = tuple((index, tensor.spread) for index, tensor in told_by if not lies.is_idle(index, tensor))
+        key = (first.dtype, first.shape, first.first, views)
+        kind = kinds.get(key)
+        if kind is None:
+            lie = lies.of(first.shape, views)
+            fault = tiling_fault(lie.shape, lie.boxes) if isinstance(lie, Listed) and 0 not in lie.shape else None
+            if fault:
+                ranks = sorted(r for index, _ in told_by for r in members[index])
+                raise Mismatch(
+                    f"{name} of shape {list(first.shape)} is not whole: {fault}. Ranks {_some(ranks)} hold it; either "
+                    "a rank did not bring its shard, or this group is not the one that the tensor is sharded over"
+                )
+            kind = kinds[key] = PlannedTensor(first.dtype, first.shape, lie, first.first)
+        tensors[name] = kind
     return Plan(tensors, aliases, _join_containers(layouts, members), _join_per_rank(layouts, members))
 
 
-class _Held:
-    """Which ranks hold which box; thousands of tensors share a handful of (shape, spreads), each worked out once."""
+class _Lies:
+    """How tensors lie over the ranks: thousands share a handful of (shape, spreads), each worked out once."""
 
-    def __init__(self, layouts: Sequence[Layout], members: Sequence[Holders]) -> None:
-        self.layouts, self.members = layouts, members
-        self._known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], dict[Box, Holders]] = {}
+    def __init__(self, layouts: Sequence[Layout], members: Sequence[Sequence[int]]) -> None:
+        self._members = members
+        same: dict[Spread, Spread] = {}
+        self._spreads = [[same.setdefault(spread, spread) for spread in layout.spreads] for layout in layouts]
+        self._lies: dict[tuple[tuple[int, ...], Views], Lie] = {}
+        self._named: dict[tuple[int, ...], frozenset[int]] = {}
+        self._meshes: dict[tuple[Spread, tuple[int, ...]], Placed | None] = {}
 
-    def boxes(self, shape: tuple[int, ...], views: list[tuple[int, int]]) -> dict[Box, Holders]:
-        """``views`` = (layout, spread of the tensor in it) for each layout that names the tensor."""
-        key = (shape, tuple(views))
-        if key not in self._known:
-            found: dict[Box, list[int]] = defaultdict(list)
-            for index, spread in views:
-                for rank in self.members[index]:
-                    for box in boxes_held(shape, self._spread(index, spread), rank):
-                        found[box].append(rank)
-            self._known[key] = {box: tuple(sorted(set(ranks))) for box, ranks in found.items()}
-        return self._known[key]
+    def is_idle(self, layout: int, tensor: TensorLayout) -> bool:
+        """Whether the ranks of the layout told of no box: each speaks for itself alone, and has no element."""
+        return tensor.empty and isinstance(self._spreads[layout][tensor.spread], Boxes)
 
-    def _spread(self, layout: int, spread: int) -> Spread:
-        return self.layouts[layout].spreads[spread]
+    def of(self, shape: tuple[int, ...], views: Views) -> Lie:
+        """Whether the boxes tile the shape is only known of complete meshes."""
+        if (shape, views) not in self._lies:
+            self._lies[shape, views] = self._made(shape, views)
+        return self._lies[shape, views]
+
+    def _made(self, shape: tuple[int, ...], views: Views) -> Lie:
+        if 0 in shape:
+            return single(shape, self._members[views[0][0]][0])
+        told: dict[Spread, list[int]] = {}
+        for layout, spread in views:
+            told.setdefault(self._spreads[layout][spread], []).append(layout)
+        meshes = [self._mesh(spread, tuple(by)) for spread, by in told.items()]
+        complete = [mesh for mesh in meshes if mesh is not None]
+        if meshes and len(complete) == len(meshes) and cut_alike(shape, complete):
+            return OnMesh(shape, complete)
+        found: dict[Box, set[int]] = {}
+        for layout, number in views:
+            for rank, box in held_by(shape, self._spreads[layout][number], self._members[layout]):
+                found.setdefault(box, set()).add(rank)
+        return Listed(shape, [(box, tuple(sorted(ranks))) for box, ranks in found.items()])
+
+    def _mesh(self, spread: Spread, layouts: tuple[int, ...]) -> Placed | None:
+        """The mesh of a spread that these layouts tell, if every rank of it is there."""
+        key = (spread, layouts)
+        if key not in self._meshes:
+            self._meshes[key] = self._complete(spread, layouts)
+        return self._meshes[key]
+
+    def _complete(self, spread: Spread, layouts: tuple[int, ...]) -> Placed | None:
+        if isinstance(spread, Boxes):
+            return None
+        named = self._named.get(layouts)
+        if named is None:
+            named = self._named[layouts] = frozenset(rank for layout in layouts for rank in self._members[layout])
+        if isinstance(spread, Whole):
+            return Placed(tuple(sorted(named)), (len(named),), (None,))
+        is_mesh = len(set(spread.ranks)) == len(spread.ranks) == prod(spread.shape)
+        return spread if is_mesh and named.issuperset(spread.ranks) else None
 
 
-@lru_cache(maxsize=4096)
-def _fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
-    return tiling_fault(shape, boxes)
-
-
-def share_out(candidates: Sequence[tuple[str, Box, int]], holders: Holders) -> list[tuple[str, Box, int]]:
-    """Spread replicated pieces (name, box, item size) over their holders by bytes: (name, box, owner).
-
-    The pieces are laid end to end and cut into equal shares, one for each holder in turn. So every holder writes
-    one run of neighbours, at most ``len(holders) - 1`` pieces are cut, and shares differ by less than a row.
-    """
-    total = sum(box.size * size for _, box, size in candidates)
-    share = total / len(holders)
-    bounds = [share * (k + 1) for k in range(len(holders) - 1)]
-    owned, at = [], 0
-    for name, box, size in candidates:
-        nbytes = box.size * size
-        if nbytes < SMALLEST_CUT or nbytes < CUT_SHARE * share:
-            owned.append((name, box, holders[bisect_right(bounds, at + nbytes / 2)]))
-        else:
-            for part, index in _cut_at(box, [(b - at) / nbytes for b in bounds], share / nbytes):
-                owned.append((name, part, holders[index]))
-        at += nbytes
-    return owned
-
-
-def _cut_at(box: Box, bounds: Sequence[float], share: float) -> list[tuple[Box, int]]:
-    """Cut a box where ``bounds`` (fractions of it) fall: (part, number of bounds before it)."""
-    # Rows of the first axis keep parts contiguous. If its rows are too coarse for the share, a longer axis serves.
-    axis = next((d for d, n in enumerate(box.lengths) if n * share * CUT_SHARE * 2 >= 1), None)
-    if axis is None:
-        axis = max(range(len(box.lengths)), key=lambda d: box.lengths[d])
-    length = box.lengths[axis]
-    parts, start = [], 0
-    for index, bound in enumerate([*bounds, 1.0]):
-        stop = min(max(round(bound * length), start), length) if index < len(bounds) else length
-        if stop > start:
-            offsets, lengths = list(box.offsets), list(box.lengths)
-            offsets[axis], lengths[axis] = box.offsets[axis] + start, stop - start
-            parts.append((Box(tuple(offsets), tuple(lengths)), index))
-        start = stop
-    return parts
+def _check_alike(name: str, told_by: Sequence[tuple[int, TensorLayout]], members: Sequence[Sequence[int]]) -> None:
+    """One name, one tensor."""
+    first = told_by[0][1]
+    for index, other in told_by[1:]:
+        if (other.dtype, other.shape) != (first.dtype, first.shape):
+            raise Mismatch(
+                f"{name} is {first.dtype} {list(first.shape)} on rank {members[told_by[0][0]][0]} and {other.dtype} "
+                f"{list(other.shape)} on rank {members[index][0]}: one name, one tensor. If every rank has its "
+                "own, wrap it as holdfast.PerRank(…); if these are shards, as DTensor or holdfast.Shard"
+            )
 
 
 def _check_names(told: dict[str, list[tuple[int, TensorLayout]]], members: Sequence[Sequence[int]]) -> None:

@@ -6,7 +6,7 @@ Pure: knows no torch; the same function of the same numbers on every rank, for r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from itertools import permutations, product
 from math import prod
@@ -32,7 +32,7 @@ class Whole(msgspec.Struct, frozen=True, tag="whole"):
     """Each rank that names the tensor holds all of it."""
 
 
-class Placed(msgspec.Struct, frozen=True, tag="placed"):
+class Placed(msgspec.Struct, frozen=True, tag="placed", cache_hash=True):
     """A DTensor: ``ranks`` of the mesh in row-major order, the mesh ``shape``, and what each mesh axis does.
 
     ``splits[axis]`` is None where the mesh axis replicates.
@@ -43,7 +43,7 @@ class Placed(msgspec.Struct, frozen=True, tag="placed"):
     splits: tuple[Split | None, ...]
 
 
-class Boxes(msgspec.Struct, frozen=True, tag="boxes"):
+class Boxes(msgspec.Struct, frozen=True, tag="boxes", cache_hash=True):
     """Explicit boxes ``(offsets, lengths)`` of each rank named: flat shards, ShardedTensor, `holdfast.Shard`."""
 
     of: tuple[tuple[int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]], ...]
@@ -84,77 +84,134 @@ def axis_runs(length: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[Ru
     """What is left of an axis after ``splits`` = (mesh axis size, coordinate, strides), applied left to right."""
     runs = [(0, length)] if length else []
     for parts, index, strides in splits:
-        size = sum(n for _, n in runs)
-        kept: list[tuple[int, int]] = []
-        for k in range(strides):
-            outer_start, outer_stop = _chunk(size, strides, k)
-            start, stop = _chunk(outer_stop - outer_start, parts, index)
-            kept += _cut(runs, outer_start + start, outer_start + stop)
-        runs = kept
-    merged: list[list[int]] = []
-    for start, n in runs:
-        if merged and merged[-1][0] + merged[-1][1] == start:
-            merged[-1][1] += n
-        else:
-            merged.append([start, n])
+        runs = _kept(runs, parts, index, strides)
     placed, local = [], 0
-    for start, n in merged:
+    for start, n in _merged(runs):
         placed.append(Run(start, n, local))
         local += n
     return tuple(placed)
 
 
+def _kept(runs: list[tuple[int, int]], parts: int, index: int, strides: int) -> list[tuple[int, int]]:
+    """What coordinate ``index`` of a mesh axis of ``parts`` keeps of ``runs``."""
+    size = sum(n for _, n in runs)
+    kept: list[tuple[int, int]] = []
+    for k in range(strides):
+        outer_start, outer_stop = _chunk(size, strides, k)
+        start, stop = _chunk(outer_stop - outer_start, parts, index)
+        kept += _cut(runs, outer_start + start, outer_start + stop)
+    return kept
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours joined; runs stay in the order in which they lie in the rank's own tensor."""
+    merged: list[tuple[int, int]] = []
+    for start, n in runs:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + n)
+        else:
+            merged.append((start, n))
+    return merged
+
+
 def coordinate(spread: Placed, position: int) -> tuple[int, ...]:
     """The mesh coordinate of the ``position``-th rank of the mesh."""
+    return _coordinate(spread.shape, position)
+
+
+def _coordinate(sizes: tuple[int, ...], position: int) -> tuple[int, ...]:
     index = []
-    for size in reversed(spread.shape):
+    for size in reversed(sizes):
         position, i = divmod(position, size)
         index.append(i)
     return tuple(reversed(index))
 
 
-@lru_cache(maxsize=65536)
 def placed_runs(shape: tuple[int, ...], spread: Placed, position: int) -> tuple[tuple[Run, ...], ...]:
     """For each tensor axis the runs that the ``position``-th rank of the mesh holds."""
-    where = coordinate(spread, position)
+    return _placed_runs(shape, spread.shape, spread.splits, position)  # which ranks they are makes no difference
+
+
+@lru_cache(maxsize=65536)
+def _placed_runs(
+    shape: tuple[int, ...], sizes: tuple[int, ...], splits: tuple[Split | None, ...], position: int
+) -> tuple[tuple[Run, ...], ...]:
+    where = _coordinate(sizes, position)
     return tuple(
-        axis_runs(length, tuple((spread.shape[axis], where[axis], strides) for axis, strides in _in_order(spread, dim)))
+        axis_runs(
+            length, tuple((sizes[axis], where[axis], strides) for axis, strides in cutting_axes(sizes, splits, dim))
+        )
         for dim, length in enumerate(shape)
     )
 
 
 @lru_cache(maxsize=4096)
-def _in_order(spread: Placed, dim: int) -> tuple[tuple[int, int], ...]:
+def cutting_axes(sizes: tuple[int, ...], splits: tuple[Split | None, ...], dim: int) -> tuple[tuple[int, int], ...]:
     """The mesh axes that cut tensor axis ``dim``, in the order in which they cut it, each with its strides.
 
     torch writes another order than left to right as strides: those of a mesh axis are the product of the sizes of
     the axes to its right that cut before it. If an order explains all strides, it is what was meant, which for
     uneven cuts is not the same as taking the strides by their word (torch: `DTensorSpec.shard_order`).
     """
-    cutting = tuple((axis, s.strides) for axis, s in enumerate(spread.splits) if s is not None and s.dim == dim)
+    cutting = tuple((axis, s.strides) for axis, s in enumerate(splits) if s is not None and s.dim == dim)
     if all(strides == 1 for _, strides in cutting):
         return cutting
     for order in permutations(cutting):
         if all(
-            strides == prod(spread.shape[before] for before, _ in order[:place] if before > axis)
+            strides == prod(sizes[before] for before, _ in order[:place] if before > axis)
             for place, (axis, strides) in enumerate(order)
         ):
             return tuple((axis, 1) for axis, _ in order)
     return cutting
 
 
+@lru_cache(maxsize=256)
+def axis_cells(length: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """All runs of a tensor axis that ``splits`` = (mesh axis size, weight, strides) cut, ascending: (start, place).
+
+    A run ends where the next one begins. ``place`` is the sum of coordinate x weight over the mesh axes: with the
+    strides of a row-major mesh as weights it says where in the mesh the holders are.
+    """
+    held: list[tuple[list[tuple[int, int]], int]] = [([(0, length)], 0)]
+    for parts, weight, strides in splits:
+        held = [
+            (kept, place + index * weight)
+            for runs, place in held
+            for index, kept in enumerate(_parted(runs, parts, strides))
+            if kept
+        ]
+    found = sorted((start, place) for runs, place in held for start, _ in _merged(runs))
+    return tuple(found)
+
+
+def _parted(runs: list[tuple[int, int]], parts: int, strides: int) -> Iterator[list[tuple[int, int]]]:
+    """What each coordinate of a mesh axis keeps of ``runs``."""
+    if len(runs) == 1 and strides == 1:
+        ((begin, length),) = runs
+        size = -(-length // parts)
+        yield from ([(begin + at, min(size, length - at))] for at in range(0, length, size))
+        return
+    for index in range(parts):
+        yield _kept(runs, parts, index, strides)
+
+
 def boxes_held(shape: Sequence[int], spread: Spread, rank: int) -> list[Box]:
     """The non-empty boxes of a tensor of ``shape`` that ``rank`` holds, given that it names the tensor."""
-    shape = tuple(shape)
+    return [box for _, box in held_by(tuple(shape), spread, (rank,))]
+
+
+def held_by(shape: tuple[int, ...], spread: Spread, members: Collection[int]) -> Iterator[tuple[int, Box]]:
+    """(rank, box) for each non-empty box that one of ``members`` holds, by rank; all of them name the tensor."""
     if 0 in shape:
-        return []
+        return
+    named = set(members)
     if isinstance(spread, Whole):
-        return [whole(shape)]
-    if isinstance(spread, Boxes):
-        return [Box(o, n) for who, boxes in spread.of if who == rank for o, n in boxes if 0 not in n]
-    found: list[Box] = []
-    for position, who in enumerate(spread.ranks):
-        if who == rank:
+        yield from ((rank, whole(shape)) for rank in sorted(named))
+    elif isinstance(spread, Boxes):
+        for who, boxes in sorted(spread.of, key=lambda told: told[0]) if len(spread.of) > 1 else spread.of:
+            if who in named:
+                yield from ((who, Box(o, n)) for o, n in boxes if 0 not in n)
+    else:
+        for who, position in sorted((who, at) for at, who in enumerate(spread.ranks) if who in named):
             axes = placed_runs(shape, spread, position)
-            found += [Box(tuple(r.start for r in c), tuple(r.length for r in c)) for c in product(*axes)]
-    return found
+            yield from ((who, Box(tuple(r.start for r in c), tuple(r.length for r in c))) for c in product(*axes))

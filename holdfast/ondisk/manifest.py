@@ -271,11 +271,17 @@ def cells_for(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[list[int] | C
     if grid is None:
         order = sorted(range(len(boxes)), key=lambda i: boxes[i])
         return Cells(boxes=tuple((boxes[i].offsets, boxes[i].lengths) for i in order)), order
-    order = sorted(range(len(boxes)), key=lambda i: boxes[i].offsets)
+    return cells_of_grid(shape, grid), sorted(range(len(boxes)), key=lambda i: boxes[i].offsets)
+
+
+def cells_of_grid(shape: Sequence[int], grid: Grid) -> list[int] | Cells | None:
+    """How to write the cells of a grid shortest."""
+    if prod(grid.counts) == 1:
+        return None
     cell = [c[1] for c in grid.cuts]
     if all(cuts == regular_cuts(n, c) for cuts, n, c in zip(grid.cuts, shape, cell, strict=True)):
-        return cell, order
-    return Cells(cuts=grid.cuts), order
+        return cell
+    return Cells(cuts=grid.cuts)
 
 
 def file_row(file: FileRecord) -> list[str | int]:

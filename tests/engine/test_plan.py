@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.engine.dealing import CUT_SHARE, SMALLEST_CUT, deal, pieces_of
 from holdfast.engine.layout import Layout, TensorLayout, digest_of
-from holdfast.engine.plan import CUT_SHARE, SMALLEST_CUT, Plan, make_plan, share_out
+from holdfast.engine.plan import Plan, make_plan
 from holdfast.engine.spread import WHOLE, Boxes, Placed, Split, Spread, boxes_held
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, inside, intersect, tiling_fault, whole
+from holdfast.ondisk.manifest import TensorRecord, ranges
 
 
 @dataclass
@@ -60,19 +62,29 @@ def plan_of(ranks: Sequence[Rank]) -> Plan:
     return make_plan(*joined(ranks))
 
 
+def pieces(plan: Plan) -> dict[str, list[tuple[Box, int]]]:
+    """Every piece of each tensor with its owner, in the manifest's order."""
+    return {
+        name: [(whole(tensor.shape), owned.owners[0])] if 0 in tensor.shape
+        else TensorRecord(tensor.dtype, tensor.shape, owned.cells, ranges(owned.owners)).boxes()
+        for name, tensor, owned in plan.owned()
+    }  # fmt: skip
+
+
 def check(ranks: Sequence[Rank], plan: Plan) -> None:
     """Every tensor's pieces tile it, and each is written by a rank that holds all of it."""
     names = {name for rank in ranks for name in rank.tensors}
     assert set(plan.tensors) | set(plan.aliases) == names | {a for r in ranks for a in r.unheld}
     assert not set(plan.tensors) & set(plan.aliases)
     assert set(plan.aliases.values()) <= set(plan.tensors)
+    found = pieces(plan)
     for name, tensor in plan.tensors.items():
         if 0 in tensor.shape:
-            [(box, owner)] = tensor.pieces
+            [(box, owner)] = found[name]
             assert box == whole(tensor.shape) and name in ranks[owner].tensors
             continue
-        assert tiling_fault(tensor.shape, [box for box, _ in tensor.pieces]) is None
-        for box, owner in tensor.pieces:
+        assert tiling_fault(tensor.shape, [box for box, _ in found[name]]) is None
+        for box, owner in found[name]:
             assert box.size > 0
             dtype, shape, spread = ranks[owner].tensors[name]
             assert (dtype, shape) == (tensor.dtype, tensor.shape)
@@ -81,9 +93,9 @@ def check(ranks: Sequence[Rank], plan: Plan) -> None:
 
 def bytes_by_rank(plan: Plan, world: int) -> list[int]:
     total = Counter(dict.fromkeys(range(world), 0))
-    for tensor in plan.tensors.values():
-        for box, owner in tensor.pieces:
-            total[owner] += box.size * dtypes.itemsize(tensor.dtype)
+    for name, found in pieces(plan).items():
+        for box, owner in found:
+            total[owner] += box.size * dtypes.itemsize(plan.tensors[name].dtype)
     return [total[rank] for rank in range(world)]
 
 
@@ -184,8 +196,8 @@ def test_fsdp_of_512_ranks() -> None:
     ranks = [Rank(transformer(all_on(Placed(tuple(range(512)), (512,), (Split(0),))), range(4))) for _ in range(512)]
     plan = plan_of(ranks)
     check(ranks, plan)
-    assert all(len(t.pieces) <= 512 for t in plan.tensors.values())
-    assert {owner for t in plan.tensors.values() for _, owner in t.pieces} == set(range(512))
+    assert all(len(found) <= 512 for found in pieces(plan).values())
+    assert {owner for found in pieces(plan).values() for _, owner in found} == set(range(512))
 
 
 def test_hsdp_shares_each_shard_among_its_replicas() -> None:
@@ -224,7 +236,7 @@ def test_pipeline_stages_with_names_of_their_own() -> None:
     loads = bytes_by_rank(plan, 32)
     for stage in range(4):
         assert even(loads[8 * stage : 8 * stage + 8])
-    writers = {owner // 8 for _, owner in plan.tensors["model/embed"].pieces}
+    writers = {owner // 8 for _, owner in pieces(plan)["model/embed"]}
     assert writers == {0, 3}
 
 
@@ -235,7 +247,7 @@ def test_each_of_four_ranks_writes_a_quarter(spread: Spread) -> None:
     check(ranks, plan)
     loads = bytes_by_rank(plan, 4)
     assert all(0.95 * sum(loads) / 4 <= load <= 1.05 * sum(loads) / 4 for load in loads)
-    cut = [name for name, t in plan.tensors.items() if len(t.pieces) > 1]
+    cut = [name for name, found in pieces(plan).items() if len(found) > 1]
     assert len(cut) <= 3, "one run of neighbours for each rank"
 
 
@@ -273,15 +285,15 @@ def test_replicated_bytes_are_balanced(tensors: list[tuple[int, int, str]], worl
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 40), max_size=3), st.integers(1, 8)), min_size=1, max_size=8),
        st.integers(1, 9))  # fmt: skip
-def test_share_out_gives_everything_to_holders(pieces: list[tuple[list[int], int]], count: int) -> None:
-    holders = tuple(range(100, 100 + 3 * count, 3))
-    candidates = [(f"t{i}", Box((7,) * len(n), tuple(n)), size) for i, (n, size) in enumerate(pieces)]
-    owned = share_out(candidates, holders)
-    assert {owner for _, _, owner in owned} <= set(holders)
-    order = [holders.index(owner) for _, _, owner in owned]
+def test_a_line_is_dealt_out_whole(pieces: list[tuple[list[int], int]], count: int) -> None:
+    boxes = [(Box((7,) * len(n), tuple(n)), size) for n, size in pieces]
+    hand = deal([(box.size * size, box.lengths) for box, size in boxes], count)
+    owned = [pieces_of(hand.given(at), box) for at, (box, _) in enumerate(boxes)]
+    order = [holder for parts in owned for _, holder in parts]
+    assert set(order) <= set(range(count))
     assert order == sorted(order), "each holder writes one run of neighbours"
-    for name, box, _ in candidates:
-        parts = [Box(tuple(o - 7 for o in p.offsets), p.lengths) for n, p, _ in owned if n == name]
+    for (box, _), parts in zip(boxes, owned, strict=True):
+        parts = [Box(tuple(o - 7 for o in p.offsets), p.lengths) for p, _ in parts]
         assert all(inside(p, box.lengths) for p in parts)
         assert tiling_fault(box.lengths, parts) is None
 
@@ -290,7 +302,7 @@ def test_share_out_gives_everything_to_holders(pieces: list[tuple[list[int], int
 
 _PRINT = (
     "from tests.engine.test_plan import *; from holdfast.engine.layout import digest_of; "
-    "print(digest_of([[t.pieces for t in mixed().tensors.values()], mixed().aliases]))"
+    "print(digest_of([pieces(mixed()), mixed().aliases]))"
 )
 
 
@@ -305,7 +317,7 @@ def mixed() -> Plan:
 
 def test_every_process_makes_the_same_plan() -> None:
     """Also under another hash seed, as every rank has its own."""
-    own = digest_of([[t.pieces for t in mixed().tensors.values()], mixed().aliases])
+    own = digest_of([pieces(mixed()), mixed().aliases])
     environment = {**os.environ, "PYTHONHASHSEED": "77", "OMP_NUM_THREADS": "1"}
     told = subprocess.run([sys.executable, "-c", _PRINT], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == own

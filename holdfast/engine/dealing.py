@@ -1,0 +1,97 @@
+"""Replicated boxes dealt out to their holders by bytes: who writes which, and where one is cut.
+
+The plan calls `deal` for a line of boxes that the same ranks hold. Pure, and knows no ranks: holders have numbers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from holdfast.ondisk.box import Box
+
+SMALLEST_CUT = 4096
+"""A replicated piece of fewer bytes is never cut."""
+
+CUT_SHARE = 0.02
+"""Nor one that is smaller than this part of what its holder writes: giving it away whole keeps the balance."""
+
+
+class Part(NamedTuple):
+    """Rows ``start:start + length`` of a box along ``axis``, and the holder that writes them."""
+
+    axis: int
+    start: int
+    length: int
+    holder: int
+
+    def of(self, box: Box) -> Box:
+        """The part as a box of the tensor."""
+        offsets, lengths = list(box.offsets), list(box.lengths)
+        offsets[self.axis] += self.start
+        lengths[self.axis] = self.length
+        return Box(tuple(offsets), tuple(lengths))
+
+
+Given = int | tuple[Part, ...]
+"""Who writes a box: one holder, or several a part each."""
+
+
+class Hand(NamedTuple):
+    """A line dealt out: the holder of each box, -1 for one that is cut, and the parts of those."""
+
+    holders: array[int]
+    cut: dict[int, tuple[Part, ...]]
+
+    def given(self, at: int) -> Given:
+        """Who writes the box at this place of the line."""
+        holder = self.holders[at]
+        return self.cut[at] if holder < 0 else holder
+
+
+def deal(line: Sequence[tuple[int, tuple[int, ...]]], count: int) -> Hand:
+    """Deal boxes (bytes, lengths) out to ``count`` holders.
+
+    They are laid end to end and cut into equal shares, one for each holder in turn. So every holder writes one run of
+    neighbours, at most ``count - 1`` boxes are cut, and shares differ by less than a row.
+    """
+    share = sum(nbytes for nbytes, _ in line) / count
+    bounds = [share * (k + 1) for k in range(count - 1)]
+    smallest = max(SMALLEST_CUT, CUT_SHARE * share)
+    holders, cut = array("i", bytes(4 * len(line))), {}
+    at = 0
+    for number, (nbytes, lengths) in enumerate(line):
+        if nbytes < smallest:
+            holders[number] = bisect_right(bounds, at + nbytes / 2)
+        else:
+            parts = _cut_at(lengths, bounds, at, nbytes, share)
+            holders[number] = parts[0].holder if len(parts) == 1 else -1
+            if len(parts) > 1:
+                cut[number] = parts
+        at += nbytes
+    return Hand(holders, cut)
+
+
+def _cut_at(lengths: tuple[int, ...], bounds: Sequence[float], at: int, nbytes: int, share: float) -> tuple[Part, ...]:
+    """Cut a box of ``nbytes``, which begins ``at`` in the line, where ``bounds`` fall."""
+    # Rows of the first axis keep parts contiguous. If its rows are too coarse for the share, a longer axis serves.
+    axis = next((d for d, n in enumerate(lengths) if n * (share / nbytes) * CUT_SHARE * 2 >= 1), None)
+    if axis is None:
+        axis = max(range(len(lengths)), key=lambda d: lengths[d])
+    length = lengths[axis]
+    parts, start = [], 0
+    index = bisect_right(bounds, at)
+    while start < length:
+        bound = (bounds[index] - at) / nbytes if index < len(bounds) else 1.0
+        stop = min(max(round(bound * length), start), length)
+        if stop > start:
+            parts.append(Part(axis, start, stop - start, index))
+        start, index = stop, index + 1
+    return tuple(parts)
+
+
+def pieces_of(given: Given, box: Box) -> Iterable[tuple[Box, int]]:
+    """The pieces of a box, each with its holder."""
+    return [(box, given)] if isinstance(given, int) else [(part.of(box), part.holder) for part in given]

@@ -1,0 +1,148 @@
+"""The plan as a list of every piece of every tensor: plain, slow, and what the real one has to be equal to.
+
+Called by the tests of the plan alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from holdfast.engine.dealing import CUT_SHARE, SMALLEST_CUT
+from holdfast.engine.layout import Layout, TensorLayout
+from holdfast.engine.plan import _join_aliases, _some
+from holdfast.engine.spread import Spread, boxes_held
+from holdfast.errors import Mismatch
+from holdfast.ondisk import dtypes
+from holdfast.ondisk.box import Box, tiling_fault, whole
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor and its pieces: which rank writes which box. An empty tensor is one whole piece."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[tuple[Box, int]]
+
+
+Holders = tuple[int, ...]
+
+
+def reference(layouts: Sequence[Layout], layout_of: Sequence[int]) -> dict[str, PlannedTensor]:
+    """What every rank writes of each tensor."""
+    members: list[list[int]] = [[] for _ in layouts]
+    for rank, index in enumerate(layout_of):
+        members[index].append(rank)
+    told: dict[str, list[tuple[int, TensorLayout]]] = {}
+    for index, layout in enumerate(layouts):
+        for tensor in layout.tensors:
+            told.setdefault(tensor.name, []).append((index, tensor))
+    aliases = _join_aliases(layouts, told)
+    tensors: dict[str, PlannedTensor] = {}
+    shared: dict[Holders, list[tuple[str, Box, int]]] = defaultdict(list)
+    held = _Held(layouts, [tuple(m) for m in members])
+    for name, views in told.items():
+        first = views[0][1]
+        for index, other in views[1:]:
+            if (other.dtype, other.shape) != (first.dtype, first.shape):
+                raise Mismatch(
+                    f"{name} is {first.dtype} {list(first.shape)} on rank {members[views[0][0]][0]} and {other.dtype} "
+                    f"{list(other.shape)} on rank {members[index][0]}: one name, one tensor. If every rank has its "
+                    "own, wrap it as holdfast.PerRank(…); if these are shards, as DTensor or holdfast.Shard"
+                )
+        if name in aliases:
+            continue
+        pieces: list[tuple[Box, int]] = []
+        tensors[name] = PlannedTensor(first.dtype, first.shape, pieces)
+        if 0 in first.shape:
+            pieces.append((whole(first.shape), members[views[0][0]][0]))
+            continue
+        boxes = held.boxes(first.shape, [(index, t.spread) for index, t in views])
+        fault = _fault(first.shape, tuple(boxes))
+        if fault:
+            ranks = sorted(r for index, _ in views for r in members[index])
+            raise Mismatch(
+                f"{name} of shape {list(first.shape)} is not whole: {fault}. Ranks {_some(ranks)} hold it; either a "
+                "rank did not bring its shard, or this group is not the one that the tensor is sharded over"
+            )
+        size = dtypes.itemsize(first.dtype)
+        for box, holders in boxes.items():
+            if len(holders) == 1 or first.first:
+                pieces.append((box, holders[0]))
+            else:
+                shared[holders].append((name, box, size))
+    for holders, candidates in shared.items():
+        for name, box, owner in share_out(candidates, holders):
+            tensors[name].pieces.append((box, owner))
+    return tensors
+
+
+class _Held:
+    """Which ranks hold which box; thousands of tensors share a handful of (shape, spreads), each worked out once."""
+
+    def __init__(self, layouts: Sequence[Layout], members: Sequence[Holders]) -> None:
+        self.layouts, self.members = layouts, members
+        self._known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], dict[Box, Holders]] = {}
+
+    def boxes(self, shape: tuple[int, ...], views: list[tuple[int, int]]) -> dict[Box, Holders]:
+        """``views`` = (layout, spread of the tensor in it) for each layout that names the tensor."""
+        key = (shape, tuple(views))
+        if key not in self._known:
+            found: dict[Box, list[int]] = defaultdict(list)
+            for index, spread in views:
+                for rank in self.members[index]:
+                    for box in boxes_held(shape, self._spread(index, spread), rank):
+                        found[box].append(rank)
+            self._known[key] = {box: tuple(sorted(set(ranks))) for box, ranks in found.items()}
+        return self._known[key]
+
+    def _spread(self, layout: int, spread: int) -> Spread:
+        return self.layouts[layout].spreads[spread]
+
+
+@lru_cache(maxsize=4096)
+def _fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
+    return tiling_fault(shape, boxes)
+
+
+def share_out(candidates: Sequence[tuple[str, Box, int]], holders: Holders) -> list[tuple[str, Box, int]]:
+    """Spread replicated pieces (name, box, item size) over their holders by bytes: (name, box, owner).
+
+    The pieces are laid end to end and cut into equal shares, one for each holder in turn. So every holder writes
+    one run of neighbours, at most ``len(holders) - 1`` pieces are cut, and shares differ by less than a row.
+    """
+    total = sum(box.size * size for _, box, size in candidates)
+    share = total / len(holders)
+    bounds = [share * (k + 1) for k in range(len(holders) - 1)]
+    owned, at = [], 0
+    for name, box, size in candidates:
+        nbytes = box.size * size
+        if nbytes < SMALLEST_CUT or nbytes < CUT_SHARE * share:
+            owned.append((name, box, holders[bisect_right(bounds, at + nbytes / 2)]))
+        else:
+            for part, index in _cut_at(box, [(b - at) / nbytes for b in bounds], share / nbytes):
+                owned.append((name, part, holders[index]))
+        at += nbytes
+    return owned
+
+
+def _cut_at(box: Box, bounds: Sequence[float], share: float) -> list[tuple[Box, int]]:
+    """Cut a box where ``bounds`` (fractions of it) fall: (part, number of bounds before it)."""
+    # Rows of the first axis keep parts contiguous. If its rows are too coarse for the share, a longer axis serves.
+    axis = next((d for d, n in enumerate(box.lengths) if n * share * CUT_SHARE * 2 >= 1), None)
+    if axis is None:
+        axis = max(range(len(box.lengths)), key=lambda d: box.lengths[d])
+    length = box.lengths[axis]
+    parts, start = [], 0
+    for index, bound in enumerate([*bounds, 1.0]):
+        stop = min(max(round(bound * length), start), length) if index < len(bounds) else length
+        if stop > start:
+            offsets, lengths = list(box.offsets), list(box.lengths)
+            offsets[axis], lengths[axis] = box.offsets[axis] + start, stop - start
+            parts.append((Box(tuple(offsets), tuple(lengths)), index))
+        start = stop
+    return parts
