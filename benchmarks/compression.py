@@ -163,7 +163,11 @@ class Method:
     def unpack(self, packed: Packed, dtype: torch.dtype) -> torch.Tensor:
         parts = [self.coder[1](part) if coded else part for coded, part in packed.parts]
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        return _restored(data, dtype) if self.shuffle else torch.from_numpy(np.array(np.frombuffer(data, dtype=np.uint8))).view(dtype)
+        return (
+            _restored(data, dtype)
+            if self.shuffle
+            else torch.from_numpy(np.array(np.frombuffer(data, dtype=np.uint8))).view(dtype)
+        )
 
 
 def methods() -> list[Method]:
@@ -258,7 +262,9 @@ def main() -> int:
     for dtype in (torch.float32, torch.bfloat16):
         tensors, told = train(size, dtype, corpus)
         losses[str(dtype)] = (round(told[0], 2), round(sum(told[-10:]) / len(told[-10:]), 2))
-        print(f"trained in {dtype}: loss {losses[str(dtype)][0]} to {losses[str(dtype)][1]}", file=sys.stderr, flush=True)
+        print(
+            f"trained in {dtype}: loss {losses[str(dtype)][0]} to {losses[str(dtype)][1]}", file=sys.stderr, flush=True
+        )
         rows += [measure(kind, t, method, turns) for kind, t in tensors.items() for method in methods()]
     facts: dict[str, object] = {
         "model": f"{size._asdict()}, on {len(corpus) / 1e6:.1f} MB of text; loss before and after: {losses}",

@@ -72,7 +72,7 @@ class SaveCost:
     @property
     def first_save_s(self) -> float:
         """All that a rank plans for its first save."""
-        return self.describe_s + self.plan_s + self.images_s
+        return self.describe_s + self.plan_s
 
     @property
     def first_rank_s(self) -> float:
@@ -145,14 +145,14 @@ def save(world: World, *, rank: int | None = None, memory: bool = True) -> Saved
     meeting = Meeting(world)
 
     as_new()
-    layout, cost.describe_s = timed(lambda: _described(state))
+    _, cost.describe_s = timed(lambda: _described(state))
     agreement, talk = meeting.agree()
     cost.note_bytes, cost.answer_bytes, cost.decide_s = talk.note_bytes, talk.answer_bytes, talk.first_s
     if memory:
         cost.plan_bytes = _peak(agreement)
     as_new()
     ranks = Ranks(rank, size)
-    plan, cost.plan_s = timed(lambda: plan_for(ranks, agreement))
+    plan, cost.plan_s = timed(lambda: _planned(ranks, agreement))
     images, cost.images_s = timed(lambda: images_of(state, plan, ranks, agreement.save))
     cost.pieces = sum(len(image.pieces) for image in images)
 
@@ -162,7 +162,7 @@ def save(world: World, *, rank: int | None = None, memory: bool = True) -> Saved
 
     def later() -> None:
         _described(state)
-        images_of(state, plan_for(ranks, agreement), ranks, agreement.save)
+        _planned(ranks, agreement)
 
     cost.later_s = min(timed(later)[1] for _ in range(3))
     return _committed(world, agreement, plan, cost)
@@ -170,6 +170,12 @@ def save(world: World, *, rank: int | None = None, memory: bool = True) -> Saved
 
 def _described(state: Any) -> str:
     return digest_of(layout_of(state))
+
+
+def _planned(ranks: Ranks, agreement: Agreement) -> Plan:
+    plan = plan_for(ranks, agreement)
+    sum(1 for _ in plan.written_by(ranks.rank))
+    return plan
 
 
 def _peak(agreement: Agreement) -> int:
@@ -253,7 +259,9 @@ def alone(world: World) -> torch.Tensor:
         return found
     for stage in range(sharding.stages):
         shared = Counter(
-            (p.shape, p.cut, p.expert) for p in world.parameters(stage) if p.expert or p.cut is not None or sharding.tensor == 1
+            (p.shape, p.cut, p.expert)
+            for p in world.parameters(stage)
+            if p.expert or p.cut is not None or sharding.tensor == 1
         )
         first = stage * sharding.stage_size
         for (shape, cut, expert), count in shared.items():

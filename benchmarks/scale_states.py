@@ -106,7 +106,9 @@ def mixture(
             ("ffn_norm.weight", (width,), False),
         ]
         if i == 0:
-            parts += [(f"feed_forward.w{n}.weight", (width, dense) if n == 2 else (dense, width), False) for n in (1, 2, 3)]
+            parts += [
+                (f"feed_forward.w{n}.weight", (width, dense) if n == 2 else (dense, width), False) for n in (1, 2, 3)
+            ]
         else:
             parts += [
                 ("moe.router.gate.weight", (experts, width), False),
@@ -169,7 +171,10 @@ class Sharding:
             axes += [(self.shards // self.experts, Split(1)), (self.experts, Split(0))]
         elif self.tensor > 1:
             strides = self.tensor if parameter.cut == 0 else 1
-            axes += [(self.shards, Split(0, strides)), (self.tensor, None if parameter.cut is None else Split(parameter.cut))]
+            axes += [
+                (self.shards, Split(0, strides)),
+                (self.tensor, None if parameter.cut is None else Split(parameter.cut)),
+            ]
         else:
             axes += [(self.shards, Split(0))]
         ranks = tuple(range(first, first + self.stage_size))

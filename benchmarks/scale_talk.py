@@ -22,6 +22,7 @@ from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.state import Collected
 
+
 @dataclass
 class Talk:
     """One agreement: bytes of the longest note of a rank, of the answer to each; CPU seconds of ranks.
@@ -72,7 +73,7 @@ class Meeting:
                 call = cast(Call, _Call(hub, self.members[rank]))
                 bring = partial(_described, state)
                 found[rank] = agree(call, bring, busy=False, allow=lambda: None, begun=lambda save: None)
-            except BaseException as error:  # noqa: BLE001 - raised below
+            except BaseException as error:  # raised below
                 failed.append(error)
                 hub.barrier.abort()
 
