@@ -129,8 +129,10 @@ class AllPieces:
         for name, tensor in tensors.items():
             given: list[Given] = []
             for number, count in self._steps[tensor]:
-                given += map(self._hands[number].given, range(at[number], at[number] + count))
-                at[number] += count
+                begin = at[number]
+                at[number] = end = begin + count
+                hand = self._hands[number]
+                given += hand.holders[begin:end] if not hand.cut else [hand.given(place) for place in range(begin, end)]
             key = (tensor.lie, tensor.first, *given)
             owned = self._known.get(key)
             if owned is None:

@@ -90,11 +90,11 @@ def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
     lies = _Lies(layouts, members)
     for name, told_by in told.items():
         first = told_by[0][1]
-        if len(told_by) > 1:
+        if len(told_by) > 1:  # most states are told once, and may have a million tensors
             _check_alike(name, told_by, members)
         if name in aliases:
             continue
-        views = tuple((index, tensor.spread) for index, tensor in told_by if not lies.is_idle(index, tensor))
+        views = tuple([(index, tensor.spread) for index, tensor in told_by if not lies.is_idle(index, tensor)])
         key = (first.dtype, first.shape, first.first, views)
         kind = kinds.get(key)
         if kind is None:
@@ -181,15 +181,17 @@ def _check_alike(name: str, told_by: Sequence[tuple[int, TensorLayout]], members
 
 def _check_names(told: dict[str, list[tuple[int, TensorLayout]]], members: Sequence[Sequence[int]]) -> None:
     """A name that is a tensor on one rank cannot lie above a tensor of another: no nested state has both."""
+    fine = {""}
     for name, views in told.items():
         above = name.rpartition("/")[0]
-        while above:
+        while above not in fine:  # neighbours lie below the same names
             if above in told:
                 one, other = members[told[above][0][0]][0], members[views[0][0]][0]
                 raise Mismatch(
                     f"{above} is a tensor on rank {one}, and on rank {other} it holds {name}: make the ranks agree, "
                     "or rename one"
                 )
+            fine.add(above)
             above = above.rpartition("/")[0]
 
 
@@ -197,9 +199,10 @@ def _join_aliases(layouts: Sequence[Layout], told: dict[str, list[tuple[int, Ten
     """Names that are stored under another one: only if every rank that can know agrees."""
     aliases = {}
     for name, views in told.items():
-        said = {t.alias for _, t in views if not t.empty}
-        target = next(iter(said)) if len(said) == 1 else None
-        if target is not None and target in told and target != name:
+        target = next((t.alias for _, t in views if not t.empty), None)
+        if target is None or target not in told or target == name:
+            continue
+        if all(t.alias == target or t.empty for _, t in views):
             aliases[name] = target
     for layout in layouts:
         for name, target in layout.aliases.items():

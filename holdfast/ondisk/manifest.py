@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import msgspec
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
-from holdfast.ondisk import blocks, dtypes
-from holdfast.ondisk.box import Box, Grid, grid_of, regular_cuts, tiling_fault, whole
+from holdfast.ondisk import blocks, dtypes, spans
+from holdfast.ondisk.box import Box, Grid, grid_of, intersect, regular_cuts, tiling_fault, whole
+from holdfast.ondisk.spans import expand as expand
+from holdfast.ondisk.spans import ranges as ranges
 
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "holdfast", 1
+_ROW = [str, int, int, str, str]
+_PLAIN_PATH = re.compile(r"[^./\\\0][^/\\\0]*(?:/[^./\\\0][^/\\\0]*)*")  # no part of it begins with a dot
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\s*$')
 
 
@@ -36,7 +41,7 @@ class FileRecord(NamedTuple):
     save: str | None = None
 
 
-class Cells(msgspec.Struct, frozen=True, omit_defaults=True):
+class Cells(msgspec.Struct, frozen=True, omit_defaults=True, cache_hash=True):
     """Cells that are no regular grid: cut points on each axis, or plain boxes."""
 
     cuts: tuple[tuple[int, ...], ...] | None = None
@@ -57,39 +62,56 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
 
     def touching(self, box: Box) -> list[tuple[Box, int]]:
         """The cells that meet ``box``, each with the index of its file."""
-        if self.cells is None and self.files and 0 not in box.lengths:  # by far the most common: saved whole
-            return [(whole(self.shape), expand(self.files)[0])]
-        cells, files = _geometry(self.shape, _frozen(self.cells)), expand(self.files)
-        if isinstance(cells, Grid):
-            return [(cell, files[number]) for number, cell in cells.touching(box)]
-        return [(cell, files[n]) for n, cell in enumerate(cells) if box.size and all(_overlap(cell, box))]
+        files = spans.read(self.files)
+        if self.cells is None and files.count and 0 not in box.lengths:  # by far the most common: saved whole
+            return [(whole(self.shape), files.at(0))]
+        return [(cell, files.at(number)) for number, cell in _geometry(self.shape, _frozen(self.cells)).touching(box)]
 
     def boxes(self) -> list[tuple[Box, int]]:
         """Every non-empty cell with the index of its file."""
-        cells, files = _geometry(self.shape, _frozen(self.cells)), expand(self.files)
-        return list(zip(cells.boxes() if isinstance(cells, Grid) else cells, files, strict=True))
+        cells = _geometry(self.shape, _frozen(self.cells))
+        return list(zip(cells.boxes(), spans.read(self.files), strict=True))
 
 
-def _overlap(a: Box, b: Box) -> list[bool]:
-    return [x < q and p < y for x, y, p, q in zip(a.offsets, a.ends, b.offsets, b.ends, strict=True)]
+class _Scattered:
+    """Boxes that are no grid, found by where they lie on the first axis."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        self._order = sorted(range(len(boxes)), key=lambda n: boxes[n].offsets[:1])
+        self._starts = [boxes[n].offsets[0] for n in self._order]
+        self._reach = list(accumulate((boxes[n].ends[0] for n in self._order), max))
+
+    def boxes(self) -> Iterator[Box]:
+        """Every box, in order."""
+        return iter(self._boxes)
+
+    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """The boxes (number, box) that share at least one element with ``box``."""
+        if 0 in box.lengths:
+            return
+        first, last = bisect_right(self._reach, box.offsets[0]), bisect_left(self._starts, box.ends[0])
+        for number in sorted(self._order[first:last]):
+            if intersect(self._boxes[number], box) is not None:
+                yield number, self._boxes[number]
 
 
 def _frozen(cells: list[int] | Cells | None) -> tuple[int, ...] | Cells | None:
     return tuple(cells) if isinstance(cells, list) else cells
 
 
-@lru_cache(maxsize=4096)
-def _geometry(shape: tuple[int, ...], cells: tuple[int, ...] | Cells | None) -> Grid | tuple[Box, ...]:
+@lru_cache(maxsize=1024)
+def _geometry(shape: tuple[int, ...], cells: tuple[int, ...] | Cells | None) -> Grid | _Scattered:
     # Thousands of tensors share a handful of shapes and cuts: one Grid serves them all.
     if 0 in shape:
-        return ()
-    if cells is None:
+        return _Scattered(())
+    if cells is None or not shape:
         return Grid(tuple((0, n) for n in shape))
     if isinstance(cells, tuple):
         return Grid(tuple(regular_cuts(n, c) for n, c in zip(shape, cells, strict=True)))
     if cells.cuts is not None:
         return Grid(cells.cuts)
-    return tuple(Box(o, n) for o, n in cells.boxes or ())
+    return _Scattered([Box(o, n) for o, n in cells.boxes or ()])
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,19 +204,18 @@ def decode(data: bytes, where: str) -> Manifest:
 
 def _check(manifest: Manifest) -> None:
     for raw in manifest.files:
-        if len(raw) not in (4, 5) or [type(x) for x in raw] != [str, int, int, str, str][: len(raw)]:
-            raise ValueError(f"file {raw} is not [path, bytes, header_bytes, header_digest]")
-        file = FileRecord(*raw)  # type: ignore[arg-type]
-        _check_path(file.path, borrowed=file.save is not None)
-        if not 8 <= file.header_bytes <= file.bytes:
-            raise ValueError(f"file {raw} of {file.bytes} bytes cannot have a header of {file.header_bytes}")
+        _check_file(raw)
     if len({raw[0] for raw in manifest.files}) < len(manifest.files):
         raise ValueError("a file is listed twice")
     for path, size, _ in manifest.attachments:
         _check_path(path, borrowed=False)
         if not path.startswith("attachments/") or size < 0:
             raise ValueError(f"attachment {path!r} of {size} bytes cannot be")
+    sound: set[tuple[object, ...]] = set()
     for name, record in manifest.tensors.items():
+        key = (record.dtype, record.shape, _frozen(record.cells), record.files)
+        if key in sound:  # thousands of tensors are alike in all that is looked at here
+            continue
         if not dtypes.known(record.dtype):
             raise Unsupported(f"tensor {name!r} is of dtype {record.dtype!r}, which this torch does not have")
         try:
@@ -203,6 +224,7 @@ def _check(manifest: Manifest) -> None:
             fault = str(error)
         if fault:
             raise ValueError(f"tensor {name!r}: {fault}")
+        sound.add(key)
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors:
             raise ValueError(f"alias {alias!r} names {name!r}, which is no tensor")
@@ -212,11 +234,22 @@ def _check(manifest: Manifest) -> None:
         if kind not in ("dict", "list", "tuple"):
             raise ValueError(f"container {path!r} is a {kind!r}")
     for path, files in manifest.per_rank.items():
-        if _count(files) != manifest.world_size or _largest(files) >= len(manifest.files):
+        found = spans.read(files)
+        if found.count != manifest.world_size or found.largest >= len(manifest.files):
             raise ValueError(f"value {path!r} of each rank names files {files!r}")
 
 
+def _check_file(raw: list[str | int]) -> None:
+    if len(raw) not in (4, 5) or [type(x) for x in raw] != _ROW[: len(raw)]:
+        raise ValueError(f"file {raw} is not [path, bytes, header_bytes, header_digest]")
+    _check_path(str(raw[0]), borrowed=len(raw) == 5)
+    if not 8 <= raw[2] <= raw[1]:  # type: ignore[operator]
+        raise ValueError(f"file {raw} of {raw[1]} bytes cannot have a header of {raw[2]}")
+
+
 def _check_path(path: str, *, borrowed: bool) -> None:
+    if _PLAIN_PATH.fullmatch(path):
+        return
     parts = path.split("/")
     if borrowed and parts[0] == ".." and len(parts) > 2:
         parts = parts[1:]
@@ -253,9 +286,10 @@ def _record_fault(record: TensorRecord, files: int) -> str | None:
         count = len(boxes)
     else:
         return "cells are neither cuts nor boxes"
-    if _count(record.files) != count:
+    found = spans.read(record.files)
+    if found.count != count:
         return f"{count} cells, files {record.files!r}"
-    return None if _largest(record.files) < files else f"files {record.files!r}, but there are only {files}"
+    return None if found.largest < files else f"files {record.files!r}, but there are only {files}"
 
 
 @lru_cache(maxsize=4096)
@@ -287,42 +321,3 @@ def cells_of_grid(shape: Sequence[int], grid: Grid) -> list[int] | Cells | None:
 def file_row(file: FileRecord) -> list[str | int]:
     """A record as it stands in the file: four items, five if it is borrowed."""
     return [x for x in file if x is not None]
-
-
-def ranges(indices: Iterable[int]) -> str:
-    """``[0, 1, 2, 3, 7]`` as ``"0-3,7"``: ascending runs, in order."""
-    spans: list[list[int]] = []
-    for i in indices:
-        if spans and i == spans[-1][1] + 1:
-            spans[-1][1] = i
-        else:
-            spans.append([i, i])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def _spans(text: str) -> list[tuple[int, int]]:
-    spans = []
-    for part in text.split(",") if text else []:
-        first, dash, last = part.partition("-")
-        if not text.isascii() or not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{text!r} is no list of ranges")
-        spans.append((int(first), int(last) if dash else int(first)))
-        if spans[-1][1] < spans[-1][0]:
-            raise ValueError(f"{text!r} is no list of ranges")
-    return spans
-
-
-@lru_cache(maxsize=4096)
-def expand(text: str) -> tuple[int, ...]:
-    """The inverse of `ranges`."""
-    return tuple(i for a, b in _spans(text) for i in range(a, b + 1))
-
-
-@lru_cache(maxsize=4096)
-def _count(text: str) -> int:
-    return sum(b - a + 1 for a, b in _spans(text))
-
-
-@lru_cache(maxsize=4096)
-def _largest(text: str) -> int:
-    return max((b for _, b in _spans(text)), default=-1)
