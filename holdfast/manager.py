@@ -120,7 +120,7 @@ class CheckpointManager:
         self._recent: dict[int, Saving] = {}  # by number: under way, failed and not heard of, and the last one
         self._writing_to: set[Location] = set()
         self._signalled = threading.Event()
-        self._board = Board(self._ranks.store, key, poll)
+        self._board = Board(self._ranks.store, key, poll, rank=self._ranks.rank, size=self._ranks.size)
         self._calls = 0  # of `step`: ranks make them alike, whatever the steps are called
         self._stop: Notice | None = None
         self._to_raise: list[int] = []

@@ -378,21 +378,26 @@ def test_a_known_layout_is_not_told_again(tmp_path: Path) -> None:
 
 def interrupted_while_waiting(path: str) -> str:
     from holdfast.engine.ranks import Call
+    from holdfast.engine.rounds import Round
 
-    wait = Call._await_verdict
+    meet, look, phases = Call._meet, Round._look, []
 
-    def interrupted(self: Call, base: str, phase: str, conclude: Any) -> Any:
-        if phase == "write" and _rank() == 1:
+    def noted(self: Call, phase: str, *rest: Any) -> Any:
+        phases.append(phase)
+        return meet(self, phase, *rest)
+
+    def interrupted(self: Round, node: Any) -> Any:
+        if phases[-1] == "write" and _rank() == 1:
             raise KeyboardInterrupt
-        return wait(self, base, phase, conclude)
+        return look(self, node)
 
-    Call._await_verdict = interrupted  # type: ignore[method-assign]
+    Call._meet, Round._look = noted, interrupted  # type: ignore[method-assign]
     try:
         return save_step(path, 3)
     except KeyboardInterrupt:
         return "interrupted"
     finally:
-        Call._await_verdict = wait  # type: ignore[method-assign]
+        Call._meet, Round._look = meet, look  # type: ignore[method-assign]
 
 
 def test_an_interrupt_after_the_report_takes_nothing_away(tmp_path: Path) -> None:

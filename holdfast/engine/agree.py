@@ -1,7 +1,7 @@
 """Before anything is copied the ranks agree on what there is: digests first, layouts and values only where they differ.
 
 `SaveWork.plan` calls `agree` and then `plan_for`. Remembers the layouts and plans of the last saves, alike on every
-rank, so that a state which looks the same costs one small round.
+rank, so that a state which looks the same costs one small round: digests up, the save's id and a digest down.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,8 +27,12 @@ from holdfast.engine.plan import Plan, make_plan
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.replicas import join_sums, sums_of
 from holdfast.engine.state import Collected
+from holdfast.errors import HoldfastError
 
 _REMEMBERED = 8  # saves whose layouts and plans are kept for later ones of the same state
+_DIGEST, _MARK = 10, 4  # bytes: with four digests and a mark a rank's word has 61
+_BUSY = b""
+_KEY = "save"
 
 
 @dataclass(frozen=True)
@@ -67,27 +71,42 @@ def plan_for(ranks: Ranks, agreement: Agreement) -> Plan:
     return plans[agreement.plan]
 
 
-class _Note(msgspec.Struct, array_like=True):
-    """A rank's state in four digests."""
+class _Note(NamedTuple):
+    """A rank's state in four digests, and in ``memory`` a fifth, of what the rank remembers."""
 
-    layout: str
-    values: str
-    owned: str
-    plain: str
-    busy: bool
+    layout: bytes
+    values: bytes
+    owned: bytes
+    plain: bytes
+    memory: bytes
+
+
+def _unpacked(note: bytes) -> _Note:
+    layout, values, owned, plain = (note[i : i + _DIGEST] for i in range(0, 4 * _DIGEST, _DIGEST))
+    return _Note(layout, values, owned, plain, note[4 * _DIGEST :])
 
 
 class _Decision(msgspec.Struct, array_like=True):
-    """What the first rank decides, and what it still has to be told."""
+    """What the first rank decides: the save's id, none if it is skipped, and a digest of who has which layout."""
 
-    save: str
-    skip: bool = False
-    layouts: list[str] = []
-    layout_of: list[int] = []
-    tell_layout: list[int] = []
-    tell_values: list[int] = []
-    tell_owned: list[int] = []
-    tell_plain: list[int] = []
+    save: bytes
+    plan: bytes = b""
+    news: _News | None = None
+
+
+class _News(msgspec.Struct, array_like=True):
+    """What is not remembered: the distinct layouts, which rank has which, and who has to tell what.
+
+    ``afresh``: the ranks remember different things, and have to forget them.
+    """
+
+    afresh: bool
+    layouts: list[bytes]
+    layout_of: list[int]
+    tell_layout: list[int]
+    tell_values: list[int]
+    tell_owned: list[int]
+    tell_plain: list[int]
 
     @property
     def tells(self) -> bool:
@@ -104,22 +123,29 @@ class _Told(msgspec.Struct, array_like=True):
 
 @dataclass
 class _Memory:
-    """Layouts and plans of earlier saves of one group; every rank has seen the same ones in the same order."""
+    """Layouts and plans of earlier saves of one group; every rank has seen the same ones in the same order.
 
-    layouts: dict[str, Layout] = field(default_factory=dict)
+    ``seats``: by the digest of a plan the distinct layouts, and which rank has which. ``mark`` stands for all of it.
+    """
+
+    layouts: dict[bytes, Layout] = field(default_factory=dict)
+    seats: dict[bytes, tuple[list[bytes], list[int]]] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
-    recent: list[tuple[str, list[str]]] = field(default_factory=list)
+    recent: list[bytes] = field(default_factory=list)
+    mark: bytes = bytes(_MARK)
 
-    def keep(self, plan: str, layouts: list[str]) -> None:
+    def keep(self, plan: bytes) -> None:
         """Note what a save uses, and forget what none of the last few used; alike on every rank."""
-        self.recent = [*self.recent, (plan, layouts)][-_REMEMBERED:]
-        used = {digest for _, digests in self.recent for digest in digests}
+        self.recent = [*self.recent, plan][-_REMEMBERED:]
+        self.seats = {key: seats for key, seats in self.seats.items() if key in self.recent}
+        used = {digest for layouts, _ in self.seats.values() for digest in layouts}
         self.layouts = {digest: layout for digest, layout in self.layouts.items() if digest in used}
-        self.plans = {key: made for key, made in self.plans.items() if any(key == k for k, _ in self.recent)}
+        self.plans = {key: made for key, made in self.plans.items() if bytes.fromhex(key) in self.recent}
+        self.mark = _digest([key.hex() for key in self.recent])[:_MARK]
 
 
 def _memory_of(ranks: Ranks) -> _Memory:
-    memory: _Memory = ranks.remembered.setdefault("save", _Memory())
+    memory: _Memory = ranks.remembered.setdefault(_KEY, _Memory())
     return memory
 
 
@@ -135,82 +161,104 @@ class _Agreeing:
     joined: OwnedJoin | None = None
 
     def run(self, begun: Callable[[str], None]) -> Agreement | None:
-        memory = _memory_of(self.call.ranks)
         decision = self.call.exchange("plan", self._describe, self._decide, _Decision)
-        if decision.skip:
+        if not decision.save:
             return None
-        begun(decision.save)
-        if decision.tells:
-            told = self.call.exchange(
-                "layout", lambda: self._tell(decision), lambda notes: self._join(decision, notes), list[Layout]
-            )
-            memory.layouts.update((digest_of(layout), layout) for layout in told)
-        plan = digest_of([decision.layouts, decision.layout_of])
-        memory.keep(plan, decision.layouts)
-        layouts = [memory.layouts[digest] for digest in decision.layouts]
-        return Agreement(decision.save, plan, layouts, decision.layout_of, self.joined)
-
-    def _describe(self) -> _Note:
-        if self.busy:
-            return _Note("", "", "", "", True)
-        self.collected, self.layout = self.bring()
-        self.plain = sums_of(self.collected) if self.call.ranks.size > 1 else {}
-        return _Note(
-            digest_of(self.layout),
-            digest_of(self.collected.values),
-            owned_digest(self.collected),
-            digest_of(self.plain),
-            False,
+        save, news = decision.save.hex(), decision.news
+        begun(save)
+        if news is not None and news.afresh:
+            self.call.ranks.remembered.pop(_KEY, None)
+        memory = _memory_of(self.call.ranks)
+        seats = memory.seats.get(decision.plan)
+        if news is not None:
+            seats = seats or (news.layouts, news.layout_of)
+            if news.tells:
+                layouts, layout_of = seats
+                told = self.call.exchange(
+                    "layout",
+                    lambda: self._tell(news),
+                    lambda notes: self._join(layouts, layout_of, notes),
+                    list[Layout],
+                )
+                memory.layouts.update((_digest(layout), layout) for layout in told)
+        if seats is None or not memory.layouts.keys() >= set(seats[0]):
+            raise HoldfastError("a plan is to be followed that this rank does not know; this is a fault of holdfast")
+        memory.seats[decision.plan] = seats
+        memory.keep(decision.plan)
+        layouts, layout_of = seats
+        return Agreement(
+            save, decision.plan.hex(), [memory.layouts[digest] for digest in layouts], layout_of, self.joined
         )
 
-    def _decide(self, notes: list[_Note]) -> _Decision:
-        if any(note.busy for note in notes):
-            return _Decision("", skip=True)
+    def _describe(self) -> bytes:
+        if self.busy:
+            return _BUSY
+        self.collected, self.layout = self.bring()
+        self.plain = sums_of(self.collected) if self.call.ranks.size > 1 else {}
+        owned = bytes.fromhex(owned_digest(self.collected))[:_DIGEST]
+        note = _Note(
+            _digest(self.layout), _digest(self.collected.values), owned, _digest(self.plain),
+            _memory_of(self.call.ranks).mark,
+        )  # fmt: skip
+        return b"".join(note)
+
+    def _decide(self, told: list[bytes]) -> _Decision:
+        if any(note == _BUSY for note in told):
+            return _Decision(b"")
         self.allow()
-        known = _memory_of(self.call.ranks).layouts
+        notes = [_unpacked(note) for note in told]
+        afresh = len({note.memory for note in notes}) > 1
+        memory = _Memory() if afresh else _memory_of(self.call.ranks)
         layouts = list(dict.fromkeys(n.layout for n in notes))
         index = {digest: i for i, digest in enumerate(layouts)}
-        return _Decision(
-            secrets.token_hex(8),
-            False,
-            layouts,
-            [index[n.layout] for n in notes],
-            [rank for digest, rank in _first_with(n.layout for n in notes).items() if digest not in known],
+        layout_of = [index[n.layout] for n in notes]
+        plan = _digest([[digest.hex() for digest in layouts], layout_of])
+        known = plan in memory.seats
+        news = _News(
+            afresh,
+            [] if known else layouts,
+            [] if known else layout_of,
+            [rank for digest, rank in _first_with(n.layout for n in notes).items() if digest not in memory.layouts],
             _unless_one(_first_with(n.values for n in notes)),
             _unless_one(_first_with(n.owned for n in notes)),
             _unless_one(_first_with(n.plain for n in notes)),
         )
+        return _Decision(secrets.token_bytes(8), plan, None if known and not news.tells else news)
 
-    def _tell(self, decision: _Decision) -> _Told:
+    def _tell(self, news: _News) -> _Told:
         rank = self.call.ranks.rank
         return _Told(
-            self.layout if rank in decision.tell_layout else None,
-            self.collected.values if rank in decision.tell_values else None,
-            owned_values(self.collected) if rank in decision.tell_owned else None,
-            self.plain if rank in decision.tell_plain else None,
+            self.layout if rank in news.tell_layout else None,
+            self.collected.values if rank in news.tell_values else None,
+            owned_values(self.collected) if rank in news.tell_owned else None,
+            self.plain if rank in news.tell_plain else None,
         )
 
-    def _join(self, decision: _Decision, notes: list[_Told]) -> list[Layout]:
+    def _join(self, layouts: list[bytes], layout_of: list[int], notes: list[_Told]) -> list[Layout]:
         told_values = [(rank, note.values) for rank, note in enumerate(notes) if note.values is not None]
         if told_values:
             join_values(told_values)
         join_sums([(rank, note.plain) for rank, note in enumerate(notes) if note.plain is not None])
         told = [note.layout for note in notes if note.layout is not None]
-        known = {**_memory_of(self.call.ranks).layouts, **{digest_of(layout): layout for layout in told}}
-        if decision.tell_owned:
-            owned = [(r, decision.layout_of[r], n.owned) for r, n in enumerate(notes) if n.owned is not None]
-            self.joined = join_owned([known[d] for d in decision.layouts], owned)
+        known = {**_memory_of(self.call.ranks).layouts, **{_digest(layout): layout for layout in told}}
+        owned = [(r, layout_of[r], n.owned) for r, n in enumerate(notes) if n.owned is not None]
+        if owned:
+            self.joined = join_owned([known[d] for d in layouts], owned)
         return told
 
 
-def _first_with(keys: Iterable[str]) -> dict[str, int]:
+def _digest(message: object) -> bytes:
+    return bytes.fromhex(digest_of(message))[:_DIGEST]
+
+
+def _first_with(keys: Iterable[bytes]) -> dict[bytes, int]:
     """Each distinct key with the first rank that has it."""
-    found: dict[str, int] = {}
+    found: dict[bytes, int] = {}
     for rank, key in enumerate(keys):
         found.setdefault(key, rank)
     return found
 
 
-def _unless_one(found: dict[str, int]) -> list[int]:
+def _unless_one(found: dict[bytes, int]) -> list[int]:
     """The ranks to ask, or none if all have the same."""
     return list(found.values()) if len(found) > 1 else []

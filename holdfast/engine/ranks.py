@@ -14,11 +14,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
+from holdfast.engine.rounds import Round, Verdict, Word, short, words_of
+from holdfast.engine.tree import FAN_IN, tree_of
 from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
 from holdfast.events import log
 from holdfast.ondisk.blocks import digest
@@ -29,31 +32,10 @@ DEADLINE = 600.0
 COMMIT_GRACE = 60.0
 """Seconds more for the first rank to finish what it has begun to decide."""
 
-_CLAIMED = b"claimed"
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at the store; one look costs 15 us
+_TOLD = 20  # ranks that a message names at the most
 
 Note = TypeVar("Note")
 Answer = TypeVar("Answer")
-
-
-class _Word(msgspec.Struct, array_like=True):
-    """What a rank posts: who it is, and its note or why it has none. ``label`` tells calls apart."""
-
-    host: str
-    label: str
-    note: bytes | None
-    failure: Failure | None
-
-
-class _Verdict(msgspec.Struct, array_like=True):
-    """The one outcome of a round. ``absent`` are ranks that did not come; ``hosts`` is told once."""
-
-    label: str
-    answer: bytes | None
-    failure: Failure | None
-    absent: list[int]
-    hosts: list[str] | None
-    settled: bool = True
 
 
 @dataclass
@@ -62,6 +44,7 @@ class Ranks:
 
     ``global_ranks[i]`` is the global rank of member i; ``store`` is None for a lone process. Made by `ranks_of`;
     tests make many over one in-memory store, a thread each. ``remembered`` is for what callers keep between calls.
+    ``hosts`` of all ranks are known after the first round, to `main`. ``fan_in``: of how many ranks one hears directly.
     """
 
     rank: int
@@ -73,6 +56,7 @@ class Ranks:
     calls: int = 0
     remembered: dict[str, Any] = field(default_factory=dict)
     above: Ranks | None = None
+    fan_in: int = FAN_IN
     _limit: float = math.inf
     _caller: int | None = None
     _one_call: threading.Lock = field(default_factory=threading.Lock)
@@ -87,7 +71,7 @@ class Ranks:
         ``name`` must be equal on every rank and never used before.
         """
         store = None if self.store is None else _PrefixStore(name, self.store)
-        return Ranks(self.rank, self.size, store, self.global_ranks, self.host, self.hosts, above=self)
+        return Ranks(self.rank, self.size, store, self.global_ranks, self.host, above=self, fan_in=self.fan_in)
 
     @property
     def main(self) -> Ranks:
@@ -164,7 +148,7 @@ class Call:
         ranks = self.ranks
         own: list[BaseException] = []  # what this rank itself failed of: at work, or to decide
         kind: type[Note]
-        word = _Word(ranks.host, self.label, None, None)
+        word = Word(short(self.label), None, host=ranks.host if ranks.main.hosts is None else None)
         try:
             note = work()
             kind, word.note = type(note), msgspec.msgpack.encode(note)
@@ -172,17 +156,22 @@ class Call:
             own.append(error)
             word.failure = self._failure_of(error, phase)
 
-        def conclude(words: list[_Word]) -> _Verdict:
-            return self._conclude(words, phase, lambda: decide([_decode(w.note, kind) for w in words]), own)
+        def decided(words: list[Word]) -> Answer:
+            return decide([msgspec.msgpack.decode(w.note or b"", type=kind) for w in words])
 
-        verdict = conclude([word]) if ranks.store is None else self._meet_over_store(word, phase, conclude)
+        if ranks.store is None:
+            verdict = self._conclude([word], phase, decided, own, lambda asked: {})
+        else:
+            verdict = self._meet_over_store(
+                word, phase, lambda meeting, message: self._conclude_message(meeting, message, phase, decided, own)
+            )
         for interrupt in own:
             if not isinstance(interrupt, Exception):
                 raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
         if verdict.failure is not None:
             failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled)
             raise failed from (own[0] if own and verdict.failure.rank == ranks.rank else None)
-        return _decode(verdict.answer, answer)
+        return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
 
     def _failure_of(self, error: BaseException, phase: str) -> Failure:
         ranks = self.ranks
@@ -190,126 +179,91 @@ class Call:
             log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=error)
         return failure_of(error, rank=ranks.rank, host=ranks.host, phase=phase)
 
+    def _conclude_message(
+        self,
+        meeting: Round,
+        message: bytes,
+        phase: str,
+        decide: Callable[[list[Word]], object],
+        own: list[BaseException],
+    ) -> Verdict:
+        try:
+            words = words_of(message, meeting.tree.levels)
+        except (zlib.error, msgspec.MsgspecError) as error:  # another version of holdfast on some rank
+            return Verdict(short(self.label), None, self._failure_of(error, phase), [])
+        return self._conclude(words, phase, decide, own, meeting.ask)
+
     def _conclude(
-        self, words: list[_Word], phase: str, decide: Callable[[], object], own: list[BaseException]
-    ) -> _Verdict:
+        self, words: list[Word], phase: str, decide: Callable[[list[Word]], object], own: list[BaseException],
+        ask: Callable[[list[int]], dict[int, str]],
+    ) -> Verdict:  # fmt: skip
         """What the first rank makes of all the words; its own failure to decide counts like any other failure."""
-        ranks = self.ranks
-        verdict = _Verdict(self.label, None, None, [], None)
-        if ranks.hosts is None:
-            verdict.hosts = [w.host for w in words]
-        verdict.failure = next((w.failure for w in words if w.failure is not None), None)
+        verdict = Verdict(short(self.label), None, next((w.failure for w in words if w.failure is not None), None), [])
+        if any(w.host is not None for w in words):
+            known = self.ranks.main.hosts or [""] * len(words)
+            hosts = [k if w.host is None else w.host for k, w in zip(known, words, strict=True)]
+            verdict.hosts = [(host, len(list(same))) for host, same in groupby(hosts)]
         if verdict.failure is None:
             try:
-                labels = {w.label: rank for rank, w in reversed(list(enumerate(words)))}
-                if len(labels) > 1:
-                    told = ", ".join(
-                        f"rank {r} is at {label!r}" for label, r in sorted(labels.items(), key=lambda x: x[1])
-                    )
-                    raise Mismatch(f"the ranks do different things: {told}")
-                verdict.answer = msgspec.msgpack.encode(decide())
+                self._check_labels(words, ask)
+                verdict.answer = msgspec.msgpack.encode(decide(words))
             except BaseException as error:  # noqa: BLE001 - stored, told to every rank, raised by `_meet`
                 own.append(error)
                 verdict.failure = self._failure_of(error, phase)
                 verdict.settled = getattr(error, "settled", True)
         return verdict
 
-    def _meet_over_store(self, word: _Word, phase: str, conclude: Callable[[list[_Word]], _Verdict]) -> _Verdict:
+    def _check_labels(self, words: list[Word], ask: Callable[[list[int]], dict[int, str]]) -> None:
+        at = {word.label: rank for rank, word in reversed(list(enumerate(words)))}
+        others = sorted(rank for rank in at.values() if rank)
+        if not others:
+            return
+        labels = {0: self.label, **ask(others[:_TOLD])}
+        told = [f"rank {r} is at {labels[r]!r}" if r in labels else f"rank {r} at something else" for r in [0, *others]]
+        raise Mismatch(f"the ranks do different things: {', '.join(told[: _TOLD + 1])}")
+
+    def _meet_over_store(self, word: Word, phase: str, conclude: Callable[[Round, bytes], Verdict]) -> Verdict:
         ranks = self.ranks
         try:
             while True:
-                base = f"{ranks.calls}/{self._round}"
-                ranks.store.set(f"{base}/word/{ranks.rank}", _encode(word))
-                verdict = self._await_verdict(base, phase, conclude)
-                if verdict.label == self.label or ranks.rank not in verdict.absent:
+                meeting = Round(
+                    ranks.store, tree_of(ranks.size, ranks.fan_in), ranks.rank, f"{ranks.calls}/{self._round}",
+                    self.label, self.deadline, COMMIT_GRACE, lambda: ranks.limit, conclude,
+                    lambda absent, what: self._lost(phase, absent, what),
+                )  # fmt: skip
+                verdict = meeting.meet(word)
+                meeting.forget()
+                if verdict.label == word.label or ranks.rank not in verdict.absent:
                     break
                 # This rank missed a whole call (its training code caught an error and skipped a save, say): it finds
                 # that call's verdict, under another label, naming it as absent. It catches up with the others.
-                self._forget(base)
                 ranks.calls += 1
-            self._forget(base)
         except RuntimeError as error:  # what torch's stores raise when their server is gone
             lost = f"the store of the process group does not answer: the process that serves it is gone ({error})"
-            return _Verdict(
-                self.label, None, Failure(0, self._where(0), phase, RankLost.__name__, lost), [0], None, False
-            )
+            failure = Failure(0, self._where(0), phase, RankLost.__name__, lost)
+            return Verdict(word.label, None, failure, [0], settled=False)
         self._round += 1
         if verdict.hosts is not None:
-            ranks.hosts = ranks.main.hosts = verdict.hosts
+            ranks.main.hosts = [host for host, count in verdict.hosts for _ in range(count)]
         return verdict
 
-    def _forget(self, base: str) -> None:
-        """Leave nothing of a round in the store: a word has served once the verdict stands, the verdict once all read.
-
-        Ranks that never come leave theirs, for whoever comes late.
-        """
-        ranks = self.ranks
-        ranks.store.delete_key(f"{base}/word/{ranks.rank}")
-        if ranks.store.add(f"{base}/read", 1) == ranks.size:
-            ranks.store.delete_key(f"{base}/verdict")
-            ranks.store.delete_key(f"{base}/read")
-
-    def _await_verdict(self, base: str, phase: str, conclude: Callable[[list[_Word]], _Verdict]) -> _Verdict:
-        ranks, store = self.ranks, self.ranks.store
-        key = f"{base}/verdict"
-        words = [f"{base}/word/{rank}" for rank in range(ranks.size)]
-        until = time.monotonic() + self.deadline
-        claimed = False
-        pause = _FIRST_PAUSE
-        while True:
-            if store.check([key]):
-                found = bytes(store.get(key))
-                if found != _CLAIMED:
-                    return _decode(zlib.decompress(found), _Verdict)
-                if not claimed:
-                    claimed, until = True, time.monotonic() + self.deadline + COMMIT_GRACE
-            elif ranks.first and store.check(words):
-                # The claim keeps one verdict: once it stands nobody may declare the round failed, and if somebody
-                # has declared it, the first rank must not commit.
-                if bytes(store.compare_set(key, "", _CLAIMED)) == _CLAIMED:
-                    try:
-                        told = [_decode(zlib.decompress(bytes(store.get(w))), _Word) for w in words]
-                    except (zlib.error, msgspec.MsgspecError) as error:  # another version of holdfast on some rank
-                        verdict = _Verdict(self.label, None, self._failure_of(error, phase), [], None)
-                    else:
-                        verdict = conclude(told)
-                    store.set(key, _encode(verdict))
-                    return verdict
-                continue
-            if time.monotonic() > min(until, ranks.limit):
-                if claimed:
-                    return self._lost(phase, [0], "began to decide but gave no outcome", settled=False)
-                absent = [r for r, w in enumerate(words) if not store.check([w])]
-                store.compare_set(key, "", _encode(self._lost(phase, absent or [0], "never came")))
-                until += COMMIT_GRACE
-                continue
-            time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-    def _lost(self, phase: str, absent: list[int], what: str, *, settled: bool = True) -> _Verdict:
-        named = ", ".join(f"rank {r} ({self._where(r)})" for r in absent[:20])
-        if len(absent) > 20:
-            named += f" and {len(absent) - 20} more"
+    def _lost(self, phase: str, absent: list[int], what: str) -> Verdict:
+        named = ", ".join(f"rank {r} ({self._where(r)})" for r in absent[:_TOLD])
+        if len(absent) > _TOLD:
+            named += f" and {len(absent) - _TOLD} more"
         text = (
-            f"{named} {what} to phase {phase!r} of {self.label!r} within {self.deadline:g} s; "
+            f"{named} {what} phase {phase!r} of {self.label!r} within {self.deadline:g} s; "
             "look at that rank's log or stack, or raise deadline=; every rank of the group has to make this call"
         )
         failure = Failure(absent[0], self._where(absent[0]), phase, RankLost.__name__, text)
-        return _Verdict(self.label, None, failure, absent, None, settled)
+        return Verdict(short(self.label), None, failure, absent)
 
     def _where(self, rank: int) -> str:
-        if self.ranks.hosts is not None:
-            return self.ranks.hosts[rank]
+        hosts = self.ranks.main.hosts
+        if hosts is not None and hosts[rank]:
+            return hosts[rank]
         known = self.ranks.global_ranks
         return f"global rank {known[rank]}, host not known yet" if known else "host not known yet"
-
-
-def _encode(message: object) -> bytes:
-    return zlib.compress(msgspec.msgpack.encode(message), 1)
-
-
-def _decode(data: bytes | None, kind: type[Answer]) -> Answer:
-    return msgspec.msgpack.decode(data or b"", type=kind)
 
 
 _HashStore: Any = getattr(dist, "HashStore", ())  # missing from a torch built without distributed

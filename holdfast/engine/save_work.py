@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from posixpath import dirname
 from time import monotonic
 from typing import Any, Protocol
 
@@ -41,7 +42,7 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.write import Image, OpenFiles, Writing
 from holdfast.errors import HoldfastError, RankLost
 from holdfast.ondisk import manifest, part
-from holdfast.ondisk.datafile import base_of
+from holdfast.ondisk.datafile import base_of, file_name
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import Part
 
@@ -50,9 +51,9 @@ SCALAR = 64
 
 
 class _Note(msgspec.Struct, array_like=True):
-    """What one rank did: its durable files, and the plan that it followed."""
+    """What one rank did: its durable files, by section, as no path has to be told, and the plan that it followed."""
 
-    files: list[tuple[str, int, int, str]]
+    files: list[tuple[str, int, int, bytes]]
     plan: str
 
 
@@ -242,7 +243,7 @@ class SaveWork:
         writing.finish()
         self.written_at = monotonic()
         self._reported = True
-        return _Note(files, self._plan_key)
+        return _Note([(dirname(path), n, head, bytes.fromhex(sums)) for path, n, head, sums in files], self._plan_key)
 
     def _small_files(self, files: list[tuple[str, int, int, str]]) -> list[tuple[str, bytes]]:
         """What follows the data: attachments of the first rank, then the part, which says that all is there."""
@@ -328,7 +329,12 @@ class SaveWork:
     def _commit(self, notes: list[_Note]) -> str:
         if len({note.plan for note in notes}) > 1:
             raise HoldfastError("the ranks followed different plans; this is a fault of holdfast, please report it")
-        record = complete(self._draft(), [FileRecord(*file) for note in notes for file in note.files])
+        files = [
+            FileRecord(file_name(section, rank, self.ranks.size, self.save_id), n, head, sums.hex())
+            for rank, note in enumerate(notes)
+            for section, n, head, sums in note.files
+        ]
+        record = complete(self._draft(), files)
         commit(self._place(), record, replaces=self._replaces)
         return self.save_id
 

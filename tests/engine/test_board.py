@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.engine import board as module
 from holdfast.engine.board import Board, Kind, Notice
 
 
@@ -49,13 +50,15 @@ class Post:
 posts = st.builds(Post, st.integers(0, 4), st.integers(1, 12), st.sampled_from(["stop", "failed"]), st.integers(1, 3))
 
 
-def acted(ranks: int, poll: int, told: list[Post], seed: int, steps: int) -> list[list[tuple[int, Notice]]]:
+def acted(
+    ranks: int, poll: int, told: list[Post], seed: int, steps: int, size: int = 1
+) -> list[list[tuple[int, Notice]]]:
     """Each rank's notices with the step at which it acted on them."""
     store, training = dist.HashStore(), Training(ranks)
 
     def train(rank: int) -> list[tuple[int, Notice]]:
         chance = random.Random(seed * ranks + rank)
-        board, found = Board(store, "board", poll), []
+        board, found = Board(store, "board", poll, rank=rank, size=size), []
         for step in range(1, steps + 1):
             training.begin(step)
             time.sleep(chance.random() * 0.0005)
@@ -88,6 +91,46 @@ def test_all_ranks_act_on_each_notice_at_the_same_step_once(ranks: int, poll: in
     assert set(subjects.values()) == {1}
     for step, notice in found[0]:
         assert notice.at < step <= notice.at + 2 * poll + 1 and step % poll == 0
+
+
+@settings(max_examples=50)
+@given(
+    ranks=st.integers(2, 5),
+    poll=st.integers(1, 3),
+    turns=st.integers(2, 6),
+    told=st.lists(posts, min_size=1, max_size=8),
+    seed=st.integers(0, 1 << 30),
+)
+def test_very_many_ranks_take_turns_to_look(ranks: int, poll: int, turns: int, told: list[Post], seed: int) -> None:
+    """These few are ranks of a fleet in which each looks at every ``turns``-th step alone."""
+    told = [Post(post.rank % ranks, post.step, post.kind, post.of) for post in told]
+    size = module.LOOKS * turns
+    found = acted(ranks, poll, told, seed, steps=12 + 2 * poll + turns * poll, size=size)
+    assert all(one == found[0] for one in found), "the same notices at the same steps in the same order"
+    assert {(n.kind, n.of if n.kind == "failed" else None) for _, n in found[0]} == {
+        (post.kind, post.of if post.kind == "failed" else None) for post in told
+    }
+    for step, notice in found[0]:
+        assert notice.at + 1 < step <= notice.at + 1 + turns * poll and step % poll == 0
+
+
+def test_each_of_very_many_ranks_looks_in_its_turn() -> None:
+    class Looked:
+        looks = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.looks += 1
+            return False
+
+    at: list[int] = []
+    for rank in range(16):
+        store = Looked()
+        board = Board(store, "board", 1, rank=rank, size=8 * module.LOOKS)
+        for step in range(80):
+            before = store.looks
+            board.due(step)
+            at += [step] * (store.looks - before)
+    assert Counter(at) == dict.fromkeys(range(80), 2)
 
 
 def test_alone_a_notice_is_due_at_once() -> None:

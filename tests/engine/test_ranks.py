@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from holdfast.engine import ranks as module
 from holdfast.engine.ranks import Call, Ranks
+from holdfast.engine.rounds import Word, encode, short
 from holdfast.errors import Damaged, HoldfastError, Mismatch, RankLost, SaveFailed, StorageError, Unsupported
 
 SOON = 1.0
@@ -299,7 +300,7 @@ def test_who_is_late_while_the_first_decides_still_learns_the_outcome(monkeypatc
         found = [pool.submit(one, fleet.ranks[0])]
         word = "p/0/0/word/"
         for rank in (1, 2):
-            fleet.store.set(f"{word}{rank}", module._encode(module._Word("h", "save", msgspec.msgpack.encode(1), None)))
+            fleet.store.set(f"{word}{rank}", encode(Word(short("save"), msgspec.msgpack.encode(1), host="h")))
         assert deciding.wait(LONG)
         found += [pool.submit(one, fleet.ranks[r]) for r in (1, 2)]
         release.wait(0.2)  # longer than their own deadline
