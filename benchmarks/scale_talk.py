@@ -20,12 +20,13 @@ from holdfast.engine.agree import Agreement, agree
 from holdfast.engine.layout import Layout, layout_of
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import Call, Ranks
+from holdfast.engine.rounds import Word, short
 from holdfast.engine.state import Collected
 
 
 @dataclass
 class Talk:
-    """One agreement: bytes of the longest note of a rank, of the answer to each; CPU seconds of ranks.
+    """One agreement: bytes of the longest word of a rank, of the answer to each; CPU seconds of ranks.
 
     ``own_s`` is the most that one rank takes to describe its state, ``first_s`` what the first takes to decode all
     notes and to decide.
@@ -123,8 +124,9 @@ class _Call:
             began = thread_time()
             note = work()
             data = msgspec.msgpack.encode(note)
+            word = msgspec.msgpack.encode(Word(short(f"save {phase}"), data))
             talk.own_s = max(talk.own_s, thread_time() - began)
-            talk.note_bytes = max(talk.note_bytes, len(data))
+            talk.note_bytes = max(talk.note_bytes, len(word))
             hub.notes[self.ranks.rank] = data
         hub.barrier.wait()
         if self.ranks.first:

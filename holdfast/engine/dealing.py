@@ -18,6 +18,10 @@ SMALLEST_CUT = 4096
 CUT_SHARE = 0.02
 """Nor one that is smaller than this part of what its holder writes: giving it away whole keeps the balance."""
 
+SMALLEST_SHARE = 64 << 10
+"""Nor is a line cut into shares of fewer bytes: whoever loads all of it (the steps of an optimizer, 4 bytes each) would
+read a header of each of its files."""
+
 
 class Part(NamedTuple):
     """Rows ``start:start + length`` of a box along ``axis``, and the holder that writes them."""
@@ -54,10 +58,10 @@ class Hand(NamedTuple):
 def deal(line: Sequence[tuple[int, tuple[int, ...]]], count: int) -> Hand:
     """Deal boxes (bytes, lengths) out to ``count`` holders.
 
-    They are laid end to end and cut into equal shares, one for each holder in turn. So every holder writes one run of
-    neighbours, at most ``count - 1`` boxes are cut, and shares differ by less than a row.
+    They are laid end to end and cut into equal shares, one for each holder in turn until all is dealt. So every holder
+    writes one run of neighbours, at most ``count - 1`` boxes are cut, and shares differ by less than a row.
     """
-    share = sum(nbytes for nbytes, _ in line) / count
+    share = max(sum(nbytes for nbytes, _ in line) / count, SMALLEST_SHARE)
     bounds = [share * (k + 1) for k in range(count - 1)]
     smallest = max(SMALLEST_CUT, CUT_SHARE * share)
     holders, cut = array("i", bytes(4 * len(line))), {}
