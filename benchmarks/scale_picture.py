@@ -40,7 +40,8 @@ class Line(NamedTuple):
 
 def lines_of(cells: Sequence[Cell]) -> tuple[list[Line], list[Line]]:
     """CPU seconds, and bytes, of the worst sharding at each number of ranks; torch's planner where it ran."""
-    ranks = sorted({cell.ranks for cell in cells})
+    names = {cell.name for cell in cells}
+    ranks = [n for n in sorted({c.ranks for c in cells}) if {c.name for c in cells if c.ranks == n} == names]
 
     def worst(figure: str) -> Points:
         return [(n, max(getattr(cell.save, figure) for cell in cells if cell.ranks == n)) for n in ranks]

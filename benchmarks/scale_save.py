@@ -17,6 +17,7 @@ from math import prod
 from time import process_time
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from benchmarks.scale_states import Parameter, Shape, World
@@ -24,7 +25,7 @@ from benchmarks.scale_talk import Meeting
 from holdfast.engine.agree import Agreement, plan_for
 from holdfast.engine.commit import Identity, complete, draft
 from holdfast.engine.images import images_of
-from holdfast.engine.layout import digest_of, join_owned, layout_of, owned_values
+from holdfast.engine.layout import Layout, digest_of, join_owned, layout_of, owned_values
 from holdfast.engine.memory import no_collection
 from holdfast.engine.plan import Plan, make_plan
 from holdfast.engine.ranks import Ranks
@@ -149,7 +150,7 @@ def save(world: World, *, rank: int | None = None, memory: bool = True) -> Saved
     agreement, talk = meeting.agree()
     cost.note_bytes, cost.answer_bytes, cost.decide_s = talk.note_bytes, talk.answer_bytes, talk.first_s
     if memory:
-        cost.plan_bytes = _peak(agreement)
+        cost.plan_bytes = _peak(agreement, rank)
     as_new()
     ranks = Ranks(rank, size)
     plan, cost.plan_s = timed(lambda: _planned(ranks, agreement))
@@ -178,14 +179,16 @@ def _planned(ranks: Ranks, agreement: Agreement) -> Plan:
     return plan
 
 
-def _peak(agreement: Agreement) -> int:
+def _peak(agreement: Agreement, rank: int) -> int:
+    """The most memory that a rank has for its plan at once, the layouts that it was told included."""
+    told = msgspec.msgpack.encode(agreement.layouts)
     as_new()
     gc.collect()
     tracemalloc.start()
     try:
         with no_collection():
-            plan = make_plan(agreement.layouts, agreement.layout_of)
-            sum(1 for _ in plan.written_by(0))
+            plan = make_plan(msgspec.msgpack.decode(told, type=list[Layout]), agreement.layout_of)
+            sum(1 for _ in plan.written_by(rank))
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
