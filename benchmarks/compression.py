@@ -117,7 +117,7 @@ def _planes(block: torch.Tensor) -> Planes:
     return block.view(torch.uint8).view(-1, block.itemsize).numpy().T.copy()
 
 
-def _restored(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+def _restored(data: Bytes, dtype: torch.dtype) -> torch.Tensor:
     planes = np.frombuffer(data, dtype=np.uint8).reshape(dtype.itemsize, -1)
     whole = np.empty((planes.shape[1], planes.shape[0]), dtype=np.uint8)
     for at, plane in enumerate(planes):

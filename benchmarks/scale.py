@@ -28,7 +28,7 @@ from benchmarks.scale_save import save
 from benchmarks.scale_states import LLAMA, MIXTURE, Model, Sharding, World
 
 RANKS, QUICK = (64, 512, 4096, 16384), (64, 512)
-DCP_RANKS, DCP_QUICK = (64, 128, 256), (16,)
+DCP_RANKS, DCP_QUICK = (64, 256), (16,)
 WORLDS: list[tuple[Model, Callable[[int], Sharding]]] = [
     (LLAMA, scale_states.fsdp),
     (LLAMA, scale_states.hsdp),

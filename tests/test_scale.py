@@ -6,19 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks import scale_dcp, scale_picture, scale_report
 from benchmarks import scale_states as states
+from benchmarks.scale import mesh_of
 from benchmarks.scale_load import load
+from benchmarks.scale_report import Cell
 from benchmarks.scale_save import save
 from benchmarks.scale_states import Model, Sharding, World
 from holdfast.engine.layout import layout_of, owned_values
@@ -168,3 +173,47 @@ def test_what_64_ranks_plan_stays_small(model: Model, sharding: Any) -> None:
     for size in (64, 32, 8):
         loaded = load(saved, World(model, sharding(size)), [0, size - 1])
         assert loaded.read <= 1.02
+
+
+def test_figures_become_tables_bars_and_a_picture() -> None:
+    cells = []
+    for size in (8, 16):
+        world = World(SMALL, Sharding("FSDP", size))
+        saved = save(world)
+        loads = [load(saved, World(SMALL, Sharding("FSDP", size // share)), [0]) for share in (1, 8)]
+        cells.append(Cell(SMALL.name, "FSDP", size, SMALL.nbytes, saved.cost, loads, mesh=mesh_of(world.sharding)))
+    cells[0].dcp = scale_dcp.plan(World(SMALL, Sharding("FSDP", 8)))
+    bars = scale_report.judge(cells)
+    assert all(bar.measured is not None for bar in bars)
+    text = scale_report.as_markdown(cells, bars, {"machine": "some", "torch": "2"})
+    assert "16 shards" in text and text.count("\n| --") == len(scale_report.tables(cells)) + 1
+    picture = scale_picture.draw(cells)
+    assert {node.tag.rpartition("}")[2] for node in ElementTree.fromstring(picture).iter()} >= {
+        "path",
+        "circle",
+        "text",
+    }
+
+
+@pytest.mark.parametrize("sharding", [Sharding("FSDP", 8), Sharding("HSDP", 8, replicas=2)], ids=["FSDP", "HSDP"])
+def test_torchs_planner_is_asked_about_the_same_shards(sharding: Sharding) -> None:
+    planned: list[Any] = []
+    made = DefaultSavePlanner.create_local_plan
+
+    def noting(self: Any) -> Any:
+        plan = made(self)
+        planned.append({(i.index.fqn, tuple(i.tensor_data.chunk.sizes)) for i in plan.items if i.tensor_data})
+        return plan
+
+    world = World(SMALL, sharding)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultSavePlanner, "create_local_plan", noting)
+        cost = scale_dcp.plan(world)
+    assert cost.metadata_bytes > 0 and len(planned) == 8
+    for rank, shards in enumerate(planned):
+        held = {
+            (name.replace("/", "."), view.box.lengths)
+            for name, entry in world.collected(rank).entries.items()
+            for view in entry.views
+        }
+        assert {shard for shard in shards if 0 not in shard[1]} == held
