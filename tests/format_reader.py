@@ -144,9 +144,17 @@ def itemsize(dtype: str) -> int:
 
 
 def indices_of(text: str) -> list[int]:
-    """``"0,2,4-6"`` as 0, 2, 4, 5, 6."""
-    parts = [part.partition("-") for part in text.split(",")] if text else []
-    return [i for first, _, last in parts for i in range(int(first), int(last or first) + 1)]
+    """``"0,2,4-6"`` as 0, 2, 4, 5, 6; ``"1+2x1+3x4"`` as 1, 5, 9, 2, 6, 10."""
+    found: list[int] = []
+    for part in text.split(",") if text else []:
+        first, *axes = part.split("+")
+        if axes:
+            steps = [[int(step) * i for i in range(int(n))] for n, step in (axis.split("x") for axis in axes)]
+            found += [int(first) + sum(at) for at in product(*steps)]
+        else:
+            first, _, last = part.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    return found
 
 
 def cells_of(shape: tuple[int, ...], cells: Any) -> list[Box]:
