@@ -206,22 +206,25 @@ class _Agreeing:
         if any(note == _BUSY for note in told):
             return _Decision(b"")
         self.allow()
-        notes = [_unpacked(note) for note in told]
-        afresh = len({note.memory for note in notes}) > 1
+        # Nearly all of many ranks say the same: look at each distinct note once, with the first rank that has it.
+        first_with = dict(zip(reversed(told), reversed(range(len(told))), strict=True))
+        notes = [(rank, _unpacked(note)) for note, rank in sorted(first_with.items(), key=lambda item: item[1])]
+        afresh = len({note.memory for _, note in notes}) > 1
         memory = _Memory() if afresh else _memory_of(self.call.ranks)
-        layouts = list(dict.fromkeys(n.layout for n in notes))
-        index = {digest: i for i, digest in enumerate(layouts)}
-        layout_of = [index[n.layout] for n in notes]
+        tellers = _first_with((rank, note.layout) for rank, note in notes)
+        index = {digest: i for i, digest in enumerate(tellers)}
+        seat = {note: index[note[:_DIGEST]] for note in first_with}
+        layouts, layout_of = list(tellers), [seat[note] for note in told]
         plan = _digest([[digest.hex() for digest in layouts], layout_of])
         known = plan in memory.seats
         news = _News(
             afresh,
             [] if known else layouts,
             [] if known else layout_of,
-            [rank for digest, rank in _first_with(n.layout for n in notes).items() if digest not in memory.layouts],
-            _unless_one(_first_with(n.values for n in notes)),
-            _unless_one(_first_with(n.owned for n in notes)),
-            _unless_one(_first_with(n.plain for n in notes)),
+            [rank for digest, rank in tellers.items() if digest not in memory.layouts],
+            _unless_one(_first_with((rank, note.values) for rank, note in notes)),
+            _unless_one(_first_with((rank, note.owned) for rank, note in notes)),
+            _unless_one(_first_with((rank, note.plain) for rank, note in notes)),
         )
         return _Decision(secrets.token_bytes(8), plan, None if known and not news.tells else news)
 
@@ -251,10 +254,10 @@ def _digest(message: object) -> bytes:
     return bytes.fromhex(digest_of(message))[:_DIGEST]
 
 
-def _first_with(keys: Iterable[bytes]) -> dict[bytes, int]:
-    """Each distinct key with the first rank that has it."""
+def _first_with(told: Iterable[tuple[int, bytes]]) -> dict[bytes, int]:
+    """Each distinct digest with the first rank that has it; ``told`` = (rank, its digest) in the order of ranks."""
     found: dict[bytes, int] = {}
-    for rank, key in enumerate(keys):
+    for rank, key in told:
         found.setdefault(key, rank)
     return found
 

@@ -214,10 +214,10 @@ class Call:
         return verdict
 
     def _check_labels(self, words: list[Word], ask: Callable[[list[int]], dict[int, str]]) -> None:
+        if len({word.label for word in words}) == 1:
+            return
         at = {word.label: rank for rank, word in reversed(list(enumerate(words)))}
         others = sorted(rank for rank in at.values() if rank)
-        if not others:
-            return
         labels = {0: self.label, **ask(others[:_TOLD])}
         told = [f"rank {r} is at {labels[r]!r}" if r in labels else f"rank {r} at something else" for r in [0, *others]]
         raise Mismatch(f"the ranks do different things: {', '.join(told[: _TOLD + 1])}")

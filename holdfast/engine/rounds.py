@@ -25,7 +25,7 @@ _NOTHING = b"?"  # never a word or a verdict
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at the store; one look costs 15 us
 _MANY_FIRST, _MANY_LONGEST = 5e-6, 25e-6  # the same for each rank, where so many look that the store would drown
 _TURN = 0.2  # seconds that each level below the first rank leaves it to those above to declare a round failed
-_PATIENCE = 1.0  # seconds, doubled again and again, after which a rank looks past a leader that may be gone
+_PATIENCE, _LONGEST_PATIENCE = 1.0, 10.0  # seconds after which a rank looks past a leader that may be gone
 _NAMING = 5.0  # seconds to find out who is absent, before others do it too
 _ASKING = 10.0  # seconds that the first rank waits for labels
 _SMALL = 64  # bytes up to which nothing is compressed
@@ -113,7 +113,7 @@ class Round:
             # Whoever should gather words, or pass the verdict on, may be gone: look past them now and then.
             past = expired or now > look
             if past:
-                look, gap = now + gap, min(gap * 2, max(_PATIENCE, self.deadline / 8))
+                look, gap = now + gap, min(gap * 2, _LONGEST_PATIENCE)
             if expired:
                 heard = root
             stands = self._look(root if past else heard)
@@ -298,4 +298,5 @@ def words_of(message: bytes, levels: int) -> list[Word]:
     parts = [message]
     for _ in range(levels):
         parts = [part for block in parts for part in decode(block, list[bytes])]
-    return [decode(part, Word) for part in parts]
+    distinct = {part: decode(part, Word) for part in set(parts)}  # often they are few
+    return [distinct[part] for part in parts]

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,120 +21,13 @@ from holdfast.engine import rounds
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.tree import FAN_IN, Node, tree_of
 from holdfast.errors import HoldfastError, Mismatch, RankLost
+from tests.fleets import Counting, Dead, Deadly, Fleet, comes_to, one_text, outcomes_of
 
 LONG = 60.0
 """A deadline for rounds in which everybody comes."""
 
 SOON = 2.0
 """A deadline for rounds in which somebody is missing; for very many threads a longer one."""
-
-PATIENCE = 120.0
-"""Seconds after which a rank counts as left waiting."""
-
-
-class Dead(BaseException):
-    """What ends a rank's thread in the middle of a round: it says and does nothing more."""
-
-
-class Deadly:
-    """A rank's view of the store, in which it dies (or stops for a while) when it comes to a certain operation."""
-
-    def __init__(self, store: Any, at: Callable[[str, str], bool], pause: threading.Event | None = None) -> None:
-        self._store, self._at, self._pause = store, at, pause
-
-    def __getattr__(self, verb: str) -> Any:
-        method = getattr(self._store, verb)
-
-        def operation(key: Any, *args: Any) -> Any:
-            name = key if isinstance(key, str) else key[0] if key else ""
-            if self._at is not None and self._at(verb, name):
-                if self._pause is None:
-                    raise Dead
-                self._at = lambda verb, name: False
-                self._pause.wait(PATIENCE)
-            return method(key, *args)
-
-        return operation
-
-
-class Counting:
-    """A store that counts operations but for idle looks, and the largest message, of one rank."""
-
-    def __init__(self, store: Any) -> None:
-        self._store, self.operations, self.looks, self.largest = store, 0, 0, 0
-
-    def __getattr__(self, verb: str) -> Any:
-        method = getattr(self._store, verb)
-
-        def operation(key: Any, *args: Any) -> Any:
-            found = method(key, *args)
-            if verb == "check" and not found:
-                self.looks += 1
-            else:
-                self.operations += 1
-            messages = [*args, found] if verb != "check" else []
-            self.largest = max([self.largest, *(len(m) for m in messages if isinstance(m, bytes))])
-            return found
-
-        return operation
-
-
-@dataclass
-class Fleet:
-    """Ranks of one tree over one store, each with a thread of its own while it works."""
-
-    size: int
-    fan_in: int = FAN_IN
-    store: Any = field(default_factory=dist.HashStore)
-    ranks: list[Ranks] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.ranks = [
-            Ranks(r, self.size, dist.PrefixStore("p", self.store), host=f"host{r // 8}", fan_in=self.fan_in)
-            for r in range(self.size)
-        ]
-
-    def start(self, function: Callable[[Ranks], Any], only: Iterable[int]) -> dict[int, Future[Any]]:
-        found: dict[int, Future[Any]] = {}
-        go = threading.Event()  # so that no rank is late only because its thread has to be made
-        for rank in only:
-            future = found[rank] = Future[Any]()
-            threading.Thread(target=_attempt, args=(future, go, function, self.ranks[rank]), daemon=True).start()
-        go.set()
-        return found
-
-    def all(self, function: Callable[[Ranks], Any], only: Iterable[int] | None = None) -> dict[int, Any]:
-        """What the function returned on each of these ranks, or the exception that it raised."""
-        return _outcomes(self.start(function, range(self.size) if only is None else only))
-
-    def dies(self, rank: int, verb: str, key: str) -> None:
-        """Let a rank die when it comes to this operation."""
-        self.ranks[rank].store = Deadly(self.ranks[rank].store, _comes_to(verb, key))
-
-
-def _comes_to(verb: str, key: str) -> Callable[[str, str], bool]:
-    return lambda v, k: v == verb and key in f"{k}/"
-
-
-def _attempt(future: Future[Any], go: threading.Event, function: Callable[[Ranks], Any], ranks: Ranks) -> None:
-    go.wait()
-    try:
-        future.set_result(function(ranks))
-    except BaseException as error:
-        future.set_result(error)
-
-
-def _outcomes(started: dict[int, Future[Any]]) -> dict[int, Any]:
-    _, waiting = wait(started.values(), PATIENCE)
-    assert not waiting, f"{len(waiting)} ranks were left waiting"
-    return {rank: future.result() for rank, future in started.items()}
-
-
-def one_text(found: dict[int, Any]) -> tuple[type, str]:
-    """The one class and text that all of these ranks raised."""
-    assert all(isinstance(error, Exception) for error in found.values()), found
-    assert len({(type(error), str(error)) for error in found.values()}) == 1, {str(e) for e in found.values()}
-    return next((type(error), str(error)) for error in found.values())
 
 
 def add(ranks: Ranks, label: str = "sum", deadline: float = LONG) -> int:
@@ -147,7 +37,7 @@ def add(ranks: Ranks, label: str = "sum", deadline: float = LONG) -> int:
 
 
 def soon(ranks: Ranks) -> int:
-    return add(ranks, "save step 9", SOON if ranks.size < 1000 else 4 * SOON)
+    return add(ranks, "save step 9", SOON if ranks.size < 1000 else 3 * SOON)
 
 
 @pytest.fixture(autouse=True)
@@ -158,24 +48,22 @@ def a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_MANY_LONGEST", 4e-4)
 
 
-@pytest.fixture(autouse=True)
-def small_stacks() -> Iterable[None]:
-    before = threading.stack_size(512 << 10)
-    yield
-    threading.stack_size(before)
+DEEP = pytest.param(64, 4, id="64-in-3-levels")
+WIDE = pytest.param(128, 12, id="128-in-2-levels")
+SIZES = [DEEP, WIDE, pytest.param(1024, FAN_IN, id="1024", marks=pytest.mark.slow)]
 
 
-SIZES = [
-    pytest.param(64, 4, id="64-in-3-levels"),
-    pytest.param(128, 12, id="128-in-2-levels"),
-    pytest.param(1024, FAN_IN, id="1024", marks=pytest.mark.slow),
-]
+def cases(*, deep: list[str], wide: list[str], large: str) -> list[Any]:
+    """What happens to which fleet; to the largest one thing alone, as each takes long."""
+    made = [pytest.param(64, 4, case, id=f"{case}-64-in-3-levels") for case in deep]
+    made += [pytest.param(128, 12, case, id=f"{case}-128-in-2-levels") for case in wide]
+    return [*made, pytest.param(1024, FAN_IN, large, id=f"{large}-1024", marks=pytest.mark.slow)]
 
 
 # The tree
 
 
-@given(st.integers(1, 3000), st.integers(2, 40))
+@given(st.integers(1, 700), st.integers(2, 30))
 def test_every_rank_is_in_one_block_of_each_level(size: int, fan_in: int) -> None:
     tree = tree_of(size, fan_in)
     assert tree.width <= fan_in or tree.levels == 1
@@ -230,6 +118,30 @@ def test_no_rank_does_more_than_its_share(size: int, fan_in: int) -> None:
     assert max(store.operations for store in stores) < 600
 
 
+def test_two_blocks_of_16384_ranks() -> None:
+    """The words of all other blocks lie there, joined; what the ranks of these two do is what each rank would."""
+    size, here = 16384, [*range(128), *range(640, 768)]
+    fleet = Fleet(size)
+    tree, note = tree_of(size), msgspec.msgpack.encode(bytes(range(44)))
+    words = [rounds.encode(rounds.Word(rounds.short("sum"), note)) for _ in range(128)]
+    for child in tree.children(tree.root):
+        if child.number not in (0, 5):
+            fleet.store.set(f"p/0/0/words/1.{child.number}", rounds.encode(words))
+    for rank in here:
+        fleet.ranks[rank].store = Counting(fleet.ranks[rank].store)
+        fleet.ranks[rank].hosts = ["known"] * size
+
+    def one(ranks: Ranks) -> int:
+        with ranks.call("sum", deadline=LONG) as call:
+            return call.exchange("plan", lambda: bytes(range(44)), lambda notes: sum(map(len, notes)), int)
+
+    assert set(fleet.all(one, here).values()) == {44 * size}
+    for rank in here:
+        store = fleet.ranks[rank].store
+        assert store.operations < (600 if rank == 0 else 300 if rank == 640 else 12)
+        assert store.largest <= (64 * 128 if rank in (0, 640) else 64)
+
+
 def test_the_first_failure_is_told_to_all() -> None:
     fleet = Fleet(64, 4)
 
@@ -254,8 +166,9 @@ def test_labels_are_told_in_full_only_when_they_differ() -> None:
 # Ranks that die
 
 
-@pytest.mark.parametrize(("size", "fan_in"), SIZES)
-@pytest.mark.parametrize("who", ["member", "leader", "first", "several"])
+@pytest.mark.parametrize(
+    ("size", "fan_in", "who"), cases(deep=["leader", "first", "several"], wide=["member"], large="several")
+)
 def test_a_rank_that_dies_before_its_word_is_named_alone(size: int, fan_in: int, who: str) -> None:
     """Not those whose words a dead leader did not pass on."""
     fleet, width = Fleet(size, fan_in), tree_of(size, fan_in).width
@@ -272,21 +185,28 @@ def test_a_rank_that_dies_before_its_word_is_named_alone(size: int, fan_in: int,
     assert fleet.store.num_keys() == 0
 
 
-@pytest.mark.parametrize(("size", "fan_in"), SIZES)
+DEATHS = {
+    "before it gathers": ("compare_set", "word/"),
+    "after it has gathered": ("set", "words/1."),
+    "before it passes on": ("set", "verdict/1."),
+    "while it waits": ("check", "verdict/"),
+    "at the end": ("add", "read/"),
+}
+
+
 @pytest.mark.parametrize(
-    ("verb", "key"),
-    [("compare_set", "word/"), ("set", "words/1."), ("set", "verdict/1."), ("check", "verdict/"), ("add", "read/")],
-    ids=["before it gathers", "after it has gathered", "before it passes on", "while it waits", "at the end"],
+    ("size", "fan_in", "when"),
+    cases(deep=list(DEATHS), wide=["after it has gathered", "while it waits"], large="after it has gathered"),
 )
-def test_a_leader_that_dies_after_its_word_only_delays_the_others(size: int, fan_in: int, verb: str, key: str) -> None:
+def test_a_leader_that_dies_after_its_word_only_delays_the_others(size: int, fan_in: int, when: str) -> None:
     fleet, leader = Fleet(size, fan_in), 2 * tree_of(size, fan_in).width
-    fleet.dies(leader, verb, key)
+    fleet.dies(leader, *DEATHS[when])
     found = fleet.all(soon)
     assert isinstance(found.pop(leader), Dead)
     assert set(found.values()) == {size * (size - 1) // 2}
 
 
-@pytest.mark.parametrize(("size", "fan_in"), SIZES)
+@pytest.mark.parametrize(("size", "fan_in"), [DEEP, SIZES[-1]])
 def test_a_first_rank_that_dies_before_its_claim_is_named(size: int, fan_in: int) -> None:
     fleet = Fleet(size, fan_in)
     fleet.ranks[0].store = Deadly(
@@ -298,19 +218,21 @@ def test_a_first_rank_that_dies_before_its_claim_is_named(size: int, fan_in: int
     assert kind is RankLost and "rank 0 (" in text and "came to, but never decided," in text and "rank 1 " not in text
 
 
-@pytest.mark.parametrize(("size", "fan_in"), SIZES)
-@pytest.mark.parametrize("told", [False, True])
-def test_a_first_rank_that_dies_after_its_claim_is_named(size: int, fan_in: int, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "fan_in", "when"), cases(deep=["before it tells", "told"], wide=["told"], large="told")
+)
+def test_a_first_rank_that_dies_after_its_claim_is_named(size: int, fan_in: int, when: str) -> None:
     """Before it has told its own block that it decides, or after."""
     fleet = Fleet(size, fan_in)
     fleet.all(add)
-    key = "1/0/verdict/" if not told else "1/0/word/"
-    fleet.dies(0, "set" if not told else "compare_set", key)
-    if told:  # the words of its own block are gathered before the claim; those of the others after it
-        store, seen = fleet.ranks[0].store._store, []
-        fleet.ranks[0].store = Deadly(
-            store, lambda verb, key: seen.append(key) or any(k.endswith("verdict/1.0") for k in seen[:-1])
-        )
+    seen: list[str] = []
+
+    def at(verb: str, key: str) -> bool:
+        told = any(k.endswith("verdict/1.0") for k in seen)
+        seen.append(key if verb == "set" else "")
+        return told if when == "told" else verb == "set" and key.endswith("verdict/1.0")
+
+    fleet.ranks[0].store = Deadly(fleet.ranks[0].store, at)
     found = fleet.all(soon)
     assert isinstance(found.pop(0), Dead)
     kind, text = one_text(found)
@@ -365,11 +287,11 @@ def test_a_frozen_rank_that_wakes_reads_what_stands(slow: int) -> None:
     """It stops after its word; if it is the first one the others give the round up, else they go on without it."""
     fleet = Fleet(64, 4)
     wake = threading.Event()
-    fleet.ranks[slow].store = Deadly(fleet.ranks[slow].store, _comes_to("check", "/"), wake)
+    fleet.ranks[slow].store = Deadly(fleet.ranks[slow].store, comes_to("check", "/"), wake)
     started = fleet.start(soon, range(64))
-    found = _outcomes({rank: future for rank, future in started.items() if rank != slow})
+    found = outcomes_of({rank: future for rank, future in started.items() if rank != slow})
     wake.set()
-    late = _outcomes({slow: started[slow]})
+    late = outcomes_of({slow: started[slow]})
     if slow == 0:
         assert one_text({**found, **late})[0] is RankLost
     else:
@@ -393,7 +315,7 @@ def test_giving_up_and_hurrying_end_waits_of_a_tree() -> None:
     fleet = Fleet(64, 4)
     started = fleet.start(lambda ranks: add(ranks.lane("x")), range(60))
     fleet.ranks[5].hurry(0.2)
-    kind, text = one_text(_outcomes(started))
+    kind, text = one_text(outcomes_of(started))
     assert kind is RankLost and all(f"rank {rank} (" in text for rank in range(60, 64)) and "rank 59 (" not in text
     fleet.ranks[5].at_leisure()
     assert set(fleet.all(add).values()) == {2016}
@@ -427,9 +349,9 @@ def test_random_deaths_and_delays_leave_one_verdict(
     never = {rank for rank, (what, _) in fate.items() if what == "never"}
     late = {rank for rank, (what, _) in fate.items() if what == "late"}
     started = fleet.start(one, [rank for rank in range(size) if rank not in never])
-    found = _outcomes({rank: future for rank, future in started.items() if rank not in late})
+    found = outcomes_of({rank: future for rank, future in started.items() if rank not in late})
     wake.set()
-    found |= _outcomes({rank: started[rank] for rank in late})
+    found |= outcomes_of({rank: started[rank] for rank in late})
     found = {rank: outcome for rank, outcome in found.items() if not isinstance(outcome, Dead)}
     # A claim whose outcome never came is the one thing that may look different to those who left and those who stayed.
     told = {str(o) for o in found.values() if "gave no outcome" not in str(o)}
