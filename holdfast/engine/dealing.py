@@ -13,14 +13,11 @@ from typing import NamedTuple
 from holdfast.ondisk.box import Box
 
 SMALLEST_CUT = 4096
-"""A replicated piece of fewer bytes is never cut."""
+"""A replicated piece of fewer bytes is never cut, and no share is smaller: who loads a thousand scalars reads a header
+or two, and not one of each of a thousand files."""
 
 CUT_SHARE = 0.02
 """Nor one that is smaller than this part of what its holder writes: giving it away whole keeps the balance."""
-
-SMALLEST_SHARE = 64 << 10
-"""Nor is a line cut into shares of fewer bytes: whoever loads all of it (the steps of an optimizer, 4 bytes each) would
-read a header of each of its files."""
 
 
 class Part(NamedTuple):
@@ -61,7 +58,7 @@ def deal(line: Sequence[tuple[int, tuple[int, ...]]], count: int) -> Hand:
     They are laid end to end and cut into equal shares, one for each holder in turn until all is dealt. So every holder
     writes one run of neighbours, at most ``count - 1`` boxes are cut, and shares differ by less than a row.
     """
-    share = max(sum(nbytes for nbytes, _ in line) / count, SMALLEST_SHARE)
+    share = max(sum(nbytes for nbytes, _ in line) / count, SMALLEST_CUT)
     bounds = [share * (k + 1) for k in range(count - 1)]
     smallest = max(SMALLEST_CUT, CUT_SHARE * share)
     holders, cut = array("i", bytes(4 * len(line))), {}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from holdfast.engine.dealing import CUT_SHARE, SMALLEST_CUT, SMALLEST_SHARE
+from holdfast.engine.dealing import CUT_SHARE, SMALLEST_CUT
 from holdfast.engine.layout import Layout, TensorLayout
 from holdfast.engine.plan import _join_aliases, _some
 from holdfast.engine.spread import Spread, boxes_held
@@ -116,7 +116,7 @@ def share_out(candidates: Sequence[tuple[str, Box, int]], holders: Holders) -> l
     one run of neighbours, at most ``len(holders) - 1`` pieces are cut, and shares differ by less than a row.
     """
     total = sum(box.size * size for _, box, size in candidates)
-    share = max(total / len(holders), SMALLEST_SHARE)
+    share = max(total / len(holders), SMALLEST_CUT)
     bounds = [share * (k + 1) for k in range(len(holders) - 1)]
     owned, at = [], 0
     for name, box, size in candidates:
