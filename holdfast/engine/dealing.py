@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 
-from holdfast.ondisk.box import Box
+from holdfast.ondisk.box import Box, flat_boxes
 
 SMALLEST_CUT = 4096
 """A replicated piece of fewer bytes is never cut, and no share is smaller: who loads a thousand scalars reads a header
@@ -20,20 +21,20 @@ CUT_SHARE = 0.02
 """Nor one that is smaller than this part of what its holder writes: giving it away whole keeps the balance."""
 
 
-class Part(NamedTuple):
-    """Rows ``start:start + length`` of a box along ``axis``, and the holder that writes them."""
+EVEN_ROWS = 20
+"""Rows of a share from which on cutting between rows is even enough; fewer are cut inside of a row."""
 
-    axis: int
-    start: int
-    length: int
+
+class Part(NamedTuple):
+    """A part of a box, counted from its corner, and the holder that writes it."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
     holder: int
 
     def of(self, box: Box) -> Box:
         """The part as a box of the tensor."""
-        offsets, lengths = list(box.offsets), list(box.lengths)
-        offsets[self.axis] += self.start
-        lengths[self.axis] = self.length
-        return Box(tuple(offsets), tuple(lengths))
+        return Box(tuple(map(int.__add__, self.offsets, box.offsets)), self.lengths)
 
 
 Given = int | tuple[Part, ...]
@@ -56,7 +57,8 @@ def deal(line: Sequence[tuple[int, tuple[int, ...]]], count: int) -> Hand:
     """Deal boxes (bytes, lengths) out to ``count`` holders.
 
     They are laid end to end and cut into equal shares, one for each holder in turn until all is dealt. So every holder
-    writes one run of neighbours, at most ``count - 1`` boxes are cut, and shares differ by less than a row.
+    writes one run of neighbours, at most ``count - 1`` boxes are cut, and shares differ by less than a row: of the
+    first axis whose rows are fine enough, else of the longest one, and where these are coarse as well, by an element.
     """
     share = max(sum(nbytes for nbytes, _ in line) / count, SMALLEST_CUT)
     bounds = [share * (k + 1) for k in range(count - 1)]
@@ -81,16 +83,29 @@ def _cut_at(lengths: tuple[int, ...], bounds: Sequence[float], at: int, nbytes: 
     axis = next((d for d, n in enumerate(lengths) if n * (share / nbytes) * CUT_SHARE * 2 >= 1), None)
     if axis is None:
         axis = max(range(len(lengths)), key=lambda d: lengths[d])
-    length = lengths[axis]
-    parts, start = [], 0
-    index = bisect_right(bounds, at)
+    if lengths[axis] * (share / nbytes) < EVEN_ROWS and share >= 2 * SMALLEST_CUT:
+        return tuple(
+            Part(*part, holder)
+            for start, stop, holder in _runs(prod(lengths), bounds, at, nbytes)
+            for part in flat_boxes(lengths, start, stop)
+        )
+    parts = []
+    for start, stop, holder in _runs(lengths[axis], bounds, at, nbytes):
+        offsets, sizes = [0] * len(lengths), list(lengths)
+        offsets[axis], sizes[axis] = start, stop - start
+        parts.append(Part(tuple(offsets), tuple(sizes), holder))
+    return tuple(parts)
+
+
+def _runs(length: int, bounds: Sequence[float], at: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    """``length`` rows or elements cut where ``bounds`` fall: (start, stop, holder)."""
+    start, index = 0, bisect_right(bounds, at)
     while start < length:
         bound = (bounds[index] - at) / nbytes if index < len(bounds) else 1.0
         stop = min(max(round(bound * length), start), length)
         if stop > start:
-            parts.append(Part(axis, start, stop - start, index))
+            yield start, stop, index
         start, index = stop, index + 1
-    return tuple(parts)
 
 
 def pieces_of(given: Given, box: Box) -> Iterable[tuple[Box, int]]:

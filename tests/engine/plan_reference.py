@@ -5,13 +5,12 @@ Called by the tests of the plan alone.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from holdfast.engine.dealing import CUT_SHARE, SMALLEST_CUT
+from holdfast.engine.dealing import deal, pieces_of
 from holdfast.engine.layout import Layout, TensorLayout
 from holdfast.engine.plan import _join_aliases, _some
 from holdfast.engine.spread import Spread, boxes_held
@@ -110,39 +109,10 @@ def _fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
 
 
 def share_out(candidates: Sequence[tuple[str, Box, int]], holders: Holders) -> list[tuple[str, Box, int]]:
-    """Spread replicated pieces (name, box, item size) over their holders by bytes: (name, box, owner).
-
-    The pieces are laid end to end and cut into equal shares, one for each holder in turn. So every holder writes
-    one run of neighbours, at most ``len(holders) - 1`` pieces are cut, and shares differ by less than a row.
-    """
-    total = sum(box.size * size for _, box, size in candidates)
-    share = max(total / len(holders), SMALLEST_CUT)
-    bounds = [share * (k + 1) for k in range(len(holders) - 1)]
-    owned, at = [], 0
-    for name, box, size in candidates:
-        nbytes = box.size * size
-        if nbytes < SMALLEST_CUT or nbytes < CUT_SHARE * share:
-            owned.append((name, box, holders[bisect_right(bounds, at + nbytes / 2)]))
-        else:
-            for part, index in _cut_at(box, [(b - at) / nbytes for b in bounds], share / nbytes):
-                owned.append((name, part, holders[index]))
-        at += nbytes
-    return owned
-
-
-def _cut_at(box: Box, bounds: Sequence[float], share: float) -> list[tuple[Box, int]]:
-    """Cut a box where ``bounds`` (fractions of it) fall: (part, number of bounds before it)."""
-    # Rows of the first axis keep parts contiguous. If its rows are too coarse for the share, a longer axis serves.
-    axis = next((d for d, n in enumerate(box.lengths) if n * share * CUT_SHARE * 2 >= 1), None)
-    if axis is None:
-        axis = max(range(len(box.lengths)), key=lambda d: box.lengths[d])
-    length = box.lengths[axis]
-    parts, start = [], 0
-    for index, bound in enumerate([*bounds, 1.0]):
-        stop = min(max(round(bound * length), start), length) if index < len(bounds) else length
-        if stop > start:
-            offsets, lengths = list(box.offsets), list(box.lengths)
-            offsets[axis], lengths[axis] = box.offsets[axis] + start, stop - start
-            parts.append((Box(tuple(offsets), tuple(lengths)), index))
-        start = stop
-    return parts
+    """Spread replicated pieces (name, box, item size) over their holders by bytes: (name, box, owner)."""
+    hand = deal([(box.size * size, box.lengths) for _, box, size in candidates], len(holders))
+    return [
+        (name, part, holders[holder])
+        for at, (name, box, _) in enumerate(candidates)
+        for part, holder in pieces_of(hand.given(at), box)
+    ]

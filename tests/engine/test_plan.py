@@ -259,6 +259,24 @@ def test_one_large_tensor_is_cut() -> None:
         assert even(bytes_by_rank(plan, 8)), shape
 
 
+def test_few_tensors_are_even_over_many_ranks() -> None:
+    """Where no axis has rows enough for the ranks, shares end inside of a row."""
+    for world, *shapes in [
+        (512, (300, 4096)),
+        (1000, (40, 40, 1000)),
+        (300, (7, 11, 13, 1009), (500, 3)),
+        (96, (1, 1 << 20)),
+    ]:
+        state: dict[str, tuple[str, tuple[int, ...], Spread]] = {
+            f"m/{i}": ("float32", shape, WHOLE) for i, shape in enumerate(shapes)
+        }
+        ranks = [Rank(state)] * world
+        plan = plan_of(ranks)
+        check(ranks, plan)
+        assert even(bytes_by_rank(plan, world)), (world, shapes)
+        assert all(len(list(plan.written_by(rank))) <= 8 for rank in (0, 1, world // 2, world - 1))
+
+
 # The one that is replicated on `holders` ranks: every share is even as far as the pieces can be cut.
 
 fine = st.tuples(st.integers(600, 3000), st.integers(1, 64), st.sampled_from(["float32", "bfloat16", "int8"]))

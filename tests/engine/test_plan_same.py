@@ -100,7 +100,7 @@ def join(ranks: Sequence[Sequence[tuple[str, str, tuple[int, ...], Spread, bool]
     return layouts, index
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(told())
 def test_every_rank_writes_what_a_plain_list_says(case: Told) -> None:
     layouts, index = case
