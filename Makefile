@@ -34,12 +34,14 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.gpu_stall
 	$(BIN)/python -m benchmarks.unshard
+	$(BIN)/python -m benchmarks.scale
 	$(PEERS)/bin/python -m benchmarks.cloud
 
 bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.bench --quick
 	$(BIN)/python -m benchmarks.stall --quick
 	$(BIN)/python -m benchmarks.unshard --quick
+	$(BIN)/python -m benchmarks.scale --quick
 	$(PEERS)/bin/python -m benchmarks.cloud --quick
 
 clean:  ## remove what the other targets made, but for the environment in .venv

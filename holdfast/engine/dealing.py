@@ -14,7 +14,8 @@ from typing import NamedTuple
 from holdfast.ondisk.box import Box, flat_boxes
 
 SMALLEST_CUT = 4096
-"""A replicated piece of fewer bytes is never cut."""
+"""A replicated piece of fewer bytes is never cut, and no share is smaller: who loads a thousand scalars reads a header
+or two, and not one of each of a thousand files."""
 
 CUT_SHARE = 0.02
 """Nor one that is smaller than this part of what its holder writes: giving it away whole keeps the balance."""
@@ -55,11 +56,11 @@ class Hand(NamedTuple):
 def deal(line: Sequence[tuple[int, tuple[int, ...]]], count: int) -> Hand:
     """Deal boxes (bytes, lengths) out to ``count`` holders.
 
-    They are laid end to end and cut into equal shares, one for each holder in turn. So every holder writes one run of
-    neighbours, at most ``count - 1`` boxes are cut, and shares differ by less than a row: of the first axis whose rows
-    are fine enough, else of the longest one, and where these are coarse as well, by an element.
+    They are laid end to end and cut into equal shares, one for each holder in turn until all is dealt. So every holder
+    writes one run of neighbours, at most ``count - 1`` boxes are cut, and shares differ by less than a row: of the
+    first axis whose rows are fine enough, else of the longest one, and where these are coarse as well, by an element.
     """
-    share = sum(nbytes for nbytes, _ in line) / count
+    share = max(sum(nbytes for nbytes, _ in line) / count, SMALLEST_CUT)
     bounds = [share * (k + 1) for k in range(count - 1)]
     smallest = max(SMALLEST_CUT, CUT_SHARE * share)
     holders, cut = array("i", bytes(4 * len(line))), {}
