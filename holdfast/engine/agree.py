@@ -121,11 +121,17 @@ class _Told(msgspec.Struct, array_like=True):
     plain: dict[str, str] | None = None
 
 
+_Owned = tuple[bytes, tuple[tuple[bytes, int], ...]]
+"""A plan, and the distinct digests of owned values, each with the first rank that has them."""
+
+
 @dataclass
 class _Memory:
     """Layouts and plans of earlier saves of one group; every rank has seen the same ones in the same order.
 
     ``seats``: by the digest of a plan the distinct layouts, and which rank has which. ``mark`` stands for all of it.
+    ``joined`` is known to the first rank alone: the values of modules and optimizers of the last save, and of which
+    digests they were made.
     """
 
     layouts: dict[bytes, Layout] = field(default_factory=dict)
@@ -133,6 +139,7 @@ class _Memory:
     plans: dict[str, Plan] = field(default_factory=dict)
     recent: list[bytes] = field(default_factory=list)
     mark: bytes = bytes(_MARK)
+    joined: tuple[_Owned, OwnedJoin] | None = None
 
     def keep(self, plan: bytes) -> None:
         """Note what a save uses, and forget what none of the last few used; alike on every rank."""
@@ -159,6 +166,7 @@ class _Agreeing:
     layout: Layout | None = None
     plain: dict[str, str] = field(default_factory=dict)
     joined: OwnedJoin | None = None
+    owned: _Owned = (b"", ())
 
     def run(self, begun: Callable[[str], None]) -> Agreement | None:
         decision = self.call.exchange("plan", self._describe, self._decide, _Decision)
@@ -217,13 +225,17 @@ class _Agreeing:
         layouts, layout_of = list(tellers), [seat[note] for note in told]
         plan = _digest([[digest.hex() for digest in layouts], layout_of])
         known = plan in memory.seats
+        owned = _first_with((rank, note.owned) for rank, note in notes)
+        self.owned = plan, tuple(owned.items())
+        if memory.joined is not None and memory.joined[0] == self.owned:
+            self.joined, owned = memory.joined[1], {}
         news = _News(
             afresh,
             [] if known else layouts,
             [] if known else layout_of,
             [rank for digest, rank in tellers.items() if digest not in memory.layouts],
             _unless_one(_first_with((rank, note.values) for rank, note in notes)),
-            _unless_one(_first_with((rank, note.owned) for rank, note in notes)),
+            _unless_one(owned),
             _unless_one(_first_with((rank, note.plain) for rank, note in notes)),
         )
         return _Decision(secrets.token_bytes(8), plan, None if known and not news.tells else news)
@@ -247,6 +259,7 @@ class _Agreeing:
         owned = [(r, layout_of[r], n.owned) for r, n in enumerate(notes) if n.owned is not None]
         if owned:
             self.joined = join_owned([known[d] for d in layouts], owned)
+            _memory_of(self.call.ranks).joined = self.owned, self.joined
         return told
 
 

@@ -98,6 +98,23 @@ def test_owned_values_of_a_known_plan_are_joined_anew() -> None:
         assert agreement.joined.values == {"optimizer/0": 0, "optimizer/1": 1}
 
 
+def test_owned_values_that_are_known_are_not_told_again() -> None:
+    fleet = Fleet(4)
+
+    def one(ranks: Ranks, rate: float) -> Any:
+        own = {"optimizer/stage": ranks.rank // 2, "optimizer/lr": rate} if ranks.rank < 2 else {"optimizer/lr": rate}
+        return save(ranks, sharded(ranks, "w", stages=2), owned=own)
+
+    asked = []
+    stores = counted(fleet)
+    for rate in (0.1, 0.1, 0.2, 0.2):
+        before = stores[1].operations
+        found = fleet.all(lambda ranks, rate=rate: one(ranks, rate))
+        assert found[0].joined.values == {"optimizer/stage": 0, "optimizer/lr": rate}
+        asked.append(stores[1].operations - before)
+    assert asked[1] == asked[3] < asked[2], "one round, and two where something is new"
+
+
 def test_a_rank_that_forgot_makes_all_tell_again() -> None:
     """Interrupted in a save that the others finished, it remembers something else."""
     fleet = Fleet(6)
