@@ -55,6 +55,7 @@ class Saving:
         self._teller: int | None = None
         self._thread: threading.Thread | None = None
         self._skipped = False
+        self._base: Saving | Location | None = None
 
     def __repr__(self) -> str:
         state = "skipped" if self._skipped else "failed" if self._error else "done" if self.done else "under way"
@@ -109,6 +110,24 @@ class Saving:
             raise TimeoutError(f"{self.path} is not committed after {timeout} s")
         return self._error is None
 
+    def base(self) -> Location | None:
+        """What a later save may cite: this one, or if it came to nothing what it could cite itself. Waits for both."""
+        at: Saving | Location | None = self
+        while isinstance(at, Saving) and not at.settled():
+            at = at._base
+        if at is not self:
+            self._base = at  # so that no chain grows, however many saves fail
+        return at.path if isinstance(at, Saving) else at
+
+    def leans_on(self) -> list[Location]:
+        """What this save may be citing, or a later one in its place, as far as that is not settled."""
+        found: list[Location] = []
+        at = self._base
+        while at is not None:
+            found.append(at.path if isinstance(at, Saving) else at)
+            at = at._base if isinstance(at, Saving) else None
+        return found
+
     def follow(self, save: Callable[[], Checkpoint]) -> None:
         """Do a save that training waits for, here and now, and be its outcome. For a manager without a worker."""
         failed = None
@@ -138,6 +157,8 @@ class Saving:
 
     def _end(self, error: BaseException | None) -> None:
         self._error = error
+        if error is None:
+            self._base = None  # nobody asks past a save that is there; so no chain grows
         with self._lock:
             self._ended_at = time.monotonic()
         self._planned.set()
