@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.engine import storage
+from holdfast.engine.citations import is_cited, own_path
 from holdfast.engine.folder import taken
 from holdfast.engine.proved import PART, Parts, ProvedFile, damaged
 from holdfast.engine.stores.local import Local
@@ -57,11 +58,6 @@ def self_contained(record: Manifest) -> Manifest:
     return msgspec.structs.replace(record, files=[manifest.file_row(file) for file in files])
 
 
-def own_path(path: str) -> str:
-    """Where a file lies in a checkpoint that borrows none: ``../step-5/model/x`` is ``model/x``."""
-    return path.split("/", 2)[2] if path.startswith("../") else path
-
-
 def home(path: Location) -> Place:
     """A location as a place in a store; of a local path with its siblings, from which it may have borrowed."""
     if isinstance(path, Place):
@@ -93,7 +89,7 @@ def copy_files(
             work.attach(path, own, nbytes, digest, there=own in there)
     files = []
     for file, at in zip(record.data_files, into.data_files, strict=True):
-        if at.save is not None or not only(at.path):
+        if is_cited(at.path) or not only(at.path):
             continue
         if there.get(at.path) == file.bytes:
             work.stats.add(CopyStats(skipped=1, skipped_bytes=file.bytes))

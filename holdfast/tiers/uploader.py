@@ -233,9 +233,9 @@ class Uploader:
         self._store.sweep(self._keep, step, {self._store.path(other) for other in fast})
         kept = self._fast.kept(self._keep_fast)
         if kept is not None and fast:
-            kept |= self._backlog.held(fast)
+            kept = kept.and_whole(self._backlog.held(fast))
             self._fast.retire(kept, max(fast))
-            self._nodes.order(kept=sorted(kept), upto=max(fast))
+            self._nodes.order(kept=kept, upto=max(fast))
 
     def _await_others(self, number: int) -> None:
         while len(reports := self._nodes.reports(number)) < len(self._nodes.followers):
