@@ -67,6 +67,17 @@ def taken(text: str) -> StorageError:
     return error
 
 
+def refuse_cited(folder: Location) -> None:
+    """Raises StorageError (EEXIST) if other checkpoints cite files of the folder: whoever replaces all of it asks."""
+    if cited_in(folder):
+        error = StorageError(
+            f"{folder} holds files that checkpoints beside it cite, and cannot be replaced: choose another path, or "
+            "first make those whole by themselves (holdfast.copy)"
+        )
+        error.errno = errno.EEXIST
+        raise error
+
+
 def withdraw(paths: Sequence[Location], folder: Location) -> None:
     """Delete what this rank wrote for a save that did not commit; the last rank to do so takes the folder away."""
     try:

@@ -40,13 +40,17 @@ class Told(msgspec.Struct, array_like=True):
 
 
 class Order(msgspec.Struct, array_like=True):
-    """What the leaders have to upload: the step of this ``name``. Up to the step ``upto`` what is not ``kept`` goes."""
+    """What the leaders have to upload: the step of this ``name``. Up to the step ``upto`` what is not ``kept`` goes.
+
+    ``lender`` is a step of the store that has some of its files.
+    """
 
     number: int
     name: str = ""
     save: str = ""
     kept: Kept | None = None
     upto: int = 0
+    lender: str = ""
 
 
 class _Mark(msgspec.Struct):

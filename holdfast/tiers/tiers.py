@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, Patterns
 from holdfast.engine import storage
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.stores.around import patiently
@@ -131,10 +131,12 @@ class Tiers:
         if self._nodes.leads:
             self._uploader.start()
 
-    def restore(self, state: dict[str, Any], patience: float, spare: Container[Location]) -> Loaded | None:
+    def restore(
+        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns
+    ) -> Loaded | None:
         """`Survey.restore`; uploads begin after it, as they would take disk and network from it."""
         try:
-            return self._survey.restore(state, patience, spare)
+            return self._survey.restore(state, patience, spare, only)
         finally:
             self._start()
 
