@@ -26,7 +26,7 @@ from holdfast.engine.source import ReadStats
 from holdfast.engine.stores.around import cached
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import Box, inside, whole
@@ -346,6 +346,14 @@ def read_manifest(folder: Location) -> Manifest:
         if not isinstance(folder, Place):
             raise
         return manifest.decode(storage.read_small(target), str(target))  # on the way a bit may have flipped
+
+
+def read_known(folder: Location) -> Manifest:
+    """`read_manifest`, if we know all that it says: what we did not know would be lost when it is written again."""
+    record, target = read_manifest(folder), folder / manifest.FILE_NAME
+    if storage.read_small(target).rstrip() != manifest.encode(record):
+        raise Unsupported(f"{target} says more than this holdfast knows of: install a newer one")
+    return record
 
 
 def _what_is_there(folder: Path) -> str:

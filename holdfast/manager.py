@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, Patterns
 from holdfast.engine.board import Board, Notice
 from holdfast.engine.commit import Attached
 from holdfast.engine.ranks import DEADLINE, ranks_of
@@ -331,13 +331,16 @@ class CheckpointManager:
 
     # Restoring
 
-    def restore(self, state: dict[str, Any]) -> Loaded | None:
+    def restore(self, state: dict[str, Any], *, only: Patterns = "*") -> Loaded | None:
         """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts afresh.
 
         Whole means: committed, it opens, and every file is there in its size. One that is not, or that proves
         damaged while it is read, is passed over for the one before, with a warning that says why. A save that all
         ranks had finished when they died is committed first; what other dead saves left is swept. Raises Mismatch if
         the checkpoint does not fit ``state``.
+
+        A step that has lost its optimizer (see `Keep`) is passed over for an older one that has all, and loaded if
+        there is none. With ``only``, patterns as of `load`, the newest step is taken, and so much of it.
 
         With ``fast`` the newest step that is whole on the fast tier or in the store; ``Loaded.checkpoint.path`` tells
         where it came from. A rank whose node lacks a file reads it from the store. If the store does not answer, the
@@ -347,35 +350,36 @@ class CheckpointManager:
             saving.settled()
         patience = min(SURVIVORS, self._deadline / 2)  # the other ranks wait meanwhile
         if self._tiers is not None:
-            loaded = self._tiers.restore(state, patience, self._writing_to)
+            loaded = self._tiers.restore(state, patience, self._writing_to, only)
         else:
-            loaded = self._restore(state, patience)
+            loaded = self._restore(state, patience, only)
         if loaded is not None:
             self._run, self._newest = loaded.checkpoint.manifest.run, None
             self._restored = loaded.step, loaded.checkpoint.path
         return loaded
 
-    def _restore(self, state: dict[str, Any], patience: float) -> Loaded | None:
+    def _restore(self, state: dict[str, Any], patience: float, only: Patterns) -> Loaded | None:
         refused: list[str] = []
         while True:
             with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
-                name = call.exchange("choose", lambda: True, lambda notes: self._choose(refused, patience), str)
+                choose = partial(self._choose, refused, patience, complete=only == "*")
+                name = call.exchange("choose", lambda: True, lambda notes: choose(), str)
             if not name:
                 if refused:
                     raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
                 return None
             try:
-                return load(self.root / name, state, group=self._group, deadline=self._deadline)
+                return load(self.root / name, state, only=only, group=self._group, deadline=self._deadline)
             except (Damaged, NotACheckpoint) as error:
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
                 refused.append(name)
                 self._steps.broken.add(name)
 
-    def _choose(self, refused: list[str], patience: float) -> str:
+    def _choose(self, refused: list[str], patience: float, *, complete: bool) -> str:
         if not refused:
             self._steps.commit_late(patience)
             self._steps.sweep(self.keep, None, self._writing_to)
-        newest = self._steps.newest(refused)
+        newest = self._steps.newest(refused, complete=complete)
         return newest.name if newest is not None else ""
 
     def latest(self) -> Checkpoint | None:
