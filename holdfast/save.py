@@ -43,7 +43,7 @@ Base = str | os.PathLike[str] | Place | Checkpoint
 
 def save(
     state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
-    step: int | None = None, base: Base | None = None,
+    step: int | None = None, base: Base | Previous | None = None,
     files: Attached | None = None, group: dist.ProcessGroup | None = None,
     deadline: float = DEADLINE, run: str | None = None, label: str | None = None,
 ) -> Checkpoint:  # fmt: skip
@@ -67,7 +67,7 @@ def save(
     with no_collection(), ranks.call(label or label_of(folder, step), deadline=deadline, saving=True) as call:
         save_in(
             call, state, folder, step=step, files=files or {}, overwrite=overwrite, run=run or RUN,
-            previous=previous_of(base, folder, deadline),
+            previous=previous_of(base, deadline),
         )  # fmt: skip
     return Checkpoint(folder, monotonic() - began)
 
@@ -84,7 +84,7 @@ def save_in(
         work.settle(call)
 
 
-def previous_of(base: Base | Previous | None, folder: Location, deadline: float) -> Previous | None:
+def previous_of(base: Base | Previous | None, deadline: float) -> Previous | None:
     """What a save may cite, from what its caller named; a checkpoint that cannot be a base fails the save."""
     if base is None or isinstance(base, Previous):
         return base

@@ -142,10 +142,9 @@ class Saver:
         self._check_open()
         folder, step = patiently(location(path), self._deadline), step_of(state, step)
         number, earlier = self._next_slot()
-        saving, taken = Saving(folder, step), _Taken(self, number)
+        saving, taken = Saving(folder, step, base if isinstance(base, Saving) else None), _Taken(self, number)
         saving._label = label or label_of(folder, step)
-        saving._base = base if isinstance(base, Saving) else None
-        previous = previous_of(Previous(base.base) if isinstance(base, Saving) else base, folder, self._deadline)
+        previous = previous_of(Previous(base.to_cite) if isinstance(base, Saving) else base, self._deadline)
         before = self._savings[-1] if self._savings else None
         work = SaveWork(
             self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 
 import holdfast
 from holdfast.engine import base as module
-from holdfast.engine import storage
 from holdfast.ondisk.manifest import Manifest
 from tests import format_reader
 
@@ -37,8 +36,8 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping):
         return isinstance(other, Mapping) and set(one) == set(other) and all(_equal(one[k], other[k]) for k in one)
     if isinstance(one, torch.Tensor):
-        same = one.dtype == other.dtype and one.shape == other.shape
-        return same and one.cpu().contiguous().view(-1).view(torch.uint8).equal(other.contiguous().view(-1).view(torch.uint8))
+        bits = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
     return bool(one == other)
 
 
@@ -76,7 +75,8 @@ def test_what_is_as_it_was_is_linked_and_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["path", "text", "checkpoint", "opened"])
 def test_the_base_can_be_named_in_every_way(given: str, tmp_path: Path) -> None:
     first = holdfast.save(_state(1), tmp_path / "1")
-    named = {"path": tmp_path / "1", "text": str(tmp_path / "1"), "checkpoint": first, "opened": holdfast.open(tmp_path / "1")}
+    path = tmp_path / "1"
+    named = {"path": path, "text": str(path), "checkpoint": first, "opened": holdfast.open(path)}
     second = holdfast.save(_state(2), tmp_path / "2", base=named[given])
     assert _own(second.manifest) < 0.2 * first.nbytes
     _is(tmp_path / "2", _state(2))
@@ -95,7 +95,8 @@ def test_a_section_without_changes_has_no_file_of_its_own(tmp_path: Path) -> Non
 
 def test_values_that_differ_by_rank_are_written_each_time(tmp_path: Path) -> None:
     def state(step: int) -> dict[str, Any]:
-        return {"model": {"w": _tensor(1), "mine": holdfast.PerRank({"n": step, "t": torch.full((3,), step)})}, "step": step}
+        mine = holdfast.PerRank({"n": step, "t": torch.full((3,), step)})
+        return {"model": {"w": _tensor(1), "mine": mine}, "step": step}
 
     first = holdfast.save(state(1), tmp_path / "1")
     second = holdfast.save(state(2), tmp_path / "2", base=first)

@@ -89,7 +89,7 @@ def open_base(previous: Previous, folder: Location) -> Base | None:
     """The base of a save to ``folder``; None if there is none. Raises HoldfastError if it is required."""
     try:
         found = previous.choose()
-        if found is None:
+        if found is None or (found == folder and not previous.required):
             return None
         check_sibling(found, folder)
         record = _read(found)
