@@ -20,7 +20,7 @@ from holdfast.engine.read import DataFiles
 from holdfast.engine.same import Claim, unchanged
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.write import Image, OpenFiles
-from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint
+from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError
 from holdfast.events import log
 from holdfast.ondisk import datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box
@@ -105,7 +105,9 @@ def _read(folder: Location) -> Manifest:
     target = folder / manifest.FILE_NAME
     try:
         return manifest.decode(storage.read_small(target), str(target))
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, StorageError) as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
         raise NotACheckpoint(f"{folder} cannot be a base: it is no committed checkpoint of holdfast") from None
 
 
@@ -148,7 +150,7 @@ def cite(
         left = _without(image, gone) if gone else image
         if left is not None:
             found.images.append(left)
-        if gone:
+        if any(path.parent == folder / image.section for path in opened.paths):
             storage.sync_folder(folder / image.section)
     return found
 
