@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import fingerprint, same
+from holdfast.engine import fingerprint, same, save_work
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.fingerprint import Fingerprints
 from holdfast.engine.ranks import ranks_of
+from holdfast.engine.write import Image
 from holdfast.ondisk.box import Box, whole
+from tests.engine.test_device import pretend, pretended
 
 SMALL_ROW, SMALL_ROWS = 8, 3
 """Stretches of 32 bytes, three at a time: tensors of a test have many of them."""
@@ -172,8 +175,6 @@ def test_what_has_changed_is_written_whatever_was_remembered(tmp_path: Path, sum
 
 
 def test_a_save_that_fails_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.engine import save_work
-
     holdfast.save(_state(1), tmp_path / "1")
     made = ranks_of().remembered.setdefault("fingerprints", Fingerprints())
     before = dict(made._of)
@@ -185,3 +186,26 @@ def test_a_save_that_fails_is_not_remembered(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(holdfast.SaveFailed):
         holdfast.save(_state(2), tmp_path / "2", base=tmp_path / "1")
     assert made._of == before
+
+
+def _there(image: Image) -> Image:
+    return replace(image, sources=[pretended(source) for source in image.sources])
+
+
+def test_on_a_device_nothing_is_copied_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a device, whose copies to the host are counted: once to compare sums, then only what trains."""
+    fake = pretend(monkeypatch)
+    real = save_work.images_of
+    monkeypatch.setattr(save_work, "images_of", lambda *args: [_there(image) for image in real(*args)])
+    monkeypatch.setattr(fingerprint, "applies", lambda tensor: tensor.device.type != "cpu")
+    ranks_of().remembered.pop("fingerprints", None)
+    copied = []
+    for step in range(4):
+        state = _state(step)
+        holdfast.save(state, tmp_path / str(step), base=tmp_path / str(step - 1) if step else None)
+        copied.append(sum(fake.copies))
+        fake.copies.clear()
+        wrote = _is(tmp_path / str(step), state)
+    train = state["model"]["train"].nbytes
+    whole = sum(tensor.nbytes for tensor in state["model"].values())
+    assert copied == [whole, whole + train, train, train] and wrote < 2 * train
