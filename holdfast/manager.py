@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpoint, Patterns
-from holdfast.engine.base import Previous
 from holdfast.engine.board import Board, Notice
+from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.storage import is_file

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine.arena import WINDOW, Slot, windows_for
-from holdfast.engine.base import Previous
+from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import no_collection

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.engine.arena import WINDOW, Slot, windows_for
-from holdfast.engine.base import Previous
+from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.device import Moments
 from holdfast.engine.memory import no_collection

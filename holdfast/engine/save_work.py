@@ -18,7 +18,7 @@ from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.agree import agree, plan_for
 from holdfast.engine.arena import Slot
-from holdfast.engine.base import Previous, borrowed_is_there, cite, open_base
+from holdfast.engine.borrow import Previous, borrowed_is_there, cite, open_base
 from holdfast.engine.citing import Did, joined
 from holdfast.engine.commit import (
     Attached,

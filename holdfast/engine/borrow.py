@@ -150,7 +150,7 @@ def cite(
         left = _without(image, gone) if gone else image
         if left is not None:
             found.images.append(left)
-        if any(path.parent == folder / image.section for path in opened.paths):
+        elif any(path.parent == folder / image.section for path in opened.paths):  # else it is synced with the file
             storage.sync_folder(folder / image.section)
     return found
 
