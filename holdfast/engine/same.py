@@ -71,12 +71,15 @@ class _Tally:
 def unchanged(claims: Sequence[Claim], sums: Mapping[str, Sequence[str]], enough: float, copier: Copier) -> list[Claim]:
     """The claims that hold; none if they have fewer than ``enough`` bytes together. ``sums`` are those of each key."""
     tally = _Tally(claims, enough)
-    asked = [claim for claim in claims if claim.same is None]
+    lying: list[Claim] = []
+    away: list[Claim] = []
+    for claim in claims:
+        if claim.same is None:
+            (lying if all(s.device.type == "cpu" and is_plain_memory(s) for s in claim.sources) else away).append(claim)
     for claim in claims:
         counts = [blocks.count(source.nbytes) for source in claim.sources]
         if claim.same is False or (claim.same is None and [len(sums.get(key, ())) for key in claim.keys] != counts):
             tally.changed(claim)
-    lying = [claim for claim in asked if all(s.device.type == "cpu" and is_plain_memory(s) for s in claim.sources)]
     jobs = _jobs(lying, sums)
     if sum(claim.nbytes for claim in lying) > JOB:
         with ThreadPoolExecutor(SUMMERS, thread_name_prefix="holdfast-sum") as pool:
@@ -86,8 +89,8 @@ def unchanged(claims: Sequence[Claim], sums: Mapping[str, Sequence[str]], enough
         for job in jobs:
             _look(job, tally)
     with _Bounce() as bounce:
-        for claim in asked:
-            if claim not in lying and not tally.is_out(claim):
+        for claim in away:
+            if not tally.is_out(claim):
                 _look_at_copies(claim, sums, tally, copier, bounce)
     return [] if tally.hopeless else [claim for claim in claims if not tally.is_out(claim)]
 
