@@ -7,6 +7,7 @@ from holdfast.checkpoint import Checkpoint, TensorInfo, recover
 from holdfast.checkpoint import open_checkpoint as open
 from holdfast.convert import convert
 from holdfast.copy import Copied, copy
+from holdfast.drop import Dropped, drop
 from holdfast.engine.state import RNG, PerRank, Shard
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import at
@@ -51,6 +52,7 @@ __all__ = [
     "Converted",
     "Copied",
     "Damaged",
+    "Dropped",
     "Durability",
     "Event",
     "HoldfastError",
@@ -74,6 +76,7 @@ __all__ = [
     "at",
     "convert",
     "copy",
+    "drop",
     "listen",
     "load",
     "open",

@@ -28,7 +28,7 @@ from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import bounded, cached
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.filling import into_given, into_mapped, into_new, unlike
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.nested import nest
@@ -374,6 +374,14 @@ def read_manifest(folder: Location) -> Manifest:
         if not isinstance(folder, Place):
             raise
         return manifest.decode(storage.read_small(target), str(target))  # on the way a bit may have flipped
+
+
+def read_known(folder: Location) -> Manifest:
+    """`read_manifest`, if we know all that it says: what we did not know would be lost when it is written again."""
+    record, target = read_manifest(folder), folder / manifest.FILE_NAME
+    if storage.read_small(target).rstrip() != manifest.encode(record):
+        raise Unsupported(f"{target} says more than this holdfast knows of: install a newer one")
+    return record
 
 
 def _box_of(name: str, shape: Sequence[int], box: Sequence[slice | tuple[int, int]]) -> Box:

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from holdfast import events
-from holdfast.checkpoint import read_manifest
+from holdfast.checkpoint import read_known, read_manifest
 from holdfast.engine import storage
 from holdfast.engine.commit import commit
 from holdfast.engine.folder import is_leaving, taken
@@ -85,7 +85,7 @@ def copy(
 
 def _copy(source: Place, target: Location, overwrite: bool) -> Copied:
     try:
-        record = _read(source)
+        record = read_known(source)
     except NotACheckpoint as error:
         try:
             steps = _steps(source)
@@ -101,19 +101,11 @@ def _copy(source: Place, target: Location, overwrite: bool) -> Copied:
     return _copy_one(source, target, record, overwrite)
 
 
-def _read(folder: Place) -> Manifest:
-    """The manifest, if we know all that it says: what we did not know would be lost in the copy."""
-    record = read_manifest(folder)
-    if storage.read_small(folder / manifest.FILE_NAME).rstrip() != manifest.encode(record):
-        raise Unsupported(f"{folder / manifest.FILE_NAME} says more than this holdfast knows of: install a newer one")
-    return record
-
-
 def _steps(root: Place) -> list[tuple[str, Manifest]]:
     found = []
     for name in storage.folders_in(root):
         try:
-            found.append((name, _read(root / name)))
+            found.append((name, read_known(root / name)))
         except NotACheckpoint:
             events.log.debug("%s is no checkpoint, and not copied", root / name)
     return sorted(found, key=lambda step: (step[1].step is not None, step[1].step or 0, step[0]))

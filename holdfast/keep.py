@@ -5,9 +5,21 @@ Pure: sees step numbers and metrics, never a file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+class Kept(NamedTuple):
+    """What becomes of the committed steps: those to keep, those of them to keep ``whole``, what the others lose."""
+
+    steps: frozenset[int]
+    whole: frozenset[int]
+    loses: str | tuple[str, ...] = ()
+
+    def and_whole(self, more: Iterable[int]) -> Kept:
+        """The same, and ``more`` steps that stay as they are."""
+        return self._replace(steps=self.steps | set(more), whole=self.whole | set(more))
 
 
 @dataclass(frozen=True)
@@ -16,23 +28,46 @@ class Keep:
 
     ``last``: the newest so many (at least 1). ``every``: every step that is a multiple of it, for good. ``best``:
     so many with the best ``metric`` given to `CheckpointManager.step`; ``mode`` says whether less or more is better.
+
+    Optimizers take most of a checkpoint, and are only needed to train on. ``optimizer_last``: of the steps that these
+    rules keep only the newest so many keep theirs. ``model_every``: every step that is a multiple of it is kept for
+    good without one, once no rule above wants it whole. ``optimizer`` says what is dropped: sections (first keys of
+    the state) of this name or pattern, or of any of these. No byte of what stays is written again; see `drop`.
     """
 
     last: int = 2
     every: int | None = None
     best: int = 0
     mode: Literal["min", "max"] = "min"
+    optimizer_last: int | None = None
+    model_every: int | None = None
+    optimizer: str | tuple[str, ...] = "optim*"
 
     def __post_init__(self) -> None:
         if self.last < 1:
             raise ValueError(f"Keep(last={self.last}): at least the newest checkpoint is always kept")
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"Keep(every={self.every}) must be at least 1, or None")
+        for name in ("every", "optimizer_last", "model_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Keep({name}={value}) must be at least 1, or None")
         if self.best < 0 or self.mode not in ("min", "max"):
             raise ValueError(f"Keep(best={self.best}, mode={self.mode!r}): best is 0 or more, mode is 'min' or 'max'")
 
     def kept(self, steps: Mapping[int, float | None]) -> set[int]:
         """Of committed ``steps`` with their metrics, those to keep."""
+        models = {s for s in steps if self.model_every is not None and s % self.model_every == 0}
+        return self._ruled(steps) | models
+
+    def whole(self, steps: Mapping[int, float | None]) -> set[int]:
+        """Of the steps to keep, those that keep their optimizer too."""
+        ruled = self._ruled(steps)
+        return ruled if self.optimizer_last is None else set(sorted(ruled)[-self.optimizer_last :])
+
+    def verdict(self, steps: Mapping[int, float | None]) -> Kept:
+        """Both, and what the steps that are not whole lose."""
+        return Kept(frozenset(self.kept(steps)), frozenset(self.whole(steps)), self.optimizer)
+
+    def _ruled(self, steps: Mapping[int, float | None]) -> set[int]:
         newest = sorted(steps)
         kept = set(newest[-self.last :])
         if self.every is not None:

@@ -22,6 +22,7 @@ from holdfast.engine.memory import no_collection
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.engine.read import Wanted
+from holdfast.engine.sections import dropped_of, left_of
 from holdfast.engine.share import Choice, How, Offer, Sharing, who_shares
 from holdfast.engine.spread import WHOLE, Spread
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
@@ -336,7 +337,7 @@ class Match:
                 bits[i // 8] |= 1 << (i % 8)
         if keep:
             self.loaded.kept, missing = missing, []
-        return _Fit(str(self.checkpoint.path), everything, bytes(bits), missing, misfits)
+        return _Fit(_where(self.checkpoint), everything, bytes(bits), missing, misfits)
 
     def _match_tensors(self, missing: list[str], misfits: list[str]) -> None:
         tied: dict[str, list[str]] = {}
@@ -433,6 +434,19 @@ class Match:
             {root + n[len(slot.path) :]: kind for n, kind in containers.items()},
         )
         return tree[root]
+
+
+def _where(checkpoint: Checkpoint) -> str:
+    """The path of a checkpoint, and what it has lost since it was saved."""
+    lost = dropped_of(checkpoint.manifest)
+    if not lost:
+        return str(checkpoint.path)
+    left = left_of(checkpoint.manifest)
+    only = repr(left[0] if len(left) == 1 else left).replace("'", '"')
+    return (
+        f"{checkpoint.path}, of which {', '.join(lost)} was dropped by Keep(optimizer_last=…), Keep(model_every=…) or "
+        f"holdfast.drop (only={only} loads what is left),"
+    )
 
 
 def _index_below(paths: list[str]) -> dict[str, list[str]]:

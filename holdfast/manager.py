@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, Patterns
 from holdfast.engine.board import Board, Notice
+from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.storage import is_file
@@ -66,6 +67,9 @@ class CheckpointManager:
     thread beside training brings to ``root`` what ``upload`` says; there ``keep`` counts, and ``keep_fast`` in the
     folder. `restore` takes the newest whole step of both, `durability` tells where a step is safe; see docs/tiers.md.
 
+    With ``incremental``, a save writes what has changed since the last one, or since the step that was restored, and
+    cites the rest; each step stays a whole checkpoint, and any may be deleted. See docs/incremental.md.
+
     With a mean time between failures ``mtbf``, in seconds, the best interval is logged at debug level; see `advice`.
 
         manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
@@ -82,6 +86,7 @@ class CheckpointManager:
     def __init__(
         self, root: str | os.PathLike[str] | Place, *, every: int, keep: Keep = Keep(), name: str = "step-{step:09d}",
         fast: str | os.PathLike[str] | None = None, upload: Upload = Upload(), keep_fast: Keep = Keep(last=2),
+        incremental: bool = False,
         files: Mapping[str, str | os.PathLike[str] | bytes] | None = None, group: dist.ProcessGroup | None = None,
         deadline: float = DEADLINE, worker: Literal["process", "thread", "none"] = "process", slots: int = 1,
         busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
@@ -117,6 +122,10 @@ class CheckpointManager:
         self._run: str | None = None
         self._newest: Saving | None = None
         self._restored: tuple[int | None, Location] | None = None
+        self._incremental, self._slots = incremental, slots if worker != "none" else 1
+        self._bases: tuple[Saving, ...] = ()  # what coming saves may cite, the first one next
+        self._held: set[Location] = set()  # steps that must stay for it
+        self._holding = threading.Lock()
         self._begun = 0
         self._recent: dict[int, Saving] = {}  # by number: under way, failed and not heard of, and the last one
         self._writing_to: set[Location] = set()
@@ -242,6 +251,11 @@ class CheckpointManager:
         self._newest = saving
         self._begun += 1
         self._recent = {**self._recent_that_count(), self._begun: saving}
+        # With more slots than one a save may begin before the one before it has an outcome: it takes an older one for
+        # its base, about which every rank knows the same.
+        if self._incremental:
+            self._bases = (*self._bases, saving)[-self._slots :]
+            self._hold(path)
         saving.add_done_callback(partial(self._ended, self._begun))
         if self._saver is None:
             if saving.failed is not None and self._on_failure == "warn":
@@ -268,19 +282,49 @@ class CheckpointManager:
     ) -> Saving:
         # With tiers the folder may be called another way on each node.
         label = None if self._tiers is None else f"save step {step} of {self.root}"
+        base = self._bases[0] if self._bases else None
+        previous = Previous(base.to_cite if base is not None else lambda: None) if self._incremental else None
         if self._saver is not None:
-            return self._saver.save(state, path, step=step, files=files, overwrite=overwrite, run=run, label=label)
-        saving = Saving(path, step)
+            return self._saver.save(
+                state, path, step=step, base=base or previous, files=files, overwrite=overwrite, run=run, label=label
+            )
+        saving = Saving(path, step, base)
         saving.follow(
             lambda: save(
-                state, path, step=step, files=files, overwrite=overwrite, group=self._group, deadline=self._deadline,
-                run=run, label=label,
+                state, path, step=step, base=previous, files=files, overwrite=overwrite, group=self._group,
+                deadline=self._deadline, run=run, label=label,
             )
         )  # fmt: skip
         return saving
 
+    # What an incremental save may cite
+
+    def _hold(self, path: Location) -> bool:
+        """Keep a step that a later save may cite from being swept."""
+        with self._holding:
+            if path not in self._held and self._steps.hold(path):
+                self._held.add(path)
+            return path in self._held
+
+    def _start_from(self, path: Location, step: int | None) -> None:
+        """The step that was restored is the first base. With tiers it may lie in the store: then there is none."""
+        self._bases = ()
+        if self._incremental and path.parent == self._steps.root and self._hold(path):
+            self._bases = (Saving.committed(path, step),)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Free the steps that no save under way, and none to come, can have as its base."""
+        with self._holding:
+            bases, savings = self._bases, [*self._bases, *self._recent.values()]
+            needed = {base.path for base in bases} | {path for saving in savings for path in saving.leans_on()}
+            for path in self._held - needed:
+                self._steps.free(path)
+            self._held &= needed
+
     def _ended(self, number: int, saving: Saving) -> None:
         """In the thread of a save, once its outcome is known."""
+        self._let_go()
         if self._tiers is None or saving.failed is not None or saving.step is None:
             self._writing_to.discard(saving.path)
         if saving.failed is not None:
@@ -332,13 +376,16 @@ class CheckpointManager:
 
     # Restoring
 
-    def restore(self, state: dict[str, Any]) -> Loaded | None:
+    def restore(self, state: dict[str, Any], *, only: Patterns = "*") -> Loaded | None:
         """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts afresh.
 
         Whole means: committed, it opens, and every file is there in its size. One that is not, or that proves
         damaged while it is read, is passed over for the one before, with a warning that says why. A save that all
         ranks had finished when they died is committed first; what other dead saves left is swept. Raises Mismatch if
         the checkpoint does not fit ``state``.
+
+        A step that has lost its optimizer (see `Keep`) is passed over for an older one that has all, and loaded if
+        there is none. With ``only``, patterns as of `load`, the newest step is taken, and so much of it.
 
         With ``fast`` the newest step that is whole on the fast tier or in the store; ``Loaded.checkpoint.path`` tells
         where it came from. A rank whose node lacks a file reads it from the store. If the store does not answer, the
@@ -348,35 +395,37 @@ class CheckpointManager:
             saving.settled()
         patience = min(SURVIVORS, self._deadline / 2)  # the other ranks wait meanwhile
         if self._tiers is not None:
-            loaded = self._tiers.restore(state, patience, self._writing_to)
+            loaded = self._tiers.restore(state, patience, self._writing_to, only)
         else:
-            loaded = self._restore(state, patience)
+            loaded = self._restore(state, patience, only)
         if loaded is not None:
             self._run, self._newest = loaded.checkpoint.manifest.run, None
             self._restored = loaded.step, loaded.checkpoint.path
+            self._start_from(loaded.checkpoint.path, loaded.step)
         return loaded
 
-    def _restore(self, state: dict[str, Any], patience: float) -> Loaded | None:
+    def _restore(self, state: dict[str, Any], patience: float, only: Patterns) -> Loaded | None:
         refused: list[str] = []
         while True:
             with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
-                name = call.exchange("choose", lambda: True, lambda notes: self._choose(refused, patience), str)
+                choose = partial(self._choose, refused, patience, complete=only == "*")
+                name = call.exchange("choose", lambda: True, lambda notes: choose(), str)
             if not name:
                 if refused:
                     raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
                 return None
             try:
-                return load(self.root / name, state, group=self._group, deadline=self._deadline)
+                return load(self.root / name, state, only=only, group=self._group, deadline=self._deadline)
             except (Damaged, NotACheckpoint) as error:
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
                 refused.append(name)
                 self._steps.broken.add(name)
 
-    def _choose(self, refused: list[str], patience: float) -> str:
+    def _choose(self, refused: list[str], patience: float, *, complete: bool) -> str:
         if not refused:
             self._steps.commit_late(patience)
             self._steps.sweep(self.keep, None, self._writing_to)
-        newest = self._steps.newest(refused)
+        newest = self._steps.newest(refused, complete=complete)
         return newest.name if newest is not None else ""
 
     def latest(self) -> Checkpoint | None:

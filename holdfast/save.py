@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine.arena import WINDOW, Slot, windows_for
+from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import no_collection
@@ -24,6 +25,8 @@ from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.engine.worker import ThreadWorker
+from holdfast.errors import Unsupported
+from holdfast.ondisk.manifest import FORMAT
 
 RUN = secrets.token_hex(8)
 """Marks what this process saves as one run's."""
@@ -34,9 +37,13 @@ PART, PARTS = 8 << 20, 12
 """Windows for a store: as large as a part of an upload, and so many that latency is hidden; 96 MiB."""
 
 
+Base = str | os.PathLike[str] | Place | Checkpoint
+"""What a save may cite: the path of a checkpoint, or the checkpoint."""
+
+
 def save(
     state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
-    step: int | None = None,
+    step: int | None = None, base: Base | Previous | None = None,
     files: Attached | None = None, group: dist.ProcessGroup | None = None,
     deadline: float = DEADLINE, run: str | None = None, label: str | None = None,
 ) -> Checkpoint:  # fmt: skip
@@ -48,6 +55,9 @@ def save(
     from bytes. Each phase may take ``deadline`` seconds. ``run`` (16 hex digits) marks which run made it.
     ``label`` is what errors call the save; ranks whose paths differ by node, as their disks do, give the same one.
 
+    With ``base``, an earlier checkpoint beside ``path``, only what differs from it is written: a piece whose bytes are
+    equal stays in the file that has it, which is hard-linked, or, in a store, cited. See docs/incremental.md.
+
     Host memory beyond the state stays below 128 MiB a rank, whatever its size. Raises SaveFailed, the same on every
     rank and also the built-in error of its cause (OSError, TypeError, ValueError, TimeoutError); then nothing was
     committed, training may go on, and an older checkpoint at ``path`` is as it was.
@@ -55,20 +65,37 @@ def save(
     folder, step = patiently(location(path), deadline), step_of(state, step)
     ranks, began = ranks_of(group), monotonic()
     with no_collection(), ranks.call(label or label_of(folder, step), deadline=deadline, saving=True) as call:
-        save_in(call, state, folder, step=step, files=files or {}, overwrite=overwrite, run=run or RUN)
+        save_in(
+            call, state, folder, step=step, files=files or {}, overwrite=overwrite, run=run or RUN,
+            previous=previous_of(base, deadline),
+        )  # fmt: skip
     return Checkpoint(folder, monotonic() - began)
 
 
 def save_in(
     call: Call, state: Mapping[str, Any], folder: Location, *, step: int | None, files: Attached, overwrite: bool,
-    run: str,
+    run: str, previous: Previous | None = None,
 ) -> None:  # fmt: skip
     """All of a save, within a call of the ranks that is under way."""
     with Ring(remote=isinstance(folder, Place)) as ring:
-        work = SaveWork(call.ranks, folder, step, overwrite, run, ring, still=True)
+        work = SaveWork(call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous)
         work.gather(state, files)
         work.plan(call)
         work.settle(call)
+
+
+def previous_of(base: Base | Previous | None, deadline: float) -> Previous | None:
+    """What a save may cite, from what its caller named; a checkpoint that cannot be a base fails the save."""
+    if base is None or isinstance(base, Previous):
+        return base
+    found = base.path if isinstance(base, Checkpoint) else patiently(location(base), deadline)
+
+    def choose() -> Location:
+        if isinstance(base, Checkpoint) and base.format != FORMAT:
+            raise Unsupported(f"{found} is of the format {base.format}: only a checkpoint of holdfast can be a base")
+        return found
+
+    return Previous(choose, required=True)
 
 
 class Ring:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.engine.arena import WINDOW, Slot, windows_for
+from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.device import Moments
 from holdfast.engine.memory import no_collection
@@ -33,7 +34,7 @@ from holdfast.engine.worker import Worker, start
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import BACKGROUND, log
 from holdfast.ondisk import names
-from holdfast.save import RUN, label_of, step_of
+from holdfast.save import RUN, Base, label_of, previous_of, step_of
 from holdfast.saving import Saving
 
 LEAVE = 2.0
@@ -126,23 +127,28 @@ class Saver:
 
     def save(
         self, state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
-        step: int | None = None, files: Attached | None = None, run: str | None = None, label: str | None = None,
+        step: int | None = None, base: Base | Saving | Previous | None = None, files: Attached | None = None,
+        run: str | None = None, label: str | None = None,
     ) -> Saving:  # fmt: skip
         """Begin to save ``state`` to ``path``, a folder or a URL: the state at this moment, bit for bit, is saved.
 
         Called by all ranks, with the arguments of `holdfast.save`. Returns once everything is copied that may change
         before a step of an optimizer of the state. With ``busy="wait"`` it first waits until a slot is free, and raises
         the failure of the save that had it if nobody has heard of it: SaveFailed, the same on every rank.
+
+        ``base`` is also what an earlier `save` returned: then that save, or if it fails the one that it was based on,
+        once its outcome is known. So ``saving = saver.save(state, path, base=saving)`` writes what changes.
         """
         self._check_open()
         folder, step = patiently(location(path), self._deadline), step_of(state, step)
         number, earlier = self._next_slot()
-        saving, taken = Saving(folder, step), _Taken(self, number)
+        saving, taken = Saving(folder, step, base if isinstance(base, Saving) else None), _Taken(self, number)
         saving._label = label or label_of(folder, step)
+        previous = previous_of(Previous(base.to_cite) if isinstance(base, Saving) else base, self._deadline)
         before = self._savings[-1] if self._savings else None
         work = SaveWork(
             self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
-            busy=number is None, recall=self._recall,
+            busy=number is None, recall=self._recall, previous=previous,
         )  # fmt: skip
         held: list[Held] = []
         if earlier is None:

@@ -39,7 +39,7 @@ class Timing:
 class Saving:
     """One save under way. Made by `Saver.save`."""
 
-    def __init__(self, path: Location, step: int | None) -> None:
+    def __init__(self, path: Location, step: int | None, base: Saving | Location | None = None) -> None:
         self.path, self.step = path, step
         self._began = time.monotonic()
         self._call = self._staged_at = self._written_at = self._ended_at = 0.0
@@ -55,6 +55,14 @@ class Saving:
         self._teller: int | None = None
         self._thread: threading.Thread | None = None
         self._skipped = False
+        self._base = base
+
+    @staticmethod
+    def committed(path: Location, step: int | None) -> Saving:
+        """One that is there already, of an earlier process perhaps."""
+        saving = Saving(path, step)
+        saving._end(None)
+        return saving
 
     def __repr__(self) -> str:
         state = "skipped" if self._skipped else "failed" if self._error else "done" if self.done else "under way"
@@ -109,6 +117,24 @@ class Saving:
             raise TimeoutError(f"{self.path} is not committed after {timeout} s")
         return self._error is None
 
+    def to_cite(self) -> Location | None:
+        """What a later save may cite: this one, or if it came to nothing what it could cite itself. Waits for both."""
+        at: Saving | Location | None = self
+        while isinstance(at, Saving) and not at.settled():
+            at = at._base
+        if at is not self:
+            self._base = at  # so that no chain grows, however many saves fail
+        return at.path if isinstance(at, Saving) else at
+
+    def leans_on(self) -> list[Location]:
+        """What this save may be citing, or a later one in its place, as far as that is not settled."""
+        found: list[Location] = []
+        at = self._base
+        while isinstance(at, Saving):
+            found.append(at.path)
+            at = at._base
+        return found if at is None else [*found, at]
+
     def follow(self, save: Callable[[], Checkpoint]) -> None:
         """Do a save that training waits for, here and now, and be its outcome. For a manager without a worker."""
         failed = None
@@ -138,6 +164,8 @@ class Saving:
 
     def _end(self, error: BaseException | None) -> None:
         self._error = error
+        if error is None:
+            self._base = None  # nobody asks past a save that is there; so no chain grows
         with self._lock:
             self._ended_at = time.monotonic()
         self._planned.set()

@@ -1,6 +1,16 @@
 """The steps of a run on disk: which are there, which is the newest whole one, what may go.
 
 The manager owns one for its root. Never trusts a name: only a committed manifest counts.
+
+Steps may share files: an incremental save cites those of older steps. Why nothing goes that somebody needs:
+
+- What a committed step cites is read from its manifest before anything is deleted, and spared (`Citations`).
+- A save under way has no manifest yet. It cites what its base names, and nothing else: files of the base itself, and
+  files that the base cites, from where they lie. The base was committed when it was chosen, and is held (`hold`) until
+  the save has ended: a held step is neither deleted nor loses a section. So whatever the save will cite is named by a
+  committed step. If that base was itself under way when a sweep looked around, it has its citations from *its* base,
+  and so on, down to one that was committed by then, and seen.
+- `hold` and the choice of what goes exclude each other (`_holding`): a step is either held or on its way out.
 """
 
 from __future__ import annotations
@@ -10,19 +20,24 @@ import re
 import string
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import msgspec
 
 from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.drop import Dropped, drop_from
 from holdfast.engine import storage
-from holdfast.engine.folder import delete_checkpoint, may_hold_leavings, sweep_beside, sweep_dead
+from holdfast.engine.citations import Citations, Cited, is_cited, root_of, sibling_of, told
+from holdfast.engine.folder import delete_checkpoints, may_hold_leavings, sweep_beside, sweep_dead
 from holdfast.engine.parts import commit_late
+from holdfast.engine.sections import dropped_of
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
-from holdfast.keep import Keep
+from holdfast.keep import Keep, Kept
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import Manifest
 
@@ -51,6 +66,13 @@ class Steps:
         self._swept: dict[str, float] = {}  # each with the moment from which on it is worth another look
         self._metrics: dict[str, float | None] = {}
         self._sweeping = threading.Lock()
+        self._citations = Citations(root)
+        self._others: list[str] = []  # folders that are called otherwise; if they are checkpoints, they may cite steps
+        self._holding = threading.Lock()
+        self._held: Counter[str] = Counter()
+        self._leaving: frozenset[str] = frozenset()  # names of steps that are being deleted or lose sections
+        self._warned = False
+        self._thin: set[str] = set()  # names of steps that have lost what they are to lose
 
     def path(self, step: int) -> Location:
         """Where a step lies, or will."""
@@ -58,7 +80,9 @@ class Steps:
 
     def folders(self) -> list[Location]:
         """All folders that are called like a step."""
-        return [self.root / name for name in storage.folders_in(self.root) if self._pattern.fullmatch(name)]
+        found = storage.folders_in(self.root)
+        self._others = [name for name in found if not self._pattern.fullmatch(name)]
+        return [self.root / name for name in found if self._pattern.fullmatch(name)]
 
     def committed(self) -> dict[int, Location]:
         """The committed steps, oldest first."""
@@ -81,20 +105,29 @@ class Steps:
             return named & set(folders)
         return {name for name in folders if storage.is_file(self.root / name / manifest.FILE_NAME)}
 
-    def newest(self, refused: Container[str] = ()) -> Location | None:
-        """The newest whole step that was not refused; why one is passed over is logged. Raises StorageError."""
+    def newest(self, refused: Container[str] = (), *, complete: bool = False) -> Location | None:
+        """The newest whole step that was not refused; why one is passed over is logged. Raises StorageError.
+
+        ``complete``: rather an older one than one that has lost sections, if there is one.
+        """
+        partial = None
         # From the newest name on: in a store the first whole one ends the search, however many steps there are.
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
             if path.name in refused or not storage.is_file(path / manifest.FILE_NAME):
                 continue
-            fault = fault_of(path)
+            lost: list[str] = []
+            fault = fault_of(path, lost)
             if fault is not None and isinstance(path, Place):
-                fault = fault_of(path)  # on the way a bit may have flipped
-            if fault is None:
+                fault = fault_of(path, lost)  # on the way a bit may have flipped
+            if fault is None and complete and lost:
+                log.info("%s is passed over: it has no %s any more", path, ", ".join(lost))
+                partial = partial or path
+            elif fault is None:
                 return path
-            self.broken.add(path.name)
-            log.warning("%s is passed over: %s", path, fault)
-        return None
+            else:
+                self.broken.add(path.name)
+                log.warning("%s is passed over: %s", path, fault)
+        return partial
 
     def commit_late(self, patience: float) -> None:
         """Commit the saves whose ranks had all finished; waits so many seconds for writers that are still at it."""
@@ -114,53 +147,137 @@ class Steps:
             self._metrics[path.name] = _metric(path)
         return self._metrics[path.name]
 
-    def sweep(self, keep: Keep, just_saved: int | None, spare: Container[Location]) -> None:
-        """Delete committed steps that no rule keeps (after a save), and what dead saves left.
+    # What saves under way need
+
+    def hold(self, path: Location) -> bool:
+        """Let a step be the base of a save that begins: it stays as it is until `free`. False if it is on its way out.
+
+        Never waits for a sweep.
+        """
+        with self._holding:
+            if path.name in self._leaving:
+                return False
+            self._held[path.name] += 1
+            return True
+
+    def free(self, path: Location) -> None:
+        """A save that had this step as its base has ended, and all that sweeps here knows what it cites."""
+        with self._holding:
+            self._held[path.name] -= 1
+            self._held += Counter()  # without those that nobody holds
+
+    @contextmanager
+    def _leave(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Those of ``names`` that nobody holds; nobody will until the block ends."""
+        with self._holding:
+            going = [name for name in names if name not in self._held]
+            self._leaving = frozenset(going)
+        try:
+            yield going
+        finally:
+            self._leaving = frozenset()
+
+    def renewed(self, step: int) -> None:
+        """There is a new save of a step: what is remembered of an older one of that name no longer holds."""
+        self._citations.forget([self.path(step).name])
+        self._thin.discard(self.path(step).name)
+
+    # What goes
+
+    def sweep(self, keep: Keep, just_saved: int | None, spare: Collection[Location]) -> None:
+        """Delete committed steps, and sections of them, that no rule keeps (after a save), and what dead saves left.
 
         Not in the folders to ``spare``, where saves are under way. Failures cost space alone.
         """
         with self._gently():
             if just_saved is not None:
+                self.renewed(just_saved)
                 committed = self.committed()
-                self._retire(committed, self._kept(keep, committed) | {just_saved})
+                kept = keep.verdict(self._rated(keep, committed)).and_whole([just_saved])
+                self._retire(committed, kept, max(committed, default=0), spare)
             self._clean(spare)
 
-    def kept(self, keep: Keep) -> set[int] | None:
-        """The committed steps that a rule keeps; None if that cannot be told."""
+    def kept(self, keep: Keep) -> Kept | None:
+        """What of the committed steps a rule keeps; None if that cannot be told."""
         found = None
         with self._gently():
-            found = self._kept(keep, self.committed())
+            found = keep.verdict(self._rated(keep, self.committed()))
         return found
 
-    def retire(self, kept: Container[int], upto: int) -> None:
-        """Delete the committed steps up to and with ``upto`` that are not ``kept``. Failures cost space alone."""
+    def retire(self, kept: Kept, upto: int) -> None:
+        """Delete the committed steps up to and with ``upto`` that are not ``kept``, and what the others are to lose.
+
+        Failures cost space alone.
+        """
         with self._gently():
-            self._retire({step: path for step, path in self.committed().items() if step <= upto}, kept)
+            self._retire(self.committed(), kept, upto, ())
 
     def clean(self, spare: Container[Location]) -> None:
         """Delete what dead saves left, but not in the folders to ``spare``. Failures cost space alone."""
         with self._gently():
             self._clean(spare)
 
-    def _kept(self, keep: Keep, committed: dict[int, Location]) -> set[int]:
+    def _rated(self, keep: Keep, committed: dict[int, Location]) -> dict[int, float | None]:
         rated = keep.best and len(committed) > keep.last
         metrics = {step: self._metric(path) for step, path in committed.items()} if rated else {}
-        return keep.kept({step: metrics.get(step) for step in committed})
+        return {step: metrics.get(step) for step in committed}
 
-    def _retire(self, committed: dict[int, Location], kept: Container[int]) -> None:
-        for step, path in committed.items():
-            if step not in kept:
-                self._known = self._known - {path.name}
-                delete_checkpoint(path)
+    def _retire(self, committed: dict[int, Location], kept: Kept, upto: int, spare: Collection[Location]) -> None:
+        steps = {step: path.name for step, path in committed.items() if step <= upto}
+        with self._leave(name for step, name in steps.items() if step not in kept.steps) as going:
+            if going:
+                cited, loose = self._cited(but=going), self._citations.by(going)
+                self._known = self._known - set(going)
+                self._look_again(*going, *loose)  # if this fails in its middle
+                delete_checkpoints(self.root, going, cited, loose, spare)
+                self._citations.forget(going)
+        for step, name in steps.items():
+            if step in kept.steps and step not in kept.whole and name not in self._thin:
+                with self._leave([name]) as losing:
+                    if losing:
+                        self._lose(self.root / name, kept.loses)
+
+    def _cited(self, but: Collection[str] = ()) -> Cited:
+        """What all checkpoints of the root cite, those of these names left out.
+
+        Looked for now: a save may just have been committed, and its base be held no more.
+        """
+        names = [path.name for path in self.committed().values() if path.name not in but]
+        if isinstance(self.root, Place):
+            self._citations.forget(self._others)  # nobody tells when they change
+        return self._citations.by([*names, *self._others])
+
+    def _lose(self, path: Location, sections: str | tuple[str, ...]) -> None:
+        try:
+            done = drop_from(path, sections, cited=self._cited(but=[path.name]))
+            if not isinstance(done, Dropped) and not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s keeps all it has: no section fits Keep(optimizer=%r); it has %s", path, sections,
+                    ", ".join(done) or "none",
+                )  # fmt: skip
+        except (Damaged, NotACheckpoint, Unsupported, ValueError) as error:
+            log.warning("%s keeps all it has: %s", path, error)
+        finally:
+            self._citations.forget([path.name])
+            self._look_again(path.name)
+        self._thin.add(path.name)
+
+    def _look_again(self, *names: str) -> None:
+        for name in names:
+            self._swept.pop(name, None)
 
     def _clean(self, spare: Container[Location]) -> None:
         now = time.monotonic()
         found = self.folders()
         folders = [path for path in found if not isinstance(path, Place) or now >= self._swept.get(path.name, now)]
         littered = self._littered(folders)
+        cited = cache(self._cited)
         for path in folders:
             if path not in spare:
-                done = path.name not in littered or _sweep_folder(path)
+                done = path.name not in littered
+                if not done:
+                    done = _sweep_folder(path, lambda folder: cited().get(folder.name, set()))
                 self._swept[path.name] = math.inf if done else now + storage.LIVING
         self._swept = {path.name: self._swept[path.name] for path in found if path.name in self._swept}
 
@@ -181,7 +298,7 @@ class Steps:
         try:
             with self._sweeping:
                 yield
-        except (StorageError, OSError) as error:
+        except (StorageError, OSError, Unsupported) as error:
             log.warning("sweeping %s failed: %s", self.root, error)
 
 
@@ -190,15 +307,16 @@ def note_of(metric: float | None) -> bytes:
     return msgspec.json.encode(_Notes(None if metric is None else float(metric)))
 
 
-def _sweep_folder(path: Location) -> bool:
+def _sweep_folder(path: Location, cited: Callable[[Location], Collection[str]]) -> bool:
     """Whether nothing was left for later: what a living save may still need is."""
     try:
-        return sweep_beside(path, read_manifest(path))
+        record = read_manifest(path)
     except NotACheckpoint:
-        return sweep_dead(path)
+        return sweep_dead(path, cited)
     except (Damaged, Unsupported) as error:
         log.debug("not swept: %s", error)
         return True
+    return sweep_beside(path, record, cited)
 
 
 def _pattern_of(name: str) -> re.Pattern[str]:
@@ -210,14 +328,17 @@ def _pattern_of(name: str) -> re.Pattern[str]:
     return re.compile("".join(re.escape(text) + (r"(?P<step>\d+)" if field else "") for text, field, _, _ in parts))
 
 
-def fault_of(path: Location) -> str | None:
+def fault_of(path: Location, lost: list[str] | None = None) -> str | None:
     """Why a committed checkpoint is not whole, by its manifest and its files' sizes; None if it is.
 
-    Raises StorageError if a store does not tell: that says nothing of the checkpoint, and a run must not go on from an
-    older one for it.
+    ``lost`` takes the sections that it has lost since it was saved, which is no fault. Raises StorageError if a store
+    does not tell: that says nothing of the checkpoint, and a run must not go on from an older one for it.
     """
     try:
-        return next(iter(lacking_files(path, read_manifest(path)).values()), None)
+        record = read_manifest(path)
+        if lost is not None:
+            lost[:] = dropped_of(record)
+        return next(iter(lacking_files(path, record).values()), None)
     except (Damaged, NotACheckpoint, Unsupported) as error:
         return str(error)
     except (HoldfastError, OSError) as error:
@@ -227,20 +348,22 @@ def fault_of(path: Location) -> str | None:
 
 
 def lacking_files(folder: Location, record: Manifest) -> dict[int, str]:
-    """Numbers of the data files that a folder does not have as its manifest says, each with what is wrong.
+    """Numbers of the data files that a checkpoint does not have as its manifest says, each with what is wrong.
 
-    In a store that is one listing. Raises StorageError.
+    In a store that is one listing, and one more for each folder that it cites. Raises StorageError.
     """
     files = record.data_files
-    sizes = storage.sizes_below(folder) if files else {}
+    places = {sibling_of(file.path)[0] if is_cited(file.path) else "" for file in files}
+    folders = {name: root_of(folder)[0] / name if name else folder for name in places}
+    sizes = {name: storage.sizes_below(found) for name, found in folders.items()}
     found: dict[int, str] = {}
     for index, file in enumerate(files):
-        # Borrowed from a sibling: it lies elsewhere.
-        size = sizes.get(file.path) if file.save is None else storage.size_of(folder / file.path)
+        name, path = sibling_of(file.path) if is_cited(file.path) else ("", file.path)
+        size, own = sizes[name].get(path), folders[name] / path
         if size is None:
-            found[index] = f"{folder / file.path} is missing"
+            found[index] = f"{own} is missing{told(folder, file)}"
         elif size != file.bytes:
-            found[index] = f"{file.path} has {size} bytes instead of {file.bytes}"
+            found[index] = f"{own} has {size} bytes instead of {file.bytes}{told(folder, file)}"
     return found
 
 

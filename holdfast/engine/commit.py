@@ -21,6 +21,7 @@ import torch
 
 from holdfast import events
 from holdfast.engine import storage
+from holdfast.engine.citations import Cited, citations_of, cited_beside, is_cited, let_go, root_of
 from holdfast.engine.folder import taken
 from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.owners import Owned, PlannedTensor
@@ -107,7 +108,7 @@ def _commit(folder: Location, record: Manifest, replaces: bool) -> None:
         previous = _previous(target)
         storage.replace_small(target, data, temporary)
         if previous is not None:
-            _remove_old_files(folder, previous, record)
+            remove_old_files(folder, previous, record)
     elif not storage.create_small(target, data, temporary):
         try:
             winner = manifest.decode(storage.read_small(target), str(target))
@@ -217,14 +218,24 @@ def _previous(target: Location) -> Manifest | None:
         return None
 
 
-def _remove_old_files(folder: Location, old: Manifest, new: Manifest) -> None:
-    """Delete what only the replaced checkpoint named. It is committed over, so a failure here loses space alone."""
+def remove_old_files(folder: Location, old: Manifest, new: Manifest, cited: Cited | None = None) -> bool:
+    """Delete what only the replaced checkpoint needed: its files, and those that it cited elsewhere.
+
+    What other checkpoints cite stays: ``cited`` if the caller knows, else they are all asked. The new one is committed,
+    so a failure here loses space alone: False then.
+    """
     kept = {f.path for f in new.data_files} | {path for path, _, _ in new.attachments}
-    for path in [*(f.path for f in old.data_files if f.save is None), *(path for path, _, _ in old.attachments)]:
-        if path in kept:
-            continue
-        try:
-            storage.delete(folder / path)
-            storage.delete_if_empty((folder / path).parent)
-        except StorageError as error:
-            events.log.warning("the checkpoint is committed, but an older file stays: %s", error)
+    own = [*(f.path for f in old.data_files if not is_cited(f.path)), *(path for path, _, _ in old.attachments)]
+    try:
+        root, name = root_of(folder)
+        cited = cited_beside(folder) if cited is None else cited
+        gone = [folder / path for path in own if path not in kept and path not in cited.get(name, set())]
+        storage.delete(*gone)
+        for above in {path.parent for path in gone}:
+            storage.delete_if_empty(above)
+        now = citations_of(new)
+        let_go(root, {at: paths - now.get(at, set()) for at, paths in citations_of(old).items()}, cited)
+    except (StorageError, Unsupported) as error:
+        events.log.warning("the checkpoint is committed, but older files stay: %s", error)
+        return False
+    return True

@@ -1,16 +1,18 @@
 """A checkpoint's folder before and after it is one: who may save there, what dead saves leave, deleting in order.
 
-Called by save and the manager. Never deletes a file that holdfast did not write, nor one of a save that still lives.
+Called by save and the manager. Never deletes a file that holdfast did not write, nor one of a save that still lives,
+nor one that another checkpoint cites: a folder that is no checkpoint any more may hold such files for a long time.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from holdfast.engine import storage
+from holdfast.engine.citations import Citations, Cited, cited_beside, cited_in, let_go, root_of
 from holdfast.engine.stores.place import Location, Place
-from holdfast.errors import StorageError
+from holdfast.errors import StorageError, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
@@ -33,7 +35,12 @@ def prepare(folder: Location, *, overwrite: bool) -> None:
         if isinstance(folder, Place):
             return  # a dead save's or a living one's, who can tell: names hold save ids, and the commit has one winner
         raise taken(f"another save is writing to {folder} right now")
-    storage.delete(*(folder / f for f in found))
+    try:
+        kept = cited_in(folder) if found else set()
+    except (StorageError, Unsupported) as error:  # names hold save ids: nothing of it is in the way
+        log.warning("what older saves left in %s stays, to be swept later: %s", folder, error)
+        kept = set(found)
+    storage.delete(*(folder / f for f in found if f not in kept))
     storage.make_folder(folder)
 
 
@@ -60,6 +67,17 @@ def taken(text: str) -> StorageError:
     return error
 
 
+def refuse_cited(folder: Location) -> None:
+    """Raises StorageError (EEXIST) if other checkpoints cite files of the folder: whoever replaces all of it asks."""
+    if cited_in(folder):
+        error = StorageError(
+            f"{folder} holds files that checkpoints beside it cite, and cannot be replaced: choose another path, or "
+            "first make those whole by themselves (holdfast.copy)"
+        )
+        error.errno = errno.EEXIST
+        raise error
+
+
 def withdraw(paths: Sequence[Location], folder: Location) -> None:
     """Delete what this rank wrote for a save that did not commit; the last rank to do so takes the folder away."""
     try:
@@ -70,28 +88,51 @@ def withdraw(paths: Sequence[Location], folder: Location) -> None:
 
 
 def delete_checkpoint(path: Location) -> None:
-    """Delete a checkpoint: its manifest first, so that it is none from the first moment on; then the rest."""
-    storage.delete(path / manifest.FILE_NAME)
-    storage.sync_folder(path)
-    _delete_ours(path)
+    """Delete a checkpoint; see `delete_checkpoints`."""
+    root, name = root_of(path)
+    delete_checkpoints(root, [name], cited_beside(path), Citations(root).by([name]))
 
 
-def sweep_dead(path: Location) -> bool:
-    """Delete what a save that never committed left in ``path``; False if a living save may write there."""
-    if storage.living(path, [f for f in storage.files_below(path) if is_leaving(f)]):
+def delete_checkpoints(
+    root: Location, names: Sequence[str], cited: Cited, loose: Cited, spare: Collection[Location] = ()
+) -> None:
+    """Delete the checkpoints of these ``names``: their manifests first, so that none is one from that moment on.
+
+    Then what they have held and what they have cited elsewhere (``loose``), but for what is ``cited`` by the others,
+    which are all that stay. It goes once the last of those goes. Empty folders go too, but for those to ``spare``.
+    """
+    storage.delete(*(root / name / manifest.FILE_NAME for name in names))
+    for name in names:
+        storage.sync_folder(root / name)
+    for name in names:
+        _delete_ours(root / name, cited.get(name, set()))
+    let_go(root, {name: paths for name, paths in loose.items() if name not in names}, cited, spare)
+
+
+def sweep_dead(path: Location, cited: Callable[[Location], Collection[str]] = cited_in) -> bool:
+    """Delete what a save that never committed left in ``path``; False if a living save may write there.
+
+    What is ``cited`` stays: `cited_in` unless the caller knows it cheaper.
+    """
+    leavings = [f for f in storage.files_below(path) if is_leaving(f)]
+    if storage.living(path, leavings):
         return False
-    log.info("sweeping %s: a save that never committed", path)
-    _delete_ours(path)
+    kept = cited(path) if leavings else ()
+    if any(f not in kept for f in leavings):
+        log.info("sweeping %s: a save that never committed", path)
+    _delete_ours(path, kept)
     return True
 
 
-def sweep_beside(path: Location, record: Manifest) -> bool:
-    """Delete leavings of dead saves beside a committed checkpoint: data files that its manifest does not name.
+def sweep_beside(path: Location, record: Manifest, cited: Callable[[Location], Collection[str]] = cited_in) -> bool:
+    """Delete leavings of dead saves beside a committed checkpoint: data files that no manifest names.
 
     False if a living save may need them.
     """
     named = {f.path for f in record.data_files}
     strays = [f for f in storage.files_below(path) if is_leaving(f) and f not in named]
+    kept = cited(path) if strays else ()
+    strays = [f for f in strays if f not in kept]
     # All or nothing: a first rank that still holds its own file may yet commit those of the others.
     if strays:
         if storage.living(path, strays):
@@ -101,7 +142,7 @@ def sweep_beside(path: Location, record: Manifest) -> bool:
     return True
 
 
-def _delete_ours(path: Location) -> None:
+def _delete_ours(path: Location, kept: Collection[str]) -> None:
     ours = [f for f in storage.files_below(path) if is_leaving(f) or f.startswith("attachments/")]
-    storage.delete(*(path / f for f in ours))
+    storage.delete(*(path / f for f in ours if f not in kept))
     storage.delete_empty_folders(path)

@@ -48,7 +48,7 @@ def images_of(state: Collected, plan: Plan, ranks: Ranks, save: str) -> list[Ima
         pieces = datafile.arrange(piece for piece, _, _ in found)
         shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or _shape_is_lost(p)}
         path = datafile.file_name(section, ranks.rank, ranks.size, save, volume)
-        images.append(Image(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes))
+        images.append(Image(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes, volume))
     return images
 
 

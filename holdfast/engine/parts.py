@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 
 from holdfast.engine import storage
-from holdfast.engine.commit import commit, complete
+from holdfast.engine.citing import Did, joined
+from holdfast.engine.commit import commit
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError, StorageError
 from holdfast.events import log
@@ -62,13 +63,13 @@ def _prove(folder: Location, save: str) -> Manifest | None:
     if any(one.save != save or one.world_size != first.world_size for one in found.values()):
         raise Damaged(f"the parts of save {save} contradict each other")
     for one in found.values():
-        for path, nbytes, header_bytes, digest in one.files:
+        for path, nbytes, header_bytes, digest, *_ in [*one.records, *(cite.record for cite in one.cites)]:
             _prove_file(folder / path, nbytes, header_bytes, digest)
     for path, nbytes, digest in first.manifest.attachments:
         data = storage.read_small(folder / path)
         if len(data) != nbytes or blocks.digest(data) != digest:
             raise Damaged(f"{folder / path} is not what was attached")
-    return complete(first.manifest, [record for rank in sorted(found) for record in found[rank].records])
+    return joined(first.manifest, [Did(found[rank].records, found[rank].cites) for rank in sorted(found)])
 
 
 def _prove_file(path: Location, nbytes: int, header_bytes: int, digest: str) -> None:

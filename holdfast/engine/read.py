@@ -17,15 +17,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from holdfast.engine.citations import own_path, told
 from holdfast.engine.landing import Streams, narrowed, scatter
 from holdfast.engine.memory import move
 from holdfast.engine.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.engine.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of
 from holdfast.engine.stage import host_view
-from holdfast.engine.storage import open_to_read, read_start, size_of
+from holdfast.engine.storage import open_to_read, read_small, read_start, size_of
 from holdfast.engine.stores.place import Location, Place
-from holdfast.errors import Damaged
-from holdfast.ondisk import blocks, datafile, dtypes, names
+from holdfast.errors import Damaged, HoldfastError
+from holdfast.ondisk import blocks, datafile, dtypes, manifest, names
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box, intersect, relative
 from holdfast.ondisk.datafile import Header, Piece
@@ -88,6 +89,7 @@ class DataFiles:
         self.folder, self.records, self._beside = folder, records, beside
         self._headers: dict[int, Header] = {}
         self._elsewhere: dict[int, Location] = {}
+        self._named_beside: dict[str, str] | None = None
         self._lock = threading.Lock()
 
     def path(self, index: int) -> Location:
@@ -96,12 +98,24 @@ class DataFiles:
             return self.folder / record.path
         if index not in self._elsewhere:
             own = self.folder / record.path
-            self._elsewhere[index] = own if size_of(own) == record.bytes else self._beside / record.path
+            self._elsewhere[index] = own if size_of(own) == record.bytes else self._in(self._beside, record)
         return self._elsewhere[index]
 
     def plain(self, index: int) -> Path | None:
         path = self.path(index)
         return None if isinstance(path, Place) else path
+
+    def _in(self, beside: Location, record: FileRecord) -> Location:
+        # What lies in the one folder may be cited from the other.
+        if self._named_beside is None:
+            try:
+                target = beside / manifest.FILE_NAME
+                files = manifest.decode(read_small(target), str(target)).data_files
+            except (HoldfastError, OSError):  # then names have to do
+                files = []
+            self._named_beside = {own_path(file.path): file.path for file in files}
+        own = own_path(record.path)
+        return beside / self._named_beside.get(own, own)
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         if not isinstance(self.folder, Place) and not isinstance(self._beside, Place):
@@ -130,13 +144,15 @@ class DataFiles:
             try:
                 data, size = read_start(path, record.header_bytes)
             except FileNotFoundError:
-                raise damaged(path, "is missing") from None
+                raise damaged(path, f"is missing{told(self.folder, record)}") from None
             if size != record.bytes:
-                raise damaged(path, f"has {size} bytes, the manifest says {record.bytes}")
+                raise damaged(path, f"has {size} bytes, the manifest says {record.bytes}{told(self.folder, record)}")
             if blocks.digest(data) == record.header_digest:
                 break
             if last or not isinstance(path, Place):  # on the way from a store a bit may flip
-                raise damaged(path, "has an altered header: its digest is not the manifest's")
+                raise damaged(
+                    path, f"has an altered header: its digest is not the manifest's{told(self.folder, record)}"
+                )
             forget(path, 0, record.header_bytes)
         try:
             return datafile.parse_header(data, size)
@@ -162,7 +178,7 @@ class DataFiles:
         try:
             cached, direct = open_to_read(path)
         except FileNotFoundError:
-            raise damaged(self.path(index), "is missing") from None
+            raise damaged(path, f"is missing{told(self.folder, self.records[index])}") from None
         try:
             yield cached, direct
         finally:

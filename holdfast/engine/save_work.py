@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from posixpath import dirname
 from time import monotonic
 from typing import Any, Protocol
 
@@ -19,17 +18,19 @@ from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.agree import agree, plan_for
 from holdfast.engine.arena import Slot
+from holdfast.engine.borrow import Previous, borrowed_is_there, cite, open_base
+from holdfast.engine.citing import Did, joined
 from holdfast.engine.commit import (
     Attached,
     Identity,
     check_attachment,
     commit,
-    complete,
     draft,
     place_attachments,
     read_attachments,
 )
-from holdfast.engine.device import Moments, devices_of
+from holdfast.engine.device import Copier, Moments, devices_of
+from holdfast.engine.fingerprint import Fingerprints, Prints
 from holdfast.engine.folder import prepare, withdraw
 from holdfast.engine.images import images_of
 from holdfast.engine.layout import Layout, OwnedJoin, join_owned, layout_of, owned_values
@@ -45,17 +46,18 @@ from holdfast.errors import HoldfastError, RankLost
 from holdfast.ondisk import manifest, part
 from holdfast.ondisk.datafile import base_of, file_name
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.ondisk.part import Part
+from holdfast.ondisk.part import CITING, VERSION, Cite, Part
 
 SCALAR = 64
 """Bytes that small state of an optimizer takes for a parameter: more than it is."""
 
 
 class _Note(msgspec.Struct, array_like=True):
-    """What one rank did: its durable files, by section, as no path has to be told, and the plan that it followed."""
+    """What one rank did: its durable files, by section, as no path has to be told; its plan; what it cites."""
 
-    files: list[tuple[str, int, int, bytes]]
+    files: list[tuple[str, int, int, int, bytes]]
     plan: str
+    cites: list[Cite] = []
 
 
 class SlotSource(Protocol):
@@ -76,7 +78,7 @@ class SaveWork:
     plans. ``busy`` says that this rank cannot save now, and wants all to skip it. ``leaves_part``: the files are to
     outlive this process. ``still``: nothing of the state changes before the save has ended. ``staged`` is called when
     every tensor is copied, or queued to be copied until those moments, with the chance to fail the save. ``recall``
-    spares a walk.
+    spares a walk. What is as it was in ``previous`` is cited.
     """
 
     ranks: Ranks
@@ -90,6 +92,7 @@ class SaveWork:
     still: bool = False
     busy: bool = False
     recall: Recall | None = None
+    previous: Previous | None = None
     after: Moments = field(default_factory=Moments)
     staged: Callable[[Moments], None] = lambda moments: None
     collected: Collected = field(default_factory=Collected)
@@ -107,6 +110,8 @@ class SaveWork:
     _joined: OwnedJoin | None = None
     _drafted: Manifest | None = None
     _images: list[Image] = field(default_factory=list)
+    _cites: list[Cite] | None = None  # None until that is known
+    _prints: Prints = field(default_factory=dict)
     _writing: Writing | None = None
     _is_staged: set[str] = field(default_factory=set)
     _opened: OpenFiles = field(default_factory=OpenFiles)
@@ -212,8 +217,26 @@ class SaveWork:
         """
         with self._keeping_failure():
             self._raise_failure()
+            self._cite()
             writing = self._stage([image for image in self._images if image.section in sections], _silent)
             writing.copier.moment().hold_streams()
+
+    def _cite(self) -> None:
+        """Leave out what a checkpoint before this one has; once, and before anything is staged."""
+        if self._cites is not None or self.previous is None or self._plan is None:
+            return
+        base = open_base(self.previous, self._place())
+        found = cite(
+            base, self._images, self._plan, self.ranks.rank, self._place(), opened=self._opened,
+            fingerprints=self._fingerprints, copier=Copier(self.after),
+        )  # fmt: skip
+        self._images, self._cites, self._prints = found.images, found.cites, found.prints
+        self.nbytes = sum(image.nbytes for image in self._images)
+
+    @property
+    def _fingerprints(self) -> Fingerprints:
+        known: Fingerprints = self.ranks.remembered.setdefault("fingerprints", Fingerprints())
+        return known
 
     def _stage(self, images: list[Image], progress: Callable[[int], None]) -> Writing:
         if self._writing is None:
@@ -235,6 +258,7 @@ class SaveWork:
 
     def _write(self, task: events.Task) -> _Note:
         self._raise_failure()
+        self._cite()
         task.total = self.nbytes
         writing = self._stage([image for image in self._images if image.path not in self._is_staged], task.advance)
         self.staged(writing.copier.moment())
@@ -246,9 +270,14 @@ class SaveWork:
         self.slots.give()
         writing.finish()
         check_sent(self._sent)
+        borrowed_is_there(self._place(), self._cites or [])
         self.written_at = monotonic()
         self._reported = True
-        return _Note([(dirname(path), n, head, bytes.fromhex(sums)) for path, n, head, sums in files], self._plan_key)
+        told = [
+            (image.section, image.volume, n, head, bytes.fromhex(sums))
+            for image, (_, n, head, sums) in zip(self._images, files, strict=True)
+        ]
+        return _Note(told, self._plan_key, self._cites or [])
 
     def _small_files(self, files: list[tuple[str, int, int, str]]) -> list[tuple[str, bytes]]:
         """What follows the data: attachments of the first rank, then the part, which says that all is there."""
@@ -261,7 +290,11 @@ class SaveWork:
             self._records, small = place_attachments(self._attached, self.save_id, fresh=fresh)
         if self.leaves_part:
             drafted = self._draft() if ranks.first else None
-            left = Part(save=self.save_id, rank=ranks.rank, world_size=ranks.size, files=files, manifest=drafted)
+            cites = self._cites or []
+            left = Part(
+                version=CITING if cites else VERSION, save=self.save_id, rank=ranks.rank, world_size=ranks.size,
+                files=files, cites=cites, manifest=drafted,
+            )  # fmt: skip
             small = [*small, (part.file_name(ranks.rank, self.save_id), part.encode(left))]
         self._opened.paths += [self._place() / path for path, _ in small]
         return small
@@ -286,6 +319,7 @@ class SaveWork:
             if not leave and not self._is_committed():
                 self._withdraw()
             self._opened.close()
+        self._fingerprints.remember(self.save_id, self._prints)
         if self.leaves_part:
             take_away(self._place(), self.save_id, self.ranks.rank)
 
@@ -331,15 +365,17 @@ class SaveWork:
         except (HoldfastError, OSError):
             return False
 
+    def _records_of(self, rank: int, note: _Note) -> list[FileRecord]:
+        return [
+            FileRecord(file_name(section, rank, self.ranks.size, self.save_id, volume), n, head, sums.hex())
+            for section, volume, n, head, sums in note.files
+        ]
+
     def _commit(self, notes: list[_Note]) -> str:
         if len({note.plan for note in notes}) > 1:
             raise HoldfastError("the ranks followed different plans; this is a fault of holdfast, please report it")
-        files = [
-            FileRecord(file_name(section, rank, self.ranks.size, self.save_id), n, head, sums.hex())
-            for rank, note in enumerate(notes)
-            for section, n, head, sums in note.files
-        ]
-        record = complete(self._draft(), files)
+        did = [Did(self._records_of(rank, note), note.cites) for rank, note in enumerate(notes)]
+        record = joined(self._draft(), did)
         commit(self._place(), record, replaces=self._replaces)
         return self.save_id
 

@@ -312,6 +312,15 @@ def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
     return fd, direct
 
 
+def open_locked(path: Path) -> int:
+    """A descriptor of an existing file that, as a rule, marks it as part of a save under way until it is closed."""
+    with naming(path, "open"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # somebody who asks whether it is in use has it locked for a moment
+            _lock(fd)
+        return fd
+
+
 def _lock(fd: int) -> None:
     try:
         for _ in range(ASKED):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.engine import storage
+from holdfast.engine.citations import is_cited, own_path, sibling_of
 from holdfast.engine.folder import taken
 from holdfast.engine.proved import PART, Parts, ProvedFile, damaged
 from holdfast.engine.stores.local import Local
@@ -57,9 +58,22 @@ def self_contained(record: Manifest) -> Manifest:
     return msgspec.structs.replace(record, files=[manifest.file_row(file) for file in files])
 
 
-def own_path(path: str) -> str:
-    """Where a file lies in a checkpoint that borrows none: ``../step-5/model/x`` is ``model/x``."""
-    return path.split("/", 2)[2] if path.startswith("../") else path
+def sharing(record: Manifest, name: str, lender: Manifest, at: str, absent: Container[int] = ()) -> Manifest:
+    """A self-contained manifest, to be committed as ``name``, with what its sibling ``at`` has too cited from there.
+
+    Names hold save ids, so the same name, size and header are the same file. ``absent``: numbers of files that the
+    ``lender`` names and does not have.
+    """
+    held = {own_path(file.path): file for index, file in enumerate(lender.data_files) if index not in absent}
+    files = []
+    for file in record.data_files:
+        theirs = held.get(file.path)
+        if theirs is not None and theirs[1:4] == file[1:4]:
+            path = theirs.path if is_cited(theirs.path) else f"../{at}/{theirs.path}"
+            if sibling_of(path)[0] != name:  # else an older save of this name has left it, and it is there already
+                file = file._replace(path=path, save=theirs.save or lender.save)
+        files.append(file)
+    return msgspec.structs.replace(record, files=[manifest.file_row(file) for file in files])
 
 
 def home(path: Location) -> Place:
@@ -93,7 +107,7 @@ def copy_files(
             work.attach(path, own, nbytes, digest, there=own in there)
     files = []
     for file, at in zip(record.data_files, into.data_files, strict=True):
-        if at.save is not None or not only(at.path):
+        if is_cited(at.path) or not only(at.path):
             continue
         if there.get(at.path) == file.bytes:
             work.stats.add(CopyStats(skipped=1, skipped_bytes=file.bytes))

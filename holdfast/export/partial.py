@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.engine import storage
-from holdfast.engine.folder import taken
+from holdfast.engine.folder import refuse_cited, taken
 from holdfast.errors import StorageError
 from holdfast.events import log
 
@@ -83,6 +83,8 @@ class Partial:
             )
             error.errno = errno.EEXIST
             raise error
+        if target.is_dir():
+            refuse_cited(target)
 
     def _claim(self) -> None:
         """Make the folder ours: nobody else is at it, nor a rank that an earlier call left behind."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast import events
 from holdfast.engine import storage
-from holdfast.engine.folder import taken
+from holdfast.engine.folder import refuse_cited, taken
 from holdfast.engine.stores.place import Place
 from holdfast.errors import StorageError, Unsupported
 from holdfast.foreign.scratch import private_folder
@@ -51,6 +51,8 @@ def check_free(place: Place, *, overwrite: bool) -> None:
         )
         error.errno = errno.EEXIST
         raise error
+    if found:
+        refuse_cited(place)
 
 
 def check_one_machine(hosts: list[str]) -> str:

@@ -13,12 +13,34 @@ from holdfast.errors import Damaged
 from holdfast.ondisk.manifest import FileRecord, Manifest, is_sealed, seal
 
 FORMAT = "holdfast-part"
-VERSION = 1
+VERSION, CITING = 1, 2
+"""A part that cites has a version of its own: who does not know it must not take the rest for the whole."""
+
 _NAME = re.compile(r"parts/(?P<rank>\d{5,})\.(?P<save>[0-9a-f]{16})\.json")
 
 
+class Cite(msgspec.Struct, array_like=True, frozen=True):
+    """A data file of an earlier save that holds what one rank would have written of these tensors.
+
+    ``file`` is its record, save id included. ``tensors`` are positions in the manifest's ``tensors``, as ranges; all
+    are of the section of the file, and of one ``volume`` of it in this save.
+    """
+
+    file: tuple[str, int, int, str, str]
+    tensors: str
+    volume: int = 0
+
+    @property
+    def record(self) -> FileRecord:
+        """``file`` as a record."""
+        return FileRecord(*self.file)
+
+
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's files of one save. The first rank's part also holds the manifest, all but sizes and digests."""
+    """One rank's files of one save, and what it cites instead of writing it.
+
+    The first rank's part also holds the manifest, all but sizes and digests, as if every rank wrote all it owns.
+    """
 
     format: str = FORMAT
     version: int = VERSION
@@ -26,6 +48,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     world_size: int
     files: list[tuple[str, int, int, str]]
+    cites: list[Cite] = []
     manifest: Manifest | None = None
 
     @property
@@ -60,6 +83,6 @@ def decode(data: bytes, where: str) -> Part:
         found = _decoder.decode(data) if is_sealed(data) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Damaged(f"{where} is no part of a save: {error}") from None
-    if found is None or (found.format, found.version) != (FORMAT, VERSION):
+    if found is None or (found.format, found.version) != (FORMAT, CITING if found.cites else VERSION):
         raise Damaged(f"{where} is truncated, altered or of another version")
     return found

@@ -20,6 +20,7 @@ from holdfast.engine import storage
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.errors import Mismatch, RankLost
 from holdfast.events import log
+from holdfast.keep import Kept
 
 MARK = ".holdfast-tier.json"
 """What a fast folder belongs to, so that two runs do not take each other's steps for their own."""
@@ -32,20 +33,24 @@ Word = TypeVar("Word")
 
 
 class Told(msgspec.Struct, array_like=True):
-    """What becomes of a save: its manifest (empty if it is swept already), and the steps to keep, if they are known."""
+    """What becomes of a save: its manifest (empty if it is swept already), and what to keep, if that is known."""
 
     manifest: bytes
-    kept: list[int] | None
+    kept: Kept | None
 
 
 class Order(msgspec.Struct, array_like=True):
-    """What the leaders have to upload: the step of this ``name``. Up to the step ``upto`` only ``kept`` ones stay."""
+    """What the leaders have to upload: the step of this ``name``. Up to the step ``upto`` what is not ``kept`` goes.
+
+    ``lender`` is a step of the store that has some of its files.
+    """
 
     number: int
     name: str = ""
     save: str = ""
-    kept: list[int] | None = None
+    kept: Kept | None = None
     upto: int = 0
+    lender: str = ""
 
 
 class _Mark(msgspec.Struct):

@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.checkpoint import Checkpoint, Patterns, read_manifest
 from holdfast.engine import storage
+from holdfast.engine.sections import dropped_of
 from holdfast.engine.stores.place import Location
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
@@ -40,6 +41,7 @@ class _Seen(msgspec.Struct, array_like=True):
     save: str
     created: str
     files: list[str]
+    lost: bool = False  # sections, since it was saved
 
 
 class _Sight(msgspec.Struct, array_like=True):
@@ -56,6 +58,7 @@ class _Held(msgspec.Struct, array_like=True):
     created: str
     teller: int
     lacking: list[int]
+    lost: bool = False
 
 
 class _Found(msgspec.Struct):
@@ -74,17 +77,21 @@ class Survey:
         self._found: dict[int, _Found] = {}
         self._restores = 0
 
-    def restore(self, state: dict[str, Any], patience: float, spare: Container[Location]) -> Loaded | None:
+    def restore(
+        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns = "*"
+    ) -> Loaded | None:
         """Load the newest step that is whole on the fast tier or in the store; None if there is none.
 
-        All ranks call it; see `CheckpointManager.restore`. Waits up to ``patience`` seconds for writers that live on.
+        All ranks call it; see `CheckpointManager.restore`, also for ``only``. Waits up to ``patience`` seconds for
+        writers that live on.
         """
         refused: set[tuple[str, str]] = set()
         self._gather(patience, spare)
         try:
             while True:
                 with self._ranks.call(f"restore {self.store.root}", deadline=self._deadline) as call:
-                    choice = call.exchange("choose", lambda: True, lambda notes: self._choose(refused), Choice)
+                    choose = partial(self._choose, refused, complete=only == "*")
+                    choice = call.exchange("choose", lambda: True, lambda notes: choose(), Choice)
                 if not choice.name:
                     if refused:
                         names = "; ".join(f"{name} ({tier})" for tier, name in sorted(refused))
@@ -93,7 +100,7 @@ class Survey:
                 try:
                     return load_opened(
                         partial(self._open, choice), state, f"restore {choice.name} of {self.store.root}", self._ranks,
-                        deadline=self._deadline,
+                        only=only, deadline=self._deadline,
                     )  # fmt: skip
                 except (Damaged, NotACheckpoint) as error:
                     log.warning("%s (%s) cannot be restored, trying another: %s", choice.name, choice.tier, error)
@@ -121,9 +128,10 @@ class Survey:
         found = []
         for path in self.fast.folders():
             save = created = ""
+            lost = False
             try:
                 record = read_manifest(path)
-                save, created = record.save, record.created
+                save, created, lost = record.save, record.created, bool(dropped_of(record))
             except NotACheckpoint:
                 pass  # another node may have its manifest
             except (Damaged, Unsupported) as error:
@@ -131,7 +139,7 @@ class Survey:
                 self.fast.broken.add(path.name)
             saves = {datafile.save_of(file) for file in storage.files_below(path)} - {None}
             if save or saves:
-                found.append(_Seen(path.name, save, created, sorted(map(str, saves))))
+                found.append(_Seen(path.name, save, created, sorted(map(str, saves)), lost))
         return _Sight(found)
 
     def _spread(self, held: list[_Held], spare: Container[Location]) -> list[str | None]:
@@ -171,8 +179,8 @@ class Survey:
                 self._found[self.fast.step_of(step.name)] = _Found(step, set.intersection(*lacks))
         return True
 
-    def _choose(self, refused: set[tuple[str, str]]) -> Choice:
-        """On the first rank: the newest step that is whole and not refused.
+    def _choose(self, refused: set[tuple[str, str]], *, complete: bool) -> Choice:
+        """On the first rank: the newest step that is whole and not refused; with ``complete`` of all sections, if any.
 
         Raises StorageError if the fast tier has none and the store does not answer.
         """
@@ -181,19 +189,30 @@ class Survey:
             silence = None
         except StorageError as error:
             names, silence = set(), error
+        best = None
         for step in sorted({*self._found, *names}, reverse=True):
-            for choice in self._choices(step, step in names):
-                if (choice.tier, choice.name) not in refused:
-                    if silence is not None:
-                        log.warning("what is in the store is not known, it does not answer: %s", silence)
-                    log.info("restoring %s from %s", choice.name, self._folder(choice))
-                    return choice
+            for choice, lost in self._choices(step, step in names):
+                if (choice.tier, choice.name) in refused:
+                    continue
+                if complete and lost:
+                    log.info("%s is passed over: it has lost sections since it was saved", self._folder(choice))
+                    best = best or choice
+                    continue
+                return self._chosen(choice, silence)
+        if best is not None:
+            return self._chosen(best, silence)
         if silence is not None:  # training must not begin again because the store is down
             raise silence
         return Choice()
 
-    def _choices(self, step: int, in_store: bool) -> Iterator[Choice]:
-        """Where a step can be restored from, the best first; why it cannot is logged."""
+    def _chosen(self, choice: Choice, silence: StorageError | None) -> Choice:
+        if silence is not None:
+            log.warning("what is in the store is not known, it does not answer: %s", silence)
+        log.info("restoring %s from %s", choice.name, self._folder(choice))
+        return choice
+
+    def _choices(self, step: int, in_store: bool) -> Iterator[tuple[Choice, bool]]:
+        """Where a step can be restored from, the best first, and if it has lost sections; why it cannot is logged."""
         name = self.fast.path(step).name
         found = self._found.get(step)
         try:
@@ -206,7 +225,7 @@ class Survey:
         same = found is not None and theirs is not None and theirs.save == found.held.save
         choices = []
         if theirs is not None:
-            choices.append((theirs.created, Choice("store", name)))
+            choices.append((theirs.created, Choice("store", name), bool(dropped_of(theirs))))
         if found is not None and found.missing and not same:
             log.warning(
                 "%s is passed over: %d of its files are on no node, and it is not in the store", self.fast.path(step),
@@ -214,10 +233,10 @@ class Survey:
             )  # fmt: skip
             self.fast.broken.add(name)
         elif found is not None:
-            choices.append((found.held.created, Choice("fast", name, beside=same)))
+            choices.append((found.held.created, Choice("fast", name, beside=same), found.held.lost))
         # Two saves of one step are never mixed: the one that was made last counts. Of the same save the fast copy.
-        for _, choice in sorted(choices, key=lambda at: (at[0], at[1].tier == "fast"), reverse=True):
-            yield choice
+        for _, choice, lost in sorted(choices, key=lambda at: (at[0], at[1].tier == "fast"), reverse=True):
+            yield choice, lost
 
     def _stored(self, name: str) -> Manifest | None:
         """The manifest of a step that is whole in the store."""
@@ -254,14 +273,21 @@ def _join(notes: list[_Sight]) -> list[_Held]:
             seen.setdefault(one.name, []).append((rank, one))
     held = []
     for name, told in seen.items():
-        # Where nodes know different saves of a step, the last commit has not reached all of them.
-        created, save, rank = max(
-            ((one.created, one.save, -rank) for rank, one in told if one.save), default=("", "", 0)
+        # Where nodes know different saves of a step, the last commit has not reached all of them; nor has the last drop
+        # of sections, where one has lost some.
+        created, save, lost, rank = max(
+            ((one.created, one.save, one.lost, -rank) for rank, one in told if one.save), default=("", "", False, 0)
         )
         if save:
-            lacking = [rank for rank, one in told if one.save != save and save in one.files]
-            held.append(_Held(name, save, created, -rank, lacking))
+            lacking = [rank for rank, one in told if _lacks(one, save, lost)]
+            held.append(_Held(name, save, created, -rank, lacking, lost))
     return held
+
+
+def _lacks(one: _Seen, save: str, lost: bool) -> bool:
+    """Whether a node has files of a save, and not its manifest as it is now."""
+    # All of its files may be links to those of older saves: then nothing in the folder tells which save it is of.
+    return (one.save, one.lost) != (save, lost) and (one.save == save or save in one.files or not one.save)
 
 
 def bytes_of(path: Location) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, Patterns
 from holdfast.engine import storage
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.stores.around import patiently
@@ -21,7 +21,7 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.events import log
-from holdfast.keep import Keep, Upload
+from holdfast.keep import Keep, Kept, Upload
 from holdfast.load import Loaded
 from holdfast.ondisk import manifest
 from holdfast.steps import Steps, fault_of
@@ -69,7 +69,7 @@ class Tiers:
         self._asked = Steps(patiently(root, min(ASK, deadline)), name)
         with ranks.call(f"tiers of {root}", deadline=deadline) as call:
             self._nodes = find_nodes(call, folder, str(root), f"{key}/tiers")
-        self._newest_word: tuple[int, list[int]] = (-1, [])
+        self._newest_word = (-1, Kept(frozenset(), frozenset()))
         self._hearing = threading.Lock()
         self._survey = Survey(self.fast, self.store, self._nodes, deadline)
         self._backlog = Backlog(self.fast, self.store, upload=upload, keep=keep)
@@ -87,13 +87,16 @@ class Tiers:
         """
         nodes, path = self._nodes, self.fast.path(step)
         self.fast.broken.discard(path.name)
+        self.fast.renewed(step)
         try:
             if nodes.first:
                 kept = self.fast.kept(self._keep_fast)
                 if kept is not None:
-                    kept |= {step, self._uploader.current or step} | self._backlog.held(self.fast.committed())
+                    # What is to be uploaded is uploaded whole.
+                    held = self._backlog.held(self.fast.committed())
+                    kept = kept.and_whole({step, self._uploader.current or step} | held)
                 if nodes.several:
-                    nodes.tell(f"save/{number}", Told(bytes_of(path), None if kept is None else sorted(kept)))
+                    nodes.tell(f"save/{number}", Told(bytes_of(path), kept))
                 if kept is not None:
                     self.fast.retire(kept, step)
                 if not nodes.several:  # else a folder without a manifest may only wait to be told of it
@@ -107,7 +110,9 @@ class Tiers:
                 if told is not None and told.kept is not None:
                     # Saves may overlap, and be heard of in any order: the newest word counts.
                     with self._hearing:
-                        newest, kept_then = self._newest_word = max(self._newest_word, (step, told.kept))
+                        newest, kept_then = self._newest_word = max(
+                            (step, told.kept), self._newest_word, key=lambda word: word[0]
+                        )
                     self.fast.retire(kept_then, newest)
             elif nodes.leader:
                 self._await_manifest(step)
@@ -126,10 +131,12 @@ class Tiers:
         if self._nodes.leads:
             self._uploader.start()
 
-    def restore(self, state: dict[str, Any], patience: float, spare: Container[Location]) -> Loaded | None:
+    def restore(
+        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns
+    ) -> Loaded | None:
         """`Survey.restore`; uploads begin after it, as they would take disk and network from it."""
         try:
-            return self._survey.restore(state, patience, spare)
+            return self._survey.restore(state, patience, spare, only)
         finally:
             self._start()
 

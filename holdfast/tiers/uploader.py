@@ -18,11 +18,12 @@ import msgspec
 
 from holdfast.checkpoint import read_manifest
 from holdfast.engine import storage
+from holdfast.engine.citations import own_path
 from holdfast.engine.commit import commit
 from holdfast.engine.stores.local import Local
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.throttled import Throttled
-from holdfast.engine.transfer import copy_files, self_contained
+from holdfast.engine.transfer import copy_files, self_contained, sharing
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.keep import Keep
@@ -204,13 +205,14 @@ class Uploader:
 
     def _bring(self, step: int, record: Manifest) -> None:
         began, target = time.monotonic(), self._store.path(step)
-        number = self._nodes.order(name=target.name, save=record.save)
+        lender = self._lender(step, record)
+        number = self._nodes.order(name=target.name, save=record.save, lender=lender)
         try:
-            self._send(target.name, record)
+            into = self._as_stored(target.name, record, lender)
+            self._send(target.name, record, into)
             self._await_others(number)
             self._progress(0)  # who has been stopped commits nothing
-            into = _own(record)
-            self._check(target, into)
+            self._check(target, record, into)
             storage.make_folder(target)
             commit(target, into, replaces=self._backlog.replaces(step))
         except StorageError as error:
@@ -226,6 +228,14 @@ class Uploader:
         self.current = None
         self._sweep(step)
 
+    def _lender(self, step: int, record: Manifest) -> str:
+        """The step of the store that is likely to have most of the files which a step has borrowed from older ones."""
+        if not any(file.save for file in record.data_files):
+            return ""
+        stored = [other for other in self._backlog.look() if other != step]
+        nearest = min(stored, key=lambda other: (other > step, abs(other - step)), default=None)
+        return "" if nearest is None else self._store.path(nearest).name
+
     def _sweep(self, step: int) -> None:
         """Both tiers have a step more: on the fast one what was held for its sake may go."""
         fast = self._fast.committed()
@@ -233,9 +243,9 @@ class Uploader:
         self._store.sweep(self._keep, step, {self._store.path(other) for other in fast})
         kept = self._fast.kept(self._keep_fast)
         if kept is not None and fast:
-            kept |= self._backlog.held(fast)
+            kept = kept.and_whole(self._backlog.held(fast))
             self._fast.retire(kept, max(fast))
-            self._nodes.order(kept=sorted(kept), upto=max(fast))
+            self._nodes.order(kept=kept, upto=max(fast))
 
     def _await_others(self, number: int) -> None:
         while len(reports := self._nodes.reports(number)) < len(self._nodes.followers):
@@ -247,31 +257,40 @@ class Uploader:
             damaged = any(text.startswith(Damaged.__name__) for text in reports.values())
             raise (Damaged if damaged else HoldfastError)("; ".join(failed))
 
-    def _check(self, target: Location, into: Manifest) -> None:
-        there = storage.sizes_below(target)
-        wanted = [(file.path, file.bytes) for file in into.data_files]
-        wanted += [(path, nbytes) for path, nbytes, _ in into.attachments]
-        lacking = [path for path, nbytes in wanted if there.get(path) != nbytes]
+    def _check(self, target: Location, record: Manifest, into: Manifest) -> None:
+        files, absent = into.data_files, lacking_files(target, into)
+        lacking = [files[index].path for index in absent]
+        if into.attachments:
+            there = storage.sizes_below(target)
+            lacking += [path for path, nbytes, _ in into.attachments if there.get(path) != nbytes]
         if lacking:
             # Another process may have swept the store; a file that no node has does not come by trying.
             self._attempts[into.save] = self._attempts.get(into.save, 0) + 1
-            alone = not self._nodes.followers and not self._has(target, lacking)
+            here = lacking_files(self._fast.root / target.name, record)  # of the same files, in the same order
+            alone = not self._nodes.followers and any(index in here for index in absent)
             gone = alone or self._attempts[into.save] >= ATTEMPTS
             text = f"{len(lacking)} of its files came from no node, {lacking[0]} for one"
             raise (Damaged if gone else HoldfastError)(text)
 
-    def _has(self, target: Location, paths: list[str]) -> bool:
-        here = storage.sizes_below(self._fast.root / target.name)
-        return all(path in here or path.startswith("attachments/") for path in paths)
-
     # On every leader
 
-    def _send(self, name: str, record: Manifest) -> None:
+    def _as_stored(self, name: str, record: Manifest, lender: str) -> Manifest:
+        """The manifest as the store will have it: what the ``lender`` has there already is cited, and not sent."""
+        into, path = _own(record), self._store.root / lender
+        if not lender:
+            return into
+        try:
+            theirs = read_manifest(path)
+        except (NotACheckpoint, Damaged, Unsupported) as error:
+            log.debug("nothing is borrowed from %s: %s", path, error)
+            return into
+        return sharing(into, name, theirs, lender, lacking_files(path, theirs))
+
+    def _send(self, name: str, record: Manifest, into: Manifest) -> None:
         """Send the files that this node has and the store lacks."""
         source = self._fast.root / name
         absent = lacking_files(source, record)
-        here = {file.path for index, file in enumerate(record.data_files) if index not in absent}
-        into = _own(record)
+        here = {own_path(file.path) for index, file in enumerate(record.data_files) if index not in absent}
         if self._nodes.first:
             here |= {path for path, _, _ in into.attachments}
         copy_files(source, self._into / name, record, into=into, only=here.__contains__, progress=self._progress)
@@ -292,7 +311,7 @@ class Uploader:
             record = self._ordered(order)
             if record is not None:
                 self.current = record.step
-                self._send(order.name, record)
+                self._send(order.name, record, self._as_stored(order.name, record, order.lender))
         except (HoldfastError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -310,7 +329,7 @@ class Uploader:
             except NotACheckpoint:
                 pass
             # The order may have been faster than the news of the commit.
-            here = any(datafile.save_of(file) == order.save for file in storage.files_below(path))
+            here = any(datafile.save_of(file) for file in storage.files_below(path))  # links keep their older names
             if not here or time.monotonic() > until:
                 return None
             if self._stop.wait(LOOK / 4):

@@ -1,0 +1,76 @@
+"""The story of a drop: a checkpoint loses sections, its optimizer say, and no byte of the rest is written again.
+
+Users call `drop`, the manager's steps `drop_from` for what `Keep` says. Never leaves a moment without a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from holdfast.checkpoint import Patterns, matches, read_known
+from holdfast.engine import sections as parts
+from holdfast.engine.citations import Cited
+from holdfast.engine.ranks import DEADLINE
+from holdfast.engine.stores.around import patiently
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
+from holdfast.errors import Mismatch
+from holdfast.events import log
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What `drop` took away: the ``sections``, and of the checkpoint's data files so many with so many bytes.
+
+    Files that another checkpoint shares go with the last one that names them.
+    """
+
+    path: str
+    sections: tuple[str, ...]
+    files: int
+    nbytes: int
+
+
+def drop(
+    path: str | os.PathLike[str] | Place, sections: Patterns, *, dry_run: bool = False, deadline: float = DEADLINE
+) -> Dropped:  # fmt: skip
+    """Take ``sections`` of the checkpoint at ``path`` away for good: ``holdfast.drop(path, "optimizer")``.
+
+    ``sections``: names or patterns of first keys of the state (``"optim*"``). What stays is the same save, and loads
+    with ``only=`` (or into a state without them). A data file holds one section, so whole files go and none is written;
+    a new manifest replaces the old one in one step, and a crash leaves the checkpoint with the sections or without.
+    Sections that are gone already are passed over. ``dry_run=True`` only tells what would go. Called by one process,
+    while nobody saves to ``path``. ``deadline``: seconds to wait for any one answer of a store.
+
+    Whoever has the checkpoint open and reads what is gone is told so: Damaged. Raises Mismatch if no section fits,
+    ValueError if no tensor would be left, Unsupported if what stays shares bytes with what goes, NotACheckpoint,
+    Damaged, StorageError.
+    """
+    found = drop_from(patiently(location(path), deadline), sections, dry_run=dry_run)
+    if isinstance(found, Dropped):
+        return found
+    raise Mismatch(f"{path} has no section {sections!r}; it has {', '.join(found) or 'none'}")
+
+
+def drop_from(
+    folder: Location, sections: Patterns, *, dry_run: bool = False, cited: Cited | None = None
+) -> Dropped | list[str]:
+    """`drop`; where no section fits, nor has ever, the names of those that there are.
+
+    ``cited``: what the other checkpoints cite, if the caller knows.
+    """
+    record = read_known(folder)
+    found, lost = parts.sections_of(record), parts.dropped_of(record)
+    gone = [section for section in found if matches(section, sections)]
+    if not gone:
+        return Dropped(str(folder), (), 0, 0) if any(matches(section, sections) for section in lost) else found
+    rest = parts.without(record, gone)
+    if not rest.tensors:
+        raise ValueError(f"{folder} would have no tensor left without {', '.join(gone)}: delete it instead")
+    files = parts.lost_files(record, rest)
+    dropped = Dropped(str(folder), tuple(gone), len(files), sum(nbytes for _, nbytes in files))
+    if not dry_run:
+        parts.replace(folder, record, rest, cited)
+        log.info("%s: dropped %s, %d bytes", folder, ", ".join(gone), dropped.nbytes)
+    return dropped
