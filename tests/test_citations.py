@@ -16,12 +16,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
 from holdfast import Keep
 from holdfast.checkpoint import read_manifest
+from holdfast.engine import base as base_module
 from holdfast.engine import storage
 from holdfast.engine.citations import Citations, cited_in
 from holdfast.engine.commit import commit
@@ -241,6 +243,25 @@ def test_verify_reads_what_is_cited(tmp_path: Path) -> None:
             holdfast.open(tmp_path / f"step-{step}").verify()
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_torchs_readers_follow_citations(links: bool, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as torch_dcp
+
+    import holdfast.dcp as dcp
+
+    states = {1: state_of(1), 2: state_of(2, model=1)}
+    save_on(states[1], tmp_path / "step-1")
+    save_on(states[2], tmp_path / "step-2", tmp_path / "step-1", links=links)
+    for load in (
+        lambda into: dcp.load(into, checkpoint_id=tmp_path / "step-2"),
+        lambda into: torch_dcp.load(into, storage_reader=dcp.Reader(tmp_path / "step-2"), no_dist=True),
+    ):
+        into = {name: {key: torch.zeros_like(value) for key, value in states[2][name].items()} for name in SECTIONS}
+        load(into)
+        for name in SECTIONS:
+            assert all(torch.equal(into[name][key], states[2][name][key]) for key in into[name])
+
+
 # Crashes
 
 
@@ -390,11 +411,11 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS, remembers=st.booleans())
-@pytest.mark.parametrize("kind", ["links", "cited", "store"])
+@pytest.mark.parametrize("kind", ["links", "cited", "store", "saved", "saved in a store"])
 def test_any_sequence(
     kind: str, operations: list[tuple[str, int, str]], remembers: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    root: Location = Place(old(), "run") if kind == "store" else tmp_path_factory.mktemp("any") / kind
+    root: Location = Place(old(), "run") if "store" in kind else tmp_path_factory.mktemp("any") / kind
     steps, links, versions, number = Steps(root, NAME), kind == "links", dict.fromkeys(SECTIONS, 0), 0
     states: dict[int, dict[str, Any]] = {}
     lost: dict[int, tuple[str, ...]] = {}
@@ -408,7 +429,12 @@ def test_any_sequence(
             base = root / f"step-{max(states)}" if states and max(states) != target else None
             states[target], lost[target] = state_of(target, **versions), ()
             path = root / f"step-{target}"
-            save_on(states[target], path, base, links=links, overwrite=what == "overwrite")
+            if kind.startswith("saved"):  # as users do
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(base_module, "SMALLEST", 0)
+                    holdfast.save(states[target], path, base=base, overwrite=what == "overwrite")
+            else:
+                save_on(states[target], path, base, links=links, overwrite=what == "overwrite")
             steps.renewed(target)
         elif at is None:
             continue
@@ -480,6 +506,29 @@ def test_other_peoples_files_are_not_cited_nor_deleted(tmp_path: Path) -> None:
     assert cited_in(tmp_path / "notes") == {"mine/text"}
     delete_checkpoint(tmp_path / "step-3")
     assert (tmp_path / "notes" / "mine" / "text").exists()
+
+
+def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    chain(root)
+    retire(Steps(root, NAME), 2, 3)
+    (root / "step-1").rename(tmp_path / "elsewhere")
+    (root / "step-1").symlink_to(tmp_path / "elsewhere")
+    there = storage.files_below(tmp_path / "elsewhere")
+    is_state(root / "step-3", state_of(3, model=1, optimizer=2, head=1))
+    delete_checkpoint(root / "step-2")
+    delete_checkpoint(root / "step-3")
+    assert there and storage.files_below(tmp_path / "elsewhere") == there
+
+
+def test_what_a_newer_holdfast_wrote_is_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chain(tmp_path)
+    target = tmp_path / "step-3" / "manifest.json"
+    target.write_bytes(target.read_bytes().replace(b'"version":1', b'"version":7'))
+    before = files(tmp_path)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        retire(Steps(tmp_path, NAME), 3)
+    assert "version 7" in caplog.text and files(tmp_path) == before
 
 
 def test_a_damaged_manifest_keeps_nothing_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
