@@ -93,12 +93,14 @@ class Fingerprints:
 
     def _sum(self, words: torch.Tensor) -> torch.Tensor:
         long = words.to(torch.int64)
-        return torch.stack([(long * row[: long.shape[1]]).sum(1) for row in self._table(words.device)], 1)
+        return torch.stack([(long * row[: long.shape[1]]).sum(1) for row in self._table(long)], 1)
 
-    def _table(self, on: torch.device) -> torch.Tensor:
+    def _table(self, like: torch.Tensor) -> torch.Tensor:
+        """The coefficients of both hashes, on the device of ``like``."""
+        on = like.device
         if on not in self._tables:
-            drawn = hashlib.shake_256(self.key).digest(2 * ROW * 8)
-            self._tables[on] = torch.frombuffer(bytearray(drawn), dtype=torch.int64).view(2, ROW).to(on)
+            drawn = bytearray(hashlib.shake_256(self.key).digest(2 * ROW * 8))
+            self._tables[on] = like.new_empty(2, ROW).copy_(torch.frombuffer(drawn, dtype=torch.int64).view(2, ROW))
         return self._tables[on]
 
 
@@ -110,7 +112,7 @@ def _items(sums: torch.Tensor) -> Iterator[bytes]:
 def _words(data: torch.Tensor) -> torch.Tensor:
     """Bytes as 32-bit words, filled up with zeros: the length is told apart from them."""
     if data.numel() % 4 or data.data_ptr() % 4 or data.storage_offset() % 4:
-        padded = torch.zeros(-(-data.numel() // 4) * 4, dtype=torch.uint8, device=data.device)
+        padded = data.new_zeros(-(-data.numel() // 4) * 4)
         padded[: data.numel()].copy_(data)
         data = padded
     return data.view(torch.int32)

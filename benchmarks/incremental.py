@@ -1,0 +1,175 @@
+"""Fine-tuning with 99 % of the parameters frozen: the first save, and the second one, which has little to write.
+
+Run as `python -m benchmarks.incremental [--quick]`, on one process; prints a table and two bars, writes JSON. DCP saves
+the same state twice beside it. What the second save holds is compared bit by bit, whole and in other pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+
+FULL, QUICK = 48, 8
+"""Layers of 32 MiB that never change; adapters and their moments add 1 %."""
+
+TURNS, WIDTH, RANK = 5, 4096, 7
+BYTES, TIME = 0.015, 1 / 8
+
+
+def state_of(layers: int) -> dict[str, Any]:
+    """A model of frozen layers, each with a small adapter that trains with Adam."""
+    made = torch.Generator().manual_seed(1)
+    model = {f"layer.{i}.weight": torch.randn(WIDTH // 2, WIDTH, generator=made) for i in range(layers)}
+    adapters = {f"layer.{i}.lora_{ab}": torch.zeros(RANK, WIDTH // 2) for i in range(layers) for ab in "ab"}
+    moments = {name: {"exp_avg": value.clone(), "exp_avg_sq": value.clone()} for name, value in adapters.items()}
+    return {"model": {**model, **adapters}, "optim": moments, "step": 0}
+
+
+def train(state: dict[str, Any], step: int) -> None:
+    """Change all that trains."""
+    for name, moments in state["optim"].items():
+        for tensor in (state["model"][name], *moments.values()):
+            tensor.normal_(generator=torch.Generator().manual_seed(step))
+    state["step"] = step
+
+
+@dataclass
+class Row:
+    """One kind of save: seconds of each turn, CPU seconds, and the bytes that it added to the disk."""
+
+    system: str
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+
+    def take(self, folder: Path, save: Callable[[], object]) -> None:
+        """Save once, on a disk that has nothing else to do."""
+        os.sync()
+        before, began, cpu = _used(folder), time.monotonic(), time.process_time()
+        save()
+        self.seconds.append(time.monotonic() - began)
+        self.cpu.append(time.process_time() - cpu)
+        self.written.append(_used(folder) - before)
+
+
+def _used(folder: Path) -> int:
+    """Bytes on disk; a file with several names counts once."""
+    found = {path.stat().st_ino: path for path in folder.rglob("*") if path.is_file()}
+    return sum(path.stat().st_blocks * 512 for path in found.values())
+
+
+def run(work: Path, layers: int, turns: int) -> list[Row]:
+    """All systems in turn, each in a folder of its own that is removed after it."""
+    names = ["holdfast, first", "holdfast, second", "holdfast in the background, second", "DCP, first", "DCP, second"]
+    rows = {name: Row(name) for name in names}
+    state = state_of(layers)
+    for turn in range(turns):
+        for system in ("holdfast", "holdfast in the background", "DCP")[:: 1 if turn % 2 else -1]:
+            folder = work / f"{turn} {system}"
+            folder.mkdir()
+            train(state, 1)
+            if system == "DCP":
+                rows["DCP, first"].take(folder, lambda: dcp.save(state, checkpoint_id=folder / "1"))
+                train(state, 2)
+                rows["DCP, second"].take(folder, lambda: dcp.save(state, checkpoint_id=folder / "2"))
+            elif system == "holdfast":
+                rows["holdfast, first"].take(folder, lambda: holdfast.save(state, folder / "1"))
+                train(state, 2)
+                rows["holdfast, second"].take(folder, lambda: holdfast.save(state, folder / "2", base=folder / "1"))
+                compare(folder / "2", state)
+            else:
+                with holdfast.Saver() as saver:
+                    saving = saver.save(state, folder / "1")
+                    saving.wait()
+                    train(state, 2)
+                    row = rows["holdfast in the background, second"]
+                    row.take(folder, lambda: saver.save(state, folder / "2", base=saving).wait())
+                compare(folder / "2", state)
+            shutil.rmtree(folder)
+            print(f"turn {turn + 1}, {system}: done", file=sys.stderr, flush=True)
+    return list(rows.values())
+
+
+def compare(path: Path, state: dict[str, Any]) -> None:
+    """Raise if the checkpoint is not this state, read whole and read as halves of each tensor."""
+    checkpoint = holdfast.open(path)
+    found = checkpoint.state_dict()
+    for name, tensor in state["model"].items():
+        cut, rows = tensor.shape[0] // 2, tensor.shape[0]
+        halves = [checkpoint.read(f"model/{name}", [(0, cut)]), checkpoint.read(f"model/{name}", [(cut, rows)])]
+        if not torch.equal(found["model"][name], tensor) or not torch.equal(torch.cat(halves), tensor):
+            raise ValueError(f"{path} holds another {name}")
+    for name, moments in state["optim"].items():
+        if not all(torch.equal(found["optim"][name][key], tensor) for key, tensor in moments.items()):
+            raise ValueError(f"{path} holds another optim/{name}")
+
+
+def show(rows: list[Row], nbytes: int) -> dict[str, float]:
+    """Print the medians and the bars."""
+    print(f"\n{'save':36} {'seconds':>8} {'best':>7} {'CPU s':>6} {'written':>12} {'of the state':>13}")
+    for row in rows:
+        written = median(row.written)
+        print(
+            f"{row.system:36} {median(row.seconds):8.3f} {min(row.seconds):7.3f} {median(row.cpu):6.2f} "
+            f"{written / 1e6:9.1f} MB {100 * written / nbytes:12.2f}%"
+        )
+    found = {row.system: row for row in rows}
+    first, second = found["holdfast, first"], found["holdfast, second"]
+    ratios = {
+        "bytes of the second save over those of the state": max(second.written) / nbytes,
+        "time of the second save over that of the first": median(second.seconds) / median(first.seconds),
+        "time of the second save over that of DCP's": median(second.seconds) / median(found["DCP, second"].seconds),
+    }
+    print()
+    for (what, ratio), most in zip(ratios.items(), (BYTES, TIME, None), strict=True):
+        verdict = "" if most is None else f"(wanted: at most {most:g}) {'met' if ratio <= most else 'MISSED'}"
+        print(f"  {what:50} {ratio:.4f}  {verdict}")
+    return ratios
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.incremental", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a sixth of the bytes and two turns")
+    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (made, then removed)")
+    parser.add_argument("--out", type=Path, default=Path("bench-out/incremental.json"), help="the figures as JSON")
+    options = parser.parse_args()
+    layers, turns = (QUICK, 2) if options.quick else (FULL, TURNS)
+    torch.set_num_threads(1)
+    state = state_of(layers)
+    nbytes = sum(tensor.nbytes for tensor in state["model"].values())
+    nbytes += sum(tensor.nbytes for moments in state["optim"].values() for tensor in moments.values())
+    trains = 1 - layers * WIDTH * WIDTH * 2 / nbytes
+    print(f"{nbytes / 1e9:.2f} GB, of which {100 * trains:.2f} % train; {turns} turns of each")
+    work = options.dir.resolve() / f"incremental-{os.getpid()}"
+    work.mkdir(parents=True)
+    try:
+        rows = run(work, layers, turns)
+    finally:
+        shutil.rmtree(work)
+    ratios = show(rows, nbytes)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"bytes": nbytes, "trains": trains, "torch": str(torch.__version__), "load": os.getloadavg()[0]}
+    text = json.dumps({"facts": facts, "ratios": ratios, "rows": [vars(row) for row in rows]}, indent=1)
+    options.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
