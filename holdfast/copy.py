@@ -167,7 +167,9 @@ def _received(target: Location, record: Manifest, overwrite: bool) -> tuple[Mani
         return _beside(own, there), "replace"
     if found.save == record.save:
         if _proofs(found) != _proofs(own):
-            raise taken(f"{target} holds a checkpoint of the same save ({found.save}) and other files")
+            if not overwrite:
+                raise taken(f"{target} holds a checkpoint of the same save ({found.save}) and other files")
+            return _beside(own, there), "replace"
         return found, "keep"
     if not overwrite:
         raise taken(f"{target} already holds another checkpoint (save {found.save})")

@@ -32,6 +32,7 @@ from holdfast.engine.stores.store import Buffer, Got
 from holdfast.engine.transfer import copy_files
 from holdfast.ondisk import manifest
 from tests import pool
+from tests.citing import is_state, save_on, state_of
 from tests.export import states
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
@@ -172,6 +173,66 @@ def test_borrowed_files_become_its_own(kept: Path, tmp_path: Path) -> None:
         assert torch.equal(found.read("optimizer/m"), holdfast.open(root / "step-2").read("optimizer/m"))
         assert not any(".." in file.path or file.save for file in found.manifest.data_files)
     assert not copy(tmp_path / "alone", root / "step-2").committed, "they are the same checkpoint"
+
+
+# Steps that share files
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_copy_of_a_step_that_cites_is_whole_by_itself(links: bool, tmp_path: Path) -> None:
+    root, states = tmp_path / "run", {1: state_of(1), 2: state_of(2, model=1), 3: state_of(3, model=1, head=2)}
+    for step, state in states.items():
+        save_on(state, root / f"step-{step}", root / f"step-{step - 1}" if step > 1 else None, links=links)
+    store = Place(Memory(), "far/step-3")
+    first = copy(root / "step-3", store)
+    assert first.stats.files == 4 and read_manifest(store).save == read_manifest(root / "step-3").save
+    again = copy(root / "step-3", store)
+    assert not again.committed and again.stats.files == 0 and again.stats.skipped == 4
+    copy(store, tmp_path / "back")
+    shutil.rmtree(root / "step-1")
+    shutil.rmtree(root / "step-2")
+    for path in (store, tmp_path / "back"):
+        is_state(path, states[3])
+    if links:
+        is_state(root / "step-3", states[3])
+    else:
+        with pytest.raises(holdfast.Damaged, match="step-3 cites|is missing"):
+            copy(root / "step-3", tmp_path / "broken")
+        assert is_no_checkpoint(tmp_path / "broken")
+
+
+def test_overwriting_a_cited_checkpoint_by_a_copy_spares_what_is_cited(kept: Path, tmp_path: Path) -> None:
+    root, states = tmp_path / "run", {1: state_of(1), 2: state_of(2, model=1)}
+    save_on(states[1], root / "step-1")
+    save_on(states[2], root / "step-2", root / "step-1")
+    copy(kept / "step-1", root / "step-1", overwrite=True)
+    is_state(root / "step-2", states[2])
+    holdfast.open(root / "step-1").verify()
+
+
+def test_a_conversion_reads_what_is_cited_and_replaces_no_cited_checkpoint(tmp_path: Path) -> None:
+    states = {1: state_of(1), 2: state_of(2, model=1)}
+    for root in (tmp_path / "run", Place(Memory(), "run")):
+        save_on(states[1], root / "step-1")
+        save_on(states[2], root / "step-2", root / "step-1")
+        holdfast.convert(root / "step-2", tmp_path / "out", overwrite=True)
+        is_state(tmp_path / "out", states[2])
+        with pytest.raises(holdfast.StorageError, match="checkpoints beside it cite"):
+            holdfast.convert(tmp_path / "out", root / "step-1", overwrite=True)
+        holdfast.convert(tmp_path / "out", root / "step-2", overwrite=True)
+        is_state(root / "step-1", states[1])
+        is_state(root / "step-2", states[2])
+
+
+def test_a_copy_of_a_checkpoint_that_has_lost_sections(tmp_path: Path) -> None:
+    holdfast.save(state_of(3), tmp_path / "whole")
+    copy(tmp_path / "whole", tmp_path / "part")
+    holdfast.drop(tmp_path / "part", "optimizer")
+    copy(tmp_path / "part", Place(Memory(), "far"))
+    with pytest.raises(holdfast.StorageError, match="same save"):
+        copy(tmp_path / "whole", tmp_path / "part")
+    copy(tmp_path / "whole", tmp_path / "part", overwrite=True)
+    is_state(tmp_path / "part", state_of(3))
 
 
 # What is wrong is not committed

@@ -29,6 +29,7 @@ from holdfast.testing import Failing, Memory
 from holdfast.tiers import uploader
 from holdfast.tiers.tiers import Durability
 from tests import pool
+from tests.citing import is_state, needed
 from tests.patience import wait_until
 
 
@@ -700,3 +701,156 @@ def test_nodes_end_together_when_one_cannot_upload(tmp_path: Path) -> None:
 def test_a_node_that_cannot_reach_the_store_for_a_while(failing: int, tmp_path: Path) -> None:
     pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2], {"failing": failing, "failures": 3})
     holdfast.open(tmp_path / "store" / "run" / "step-000000002").verify()
+
+
+# Steps that share files, steps that have lost some.
+
+
+def _large(step: int) -> dict[str, Any]:
+    """A state of which little changes."""
+    return {
+        "frozen": {"w": torch.arange(50_000.0)},
+        "model": {"w": torch.full((9000,), float(step // 4))},
+        "optimizer": {"m": torch.full((9000,), float(step))},
+        "step": step,
+    }
+
+
+def _save_all(manager: CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        saving = manager.step(step, _large(step))
+        assert saving is not None
+        saving.wait()
+        wait_until(lambda: manager.durability(step).store)
+
+
+def _files_of(store: Memory, root: str) -> set[str]:
+    return {entry.key.removeprefix(f"{root}/") for entry in store.list(root, deep=True).files}
+
+
+def test_a_step_brings_to_the_store_only_what_it_lacks(tmp_path: Path) -> None:
+    store = Moody()
+    root = Place(store, "run")
+    options = {"incremental": True, "keep": Keep(last=2, every=4), "upload": Upload(every=1)}
+    with _manager(root, tmp_path / "fast", **options) as manager:
+        _save_all(manager, *range(1, 8))
+    assert sum("/frozen/" in key for key in store.sent) == 1
+    assert sum("/model/" in key for key in store.sent) == 2 and sum("/optimizer/" in key for key in store.sent) == 7
+    for step in (4, 6, 7):
+        path = root / f"step-{step:09d}"
+        is_state(path, _large(step))
+        assert any(file.path.startswith("../") for file in holdfast.open(path).manifest.data_files)
+    assert _files_of(store, "run") == needed(root), "what no step needs any more is gone"
+    into = _large(0)
+    with _manager(root, tmp_path / "fast", **options) as manager:
+        loaded = manager.restore(into)
+        assert loaded is not None and loaded.step == 7 and (into["optimizer"]["m"] == 7).all()
+        _save_all(manager, 8, 9)
+    assert sum("/frozen/" in key for key in store.sent) == 1, "a run that goes on shares with what is there"
+    shutil.rmtree(tmp_path / "fast")
+    with _manager(root, tmp_path / "fast", **options) as manager:
+        loaded = manager.restore(into)
+        assert loaded is not None and loaded.step == 9
+        _save_all(manager, 10, 11)
+    assert sum("/frozen/" in key for key in store.sent) == 2, "what the fast tier had is lost, and saved anew"
+    for step in (4, 8, 10, 11):
+        is_state(root / f"step-{step:09d}", _large(step))
+    assert _files_of(store, "run") == needed(root)
+
+
+def test_a_file_that_a_fast_step_lacks_comes_from_where_the_store_has_it(tmp_path: Path) -> None:
+    root = Place(Moody(), "run")
+    options = {"incremental": True, "keep": Keep(last=3), "upload": Upload(every=1)}
+    with _manager(root, tmp_path / "fast", **options) as manager:
+        _save_all(manager, 1, 2)
+        lost = next((tmp_path / "fast" / "step-000000002" / "frozen").iterdir())
+        lost.unlink()
+        into = _large(0)
+        into["frozen"]["w"].zero_()
+        loaded = manager.restore(into)
+        assert loaded is not None and loaded.step == 2 and torch.equal(into["frozen"]["w"], torch.arange(50_000.0))
+        assert Path(str(loaded.checkpoint.path)).is_relative_to(tmp_path / "fast")
+
+
+def test_what_the_store_lost_is_sent_again(tmp_path: Path) -> None:
+    store = Moody()
+    root = Place(store, "run")
+    options = {"incremental": True, "keep": Keep(last=3), "upload": Upload(every=1)}
+    with _manager(root, tmp_path / "fast", **options) as manager:
+        _save_all(manager, 1)
+        store.delete([key for key in store.sent if "/frozen/" in key])
+        _save_all(manager, 2)
+    is_state(root / "step-000000002", _large(2))
+
+
+@pytest.mark.parametrize("fast_drops", [True, False])
+def test_each_tier_drops_what_its_own_rule_says(fast_drops: bool, tmp_path: Path) -> None:
+    root, drops = Place(Moody(), "run"), Keep(last=4, optimizer_last=1)
+    keeps = {"keep_fast": drops, "keep": Keep(last=4)} if fast_drops else {"keep": drops, "keep_fast": Keep(last=4)}
+    with _manager(root, tmp_path / "fast", upload=Upload(every=1), **keeps) as manager:
+        _save_all(manager, 1, 2, 3)
+    for tier, thin in ((tmp_path / "fast", fast_drops), (root, not fast_drops)):
+        for step in (1, 2, 3):
+            is_state(tier / f"step-{step:09d}", _large(step), ("optimizer",) if thin and step < 3 else ())
+    if fast_drops:
+        (tmp_path / "fast" / "step-000000003" / "manifest.json").unlink()
+        shutil.rmtree(tmp_path / "fast" / "step-000000003")
+        (root / "step-000000003").store.delete([(root / "step-000000003" / "manifest.json").key])
+        into = _large(0)
+        with _manager(root, tmp_path / "fast", **keeps) as manager:
+            loaded = manager.restore(into)
+        assert loaded is not None and loaded.step == 2 and (into["optimizer"]["m"] == 2).all()
+        assert loaded.checkpoint.path == root / "step-000000002", "the store has it whole"
+
+
+def test_what_is_to_be_uploaded_is_uploaded_whole(tmp_path: Path) -> None:
+    store = Moody()
+    store.down = True
+    root = Place(store, "run")
+    options = {"keep_fast": Keep(last=1, optimizer_last=1), "keep": Keep(last=9), "upload": Upload(every=2)}
+    with _manager(root, tmp_path / "fast", **options) as manager:
+        for step in range(1, 6):
+            saving = manager.step(step, _large(step))
+            assert saving is not None
+            saving.wait()
+        store.down = False
+        wait_until(lambda: all(manager.durability(step).store for step in (2, 4)))
+    for step in (2, 4):
+        is_state(root / f"step-{step:09d}", _large(step))
+
+
+def train_and_drop(folder: str, root: str, own: bool) -> list[list[str]]:
+    """Ranks with a fast folder each, or one that they share; what the manifests there say they have lost."""
+    fast = Path(folder) / (f"node-{dist.get_rank()}" if own else "fast")
+    state: dict[str, Any] = {
+        "model": {"w": holdfast.Shard(torch.ones(10), (20,), (10 * dist.get_rank(),))},
+        "optimizer": {"m": holdfast.Shard(torch.ones(10), (20,), (10 * dist.get_rank(),))},
+        "step": 0,
+    }
+    keep = Keep(last=3, optimizer_last=1)
+    with CheckpointManager(
+        root, fast=fast, every=1, keep=keep, keep_fast=keep, upload=Upload(every=1), incremental=True, deadline=60
+    ) as manager:
+        for step in range(1, 4):
+            state["step"] = step
+            state["optimizer"]["m"].tensor.add_(1)
+            manager.step(step, state)
+            manager.wait()
+        dist.barrier()
+    # What is held for the next save keeps all it has.
+    with CheckpointManager(root, fast=fast, every=1, keep=keep, keep_fast=keep, deadline=60) as manager:
+        loaded = manager.restore(state)
+        assert loaded is not None and loaded.step == 3 and (state["optimizer"]["m"].tensor == 4).all()
+    dist.barrier()
+    return [
+        [str(path.name), holdfast.open(path).manifest.producer.get("dropped", "")] for path in sorted(fast.iterdir())
+        if path.is_dir()
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_all_nodes_drop_alike(own: bool, tmp_path: Path) -> None:
+    told = pool.run(2, train_and_drop, str(tmp_path), str(tmp_path / "store"), own)
+    assert told[0] == told[1]
+    assert [name for name, _ in told[0]] == [f"step-{step:09d}" for step in (1, 2, 3)]
+    assert told[0][0][1] == "optimizer" and told[0][2][1] == ""

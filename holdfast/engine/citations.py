@@ -168,6 +168,8 @@ def let_go(root: Location, loose: Cited, cited: Cited, spare: Collection[Locatio
     """
     for name, paths in sorted(loose.items()):
         folder = root / name
+        if isinstance(folder, Path) and folder.is_symlink():
+            continue  # it may lead out of the root
         free = {path for path in paths - cited.get(name, set()) if datafile.save_of(path) is not None}
         free = _unnamed(folder, free) if free else free
         if free:
