@@ -18,7 +18,7 @@ demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on wi
 	$(BIN)/python examples/demo.py
 
 test: lint  ## lint and all tests that take seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
 
 test-all: lint  ## lint and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -34,6 +34,9 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.gpu_stall
 	$(BIN)/python -m benchmarks.unshard
+	$(BIN)/python -m benchmarks.share
+	$(BIN)/python -m benchmarks.incremental
+	$(BIN)/python -m benchmarks.many
 	$(BIN)/python -m benchmarks.scale
 	$(PEERS)/bin/python -m benchmarks.cloud
 
@@ -41,6 +44,9 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.bench --quick
 	$(BIN)/python -m benchmarks.stall --quick
 	$(BIN)/python -m benchmarks.unshard --quick
+	$(BIN)/python -m benchmarks.share --quick
+	$(BIN)/python -m benchmarks.incremental --quick
+	$(BIN)/python -m benchmarks.many --quick
 	$(BIN)/python -m benchmarks.scale --quick
 	$(PEERS)/bin/python -m benchmarks.cloud --quick
 

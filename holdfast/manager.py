@@ -132,6 +132,7 @@ class CheckpointManager:
         self._signalled = threading.Event()
         self._board = Board(self._ranks.store, key, poll, rank=self._ranks.rank, size=self._ranks.size)
         self._calls = 0  # of `step`: ranks make them alike, whatever the steps are called
+        self._spared = (-1, -1)  # number and step of the last save that has ended well
         self._stop: Notice | None = None
         self._to_raise: list[int] = []
         self._hurries = False
@@ -342,7 +343,10 @@ class CheckpointManager:
             if self._mtbf is not None:
                 log.debug("for a mean time between failures of %g s: %s", self._mtbf, self.advice(self._mtbf))
             if self._tiers is None:
-                self._steps.sweep(self.keep, saving.step, self._writing_to)
+                self._steps.renewed(saving.step)
+                # Saves may end in another order than they were begun: what is spared is the last one, not this one.
+                self._spared = max(self._spared, (number, saving.step))
+                self._steps.sweep(self.keep, self._spared[1], self._writing_to)
         if self._tiers is not None and saving.step is not None:
             self._tiers.committed(number, saving.step, self._writing_to)
             self._writing_to.discard(saving.path)

@@ -116,6 +116,8 @@ class Saver:
 
         def reserve() -> bool:
             sizes = [*work.sizes, *work.sizes_to_come]
+            if work.collected.to_come and not any(sizes):
+                sizes = [1]  # small state that is to come may be this rank's to write
             for number in range(self._count):
                 self._equip(number, sizes, pinned=work.on_device, touch=True)
             return True

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import Keep
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import base as base_module
-from holdfast.engine import storage
+from holdfast.engine import borrow, storage
 from holdfast.engine.citations import Citations, cited_in
 from holdfast.engine.commit import commit
 from holdfast.engine.folder import delete_checkpoint, sweep_beside, sweep_dead
@@ -431,7 +430,7 @@ def test_any_sequence(
             path = root / f"step-{target}"
             if kind.startswith("saved"):  # as users do
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(base_module, "SMALLEST", 0)
+                    patch.setattr(borrow, "SMALLEST", 0)
                     holdfast.save(states[target], path, base=base, overwrite=what == "overwrite")
             else:
                 save_on(states[target], path, base, links=links, overwrite=what == "overwrite")

@@ -481,6 +481,8 @@ def train_with_a_failure(root: str, late: float, every: int, options: dict[str, 
                 time.sleep(0.02)
                 w = holdfast.Shard(torch.full((4,), float(step)), (4 * dist.get_world_size(),), (4 * rank,))
                 state = {"model": {"w": w}, "step": step}
+                if step == 4:
+                    manager.wait()  # so that this save is not skipped
                 try:
                     with _unwritable(blocked) if rank == 1 and step == 4 else _nothing():
                         saving = manager.step(step, state)

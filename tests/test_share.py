@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", [*SHARING, pytest.param("HSDP x TP 2x2x2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_mesh_that_shares(layout: str, hosts: int, checkpoints: list[tuple[str, str]]) -> None:
     world = meshes.LAYOUTS[layout][0]
     for rank, (problems, received) in enumerate(pool.run(world, share_trials.load_meshes, layout, checkpoints, hosts)):
@@ -70,7 +70,7 @@ def test_switched_off_or_not_worth_it(saved: Path) -> None:
         assert size["received"] == 0 and size["read"] < 1.05 * size["needed"]
 
 
-@pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -108,7 +108,7 @@ def test_damage_is_found_by_one_and_told_to_all(hosts: int, tmp_path: Path) -> N
     assert file.name in errors[0].text and "is altered" in errors[0].text and "in b[" in errors[0].text
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("hosts", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("how", "kind", "says"),
     [

@@ -242,7 +242,7 @@ def once(story: str, cases: list[tuple[str, int]], asked: list[str], moto: Serve
     report(story, asked, wrong)
 
 
-QUICK = ("save", "load")
+QUICK = ("save",)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_commit_that_lands_after_the_save_was_given_up_is_whole(
     with bucket_of(moto) as bucket:
         bucket.proxy.add(Fault("status", status=503, times=None, path="manifest.json", method="PUT"))
         with pytest.raises(holdfast.SaveFailed, match="It may be committed all the same: holdfast.open") as caught:
-            STORIES[kind_of_save].act(bucket, SHORT, tmp_path)
+            STORIES[kind_of_save].act(bucket, 2 * SHORT, tmp_path)
         assert isinstance(caught.value, holdfast.StorageError) and not caught.value.settled
         bucket.proxy.clear()
         # The client has been left alone with the request, and goes on trying: the files must still be there.

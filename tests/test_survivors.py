@@ -37,6 +37,7 @@ def test_all_trainers_die_and_their_writers_finish(world: int, tmp_path: Path) -
     run(tmp_path, trials)
 
 
+@pytest.mark.slow
 def test_writers_that_are_still_writing_at_the_restart_are_waited_for(tmp_path: Path) -> None:
     run(
         tmp_path,
@@ -48,7 +49,8 @@ def test_writers_that_are_still_writing_at_the_restart_are_waited_for(tmp_path: 
     )
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_all_trainers_die_and_their_writers_are_threads(world: int, tmp_path: Path) -> None:
     stages = [stage for stage in STAGES if world != 2 or stage in SOME]
     # At "handed" the threads may have been as far, or not.
@@ -109,7 +111,8 @@ def test_both_die_at_any_stage(of: list[int] | None, tmp_path: Path) -> None:
     run(tmp_path, trials)
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [60])
 def test_kills_at_random_moments(count: int, tmp_path: Path) -> None:
     chance = random.Random(count)
     trials = []

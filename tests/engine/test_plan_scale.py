@@ -101,7 +101,9 @@ def replicated() -> tuple[list[Layout], list[int]]:
 CASES = {"FSDP": fsdp, "HSDP": hsdp, "3-D": three_d, "EP": expert_parallel, "DDP": replicated}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(case, marks=pytest.mark.slow if case == "DDP" else ()) for case in CASES]
+)
 def told(request: pytest.FixtureRequest) -> tuple[str, list[Layout], list[int]]:
     return (request.param, *CASES[request.param]())
 

@@ -59,7 +59,7 @@ def test_into_one_process(name: str) -> None:
     assert load_each([name]) == []
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_into_fsdp2(world: int) -> None:
     for rank, wrong in enumerate(pool.run(world, load_each, NAMES)):
         assert wrong == [], rank

@@ -55,7 +55,9 @@ def dtensors_everywhere(path: str, mesh_shape: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("world", "mesh"), [(3, (3,)), (4, (2, 2)), pytest.param(8, (2, 2, 2), marks=pytest.mark.slow)], ids=str
+    ("world", "mesh"),
+    [pytest.param(3, (3,), marks=pytest.mark.slow), (4, (2, 2)), pytest.param(8, (2, 2, 2), marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_every_placement(world: int, mesh: tuple[int, ...], tmp_path: Path) -> None:
     assert pool.run(world, dtensors_everywhere, str(tmp_path / "c"), mesh) == [[]] * world
@@ -236,7 +238,7 @@ def pipeline_load(path: str, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["fresh optimizer", "stepped optimizer"])
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_pipeline_stages(world: int, steps: int, tmp_path: Path) -> None:
     saved: dict[str, Any] = {}
     for facts in pool.run(2, pipeline_save, str(tmp_path / "c")):
