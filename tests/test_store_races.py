@@ -178,6 +178,7 @@ def claims_decide(bucket: Bucket) -> None:
         assert "ignores conditions" in logged and "Commits use claims instead" in logged, logged
 
 
+@pytest.mark.slow
 def test_where_conditions_are_ignored_the_oldest_claim_wins(bucket: Bucket) -> None:
     bucket.proxy.add(Fault("ignore_conditions", times=None))
     claims_decide(bucket)

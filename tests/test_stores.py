@@ -241,6 +241,7 @@ def copy_within(bucket: Bucket, source: str, target: str) -> None:
             assert answer.status == 200
 
 
+@pytest.mark.slow
 def test_a_manager_of_300_steps_asks_little(bucket: Bucket) -> None:
     holdfast.save(state_of(300), bucket.direct("run/step-000000300"))
     for step in range(1, 300):

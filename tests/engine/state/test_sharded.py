@@ -396,6 +396,7 @@ def uneven_fsdp_over_tp(path: str) -> None:
         assert torch.equal(a.to_local(), b.to_local())
 
 
+@pytest.mark.slow
 def test_uneven_fsdp_over_tensor_parallel(tmp_path: Path) -> None:
     """Rows 5 and 4 of the tensor parallel halves over 4 shards: the last shard of one half is empty, not the other."""
     pool.run(8, uneven_fsdp_over_tp, str(tmp_path / "c"))
