@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -58,19 +59,22 @@ LOADS: dict[str, Callable[[], Any]] = {
 }
 
 
-def in_a_fork(case: Callable[[], dict[str, int]]) -> dict[str, int]:
+def in_a_fork(case: Callable[[], dict[str, int]]) -> dict[str, Any]:
+    """The figures of a case, or under "failed" why there are none."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
         try:
-            os.write(write, json.dumps(case()).encode())
-        finally:
-            os._exit(0)
+            answer = json.dumps(case())
+        except BaseException:
+            answer = json.dumps({"failed": traceback.format_exc()})
+        os.write(write, answer.encode())
+        os._exit(0)
     os.close(write)
-    with os.fdopen(read) as answer:
-        text = answer.read()
-    os.waitpid(pid, 0)
-    return dict(json.loads(text or '{"failed": 1}'))
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return dict(json.loads(text)) if text else {"failed": f"ended without a word, with status {status}"}
 
 
 def load(where: Any, kind: str, verify: Any, **options: Any) -> dict[str, int]:
