@@ -8,6 +8,7 @@ from holdfast.checkpoint import open_checkpoint as open
 from holdfast.convert import convert
 from holdfast.copy import Copied, copy
 from holdfast.drop import Dropped, drop
+from holdfast.engine.damage import Damage, Verified
 from holdfast.engine.state import RNG, PerRank, Shard
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import at
@@ -32,6 +33,7 @@ from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
 from holdfast.tiers.tiers import Durability
+from holdfast.verify import verify
 from holdfast.version import __version__
 
 install(Bars())
@@ -51,6 +53,7 @@ __all__ = [
     "CheckpointManager",
     "Converted",
     "Copied",
+    "Damage",
     "Damaged",
     "Dropped",
     "Durability",
@@ -72,6 +75,7 @@ __all__ = [
     "Timing",
     "Unsupported",
     "Upload",
+    "Verified",
     "__version__",
     "at",
     "convert",
@@ -82,4 +86,5 @@ __all__ = [
     "open",
     "recover",
     "save",
+    "verify",
 ]
