@@ -28,6 +28,7 @@ from holdfast.interval import Advice
 from holdfast.keep import Keep, Upload
 from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
+from holdfast.repair import Repaired, repair
 from holdfast.report.progress import Bars
 from holdfast.save import save
 from holdfast.saver import Saver
@@ -66,6 +67,7 @@ __all__ = [
     "PerRank",
     "Place",
     "RankLost",
+    "Repaired",
     "SaveFailed",
     "Saver",
     "Saving",
@@ -85,6 +87,7 @@ __all__ = [
     "load",
     "open",
     "recover",
+    "repair",
     "save",
     "verify",
 ]

@@ -117,6 +117,11 @@ class Donors:
                 return Gift(data, str(donor.files.path(index)))
         return None
 
+    def as_it_is(self, file: FileRecord, begin: int, nbytes: int) -> bytes:
+        """Bytes of the checkpoint that is being repaired, the first of the donors; not proved. Raises HoldfastError."""
+        itself = self._donors[0]
+        return itself.read(itself.record.data_files.index(file), begin, nbytes)
+
     def _candidates(self, file: FileRecord, begin: int, nbytes: int, total: str) -> Iterator[tuple[Donor, int, int]]:
         for donor in self._donors:
             index = donor.same_file(file)

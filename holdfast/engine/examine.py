@@ -40,8 +40,10 @@ def examine(
 
     ``deep=False`` leaves the blocks out. ``share`` (r, n): the r-th of n parts, even in bytes: all files laid end to
     end are cut into n stretches, and a block is of the stretch in which it begins. ``only``: numbers of the files to be
-    looked at (all). ``progress`` is told bytes. ``pace`` is called with the bytes to be read next, in the thread that reads, and may wait or raise; ``begin`` once in each
-    such thread. Raises StorageError if a store, or a disk but for a failed device, does not let us read.
+    looked at, by default all. ``progress`` is told bytes. ``pace`` is called with the bytes to be read next, in the
+    thread that reads, and may wait or raise; ``begin`` is called once in each such thread.
+
+    Raises StorageError if a store, or a disk but for a failed device, does not let us read.
     """
     r, n = share
     starts = [0, *accumulate(file.bytes for file in record.data_files)]
