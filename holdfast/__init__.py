@@ -30,6 +30,7 @@ from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
 from holdfast.repair import Repaired, repair
 from holdfast.report.progress import Bars
+from holdfast.rescue import Rescued, rescue
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
@@ -68,6 +69,7 @@ __all__ = [
     "Place",
     "RankLost",
     "Repaired",
+    "Rescued",
     "SaveFailed",
     "Saver",
     "Saving",
@@ -88,6 +90,7 @@ __all__ = [
     "open",
     "recover",
     "repair",
+    "rescue",
     "save",
     "verify",
 ]

@@ -16,7 +16,7 @@ from time import monotonic
 from holdfast import events
 from holdfast.checkpoint import Checkpoint, read_manifest
 from holdfast.engine import storage
-from holdfast.engine.damage import Damage, Fault, damages, tensors_hit
+from holdfast.engine.damage import Damage, Fault, Findings, damages, tensors_hit
 from holdfast.engine.donors import Donor, Donors
 from holdfast.engine.examine import examine
 from holdfast.engine.mend import Mended, Mending, mend_file
@@ -82,17 +82,23 @@ def repair(
     Raises NotACheckpoint or Damaged if there is no manifest that can be read (see `rescue`), StorageError if something
     cannot be read or written. ``deadline``: seconds to wait for any one answer of a store.
     """
-    began, target = monotonic(), patiently(location(path), deadline)
-    checkpoint = Checkpoint(target)
-    record = _record_of(checkpoint)
+    began, checkpoint = monotonic(), Checkpoint(patiently(location(path), deadline))
+    _refuse_without_manifest(checkpoint)
     found = checkpoint.examine()
+    return mended_of(checkpoint, found, sources, dry_run=dry_run, began=began)
+
+
+def mended_of(
+    checkpoint: Checkpoint, found: Findings, sources: Iterable[Source], *, dry_run: bool, began: float
+) -> Repaired:  # fmt: skip
+    """`repair` of what was ``found`` already."""
+    target, record = checkpoint.path, checkpoint.manifest
     hurt = (*found.others, *damages(record, found.faults, checkpoint.files.path))
     mended: list[Mended] = []
     left: list[Damage] = []
     if hurt:
-        donors = Donors(
-            [Donor(target, record, DataFiles(target, record.data_files)), *_donors(sources, target, record)]
-        )
+        itself = Donor(target, record, DataFiles(target, record.data_files))
+        donors = Donors([itself, *_donors(sources, target, record)])
         with events.task("repair", str(target)):
             mended, faults = _mend_files(checkpoint, found.faults, donors, dry_run=dry_run)
             more, left = _mend_attachments(checkpoint, found.others, donors, dry_run=dry_run)
@@ -100,17 +106,16 @@ def repair(
         left += damages(record, faults, checkpoint.files.path)
     for damage in left:
         events.log.warning("%s: could not be repaired: %s", damage, damage.what)
-    done = Repaired(
-        str(target), dry_run, hurt, tuple(mended), tuple(left), tensors_hit(left, record), monotonic() - began
-    )
+    hit = tensors_hit(left, record)
+    done = Repaired(str(target), dry_run, hurt, tuple(mended), tuple(left), hit, monotonic() - began)
     if mended:
         events.log.info("%s: %s %d bytes", target, "could mend" if dry_run else "mended", done.nbytes)
     return done
 
 
-def _record_of(checkpoint: Checkpoint) -> Manifest:
+def _refuse_without_manifest(checkpoint: Checkpoint) -> None:
     try:
-        return checkpoint.manifest
+        checkpoint.manifest  # noqa: B018 - reading it is the check
     except NotACheckpoint as error:
         raise NotACheckpoint(
             f"{error}. holdfast.repair mends checkpoints of our own format; holdfast.rescue brings a manifest back"
