@@ -58,7 +58,7 @@ class _Note(msgspec.Struct):
 
 
 class Scrubbing:
-    """A scrubbing under way. With ``every`` it goes on until it is stopped, else it ends when all steps were checked."""
+    """A scrubbing under way. With ``every`` it goes on until it is stopped, else it ends with the last step."""
 
     def __init__(
         self, steps: Steps | None, *, every: float | None, rate: float, repair: bool,

@@ -43,8 +43,11 @@ def verify(
         opened.append(open_checkpoint(patiently(location(path), deadline)))
         return opened[0].examine(deep=deep, share=(ranks.rank, ranks.size))
 
-    with ranks.call(f"verify {path}", deadline=deadline) as call:
-        found = call.exchange("verify", work, partial(_joined, path), Findings)
+    if ranks.size == 1:
+        found = work()
+    else:
+        with ranks.call(f"verify {path}", deadline=deadline) as call:
+            found = call.exchange("verify", work, partial(_joined, path), Findings)
     return opened[0].verdict(found, deep=deep, seconds=monotonic() - began, raises=raises)
 
 

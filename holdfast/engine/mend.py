@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.damage import Fault
 from holdfast.engine.donors import Donors, Gift
 from holdfast.engine.stores.place import Location, Place
@@ -198,19 +198,16 @@ def _nowhere() -> Iterator[Callable[[int, bytes], None]]:
 def _written_over(path: Path) -> Iterator[Callable[[int, bytes], None]]:
     """What writes into a file that is there; at the end it is durable, and read from the disk when it is looked at."""
     with storage.naming(path, "open"):
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = disk.open(path, os.O_WRONLY | os.O_NOFOLLOW)
 
     def write(begin: int, data: bytes) -> None:
-        rest, at = memoryview(data), begin
         with storage.naming(path, "write"):
-            while rest:
-                done = os.pwrite(fd, rest, at)
-                rest, at = rest[done:], at + done
+            disk.write_all(fd, data, begin, path)
 
     try:
         yield write
         with storage.naming(path, "sync"):
-            os.fsync(fd)
+            disk.sync(fd, path)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
