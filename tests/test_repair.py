@@ -74,6 +74,9 @@ def test_files_come_back(how: str, copied: Path, saved: Path) -> None:
         os.truncate(file, file.stat().st_size + (1 if how == "grown" else -(6 << 20)))
     damaged = contents_of(copied)
     alone = holdfast.repair(copied)
+    if how == "grown":  # all that it should have is in it
+        assert alone.whole and alone.mended and contents_of(copied) == contents_of(saved)
+        return
     assert not alone.whole and contents_of(copied) == damaged
     assert how == "attachment" or "model/w" in alone.tensors
     assert holdfast.repair(copied, sources=[saved], dry_run=True).whole and contents_of(copied) == damaged
@@ -95,7 +98,7 @@ def test_what_nobody_has_stays_and_the_rest_comes_back(copied: Path, saved: Path
     # A file that is missing is not put there with a hole in it.
     first.file.unlink()
     done = holdfast.repair(copied, sources=[tmp_path / "other"])
-    assert not done.whole and not first.file.exists() and "nobody has bytes" in done.left[0].what or done.left
+    assert not done.whole and not first.file.exists()
     assert not [p for p in copied.rglob("*") if p.name.endswith(".tmp")]
     # The next source has it.
     done = holdfast.repair(copied, sources=[tmp_path / "other", saved])
@@ -237,7 +240,7 @@ def test_what_is_no_source_is_told(saved: Path, copied: Path, tmp_path: Path) ->
 # A process that dies in its middle
 
 
-CALLS = ("create", "write", "sync", "replace", "sync folder", "reserve", "open")
+CALLS = ("create", "write", "sync", "replace", "sync folder", "reserve")
 
 
 def damage_all(folder: Path) -> None:
@@ -257,7 +260,7 @@ def dies(folder: Path, source: Path, nth: int) -> bool:
 
         def kill(call: disk.Call, do: Any) -> Any:
             nonlocal left
-            left -= call.verb in CALLS and (call.verb != "open" or False)
+            left -= call.verb in CALLS
             if not left:
                 if call.verb == "write":
                     os.pwrite(call.fd, bytes(memoryview(call.data)[: len(call.data) // 2]), call.offset)

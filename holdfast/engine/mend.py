@@ -135,6 +135,8 @@ class _Work:
                     if isinstance(path, Path):
                         with _written_over(path):  # nothing: what is looked at next comes from the disk
                             pass
+            if not self.done.mended:  # what was too long had all of it
+                self.done.mended.append(Mended(self.name, 0, self.file.bytes, self.name))
         except _Lacking as lacking:
             self.done.mended.clear()
             self.done.left.append(Fault(self.index, what=str(lacking)))
