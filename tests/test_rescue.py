@@ -23,7 +23,8 @@ def state_of(step: int) -> dict[str, Any]:
     return {
         "model": {
             "w": torch.arange(60.0).view(12, 5) + step, "half": torch.ones(7, dtype=torch.bfloat16), "tied": shared,
-            "too": shared, "n": torch.tensor(step), "none": torch.zeros(0, 4), "c": torch.ones(2, dtype=torch.complex64),
+            "too": shared, "n": torch.tensor(step), "none": torch.zeros(0, 4),
+            "c": torch.ones(2, dtype=torch.complex64),
         },
         "optimizer": {"state": [{"m": torch.full((4,), step)}, {"m": torch.zeros(2)}], "lr": 0.5},
         "bias": torch.arange(3) + step,

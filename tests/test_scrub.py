@@ -17,6 +17,7 @@ from holdfast.engine import disk
 from holdfast.scrub import NOTE, Scrubbing
 from holdfast.steps import Steps
 from tests.damaging import contents_of, flip
+from tests.patience import wait_until
 
 NAME = "step-{step}"
 
@@ -96,14 +97,12 @@ def test_neighbours_mend(root: Path) -> None:
 def test_what_was_found_whole_of_late_is_not_read_again(root: Path) -> None:
     with managed(root) as manager:
         first = manager.scrub(every=3600.0)
-        while len(first.checked) < 3:
-            pass
+        wait_until(lambda: len(first.checked) == 3)
     flip(data_of(root, 2, "model"), 5000)
     with managed(root) as manager:
         manager.save(4, state_of(4))
         again = manager.scrub(every=3600.0)
-        while not again.checked:
-            pass
+        wait_until(lambda: bool(again.checked))
         again.stop()
         assert [one.step for one in again.checked] == [4]
         assert [one.step for one in manager.scrub().wait(60) if not one.whole] == [2], "without every= all are read"

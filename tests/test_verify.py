@@ -96,7 +96,7 @@ def test_a_value_of_a_rank_is_named(copied: Path) -> None:
 
 def test_a_whole_one_counts_every_byte(saved: Path) -> None:
     report = holdfast.verify(saved)
-    files = [p for p in saved.rglob("*.safetensors")]
+    files = list(saved.rglob("*.safetensors"))
     assert report.whole and report.nbytes == sum(p.stat().st_size for p in files) and not report.unverified
 
 

@@ -1,4 +1,4 @@
-"""``holdfast verify``: is every byte what was written?
+"""``holdfast verify``: whether every byte is what was written.
 
 Called by `app`. Never says that a checkpoint is whole if any of it was not looked at, without saying so.
 """
