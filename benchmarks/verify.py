@@ -87,16 +87,26 @@ def save(folder: Path, nbytes: int) -> None:
     holdfast.save(state, folder)
 
 
+def windows(count: int) -> list[mmap.mmap]:
+    """Memory for direct reads, every page of it there already: the raw read is not to wait for pages."""
+    found = [mmap.mmap(-1, SPAN) for _ in range(count)]
+    for window in found:
+        window.write(bytes(SPAN))
+    return found
+
+
+MEMORY = windows(max(THREADS))
+
+
 def read_raw(folder: Path, threads: int, *, direct: bool) -> None:
     """Read every byte of the data files once, by so many threads, a span at a time, and look at none."""
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
     opened = [(os.open(path, flags), path.stat().st_size) for path in files_in(folder) if path.suffix == ".safetensors"]
     spans = [(fd, at) for fd, size in opened for at in range(0, size, SPAN)]
-    memory = [mmap.mmap(-1, SPAN) for _ in range(threads)]
 
     def run(number: int) -> None:
         for fd, at in spans[number::threads]:
-            os.preadv(fd, [memory[number]], at)
+            os.preadv(fd, [MEMORY[number]], at)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(run, range(threads)))
@@ -111,17 +121,19 @@ def check(folder: Path) -> None:
         raise ValueError("not every byte was checked")
 
 
-def turn(folder: Path, rows: Rows, nbytes: int) -> None:
-    """Each way once, cold and warm."""
-    for threads in THREADS:
-        make_cold(folder)
-        rows.spend(f"raw cold, {threads} threads", nbytes, lambda t=threads: read_raw(folder, t, direct=True))
-    make_cold(folder)
-    rows.spend("verify cold", nbytes, lambda: check(folder), "raw cold")
-    make_warm(folder)
-    for threads in THREADS:
-        rows.spend(f"raw warm, {threads} threads", nbytes, lambda t=threads: read_raw(folder, t, direct=False))
-    rows.spend("verify warm", nbytes, lambda: check(folder), "raw warm")
+def turn(folder: Path, rows: Rows, nbytes: int, number: int) -> None:
+    """Each way once, cold and warm; another way comes first in each turn."""
+    for kind, direct in (("cold", True), ("warm", False)):
+        ways = [(f"raw {kind}, {threads} threads", threads) for threads in THREADS] + [(f"verify {kind}", 0)]
+        if not direct:
+            make_warm(folder)
+        for what, threads in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            if direct:
+                make_cold(folder)
+            if threads:
+                rows.spend(what, nbytes, lambda t=threads, d=direct: read_raw(folder, t, direct=d))
+            else:
+                rows.spend(what, nbytes, lambda: check(folder), f"raw {kind}")
     make_cold(folder)
     rows.spend("verify cold, shallow", nbytes, lambda: holdfast.verify(folder, deep=False))
 
@@ -153,8 +165,8 @@ def main() -> int:
         save(work / "c", nbytes)
         taken = on_disk(work / "c")
         total = holdfast.open(work / "c").nbytes
-        for _ in range(turns):
-            turn(work / "c", rows, total)
+        for number in range(turns):
+            turn(work / "c", rows, total, number)
     finally:
         shutil.rmtree(work)
     show(rows)

@@ -19,6 +19,7 @@ from holdfast.engine.read import DataFiles, Files, altered, is_right, threads_fo
 from holdfast.engine.source import ReadStats, Source, source_of
 from holdfast.engine.stores.place import Place
 from holdfast.errors import Damaged, StorageError
+from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import Manifest
@@ -164,7 +165,7 @@ def wrong_in(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
     wrong: list[tuple[Range, str]] = []
     for left in reversed(range(source.tries)):
         try:
-            view = source.fetch(begin, end - begin).view
+            wrong = _compared(source, job)
         except Damaged as error:
             wrong = [(r, str(error)) for r in job]
         except StorageError as error:
@@ -173,14 +174,25 @@ def wrong_in(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
             if len(job) > 1:  # which of them it is
                 return [found for r in job for found in wrong_in(source, [r])]
             wrong = [(job[0], str(error))]
-        else:
-            found = (r for r in job if not is_right(r, view[r.begin - begin : r.begin - begin + r.nbytes]))
-            wrong = [(r, str(altered(source.path, r))) for r in found]
         if not wrong:
             break
         if left:  # on the way from a store a bit may flip
             source.forget(begin, end - begin)
     return wrong
+
+
+def _compared(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
+    begin, nbytes = job[0].begin, job[-1].begin + job[-1].nbytes - job[0].begin
+    stride = source.stride(begin, nbytes)
+    if len(job) == 1 and stride < nbytes:
+        total = blocks.running_sum()
+        for at in range(0, nbytes, stride):
+            total.update(source.fetch(begin + at, min(stride, nbytes - at)).view)
+        found = [] if total.hexdigest() == job[0].sum else job
+    else:
+        view = source.fetch(begin, nbytes).view
+        found = [r for r in job if not is_right(r, view[r.begin - begin : r.begin - begin + r.nbytes])]
+    return [(r, str(altered(source.path, r))) for r in found]
 
 
 def check_pieces(
