@@ -6,16 +6,13 @@ turns on the same files, once out of the page cache and once in it. Never compar
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +22,10 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 import torch
 
 import holdfast
-from benchmarks.cache import files_in, make_cold, make_warm, on_disk
+from benchmarks.bars import Bar
+from benchmarks.cache import files_in, make_cold, make_warm
+from benchmarks.frame import folder, machine, options_of, say, write
+from benchmarks.repeated import Repeated
 
 FULL, QUICK = 8 << 30, 1 << 30
 FILES = 4
@@ -39,19 +39,12 @@ WANTED = 0.8
 
 
 @dataclass
-class Row:
-    """What one way took, turn by turn; ``beside``: the row of the raw read that it is held against."""
+class Row(Repeated):
+    """What one way took, turn by turn; ``beside``: how the raw reads are called that it is held against."""
 
     what: str
     nbytes: int
-    beside: str | None = None
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-
-    @property
-    def rate(self) -> float:
-        """GB/s, by the median."""
-        return self.nbytes / median(self.seconds) / 1e9
+    beside: str | None
 
 
 class Rows:
@@ -67,7 +60,7 @@ class Rows:
         row = self.found.setdefault(what, Row(what, nbytes, beside))
         row.seconds.append(time.monotonic() - began)
         row.cpu.append(time.process_time() - cpu)
-        print(f"{what}: {nbytes / row.seconds[-1] / 1e9:.2f} GB/s", file=sys.stderr, flush=True)
+        say(f"{what}: {nbytes / row.seconds[-1] / 1e9:.2f} GB/s")
         return result
 
     def ratio(self, row: Row) -> float | None:
@@ -79,12 +72,12 @@ class Rows:
         return median(limit / own for limit, own in zip(best, row.seconds, strict=True))
 
 
-def save(folder: Path, nbytes: int) -> None:
+def save(path: Path, nbytes: int) -> None:
     """A checkpoint of so many bytes of noise."""
     rows = nbytes // FILES // 4 // 4096
     torch.manual_seed(0)
     state = {f"part{n}": {"w": torch.randn(rows, 4096), "b": torch.randn(1000)} for n in range(FILES)}
-    holdfast.save(state, folder)
+    holdfast.save(state, path)
 
 
 def windows(count: int) -> list[mmap.mmap]:
@@ -98,10 +91,10 @@ def windows(count: int) -> list[mmap.mmap]:
 MEMORY = windows(max(THREADS))
 
 
-def read_raw(folder: Path, threads: int, *, direct: bool) -> None:
+def read_raw(path: Path, threads: int, *, direct: bool) -> None:
     """Read every byte of the data files once, by so many threads, a span at a time, and look at none."""
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-    opened = [(os.open(path, flags), path.stat().st_size) for path in files_in(folder) if path.suffix == ".safetensors"]
+    opened = [(os.open(file, flags), file.stat().st_size) for file in files_in(path) if file.suffix == ".safetensors"]
     spans = [(fd, at) for fd, size in opened for at in range(0, size, SPAN)]
 
     def run(number: int) -> None:
@@ -114,67 +107,63 @@ def read_raw(folder: Path, threads: int, *, direct: bool) -> None:
         os.close(fd)
 
 
-def check(folder: Path) -> None:
+def check(path: Path) -> None:
     """Verify; raises unless every byte was checked and is right."""
-    report = holdfast.verify(folder)
-    if report.nbytes != holdfast.open(folder).nbytes or report.unverified:
+    report = holdfast.verify(path)
+    if report.nbytes != holdfast.open(path).nbytes or report.unverified:
         raise ValueError("not every byte was checked")
 
 
-def turn(folder: Path, rows: Rows, nbytes: int, number: int) -> None:
+def turn(path: Path, rows: Rows, nbytes: int, number: int) -> None:
     """Each way once, cold and warm; another way comes first in each turn."""
     for kind, direct in (("cold", True), ("warm", False)):
         ways = [(f"raw {kind}, {threads} threads", threads) for threads in THREADS] + [(f"verify {kind}", 0)]
         if not direct:
-            make_warm(folder)
+            make_warm(path)
         for what, threads in ways[number % len(ways) :] + ways[: number % len(ways)]:
             if direct:
-                make_cold(folder)
+                make_cold(path)
             if threads:
-                rows.spend(what, nbytes, lambda t=threads, d=direct: read_raw(folder, t, direct=d))
+                rows.spend(what, nbytes, lambda t=threads, d=direct: read_raw(path, t, direct=d))
             else:
-                rows.spend(what, nbytes, lambda: check(folder), f"raw {kind}")
-    make_cold(folder)
-    rows.spend("verify cold, shallow", nbytes, lambda: holdfast.verify(folder, deep=False))
+                rows.spend(what, nbytes, lambda: check(path), f"raw {kind}")
+    make_cold(path)
+    rows.spend("verify cold, shallow", nbytes, lambda: holdfast.verify(path, deep=False))
+
+
+def bars_of(rows: Rows) -> list[Bar]:
+    """What is wanted."""
+    return [
+        Bar(f"{row.what}, of the raw read", rows.ratio(row), least=WANTED) for row in rows.found.values() if row.beside
+    ]
 
 
 def show(rows: Rows) -> None:
     """Print the medians, and each ratio with the bar."""
     print(f"\n{'':26} {'seconds':>8} {'GB/s':>7} {'processor':>10}  of the raw read")
     for row in rows.found.values():
-        ratio = rows.ratio(row)
+        ratio, seconds = rows.ratio(row), median(row.seconds)
         verdict = "" if ratio is None else f"{ratio:.2f}"
         if ratio is not None:
             verdict += f"  (wanted: at least {WANTED:g}) {'met' if ratio >= WANTED else 'MISSED'}"
-        rate = "" if "shallow" in row.what else f"{row.rate:.2f}"
-        print(f"{row.what:26} {median(row.seconds):8.2f} {rate:>7} {median(row.cpu):10.2f}  {verdict}")
+        rate = "" if "shallow" in row.what else f"{row.nbytes / seconds / 1e9:.2f}"
+        print(f"{row.what:26} {seconds:8.2f} {rate:>7} {median(row.cpu):10.2f}  {verdict}")
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.verify", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK >> 30} GiB in place of {FULL >> 30}, three turns")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (made, then removed)")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/verify.json"), help="the figures as JSON")
-    options = parser.parse_args()
+    small = f"{QUICK >> 30} GiB in place of {FULL >> 30}, three turns"
+    options = options_of("verify", __doc__, quick=small).parse_args()
     nbytes, turns = (QUICK, 3) if options.quick else (FULL, 5)
-    work = options.dir.resolve() / f"verify-{os.getpid()}"
-    work.mkdir(parents=True)
     rows = Rows()
-    try:
+    with folder(options.dir, "verify") as work:
         save(work / "c", nbytes)
-        taken = on_disk(work / "c")
         total = holdfast.open(work / "c").nbytes
         for number in range(turns):
             turn(work / "c", rows, total, number)
-    finally:
-        shutil.rmtree(work)
     show(rows)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"bytes": total, "on_disk": taken, "turns": turns, "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
-    ratios = {row.what: ratio for row in rows.found.values() if (ratio := rows.ratio(row)) is not None}
-    text = json.dumps({"facts": facts, "ratios": ratios, "rows": [vars(r) for r in rows.found.values()]}, indent=1)
-    options.out.write_text(text + "\n")
+    facts = {"bytes": total, "turns": turns, **machine()}
+    write(options.out, facts, [vars(row) for row in rows.found.values()], bars_of(rows))
     return 0
 
 
