@@ -113,6 +113,17 @@ def test_parts_are_the_whole(ranks: int, copied: Path) -> None:
         assert max(part.nbytes for part in parts) < 0.75 * whole.nbytes
 
 
+def test_a_block_is_of_the_stretch_in_which_it_begins(copied: Path) -> None:
+    opened = holdfast.open(copied)
+    number = next(i for i, file in enumerate(opened.manifest.data_files) if file.path.startswith("model/"))
+    start = sum(file.bytes for file in opened.manifest.data_files[:number])
+    spot = next(s for s in spots(opened) if s.tensor == "model/w")
+    flip(spot.file, spot.begin)
+    at = start + spot.begin  # as many parts as bytes: each is one of them
+    for part, found in ((at - 1, 0), (at, 1), (at + 1, 0)):
+        assert len(holdfast.open(copied).examine(share=(part, opened.nbytes)).faults) == found
+
+
 def verified(path: str) -> list[Any]:
     report = holdfast.verify(path, raises=False, deadline=60.0)
     return [report.nbytes, [(d.tensor, d.begin, d.what) for d in report.damages], report.tensors]
