@@ -154,6 +154,23 @@ def test_a_step_that_retention_takes_is_not_called_damaged(root: Path, caplog: p
     assert "damaged" not in caplog.text
 
 
+def test_a_section_that_is_dropped_meanwhile_is_not_called_damaged(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dropped: list[int] = []
+
+    def drop(call: disk.Call, do: Any) -> Any:
+        if call.verb == "open" and "step-3/frozen" in call.path and not dropped:
+            dropped.append(1)
+            holdfast.drop(root / "step-3", "frozen")
+        return do()
+
+    with managed(root) as manager, disk.hooked(drop), caplog.at_level(logging.WARNING, "holdfast"):
+        assert [one.step for one in manager.scrub().wait(60)] == [2, 1]
+        assert all(one.whole for one in manager.scrub().wait(60))
+    assert dropped and "damaged" not in caplog.text
+
+
 def test_a_manifest_that_rots_is_told(root: Path) -> None:
     flip(root / "step-2" / "manifest.json", 300)
     with managed(root) as manager:
