@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from holdfast.engine.rounds import Round, Verdict, Word, short, words_of
+from holdfast.engine.rounds import Round, Verdict, Word, overheard, short, words_of
 from holdfast.engine.tree import FAN_IN, tree_of
 from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
 from holdfast.events import log
@@ -45,6 +45,7 @@ class Ranks:
     ``global_ranks[i]`` is the global rank of member i; ``store`` is None for a lone process. Made by `ranks_of`;
     tests make many over one in-memory store, a thread each. ``remembered`` is for what callers keep between calls.
     ``hosts`` of all ranks are known after the first round, to `main`. ``fan_in``: of how many ranks one hears directly.
+    ``numbers``, of a part of a group: what its members are called in the whole one, and so in errors.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Ranks:
     remembered: dict[str, Any] = field(default_factory=dict)
     above: Ranks | None = None
     fan_in: int = FAN_IN
+    numbers: tuple[int, ...] = ()
     _limit: float = math.inf
     _caller: int | None = None
     _one_call: threading.Lock = field(default_factory=threading.Lock)
@@ -73,10 +75,33 @@ class Ranks:
         store = None if self.store is None else _PrefixStore(name, self.store)
         return Ranks(self.rank, self.size, store, self.global_ranks, self.host, above=self, fan_in=self.fan_in)
 
+    def among(self, members: Sequence[int], name: str) -> Ranks:
+        """Some of these ranks, this one among them, with calls of their own, as of a lane; errors name them as here.
+
+        The first of them decides. ``members`` ascend, and are equal on each of them.
+        """
+        hosts, known = self.main.hosts, self.global_ranks
+        return Ranks(
+            members.index(self.rank), len(members), _PrefixStore(name, self.store), tuple(known[m] for m in members),
+            self.host, None if hosts is None else [hosts[m] for m in members], above=self, fan_in=self.fan_in,
+            numbers=tuple(members),
+        )  # fmt: skip
+
+    def overhear(self, name: str, deadline: float) -> Verdict | None:
+        """The verdict of the first round of others in a lane; None if there is none within ``deadline`` seconds.
+
+        Takes no part in it. Its ranks are those of that lane.
+        """
+        return overheard(_PrefixStore(name, self.store), "0/0", lambda: self.limit, deadline)
+
+    def number(self, rank: int) -> int:
+        """What a member is called in errors."""
+        return self.numbers[rank] if self.numbers else rank
+
     @property
     def main(self) -> Ranks:
         """The ranks that this lane, if it is one, was made from in the end."""
-        return self if self.above is None else self.above.main
+        return self if self.above is None or self.numbers else self.above.main
 
     @property
     def limit(self) -> float:
@@ -169,15 +194,16 @@ class Call:
             if not isinstance(interrupt, Exception):
                 raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
         if verdict.failure is not None:
-            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled)
-            raise failed from (own[0] if own and verdict.failure.rank == ranks.rank else None)
+            absent = [ranks.number(rank) for rank in verdict.absent]
+            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent)
+            raise failed from (own[0] if own and verdict.failure.rank == ranks.number(ranks.rank) else None)
         return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
 
     def _failure_of(self, error: BaseException, phase: str) -> Failure:
         ranks = self.ranks
         if not isinstance(error, HoldfastError):
             log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=error)
-        return failure_of(error, rank=ranks.rank, host=ranks.host, phase=phase)
+        return failure_of(error, rank=ranks.number(ranks.rank), host=ranks.host, phase=phase)
 
     def _conclude_message(
         self,
@@ -240,22 +266,23 @@ class Call:
                 ranks.calls += 1
         except RuntimeError as error:  # what torch's stores raise when their server is gone
             lost = f"the store of the process group does not answer: the process that serves it is gone ({error})"
-            failure = Failure(0, self._where(0), phase, RankLost.__name__, lost)
-            return Verdict(word.label, None, failure, [0], settled=False)
+            failure = Failure(ranks.number(0), self._where(0), phase, RankLost.__name__, lost)
+            return Verdict(word.label, None, failure, [], settled=False)
         self._round += 1
         if verdict.hosts is not None:
             ranks.main.hosts = [host for host, count in verdict.hosts for _ in range(count)]
         return verdict
 
     def _lost(self, phase: str, absent: list[int], what: str) -> Verdict:
-        named = ", ".join(f"rank {r} ({self._where(r)})" for r in absent[:_TOLD])
+        number = self.ranks.number
+        named = ", ".join(f"rank {number(r)} ({self._where(r)})" for r in absent[:_TOLD])
         if len(absent) > _TOLD:
             named += f" and {len(absent) - _TOLD} more"
         text = (
             f"{named} {what} phase {phase!r} of {self.label!r} within {self.deadline:g} s; "
             "look at that rank's log or stack, or raise deadline=; every rank of the group has to make this call"
         )
-        failure = Failure(absent[0], self._where(absent[0]), phase, RankLost.__name__, text)
+        failure = Failure(number(absent[0]), self._where(absent[0]), phase, RankLost.__name__, text)
         return Verdict(short(self.label), None, failure, absent)
 
     def _where(self, rank: int) -> str:
