@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from holdfast.engine.rounds import Round, Verdict, Word, overheard, short, words_of
+from holdfast.engine.rounds import Round, Verdict, Word, short, words_of
 from holdfast.engine.tree import FAN_IN, tree_of
 from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
 from holdfast.events import log
@@ -33,6 +33,7 @@ COMMIT_GRACE = 60.0
 """Seconds more for the first rank to finish what it has begun to decide."""
 
 _TOLD = 20  # ranks that a message names at the most
+_PAUSE = 0.05  # seconds between two looks of a rank that is late
 
 Note = TypeVar("Note")
 Answer = TypeVar("Answer")
@@ -87,12 +88,18 @@ class Ranks:
             numbers=tuple(members),
         )  # fmt: skip
 
-    def overhear(self, name: str, deadline: float) -> Verdict | None:
-        """The verdict of the first round of others in a lane; None if there is none within ``deadline`` seconds.
+    def post(self, key: str, message: bytes) -> None:
+        """Leave word for ranks that may come late, or never. Raises RuntimeError if the store is gone."""
+        self.store.set(key, message)
 
-        Takes no part in it. Its ranks are those of that lane.
-        """
-        return overheard(_PrefixStore(name, self.store), "0/0", lambda: self.limit, deadline)
+    def find(self, key: str, deadline: float) -> bytes | None:
+        """What was left under ``key``; None if it is not there within ``deadline`` seconds. Raises as `post` does."""
+        until = time.monotonic() + deadline
+        while not self.store.check([key]):
+            if time.monotonic() > min(until, self.limit):
+                return None
+            time.sleep(_PAUSE)
+        return bytes(self.store.get(key))
 
     def number(self, rank: int) -> int:
         """What a member is called in errors."""

@@ -293,22 +293,6 @@ class Round:
         return max(_FIRST_PAUSE, tree.size * _MANY_FIRST), max(_LONGEST_PAUSE, tree.size * _MANY_LONGEST)
 
 
-def overheard(store: Any, base: str, limit: Callable[[], float], deadline: float) -> Verdict | None:
-    """The verdict of a round that others make, for whoever takes no part in it; None if none stands in time.
-
-    Raises RuntimeError if the store is gone.
-    """
-    key, until, pause = f"{base}/verdict", time.monotonic() + deadline, _FIRST_PAUSE
-    while True:
-        stands = bytes(store.get(key)) if store.check([key]) else _CLAIMED
-        if not stands.startswith((_CLAIMED, _FAILING)):
-            return decode(stands, Verdict)
-        if time.monotonic() > min(until, limit()):
-            return None
-        time.sleep(pause)
-        pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-
 def words_of(message: bytes, levels: int) -> list[Word]:
     """What the ranks said, in order, of what a block of so many ``levels`` says. Raises as `decode` does."""
     parts = [message]

@@ -176,9 +176,19 @@ class SaveWork:
         self._agreement = agreement
         with no_collection(), self._keeping_failure():  # not while waiting for others: training makes garbage meanwhile
             self._plan = plan_for(self.ranks, agreement)
+            self._warn_of_per_rank(self._plan)
             self._images = images_of(self.collected, self._plan, self.ranks, agreement.save)
             self.nbytes = sum(image.nbytes for image in self._images)
         return True
+
+    def _warn_of_per_rank(self, plan: Plan) -> None:
+        alone = self.ranks.size == 1 or not self.ranks.first or self._bequest is None
+        if plan.per_rank and not alone and not self.ranks.remembered.setdefault("told of per rank", False):
+            self.ranks.remembered["told of per rank"] = True
+            events.log.warning(
+                "degraded=True cannot help this state: each rank has values of its own in it (%s), so that no rank can "
+                "be done without", ", ".join(plan.per_rank[:3]),
+            )  # fmt: skip
 
     def _bring(self) -> tuple[Collected, Layout]:
         self._raise_failure()
@@ -396,16 +406,16 @@ class SaveWork:
             # If the outcome is not known, the first rank may commit any moment, and nobody else may then.
             if not (lost.absent and lost.settled) or self._bequest is None:
                 raise
-            self._takeover(call, failed).run(lost)
+            self._takeover(call, failed, task).run(lost)
             self._drop_unnamed()
 
-    def _takeover(self, call: Call, failed: list[BaseException]) -> Takeover:
+    def _takeover(self, call: Call, failed: list[BaseException], task: events.Task) -> Takeover:
         if self._plan is None or self._agreement is None or self._bequest is None:
             raise self._failed or HoldfastError("ranks were lost of a save without a plan; this is a fault of holdfast")
         return Takeover(
             call, self._place(), self.save_id, self.step, self.overwrite, self._plan, self._agreement, self._bequest,
             self.collected, self._attached, self._records, self._did, failed[0] if failed else None,
-            None if self.still else self._spares, self._watched,
+            None if self.still else self._spares, self._watched, task,
         )  # fmt: skip
 
     def _drop_unnamed(self) -> None:

@@ -14,6 +14,7 @@ from itertools import count
 import msgspec
 import torch
 
+from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.agree import Agreement, Bequest
 from holdfast.engine.citing import Did, joined
@@ -24,7 +25,7 @@ from holdfast.engine.folder import withdraw
 from holdfast.engine.images import images_of, source_of
 from holdfast.engine.layout import OwnedJoin, OwnedValues, join_owned, owned_values
 from holdfast.engine.plan import Plan
-from holdfast.engine.ranks import COMMIT_GRACE, Call, Ranks
+from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.ring import Ring
 from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected
@@ -32,7 +33,6 @@ from holdfast.engine.still import Watched, check_sent
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.write import OpenFiles, Writing
 from holdfast.errors import Failure, HoldfastError, RankLost, error_from
-from holdfast.events import log
 from holdfast.ondisk import blocks, manifest, names
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import FileRecord
@@ -94,6 +94,14 @@ class _Share(msgspec.Struct, array_like=True):
     owned: OwnedValues | None = None
 
 
+class _Outcome(msgspec.Struct, array_like=True):
+    """What became of an attempt, for ranks that were taken for lost. ``cause`` is None if the save is committed."""
+
+    cause: str | None = None
+    settled: bool = True
+    absent: tuple[int, ...] = ()
+
+
 @dataclass
 class Takeover:
     """What a rank brings to take over from lost ones.
@@ -118,6 +126,7 @@ class Takeover:
     failed: BaseException | None
     spares: Spares | None
     watched: Watched
+    task: events.Task
     _opened: OpenFiles = field(default_factory=OpenFiles)
 
     @property
@@ -143,10 +152,10 @@ class Takeover:
             left = [rank for rank in range(self.ranks.size) if rank not in gone]
             try:
                 if self.ranks.rank in gone:
-                    self._hear(left, attempt)
+                    self._hear(attempt)
                 else:
                     self._meet(left, tuple(sorted(gone)), taken, attempt)
-                log.warning("%s is committed without rank %s", self.folder, manifest.ranges(sorted(gone)))
+                events.log.warning("%s is committed without rank %s", self.folder, manifest.ranges(sorted(gone)))
                 return
             except HoldfastError as error:
                 if not (error.absent and error.settled):
@@ -164,18 +173,26 @@ class Takeover:
 
     # A rank that was taken for lost
 
-    def _hear(self, left: list[int], attempt: int) -> None:
+    def _hear(self, attempt: int) -> None:
         unknown = HoldfastError("this rank came too late, and has not heard what they made of it")
         unknown.cause, unknown.settled = str(unknown), False
         try:
-            verdict = self.ranks.overhear(self._lane(attempt), 2 * self.call.deadline + COMMIT_GRACE)
+            word = self.ranks.find(f"{self._lane(attempt)}/outcome", 2 * self.call.deadline)
         except RuntimeError as error:  # the store is gone
             raise unknown from error
-        if verdict is None:
+        if word is None:
             raise unknown
-        if verdict.failure is not None:
-            absent = [left[rank] for rank in verdict.absent]
-            raise error_from(verdict.failure, saving=True, settled=verdict.settled, absent=absent)
+        outcome = msgspec.msgpack.decode(word, type=_Outcome)
+        if outcome.cause is not None:
+            failed = HoldfastError(outcome.cause)
+            failed.cause, failed.settled, failed.absent = outcome.cause, outcome.settled, outcome.absent
+            raise failed
+
+    def _tell(self, attempt: int, outcome: _Outcome) -> None:
+        try:
+            self.ranks.post(f"{self._lane(attempt)}/outcome", msgspec.msgpack.encode(outcome))
+        except RuntimeError as error:  # whoever comes late will look at the manifest
+            events.log.debug("the store is gone (%s), and nobody who comes late hears of %s", error, self.folder)
 
     # Those that are left
 
@@ -192,9 +209,12 @@ class Takeover:
                 str,
             )
         except HoldfastError as error:
+            self._tell(attempt, _Outcome(error.cause, error.settled, error.absent))
             if error.settled:
                 withdraw(self._opened.paths, self.folder)
             raise
+        else:
+            self._tell(attempt, _Outcome())
         finally:
             self._opened.close()
             self._opened = OpenFiles()
@@ -228,11 +248,12 @@ class Takeover:
         self._opened.paths += [self.folder / path for path, _ in small]
         for image in images:
             storage.make_folder(self.folder / image.section)
+        self.task.total += sum(image.nbytes for image in images)
         sources = [tensor for image in images for tensor in image.sources]
         on_device = any(tensor.device.type != "cpu" for tensor in sources)
         with Ring(remote=isinstance(self.folder, Place)) as ring:
             writing = Writing(
-                images, self.folder, save=save, rank=ranks.rank, files=self._opened, progress=lambda count: None,
+                images, self.folder, save=save, rank=ranks.rank, files=self._opened, progress=self.task.advance,
                 slot=ring.take([image.nbytes for image in images], pinned=on_device),
                 after=Moments.now(devices_of(sources)),
             )  # fmt: skip
