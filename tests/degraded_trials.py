@@ -243,11 +243,13 @@ def check(trial: Trial, root: Path, words: list[dict[str, Any]]) -> None:
     assert set(read.attachments) == {"config.json", "of/this.txt"}
     for name, value in flat(read.state):
         assert torch.equal(value, found[name]) if isinstance(value, torch.Tensor) else value == found[name], name
-    assert sweep_beside(root / "step", record), "a living save still writes there"
     named = {"manifest.json", *(f.path for f in record.data_files), *(path for path, _, _ in record.attachments)}
+    if trial.signal == signal.SIGKILL:
+        assert sweep_beside(root / "step", record), "a living save still writes there"
+        if 0 in trial.lost:  # what the first rank attached before it died is small, and goes with the checkpoint
+            named |= {f"attachments/{name}" for name in read.attachments}
+    # A rank that comes back takes its own files away.
     left = {str(f.relative_to(root / "step")) for f in (root / "step").rglob("*") if f.is_file()} - named
-    # What the first rank has attached before it died is small, and goes with the checkpoint.
-    left = {path for path in left if not (path.startswith("attachments/") and 0 in trial.lost)}
     assert not left, f"left behind: {left}"
     if trial.base:
         assert any(f.save for f in record.data_files), "nothing is borrowed"

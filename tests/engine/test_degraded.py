@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import prod
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,6 +159,17 @@ def test_spares_are_not_neighbours() -> None:
     assert taken_over(plan, [0, 4], 8, spares=True).missing
     assert spare_of((3,), 3) is None
     assert [spare_of((2, 5, 6), owner) for owner in (2, 5, 6)] == [5, 6, 2]
+
+
+@pytest.mark.parametrize("mesh", [(8, 1), (2, 4), (4, 2)])
+def test_spares_take_as_much_as_a_rank_writes(mesh: tuple[int, int]) -> None:
+    """HSDP: the first axis replicates, the second cuts."""
+    spread = Placed(tuple(range(8)), mesh, (None, Split(0)))
+    plan = planned([Rank({f"model/{i}": ("float32", (64, 64 + i), spread) for i in range(48)}) for _ in range(8)])
+    for rank in range(8):
+        written = sum(box.size for _, _, box in plan.written_by(rank))
+        kept = sum(box.size for _, _, box in kept_by(plan, rank))
+        assert 0.95 * written < kept < 1.05 * written
 
 
 def test_values_of_one_rank_are_missing() -> None:
