@@ -34,7 +34,7 @@ from holdfast.engine.takeover import Takeover
 from tests import format_reader
 from tests.kill_trials import forked, read_line, serve_store
 
-WORLD, DEADLINE = 4, 5.0
+WORLD, DEADLINE = 4, 8.0
 TOGETHER = 4  # trials at once: most of each is waiting for a deadline
 KINDS = ["ddp", "hsdp", "fsdp", "stages", "per rank"]
 
