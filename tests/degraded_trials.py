@@ -31,6 +31,7 @@ from holdfast.engine import ranks, takeover
 from holdfast.engine.folder import sweep_beside
 from holdfast.engine.save_work import SaveWork
 from holdfast.engine.takeover import Takeover
+from holdfast.ondisk.spans import ranges
 from tests import format_reader
 from tests.kill_trials import forked, read_line, serve_store
 
@@ -227,7 +228,7 @@ def check(trial: Trial, root: Path, words: list[dict[str, Any]]) -> None:
     opened, truth = holdfast.open(root / "step"), holdfast.open(root / "truth")
     opened.verify()
     record = opened.manifest
-    assert record.producer.get("lost", "") == ",".join(map(str, trial.lost)), record.producer
+    assert record.producer.get("lost", "") == ranges(trial.lost), record.producer
     assert record.run == f"{0:016x}" and record.step == 1 and record.world_size == WORLD
     found, expected = dict(flat(opened.state_dict())), dict(flat(truth.state_dict()))
     assert list(found) == list(expected)
