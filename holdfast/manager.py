@@ -74,6 +74,9 @@ class CheckpointManager:
     With ``incremental``, a save writes what has changed since the last one, or since the step that was restored, and
     cites the rest; each step stays a whole checkpoint, and any may be deleted. See docs/incremental.md.
 
+    With ``degraded``, a save commits although ranks are lost while they write, if others hold what those were to write.
+    Not with ``fast``. See docs/degraded.md.
+
     With a mean time between failures ``mtbf``, in seconds, the best interval is logged at debug level; see `advice`.
 
         manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
@@ -96,8 +99,10 @@ class CheckpointManager:
         busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
         on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
-        mtbf: float | None = None,
+        mtbf: float | None = None, degraded: bool = False,
     ) -> None:  # fmt: skip
+        if degraded and fast is not None:
+            raise ValueError("degraded=True is for saves that go straight to root: leave out fast=")
         if every < 1 or poll < 1:
             raise ValueError(f"every={every} and poll={poll} must be at least 1")
         if on_failure not in ("raise", "warn"):
@@ -106,7 +111,7 @@ class CheckpointManager:
             check_mtbf(mtbf)
         self.root, self.every, self.keep = patiently(location(root), deadline), every, keep
         self._files, self._group, self._deadline = dict(files or {}), group, deadline
-        self._on_failure, self._grace, self._mtbf = on_failure, grace, mtbf
+        self._on_failure, self._grace, self._mtbf, self._degraded = on_failure, grace, mtbf, degraded
         self._ranks = ranks_of(group)
         # Ranks make their managers in the same order, so the same number means the same manager on each of them.
         made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
@@ -121,8 +126,9 @@ class CheckpointManager:
         self._saver = None
         if worker != "none":
             self._saver = Saver(
-                worker=worker, slots=slots, busy=busy, memory_limit=memory_limit, group=group, deadline=deadline
-            )
+                worker=worker, slots=slots, busy=busy, memory_limit=memory_limit, group=group, deadline=deadline,
+                degraded=degraded,
+            )  # fmt: skip
         self._run: str | None = None
         self._newest: Saving | None = None
         self._restored: tuple[int | None, Location] | None = None
@@ -300,7 +306,7 @@ class CheckpointManager:
         saving.follow(
             lambda: save(
                 state, path, step=step, base=previous, files=files, overwrite=overwrite, group=self._group,
-                deadline=self._deadline, run=run, label=label,
+                deadline=self._deadline, run=run, label=label, degraded=self._degraded,
             )
         )  # fmt: skip
         return saving
