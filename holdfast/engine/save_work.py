@@ -122,6 +122,7 @@ class SaveWork:
 
     def gather(self, state: Mapping[str, Any], attachments: Attached, then: Callable[[], None] | None = None) -> None:
         """Collect the state and the attached files; ``then`` may look at ``collected``, and fail as well."""
+        self._reached("gather")
         with self._keeping_failure():
             self.collected = collect(state, self.ranks, recall=self.recall)
             # What is copied is what the streams that train will have computed when they come to this moment.
@@ -154,6 +155,7 @@ class SaveWork:
 
         Raises what every rank raises: SaveFailed.
         """
+        self._reached("plan")
         try:
             agreement = agree(call, self._bring, busy=self.busy, allow=self._allow, begun=self._begin)
         except BaseException:
@@ -178,6 +180,7 @@ class SaveWork:
 
     def _begin(self, save: str) -> None:
         self.save_id = save
+        self._reached("layout")
 
     # What every rank writes.
 
@@ -248,6 +251,7 @@ class SaveWork:
 
     def _open(self, progress: Callable[[int], None]) -> Writing:
         folder = self._place()
+        self._reached("stage")
         for image in self._images:
             storage.make_folder(folder / image.section)
         return Writing(
@@ -265,6 +269,7 @@ class SaveWork:
         writing.land()
         self.staged_at = monotonic()
         files = [(w.path, w.bytes, w.header_bytes, w.header_digest) for w in writing.parts()]
+        self._reached("write")
         writing.leave([(self._place() / path, data) for path, data in self._small_files(files)])
         writing.wait_written()
         self.slots.give()
@@ -273,6 +278,7 @@ class SaveWork:
         borrowed_is_there(self._place(), self._cites or [])
         self.written_at = monotonic()
         self._reported = True
+        self._reached("durable")
         told = [
             (image.section, image.volume, n, head, bytes.fromhex(sums))
             for image, (_, n, head, sums) in zip(self._images, files, strict=True)
@@ -299,6 +305,10 @@ class SaveWork:
         self._opened.paths += [self._place() / path for path, _ in small]
         return small
 
+    def _reached(self, phase: str) -> None:
+        if self.folder is not None:
+            events.reached(phase, self.folder, self.ranks.rank)
+
     def _place(self) -> Location:
         if self.folder is None:
             raise HoldfastError("a rehearsal was to write; this is a fault of holdfast")
@@ -319,6 +329,7 @@ class SaveWork:
             if not leave and not self._is_committed():
                 self._withdraw()
             self._opened.close()
+        self._reached("saved")
         self._fingerprints.remember(self.save_id, self._prints)
         if self.leaves_part:
             take_away(self._place(), self.save_id, self.ranks.rank)
@@ -376,7 +387,9 @@ class SaveWork:
             raise HoldfastError("the ranks followed different plans; this is a fault of holdfast, please report it")
         did = [Did(self._records_of(rank, note), note.cites) for rank, note in enumerate(notes)]
         record = joined(self._draft(), did)
+        self._reached("commit")
         commit(self._place(), record, replaces=self._replaces)
+        self._reached("committed")
         return self.save_id
 
     def _draft(self) -> Manifest:
