@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.engine import ranks
-from holdfast.events import LOADING
 from holdfast.testing import at_phase, faults, freeze_at, kill_at
 from tests.kill_trials import forked, read_line, serve_store
 
@@ -275,7 +274,9 @@ class Program:
             assert found["kind"] == "done", f"all was said before the fault came, and yet: {found}"
         else:
             assert "RankLost" in found["kinds"], f"{found['kinds']}: {found['text']}"
-            assert found["rank"] == trial.rank and f"rank {trial.rank}" in found["text"], f"the culprit is not named: {found}"
+            assert found["rank"] == trial.rank and f"rank {trial.rank}" in found["text"], (
+                f"the culprit is not named: {found}"
+            )
         if trial.fault == "SIGKILL":
             ended = self.fleet.hear(trial.rank, GUARD)
             assert ended == {"kind": "ended", "code": -signal.SIGKILL}, ended

@@ -90,14 +90,23 @@ def commit(folder: Location, record: Manifest, *, replaces: bool) -> None:
     """Create the manifest, or replace the one that is there; what only the replaced one named is deleted after.
 
     Raises StorageError if another save has committed to the folder in the meantime; one that is not ``settled`` if a
-    store has not answered, and may have the manifest all the same.
+    store has not answered, and may have the manifest all the same, or a disk has it, but perhaps not for good.
     """
     try:
         _commit(folder, record, replaces)
     except StorageError as error:
-        if is_transient(error) or is_transient(error.__cause__):
+        if is_transient(error) or is_transient(error.__cause__) or stands(folder, record.save):
             error.settled = False
         raise
+
+
+def stands(folder: Location, save: str) -> bool:
+    """Whether the manifest in a folder is that of this save; False also if it cannot be read."""
+    target = folder / manifest.FILE_NAME
+    try:
+        return manifest.decode(storage.read_small(target), str(target)).save == save
+    except (HoldfastError, OSError):
+        return False
 
 
 def _commit(folder: Location, record: Manifest, replaces: bool) -> None:

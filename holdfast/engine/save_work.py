@@ -28,6 +28,7 @@ from holdfast.engine.commit import (
     draft,
     place_attachments,
     read_attachments,
+    stands,
 )
 from holdfast.engine.device import Copier, Moments, devices_of
 from holdfast.engine.fingerprint import Fingerprints, Prints
@@ -352,6 +353,8 @@ class SaveWork:
                         "%s: what was written stays, in case the lost rank's writer finishes", self.folder
                     )
                 raise
+            if not isinstance(self.folder, Place) and not isinstance(lost, RankLost):
+                raise  # the disk failed under a manifest that stands: its name may be gone after a power cut
             events.log.warning("%s is committed, although the ranks could not settle it: %s", self.folder, lost.cause)
         except BaseException:
             # Interrupted while it waited for the verdict: what it has reported may be committed any moment.
@@ -370,11 +373,7 @@ class SaveWork:
 
     def _is_committed(self) -> bool:
         """Whether the manifest that stands in the folder is this save's."""
-        target = self._place() / manifest.FILE_NAME
-        try:
-            return manifest.decode(storage.read_small(target), str(target)).save == self.save_id
-        except (HoldfastError, OSError):
-            return False
+        return stands(self._place(), self.save_id)
 
     def _records_of(self, rank: int, note: _Note) -> list[FileRecord]:
         return [

@@ -67,8 +67,8 @@ def corrupt_block(
     begin, nbytes = piece.begin + number * BLOCK, min(BLOCK, piece.nbytes - number * BLOCK)
     at = begin + chance.randrange(nbytes)
     length = min(SECTOR, begin + nbytes - at)
-    file = files.path(index)
-    with open(file, "r+b") as opened:  # noqa: PTH123 - a path on disk, or this raises
+    file = Path(str(files.path(index)))
+    with file.open("r+b") as opened:
         opened.seek(at)
         before = opened.read(length)
         opened.seek(at)

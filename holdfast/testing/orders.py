@@ -34,6 +34,8 @@ GROUPS = {
 }
 """Names of several verbs."""
 
+SECTOR = 4096
+
 _HEAD = 8  # bytes of a tally before its lines: how many calls there were
 
 
@@ -108,19 +110,22 @@ class Tally:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        os.close(self.fd)
+        with self._lock:
+            os.close(self.fd)
+            self.fd = -1
 
-    def next(self) -> int:
-        """Count one call more; its number."""
+    def take(self, call: Asked, hits: Callable[[int], bool]) -> int | None:
+        """Count one call more, and note it if it is hit: its number then. None for all others, and once closed."""
         with self._alone():
+            if self.fd < 0:  # a call of another thread, which was on its way when the order ended
+                return None
             number = self._count() + 1
             os.pwrite(self.fd, number.to_bytes(_HEAD, "little"), 0)
-            return number
-
-    def note(self, call: Asked, number: int) -> None:
-        line = json.dumps([call.verb, call.path, call.offset, number, os.getpid()]).encode() + b"\n"
-        with self._alone():
+            if not hits(number):
+                return None
+            line = json.dumps([call.verb, call.path, call.offset, number, os.getpid()]).encode() + b"\n"
             os.pwrite(self.fd, line, max(os.fstat(self.fd).st_size, _HEAD))
+            return number
 
     @property
     def count(self) -> int:
@@ -139,6 +144,9 @@ class Tally:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         with self._lock:  # among threads; among processes the lock of the file
+            if self.fd < 0:
+                yield
+                return
             fcntl.lockf(self.fd, fcntl.LOCK_EX)
             try:
                 yield
@@ -156,15 +164,16 @@ class Ordered:
         order = self.order
         if not order.fits(call) or (order.rank is not None and order.rank != self._rank()):
             return do()
-        number = self.tally.next()
-        if not order.hits(number):
+        if self.tally.take(call, order.hits) is None:
             return do()
-        self.tally.note(call, number)
         return _ACTS[order.what](order, call, do)
 
     def travel(self) -> tuple[str, dict[str, Any], list[int]]:
         """What makes the same hook in another process: the module whose `arrive` does, its argument, descriptors."""
         return __name__, {**asdict(self.order), "here": self._rank()}, [self.tally.fd]
+
+    def close(self) -> None:
+        self.tally.close()
 
 
 def arrive(told: dict[str, Any], fds: list[int]) -> Ordered:
@@ -191,7 +200,8 @@ def _fail(order: Order, call: Asked, do: Callable[[], Any]) -> Any:
 def _half(call: Asked) -> int:
     """Write the first half of what is to be written; how many bytes that is."""
     part = memoryview(call.data).cast("B")
-    part = part[: len(part) // 2]
+    # Of whole sectors, whole ones: a disk that is written to directly stops between two of them, if at all.
+    part = part[: len(part) // 2 // SECTOR * SECTOR if len(part) % SECTOR == 0 else len(part) // 2]
     # By a descriptor of its own: halves are no whole sectors.
     fd = os.open(call.path, os.O_WRONLY | (os.O_APPEND if call.offset < 0 else 0))
     try:
