@@ -16,7 +16,8 @@ class HoldfastError(Exception):
 
     Attributes (each ``None`` where it does not apply): ``rank``, ``host``, ``phase`` and ``file`` say where
     the first failure happened; ``cause`` is that failure's own text. They are equal on every rank. ``settled`` is
-    False if it is not known whether a save was committed, because the first rank or the store died at the end.
+    False if it is not known whether a save was committed, because the first rank, the store or the disk died at the
+    end: what is there is whole.
     """
 
     rank: int | None = None

@@ -207,6 +207,16 @@ class Fleet:
         self.tell(told)
         return [self.hear(rank, told["deadline"] + GUARD) for rank in range(WORLD)]
 
+    def await_stop(self, rank: int) -> None:
+        until = time.monotonic() + GUARD
+        while time.monotonic() < until:
+            pid, status = os.waitpid(self.pids[rank], os.WUNTRACED | os.WNOHANG)
+            if pid:
+                assert os.WIFSTOPPED(status), f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"rank {rank} did not stop within {GUARD:g} s")
+
     def close(self) -> None:
         for pid in [*filter(None, self.pids), self.server]:
             with suppress(ProcessLookupError):
@@ -283,6 +293,7 @@ class Program:
             self.fleet.close()
             self.fleet = Fleet()
         else:
+            self.fleet.await_stop(trial.rank)  # all may have been said before
             os.kill(self.fleet.pids[trial.rank], signal.SIGCONT)
             woken = self.fleet.hear(trial.rank, SHORT + GUARD)
             if found["kind"] == "failed" and not found["settled"]:

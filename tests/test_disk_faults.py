@@ -271,8 +271,9 @@ class Trial:
                         f"it stands, and nobody was told: {raised}"
                     )
                     self.counts["raised unsettled"] += 1
-            bounded(lambda: story.act(root) if not self.is_there(root) else None)  # what failed can be done again
-            self.is_new(root)
+            if getattr(raised, "settled", True):
+                bounded(lambda: story.act(root) if not self.is_there(root) else None)  # what failed can be done again
+                self.is_new(root)
         else:
             self.is_new(root)
             if loaded is not None and loaded["step"] != self.newest(root):
