@@ -39,7 +39,13 @@ def freeze_at(
 
     All its threads stand still until somebody sends it SIGCONT; its writer process goes on.
     """
-    with at_phase(phase, lambda: os.kill(os.getpid(), signal.SIGSTOP), rank=rank, nth=nth, under=under):
+
+    # Told to this thread, so that it is the first to stop: one that the process is sent may reach another thread, and
+    # this one goes on for a moment.
+    def stop() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+    with at_phase(phase, stop, rank=rank, nth=nth, under=under):
         yield
 
 
