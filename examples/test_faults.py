@@ -18,10 +18,9 @@ SCRIPT = Path(__file__).with_name("train.py")
 SMALL = ["--layers=1", "--width=64", "--context=16", "--batch=6", "--every=3", "--deadline=30"]
 
 
-def train(root: Path, steps: int, *, faults: str = "", restarts: int = 0) -> subprocess.CompletedProcess[str]:
+def train(root: Path, steps: int, *, faults: str = "") -> subprocess.CompletedProcess[str]:
     """Train on two ranks until a step, saving every third one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [f"--max-restarts={restarts}", "--monitor-interval=0.2"]
     command += ["-m", "holdfast.testing.inject", faults] if faults else []
     command += [str(SCRIPT), f"--root={root}", f"--steps={steps}", *SMALL]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -35,8 +34,9 @@ def logged(root: Path, key: str) -> list[int]:
 
 
 def test_a_rank_dies_in_a_save(tmp_path: Path) -> None:
-    """Torchrun starts all ranks again, and they go on after the save before that."""
-    done = train(tmp_path, 6, faults='kill_at("stage", rank=1, nth=2)', restarts=1)
+    """All end; started again, they go on after the save before that."""
+    assert train(tmp_path, 6, faults='kill_at("stage", rank=1, nth=2)').returncode != 0
+    done = train(tmp_path, 6)
     assert done.returncode == 0, done.stderr
     assert logged(tmp_path, "restored") == [3]
     assert holdfast.open(tmp_path / "step-000000006").step == 6

@@ -88,6 +88,6 @@ def test_every_error_on_every_rank_at_every_phase(act: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("fault", SIGNALS)
-@pytest.mark.parametrize("act", ["save", "load"])
+@pytest.mark.parametrize("act", ["save", "background", "load"])
 def test_every_rank_dies_or_freezes_at_every_phase(act: str, fault: str, tmp_path: Path) -> None:
     run(tmp_path, cells((act,), (fault,)), limit=1190)
