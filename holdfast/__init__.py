@@ -42,9 +42,10 @@ install(Bars())
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when it is first asked for: it brings all of torch.distributed.checkpoint with it.
-    if name == "dcp":
-        return import_module("holdfast.dcp")
+    # Loaded when they are first asked for: the one brings all of torch.distributed.checkpoint with it, the other is
+    # for tests alone.
+    if name in ("dcp", "testing"):
+        return import_module(f"holdfast.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

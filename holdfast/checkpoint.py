@@ -356,10 +356,10 @@ def open_checkpoint(path: str | os.PathLike[str] | Place, *, cache: str | os.Pat
 def recover(path: str | os.PathLike[str] | Place) -> Checkpoint:
     """The checkpoint at ``path``; a background save whose ranks all finished, but died before its commit, is committed.
 
-    `CheckpointManager.restore` does so by itself. Raises NotACheckpoint if not all ranks had finished.
+    `CheckpointManager.restore` does so by itself. Raises NotACheckpoint if not all ranks had finished, StorageError.
     """
     folder = bounded(location(path), DEADLINE)
-    commit_late(folder)
+    commit_late(folder, strict=True)
     return open_checkpoint(folder)
 
 

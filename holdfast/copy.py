@@ -222,7 +222,10 @@ def _tidy(target: Path, into: Manifest) -> None:
     # A delete makes a local store sweep the folder: half files of copies that were killed would lie there for good.
     folders = {path.rpartition("/")[0] for path in [*(f.path for f in into.data_files), manifest.FILE_NAME]}
     place = home(target)
-    place.store.delete([(place / folder / ".copied").key for folder in sorted(folders)])
+    try:
+        place.store.delete([(place / folder / ".copied").key for folder in sorted(folders)])
+    except StorageError as error:
+        events.log.warning("%s is copied, but leavings of other copies may stay: %s", target, error)
 
 
 class _Guard:
@@ -247,6 +250,7 @@ class _Guard:
             return
         with self._held:
             if self._fd is None:
-                self._fd = disk.open(self._target / path, os.O_RDONLY)
+                with storage.naming(self._target / path, "open"):
+                    self._fd = disk.open(self._target / path, os.O_RDONLY)
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -17,8 +17,9 @@ class HoldfastError(Exception):
 
     Attributes (each ``None`` where it does not apply): ``rank``, ``host``, ``phase`` and ``file`` say where
     the first failure happened; ``cause`` is that failure's own text. They are equal on every rank. ``settled`` is
-    False if it is not known whether a save was committed, because the first rank or the store died at the end.
-    ``absent`` are the ranks that did not come, of a failure that is a RankLost; ``rank`` is the first of them.
+    False if it is not known whether a save was committed, because the first rank, the store or the disk died at the
+    end: what is there is whole. ``absent`` are the ranks that did not come, of a failure that is a RankLost; ``rank``
+    is the first of them.
     """
 
     rank: int | None = None

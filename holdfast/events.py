@@ -1,6 +1,6 @@
 """Observation from outside: phases and their progress, told to whoever listens.
 
-The engine calls `task`; progress bars, traces and tests call `listen`.
+The engine calls `task` and `reached`; progress bars, traces and tests call `listen`.
 Never raises into the engine, never prints, costs one list check when nobody listens.
 """
 
@@ -18,13 +18,30 @@ log = logging.getLogger("holdfast")
 BACKGROUND = "background save"
 """The task of a save that nobody waits for."""
 
+SAVING = ("gather", "plan", "layout", "stage", "write", "durable", "commit", "committed", "saved")
+"""The phases of a save, in order; each is told when it begins.
+
+``gather``: collect the state. ``plan``: tell the ranks what there is. ``layout``: tell what they do not know yet.
+``stage``: open the files and copy. ``write``: all is copied, the files are being written. ``durable``: this rank's
+files are, and it reports. On the first rank alone ``commit``: all have reported, the manifest comes next, and
+``committed``: it stands, and nobody has been told. ``saved``: this rank knows.
+"""
+
+LOADING = ("open", "match", "read", "filled", "loaded")
+"""The phases of a load, in order.
+
+``open``: the manifest. ``match``: tell the ranks what is wanted. ``read``: the bytes. ``filled``: this rank has all and
+reports. ``loaded``: it knows that all have.
+"""
+
 
 @dataclass(frozen=True)
 class Event:
-    """One change of one task.
+    """One change of one task, or a phase that a rank has come to.
 
     ``kind`` is ``"start"``, ``"advance"`` or ``"end"``; ``done`` and ``total`` count bytes (``total`` 0 if unknown);
-    ``seconds`` since the task began; ``rank`` of the process that reports.
+    ``seconds`` since the task began; ``rank`` of the process that reports. Of the kind ``"phase"``, ``task`` is the
+    phase (one of `SAVING` or `LOADING`), which begins now, and the numbers are 0.
     """
 
     kind: str
@@ -72,12 +89,21 @@ class Task:
             self._tell("advance")
 
     def _tell(self, kind: str) -> None:
-        event = Event(kind, self.name, self.path, self.rank, self.done, self.total, time.monotonic() - self._began)
-        for listener in list(_listeners):
-            try:
-                listener(event)
-            except Exception:  # an observer must never fail the save it observes
-                log.exception("a listener of holdfast events failed")
+        _tell(Event(kind, self.name, self.path, self.rank, self.done, self.total, time.monotonic() - self._began))
+
+
+def reached(phase: str, path: object, rank: int) -> None:
+    """Tell that this rank begins a phase of saving or loading ``path``."""
+    if _listeners:
+        _tell(Event("phase", phase, str(path), rank, 0, 0, 0.0))
+
+
+def _tell(event: Event) -> None:
+    for listener in list(_listeners):
+        try:
+            listener(event)
+        except Exception:  # an observer must never fail the save it observes
+            log.exception("a listener of holdfast events failed")
 
 
 @contextmanager

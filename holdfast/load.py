@@ -106,8 +106,14 @@ def load(
     label = f"load {source}"
     if cache is not None:
         source = cached(source, cache)
+    ranks = ranks_of(group)
+
+    def opening() -> Checkpoint:
+        events.reached("open", source, ranks.rank)
+        return open_checkpoint(source)
+
     return load_opened(
-        lambda: open_checkpoint(source), into, label, ranks_of(group), only=only, rename=rename, cast=cast,
+        opening, into, label, ranks, only=only, rename=rename, cast=cast,
         missing=missing, verify=verify, share=share, deadline=deadline,
     )  # fmt: skip
 
@@ -132,6 +138,7 @@ def load_opened(
             fit = found.compare(keep=missing == "keep", world_size=ranks.size)
             if share == "auto":
                 fit.offer = found.sharing(ranks).offer(found.spreads)
+            events.reached("match", checkpoint.path, ranks.rank)
             return fit
 
         choice = call.exchange("match", compare, _judge, Choice)
@@ -143,6 +150,7 @@ def load_opened(
             call.settle("read", lambda: work.restore(verify, sharing), came, bool)
         finally:
             sharing.close()
+    events.reached("loaded", work.checkpoint.path, ranks.rank)
     work.loaded.seconds = monotonic() - began
     return work.loaded
 
@@ -400,6 +408,7 @@ class Match:
     def restore(self, verify: Verify, sharing: Sharing) -> Came:
         """Read every wanted byte, then hand all values back, unless another rank has failed meanwhile."""
         rank, world_size = sharing.ranks.rank, sharing.ranks.size
+        events.reached("read", self.checkpoint.path, rank)
         with events.task("load", str(self.checkpoint.path), rank) as task:
             task.total = sum(w.box.size * dtypes.itemsize(w.record.dtype) for w in self.wanted)
             took = sharing.read(self.checkpoint.files, verify, task.advance)
@@ -419,6 +428,7 @@ class Match:
                 saved = self.per_rank[path]
                 fetch = partial(self.checkpoint.per_rank, saved)
                 leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
+        events.reached("filled", self.checkpoint.path, rank)
         return Came(True)
 
     def _tree(self, slot: Slot) -> Any:

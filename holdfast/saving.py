@@ -14,7 +14,7 @@ from itertools import pairwise
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine.still import Copying
 from holdfast.engine.stores.place import Location
-from holdfast.errors import SaveFailed
+from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import log
 
 
@@ -139,9 +139,14 @@ class Saving:
         """Do a save that training waits for, here and now, and be its outcome. For a manager without a worker."""
         failed = None
         try:
-            self._bytes = save().nbytes
+            done = save()
         except SaveFailed as error:
             failed = error
+        else:
+            try:
+                self._bytes = done.nbytes
+            except HoldfastError as error:  # committed on all ranks: a look that fails on one must not part them
+                log.warning("%s is saved, but its size cannot be told: %s", self.path, error)
         self._call = time.monotonic() - self._began
         self._staged_at = self._written_at = time.monotonic()
         self._end(failed)

@@ -18,7 +18,7 @@ from holdfast.engine import device
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import buffer
 from holdfast.engine.worker import Worker
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 
 WINDOW = 16 << 20
 """Bytes of one window: large enough for a disk's full rate, small enough that four cost 64 MiB."""
@@ -128,7 +128,7 @@ class Slot:
             # Nameless, so that nothing is left behind whoever is killed, and not bounded by the size of /dev/shm.
             fd = os.memfd_create("holdfast", os.MFD_CLOEXEC)
             try:
-                os.ftruncate(fd, nbytes)
+                _extend(fd, nbytes)
                 memory = mmap.mmap(fd, nbytes)
             except BaseException:
                 os.close(fd)
@@ -170,3 +170,15 @@ class Slot:
 def windows_for(sizes: list[int], window: int = WINDOW) -> int:
     """How many windows hold files with so many tensor bytes each."""
     return sum(-(-size // window) for size in sizes)
+
+
+def _extend(fd: int, nbytes: int) -> None:
+    try:
+        os.ftruncate(fd, nbytes)
+    except OSError as error:
+        named = StorageError(
+            f"cannot share {nbytes} bytes of memory with the writer process: {error.strerror} (a limit on the size of "
+            'files, ulimit -f, counts for it too; Saver(worker="thread") shares none)'
+        )
+        named.errno = error.errno
+        raise named from error

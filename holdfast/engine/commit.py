@@ -97,14 +97,24 @@ def commit(folder: Location, record: Manifest, *, replaces: bool) -> None:
     """Create the manifest, or replace the one that is there; what only the replaced one named is deleted after.
 
     Raises StorageError if another save has committed to the folder in the meantime; one that is not ``settled`` if a
-    store has not answered, and may have the manifest all the same.
+    store has not answered, and may have the manifest all the same, or a disk has it, but perhaps not for good.
     """
     try:
         _commit(folder, record, replaces)
     except StorageError as error:
-        if is_transient(error) or is_transient(error.__cause__):
+        if is_transient(error) or is_transient(error.__cause__) or standing(folder, record.save):
             error.settled = False
         raise
+
+
+def standing(folder: Location, save: str) -> Manifest | None:
+    """The manifest in a folder if it is that of this save; None also if it cannot be read."""
+    target = folder / manifest.FILE_NAME
+    try:
+        found = manifest.decode(storage.read_small(target), str(target))
+    except (HoldfastError, OSError):  # then there is none of ours, as far as anybody can tell
+        return None
+    return found if found.save == save else None
 
 
 def _commit(folder: Location, record: Manifest, replaces: bool) -> None:

@@ -36,7 +36,12 @@ class Call(NamedTuple):
 
 
 Hook = Callable[[Call, Callable[[], Any]], Any]
-"""``hook(call, do)``: does it by ``do()`` and answers what that returned, or does something else, or raises OSError."""
+"""``hook(call, do)``: does it by ``do()`` and answers what that returned, or does something else, or raises OSError.
+
+One that has a method ``travel`` is hooked to the calls of the writer process too: ``(module, told, descriptors)``, of
+which ``arrive(told, descriptors)`` of that module, which imports the standard library alone, makes the hook there. When
+it is removed, its ``close`` is called in that process.
+"""
 
 _hooks: list[Hook] = []
 
@@ -49,6 +54,11 @@ def install(hook: Hook) -> None:
 def remove(hook: Hook) -> None:
     """Take `install` back."""
     _hooks.remove(hook)
+
+
+def installed() -> list[Hook]:
+    """The hooks of this process, the first one first."""
+    return list(_hooks)
 
 
 @contextmanager

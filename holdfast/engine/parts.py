@@ -19,10 +19,11 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.part import Part
 
 
-def commit_late(folder: Location, *, patience: float = 0.0) -> Manifest | None:
+def commit_late(folder: Location, *, patience: float = 0.0, strict: bool = False) -> Manifest | None:
     """Commit what lies finished in ``folder``; None if nothing does.
 
-    Writer processes may outlive their trainers for a while: waits up to ``patience`` seconds for them to end.
+    Writer processes may outlive their trainers for a while: waits up to ``patience`` seconds for them to end. A disk
+    that keeps a finished save from being committed is logged; with ``strict`` its StorageError is raised.
     """
     if storage.is_file(folder / manifest.FILE_NAME):
         return None
@@ -31,6 +32,7 @@ def commit_late(folder: Location, *, patience: float = 0.0) -> Manifest | None:
         if time.monotonic() > until:
             return None
         time.sleep(0.05)
+    refused: StorageError | None = None
     for save in sorted({found for path in storage.files_below(folder) if (found := part.save_of(path))}):
         try:
             record = _prove(folder, save)
@@ -41,6 +43,9 @@ def commit_late(folder: Location, *, patience: float = 0.0) -> Manifest | None:
                 return record
         except (HoldfastError, OSError) as error:
             log.warning("%s: save %s is finished but cannot be committed: %s", folder, save, error)
+            refused = error if isinstance(error, StorageError) else refused
+    if strict and refused is not None:
+        raise refused
     return None
 
 

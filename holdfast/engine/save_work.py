@@ -29,6 +29,7 @@ from holdfast.engine.commit import (
     place_attachments,
     read_attachments,
     readable_attachments,
+    standing,
 )
 from holdfast.engine.device import Copier, Moments, devices_of
 from holdfast.engine.fingerprint import Fingerprints, Prints
@@ -128,6 +129,7 @@ class SaveWork:
 
     def gather(self, state: Mapping[str, Any], attachments: Attached, then: Callable[[], None] | None = None) -> None:
         """Collect the state and the attached files; ``then`` may look at ``collected``, and fail as well."""
+        self._reached("gather")
         with self._keeping_failure():
             self.collected = collect(state, self.ranks, recall=self.recall)
             # What is copied is what the streams that train will have computed when they come to this moment.
@@ -164,6 +166,7 @@ class SaveWork:
 
         Raises what every rank raises: SaveFailed.
         """
+        self._reached("plan")
         try:
             agreement = agree(
                 call, self._bring, busy=self.busy, allow=self._allow, begun=self._begin, leave=self._bequeath
@@ -200,6 +203,7 @@ class SaveWork:
 
     def _begin(self, save: str) -> None:
         self.save_id = save
+        self._reached("layout")
 
     def _bequeath(self) -> Bequest | None:
         if not self.degraded or self.folder is None:
@@ -286,6 +290,7 @@ class SaveWork:
 
     def _open(self, progress: Callable[[int], None]) -> Writing:
         folder = self._place()
+        self._reached("stage")
         for image in self._images:
             storage.make_folder(folder / image.section)
         return Writing(
@@ -304,6 +309,7 @@ class SaveWork:
         writing.land()
         self.staged_at = monotonic()
         files = [(w.path, w.bytes, w.header_bytes, w.header_digest) for w in writing.parts()]
+        self._reached("write")
         writing.leave([(self._place() / path, data) for path, data in self._small_files(files)])
         writing.wait_written()
         self.slots.give()
@@ -313,6 +319,7 @@ class SaveWork:
         self.written_at = monotonic()
         self._did = Did([FileRecord(*file) for file in files], self._cites or [])
         self._reported = True
+        self._reached("durable")
         told = [
             (image.section, image.volume, n, head, bytes.fromhex(sums))
             for image, (_, n, head, sums) in zip(self._images, files, strict=True)
@@ -339,6 +346,10 @@ class SaveWork:
         self._opened.paths += [self._place() / path for path, _ in small]
         return small
 
+    def _reached(self, phase: str) -> None:
+        if self.folder is not None:
+            events.reached(phase, self.folder, self.ranks.rank)
+
     def _place(self) -> Location:
         if self.folder is None:
             raise HoldfastError("a rehearsal was to write; this is a fault of holdfast")
@@ -360,6 +371,7 @@ class SaveWork:
             if not leave and not self._is_committed():
                 self._withdraw()
             self._opened.close()
+        self._reached("saved")
         self._fingerprints.remember(self.save_id, self._prints)
         if self.leaves_part:
             take_away(self._place(), self.save_id, self.ranks.rank)
@@ -382,6 +394,8 @@ class SaveWork:
                         "%s: what was written stays, in case the lost rank's writer finishes", self.folder
                     )
                 raise
+            if not isinstance(self.folder, Place) and not isinstance(lost, RankLost):
+                raise  # the disk failed under a manifest that stands: its name may be gone after a power cut
             events.log.warning("%s is committed, although the ranks could not settle it: %s", self.folder, lost.cause)
         except BaseException:
             # Interrupted while it waited for the verdict: what it has reported may be committed any moment.
@@ -420,7 +434,7 @@ class SaveWork:
 
     def _drop_unnamed(self) -> None:
         """Delete what this rank wrote and others have written in its place, as they took it for lost."""
-        record = self._committed()
+        record = standing(self._place(), self.save_id)
         if record is not None:
             named = {f.path for f in record.data_files} | {path for path, _, _ in record.attachments}
             kept = {self._place() / path for path in named}
@@ -437,15 +451,7 @@ class SaveWork:
 
     def _is_committed(self) -> bool:
         """Whether the manifest that stands in the folder is this save's."""
-        return self._committed() is not None
-
-    def _committed(self) -> Manifest | None:
-        target = self._place() / manifest.FILE_NAME
-        try:
-            found = manifest.decode(storage.read_small(target), str(target))
-        except (HoldfastError, OSError):  # then there is none of ours, as far as anybody can tell
-            return None
-        return found if found.save == self.save_id else None
+        return standing(self._place(), self.save_id) is not None
 
     def _records_of(self, rank: int, note: _Note) -> list[FileRecord]:
         return [
@@ -458,7 +464,9 @@ class SaveWork:
             raise HoldfastError("the ranks followed different plans; this is a fault of holdfast, please report it")
         did = [Did(self._records_of(rank, note), note.cites) for rank, note in enumerate(notes)]
         record = joined(self._draft(), did)
+        self._reached("commit")
         commit(self._place(), record, replaces=self._replaces)
+        self._reached("committed")
         return self.save_id
 
     def _draft(self) -> Manifest:

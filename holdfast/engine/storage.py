@@ -108,11 +108,12 @@ def _create_on_disk(path: Path, data: bytes, temporary: Path) -> bool:
             except FileExistsError:
                 return False
             except OSError as error:
-                if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
+                if error.errno in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
+                    return _create_without_links(path, data)
+                if not _holds(path, data):
                     raise
-                return _create_without_links(path, data)
         finally:
-            _delete(temporary)
+            _clear(temporary)
     try:
         sync_folder(path.parent)
     except StorageError:
@@ -131,10 +132,29 @@ def _create_without_links(path: Path, data: bytes) -> bool:
     try:
         disk.write_all(fd, data, 0, path)
         disk.sync(fd, path)
+    except BaseException:
+        _delete(path)  # half of it would keep everybody from this name
+        raise
     finally:
         os.close(fd)
     sync_folder(path.parent)
     return True
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a call that gave its file this name was carried out although it failed, as over a network it may be."""
+    try:
+        return disk.read_file(path) == data
+    except OSError:  # then the failure that was told stands
+        return False
+
+
+def _clear(path: Path) -> None:
+    """Delete what is of no use any more: where that fails, it costs space alone, and what was done stays done."""
+    try:
+        _delete(path)
+    except OSError as error:
+        log.warning("%s stays, to be swept later: %s", path, error)
 
 
 def replace_small(path: Location, data: bytes, temporary: str) -> None:
@@ -146,9 +166,13 @@ def replace_small(path: Location, data: bytes, temporary: str) -> None:
     with naming(path, "replace"):
         try:
             durable.write_synced(os.fspath(half), data)
-            disk.replace(half, path)
+            try:
+                disk.replace(half, path)
+            except OSError:
+                if not _holds(path, data):
+                    raise
         finally:
-            _delete(half)
+            _clear(half)
     sync_folder(path.parent)
 
 
@@ -370,7 +394,8 @@ def in_use(path: Path) -> bool:
     Two that ask at the same moment do not take each other for a save.
     """
     try:
-        fd = disk.open(path, os.O_RDONLY)
+        with naming_unless_missing(path, "open"):
+            fd = disk.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

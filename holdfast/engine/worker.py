@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.engine import writer_process
+from holdfast.engine import disk, writer_process
 from holdfast.engine.courier import Courier, Fault
 from holdfast.engine.storage import storage_error
 from holdfast.engine.stores.place import Location, Place
@@ -189,6 +189,7 @@ class ProcessWorker:
         self._socket, self._sending = ours, threading.Lock()
         self._futures = _Futures()
         self._stores: dict[str, int] = {}
+        self._hooks: dict[int, disk.Hook] = {}
         self._dead: str | None = None
         self._reader = threading.Thread(target=self._read_answers, name="holdfast-answers", daemon=True)
         self._reader.start()
@@ -272,10 +273,26 @@ class ProcessWorker:
             raise HoldfastError(self._dead)
         try:
             with self._sending:
+                self._bring_hooks()
                 writer_process.send(self._socket, head, data, fds)
         except OSError:
             self._reader.join()  # it finds the end of the process, and says how it ended
             raise HoldfastError(self._dead or "the writer process does not listen") from None
+
+    def _bring_hooks(self) -> None:
+        """Let the process know what is hooked to the disk here, and can be there, and what no longer is."""
+        hooks = [hook for hook in disk.installed() if hasattr(hook, "travel")]
+        for number in [number for number, hook in self._hooks.items() if hook not in hooks]:
+            del self._hooks[number]
+            writer_process.send(self._socket, {"verb": "unhook", "hook": number})
+        for hook in hooks:
+            if hook not in self._hooks.values():
+                number = max(self._hooks, default=0) + 1
+                self._hooks[number] = hook
+                module, told, fds = hook.travel()
+                writer_process.send(
+                    self._socket, {"verb": "hook", "hook": number, "module": module, "told": told}, fds=fds
+                )
 
     def _read_answers(self) -> None:
         try:

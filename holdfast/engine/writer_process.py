@@ -19,6 +19,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from holdfast.engine import disk
 from holdfast.engine.courier import Courier, Fault
 
 if TYPE_CHECKING:
@@ -107,12 +108,16 @@ def main(fd: int) -> None:
     answers.settimeout(None)
     courier = Courier(answer)
     stores: dict[int, Store] = {}
+    hooks: dict[int, Any] = {}
     while True:
         try:
             head, data, fds = inbox.next()
         except _Gone:
             break
-        _obey(courier, stores, head, data, fds)
+        if head["verb"] in ("hook", "unhook"):
+            _hook(hooks, fds, **head)
+        else:
+            _obey(courier, stores, head, data, fds)
     courier.close()
 
 
@@ -141,6 +146,18 @@ def _obey(courier: Courier, stores: dict[int, Store], head: dict[str, Any], data
         courier.leave(**head, small=list(zip(paths, data, strict=True)), store=store)
     elif verb == "drop":
         courier.drop(head["files"], close=True)
+
+
+def _hook(
+    hooks: dict[int, Any], fds: list[int], verb: str, hook: int, module: str = "", told: dict[str, Any] | None = None
+) -> None:
+    """Faults that a test has ordered in the trainer are met here too; see `disk.Hook`."""
+    if verb == "hook":
+        hooks[hook] = import_module(module).arrive(told, fds)
+        disk.install(hooks[hook])
+    else:
+        disk.remove(hooks[hook])
+        hooks.pop(hook).close()
 
 
 def _made(paths: list[str], spec: dict[str, Any]) -> Store:

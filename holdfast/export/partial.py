@@ -163,10 +163,16 @@ class Partial:
                 self._check_target(overwrite=overwrite)
                 old = _exchange(made, self.target, self.folder / "old")
         self._published = True
-        storage.sync_folder(self.target.parent)
+        try:
+            storage.sync_folder(self.target.parent)
+        except StorageError as error:
+            error.settled = False  # it is there, and whole; but a power cut may take its name away
+            raise
         if old is not None:
-            with storage.naming(old, "delete"):
+            try:
                 disk.delete_all(old)
+            except OSError as error:
+                log.warning("%s is in place, but what it replaced stays at %s: %s", self.target, old, error)
 
     def leave(self) -> None:
         """The end of a call: let others at it; what is left stays if there is something to go on from."""
