@@ -1,6 +1,7 @@
 """One episode after the other: start the ranks, hear what they restored, inject, wait for the end, check.
 
-`__main__` calls `Soak.episode`. Counts what happened; raises Violation at the first thing that does not hold.
+`__main__` calls `Soak.episode`; `moments` is how faults come. Counts what happened; raises Violation at the first thing
+that does not hold.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.soak import check, faults
+from tests.soak import check, faults, moments
 from tests.soak.check import Found, Spoiled
 from tests.soak.content import Mark, State
-from tests.soak.faults import send
 from tests.soak.model import Model
 from tests.soak.plan import Episode, episode_of, first_of, metric_of
 from tests.soak.rank import LOST, manager_of
@@ -43,6 +43,7 @@ class Soak:
         self.base = folder
         self.model, self.spoiled, self.found, self.stored = Model(), Spoiled(), Found(), Found()
         self._mounted = False
+        self._deleted: int | None = None
         self._held: tuple[int, int] | None = None
         self._memory = 0
 
@@ -115,6 +116,22 @@ class Soak:
         world.end()
         world.await_writers()
         self._judge_told(episode, world)
+
+    def _inject(self, episode: Episode, world: World) -> None:
+        kind = episode.fault.kind
+        if kind in moments.AFTERWARDS:
+            return
+        if kind == "full" and not self._mounted:
+            self.counts["full: not permitted here"] += 1
+            return
+        if not moments.wait_for(episode, world):
+            self.counts[f"{kind}: missed"] += 1
+            return
+        self.counts[f"{kind}: injected"] += 1
+        self.counts[f"{kind}: in the middle of a save"] += check.interrupted(self.root)
+        self._deleted = moments.inject(episode, world, self.root)
+        if self._deleted is not None:
+            self.model.forget([self._deleted])
 
     def _judge_restored(self, episode: Episode, world: World) -> None:
         """All ranks have the same step, the newest that there is, bit by bit."""
@@ -198,101 +215,12 @@ class Soak:
                 if mark is not None:
                     self.model.safe[step] = mark
 
-    # What is done to it
-
-    def _inject(self, episode: Episode, world: World) -> None:
-        fault = episode.fault
-        if fault.kind in ("none", "damage", "lose fast"):
-            return
-        if not self._await_moment(episode, world):
-            self.counts[f"{fault.kind}: missed"] += 1
-            return
-        self.counts[f"{fault.kind}: injected"] += 1
-        if check.interrupted(self.root):
-            self.counts[f"{fault.kind}: in the middle of a save"] += 1
-        play = {
-            "kill": self._kill, "freeze": self._freeze, "full": self._fill, "limit": self._limit,
-            "signal": self._signal, "delete": self._delete, "disk": lambda episode, world: None,
-        }  # fmt: skip
-        play[fault.kind](episode, world)
-
-    def _await_moment(self, episode: Episode, world: World) -> bool:
-        fault = episode.fault
-
-        def over() -> bool:
-            return len(world.living) == 0 or len(world.of("trained")) + len(world.codes) >= episode.world
-
-        if fault.kind == "disk":
-            world.wait(lambda: bool(world.of("hit")) or over(), "a call to the disk that fails")
-            return bool(world.of("hit"))
-        if fault.stage is not None and fault.kind != "delete":
-            come = 1 if fault.stage in ("committing", "committed") else episode.world
-            world.wait(lambda: bool(world.of("at")) or over(), f"a rank at {fault.stage}")
-            world.wait(lambda: len(world.of("at")) >= come or over(), "all ranks there", seconds=2)
-            return bool(world.of("at"))
-        world.wait(lambda: len({line[1] for line in world.of("saving")}) >= fault.step or over(), "a save")
-        world.wait(lambda: False, "", seconds=fault.delay)
-        return not over()
-
-    def _each(self, episode: Episode, world: World) -> list[int]:
-        """The processes that the fault is meant for."""
-        fault = episode.fault
-        found = [world.pids[r] for r in fault.ranks if r in world.living] if fault.whom != "writers" else []
-        if fault.whom != "trainers":
-            found += [pid for rank in fault.ranks for pid in world.writers.get(rank, ())[-1:]]
-        return found
-
-    def _kill(self, episode: Episode, world: World) -> None:
-        for pid in self._each(episode, world):
-            send(pid, signal.SIGKILL, group=pid in world.pids)
-        world.say("go")
-
-    def _freeze(self, episode: Episode, world: World) -> None:
-        pids = self._each(episode, world)
-        for pid in pids:
-            send(pid, signal.SIGSTOP)
-        world.say("go")
-        world.wait(lambda: False, "", seconds=episode.fault.hold)
-        for pid in pids:
-            send(pid, signal.SIGKILL if episode.fault.then == "kill" else signal.SIGCONT)
-
-    def _fill(self, episode: Episode, world: World) -> None:
-        if not self._mounted:
-            return
-        ballast = faults.fill(self.root, leave=random.Random(episode.name).choice([0, 4096, 100_000, 3_000_000]))
-        world.say("go")
-        world.wait(lambda: len(world.of("trained")) > 0, "", seconds=episode.fault.hold)
-        ballast.unlink()
-
-    def _limit(self, episode: Episode, world: World) -> None:
-        pids = self._each(episode, world)
-        for pid in pids:
-            faults.limit(pid, random.Random(episode.name).choice([0, 5000, 60_000, 1_000_000]))
-        world.say("go")
-        world.wait(lambda: len(world.of("trained")) > 0, "", seconds=episode.fault.hold)
-        for pid in [*pids, *self._each(episode, world)]:
-            faults.limit(pid, None)
-
-    def _signal(self, episode: Episode, world: World) -> None:
-        send(world.pids[episode.fault.ranks[0]], signal.SIGTERM)
-        world.say("go")
-
-    def _delete(self, episode: Episode, world: World) -> None:
-        """A user removes a step that is not the newest, while training goes on."""
-        there = [step for step, folder in check.folders(self.root).items() if (folder / "manifest.json").exists()]
-        if len(there) > 1:
-            step = random.Random(episode.name).choice(sorted(there)[:-1])
-            shutil.rmtree(check.folders(self.root)[step], ignore_errors=True)
-            self.model.forget([step])
-            self._deleted = step
-        world.say("go")
-
     # Afterwards
 
     def _after(self, episode: Episode, world: World) -> None:
-        deleted, self._deleted = getattr(self, "_deleted", None), None
-        if deleted is not None:
-            self.model.forget([deleted])
+        if self._deleted is not None:
+            self.model.forget([self._deleted])  # it may have been acknowledged after it was gone
+        self._deleted = None
         self.model.retention(episode.keep_fast if episode.run.tiers else episode.keep)
         self._read_back(episode)
         clean = episode.fault.kind == "none" and set(world.codes.values()) == {0}
