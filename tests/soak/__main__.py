@@ -13,6 +13,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -58,6 +59,9 @@ def main() -> int:
             )
             soak.abandon()
             return 1
+        except BaseException:  # an interrupt, or SIGTERM: no process and no mount stays
+            soak.close()
+            raise
     soak.close()
     counts = {**soak.counts, "violations": 0, "seconds": round(time.monotonic() - began), "seed": seed}
     print(json.dumps({"counts": dict(sorted(counts.items()))}), flush=True)
@@ -95,6 +99,7 @@ def _prepare(mutant: str | None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     random.seed(0)
     adopt()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     ranks.COMMIT_GRACE = 3.0
     manager_module.SURVIVORS = 30.0
     uploader.FIRST_PAUSE, uploader.LOOK = 0.05, 0.02

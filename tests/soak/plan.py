@@ -35,8 +35,8 @@ OFTEN = ("any", "create", "open", "write", "read", "sync", "stat")
 """Those that a save makes many times."""
 
 WEIGHTS = {
-    "none": 10, "kill": 30, "freeze": 12, "full": 10, "limit": 6, "signal": 8, "disk": 10, "delete": 6, "damage": 10,
-    "lose fast": 4,
+    "none": 10, "kill": 30, "freeze": 12, "full": 40, "limit": 6, "signal": 8, "disk": 16, "delete": 6, "damage": 10,
+    "lose fast": 20,
 }  # fmt: skip
 """How often each fault is drawn, relative to the others."""
 

@@ -226,6 +226,7 @@ def _left_behind(before: tuple[list[str], list[str]]) -> list[str]:
 def serve(episode: Episode, rank: int, base: Path, words: Path, told: int, port: int) -> None:
     """The life of a forked rank; never returns."""
     os.setpgid(0, 0)  # a launcher kills the whole group of a trainer, so do the faults
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(words / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
