@@ -7,8 +7,11 @@ READY  := .venv/ready
 PEERS  := .venv/peers
 JOBS   ?= 2
 
+SOAK_MINUTES ?= 60
+SOAK_SEED    ?=  # drawn and printed if it is empty
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-quick clean
+.PHONY: help demo test test-all soak lint bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -22,6 +25,9 @@ test: lint  ## lint and all tests that take seconds
 
 test-all: lint  ## lint and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+soak: $(READY)  ## random runs with random faults for SOAK_MINUTES, checked against a model; SOAK_SEED=n repeats one
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 lint: $(READY)  ## ruff, mypy, and the floors of docs/architecture.md
 	$(BIN)/ruff check

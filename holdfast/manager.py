@@ -254,8 +254,8 @@ class CheckpointManager:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
         files = {**self._files, NOTES: note_of(metric)}
         path, run = self._steps.path(step), self._run_id()
-        # A step that could not be restored stands in the way of its own successor.
-        overwrite = overwrite or path.name in self._steps.broken
+        # A step that was not restored, although it is there, stands in the way of its own successor.
+        overwrite = overwrite or path.name in self._steps.broken | self._steps.passed
         self._writing_to.add(path)
         try:
             saving = self._start(state, path, step, files, overwrite, run)

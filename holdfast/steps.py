@@ -55,12 +55,14 @@ class _Notes(msgspec.Struct):
 class Steps:
     """The folders below ``root`` that ``name`` makes of step numbers. Raises ValueError if it makes none.
 
-    ``broken`` are names of steps that were committed once and found damaged.
+    ``broken`` are names of steps that were committed once and found damaged, ``passed`` of those that a restore passed
+    over for an older one, since they have lost sections. Both stand in the way of steps that training makes again.
     """
 
     def __init__(self, root: Location, name: str) -> None:
         self.root, self._name, self._pattern = root, name, _pattern_of(name)
         self.broken: set[str] = set()
+        self.passed: set[str] = set()
         # Names of steps that were seen to be committed or were swept, and their metrics: each look into a store costs.
         self._known: set[str] = set()
         self._swept: dict[str, float] = {}  # each with the moment from which on it is worth another look
@@ -110,7 +112,7 @@ class Steps:
 
         ``complete``: rather an older one than one that has lost sections, if there is one.
         """
-        partial = None
+        partial: list[Location] = []
         # From the newest name on: in a store the first whole one ends the search, however many steps there are.
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
             if path.name in refused or not storage.is_file(path / manifest.FILE_NAME):
@@ -121,13 +123,14 @@ class Steps:
                 fault = fault_of(path, lost)  # on the way a bit may have flipped
             if fault is None and complete and lost:
                 log.info("%s is passed over: it has no %s any more", path, ", ".join(lost))
-                partial = partial or path
+                partial.append(path)
             elif fault is None:
+                self.passed |= {newer.name for newer in partial}
                 return path
             else:
                 self.broken.add(path.name)
                 log.warning("%s is passed over: %s", path, fault)
-        return partial
+        return next(iter(partial), None)
 
     def commit_late(self, patience: float) -> None:
         """Commit the saves whose ranks had all finished; waits so many seconds for writers that are still at it."""
@@ -181,6 +184,7 @@ class Steps:
         """There is a new save of a step: what is remembered of an older one of that name no longer holds."""
         self._citations.forget([self.path(step).name])
         self._thin.discard(self.path(step).name)
+        self.passed.discard(self.path(step).name)
 
     # What goes
 

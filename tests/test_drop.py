@@ -256,3 +256,23 @@ def test_a_pattern_that_fits_nothing_is_told_once(tmp_path: Path, caplog: pytest
             manager.step(step, state_of(step))
     assert [r.getMessage().count("Keep(optimizer='adam')") for r in caplog.records] == [1]
     assert all(full(path) for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_steps_that_a_restore_passed_over_are_made_again(tiers: bool, tmp_path: Path) -> None:
+    """Whole steps without an optimizer lie between the restored one and the end: training comes to them again."""
+    root = tmp_path / "fast" if tiers else tmp_path
+    for step in (1, 2, 3):
+        holdfast.save(state_of(step, model=step), root / f"step-{step}")
+    for step in (3, 2):
+        holdfast.drop(root / f"step-{step}", "optimizer")
+    home: dict[str, Any] = (
+        {"root": Place(Memory(), "run"), "fast": root, "keep_fast": Keep(last=9)} if tiers else {"root": root}
+    )
+    with holdfast.CheckpointManager(**home, every=1, name="step-{step}", keep=Keep(last=9), worker="none") as manager:
+        loaded = manager.restore(state_of(0))
+        assert loaded is not None and loaded.step == 1
+        for step in (2, 3, 4):
+            manager.step(step, state_of(step, optimizer=step, model=7))
+    for step in (2, 3, 4):
+        is_state(root / f"step-{step}", state_of(step, optimizer=step, model=7), ())

@@ -189,7 +189,7 @@ class Survey:
             silence = None
         except StorageError as error:
             names, silence = set(), error
-        best = None
+        best, passed = None, set()
         for step in sorted({*self._found, *names}, reverse=True):
             for choice, lost in self._choices(step, step in names):
                 if (choice.tier, choice.name) in refused:
@@ -197,7 +197,9 @@ class Survey:
                 if complete and lost:
                     log.info("%s is passed over: it has lost sections since it was saved", self._folder(choice))
                     best = best or choice
+                    passed.add(choice.name)
                     continue
+                self.fast.passed |= passed - {choice.name}
                 return self._chosen(choice, silence)
         if best is not None:
             return self._chosen(best, silence)

@@ -1,0 +1,100 @@
+"""Ways to break the library on purpose, one for each thing that the soak has to find.
+
+`--mutant NAME` calls one before any rank is forked. Nothing here is ever called otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from holdfast import checkpoint, steps
+from holdfast.engine import folder, save_work, write
+from holdfast.errors import HoldfastError
+
+
+def commit_before_written() -> None:
+    """Ranks report their files while these are still being written."""
+    write.Writing.wait_written = lambda self: None  # type: ignore[method-assign]
+    write.Writing.finish = lambda self: None  # type: ignore[method-assign]
+
+
+def sweep_newest() -> None:
+    """The rules keep all but the newest."""
+    verdict = steps.Keep.verdict
+
+    def worst(self: Any, there: Any) -> Any:
+        kept = verdict(self, there)
+        return kept._replace(steps=kept.steps - {max(there, default=0)})
+
+    steps.Keep.verdict = worst  # type: ignore[method-assign]
+    steps.Kept.and_whole = lambda self, more: self  # type: ignore[method-assign]
+
+
+def restore_oldest() -> None:
+    """The oldest whole step counts as the newest."""
+    steps.Steps.newest = lambda self, refused=(), complete=False: next(iter(self.committed().values()), None)  # type: ignore
+
+
+def wrong_byte() -> None:
+    """One bit of what is saved is another one, before it is summed."""
+    copied = write.copy_bytes
+
+    def copy(tensor: Any, start: int, nbytes: int, address: int) -> None:
+        copied(tensor, start, nbytes, address)
+        if nbytes > 2000:
+            write.host_view(address, nbytes)[1999] ^= 4
+
+    write.copy_bytes = copy
+
+
+def leave_litter() -> None:
+    """What dead saves left is never swept."""
+    steps.sweep_dead = lambda path, cited=None: True
+    steps.sweep_beside = lambda path, record, cited=None: True
+    folder.prepare.__globals__["is_leaving"] = lambda path: False
+
+
+def keep_descriptors() -> None:
+    """Files stay open after their save."""
+    write.OpenFiles.close = lambda self: None  # type: ignore[method-assign]
+
+
+def silent_failure() -> None:
+    """A save that fails says that it is committed."""
+    settle = save_work.SaveWork.settle
+
+    def quiet(self: Any, call: Any) -> None:
+        try:
+            settle(self, call)
+        except HoldfastError:
+            return
+
+    save_work.SaveWork.settle = quiet  # type: ignore[method-assign]
+
+
+def trust_sums() -> None:
+    """Altered bytes are not looked for."""
+    checkpoint.check_file = lambda *args, **options: []
+
+
+def swapped_ranks() -> None:
+    """Two ranks of a save take each other's values."""
+    checkpoint.Checkpoint.per_rank = _swapped(checkpoint.Checkpoint.per_rank)  # type: ignore[method-assign]
+
+
+def _swapped(done: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, path, rank: done(self, path, (rank + 1) % self.world_size)
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    "commit-before-written": commit_before_written,
+    "sweep-newest": sweep_newest,
+    "restore-oldest": restore_oldest,
+    "wrong-byte": wrong_byte,
+    "leave-litter": leave_litter,
+    "keep-descriptors": keep_descriptors,
+    "silent-failure": silent_failure,
+    "trust-sums": trust_sums,
+    "swapped-ranks": swapped_ranks,
+}

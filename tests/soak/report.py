@@ -1,0 +1,32 @@
+"""The counts of a soak as a table in docs/soak.md, between two marks.
+
+`--write-docs` calls it at the end of a soak without a violation. Changes nothing else of the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "soak.md"
+BEGIN, END = "<!-- counts -->", "<!-- end of counts -->"
+
+
+def write_docs(counts: Mapping[str, int], page: Path = PAGE) -> None:
+    text = page.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    page.write_text(f"{before}{BEGIN}\n{table(counts)}\n{END}{after}")
+
+
+def table(counts: Mapping[str, int]) -> str:
+    """What happened, then the faults, a line each."""
+    kinds = sorted({key.partition(": ")[0] for key in counts if ": " in key})
+    plain = {key: n for key, n in counts.items() if ": " not in key}
+    minutes = round(plain.pop("seconds", 0) / 60)
+    lines = [f"Seed {plain.pop('seed', '?')}, {minutes} minutes.", "", "| what | count |", "|---|---|"]
+    lines += [f"| {key} | {n:,} |" for key, n in sorted(plain.items())]
+    lines += ["", "| fault | injected | in the middle of a save | its moment never came |", "|---|---|---|---|"]
+    for kind in kinds:
+        told = [counts.get(f"{kind}: {what}", 0) for what in ("injected", "in the middle of a save", "missed")]
+        lines.append(f"| {kind} | " + " | ".join(f"{n:,}" for n in told) + " |")
+    return "\n".join(lines)
