@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from holdfast import signing
 from holdfast.checkpoint import Checkpoint, TensorInfo, recover
 from holdfast.checkpoint import open_checkpoint as open
 from holdfast.convert import convert
@@ -20,6 +21,7 @@ from holdfast.errors import (
     SaveFailed,
     StorageError,
     Unsupported,
+    Untrusted,
 )
 from holdfast.events import Event, install, listen
 from holdfast.export.work import Converted
@@ -31,6 +33,7 @@ from holdfast.report.progress import Bars
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
+from holdfast.signing import sign
 from holdfast.tiers.tiers import Durability
 from holdfast.version import __version__
 
@@ -71,6 +74,7 @@ __all__ = [
     "TensorInfo",
     "Timing",
     "Unsupported",
+    "Untrusted",
     "Upload",
     "__version__",
     "at",
@@ -82,4 +86,6 @@ __all__ = [
     "open",
     "recover",
     "save",
+    "sign",
+    "signing",
 ]

@@ -33,6 +33,7 @@ from holdfast.engine.stores.around import cached, hedged, patiently
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, StorageError
+from holdfast.keys import Keys
 from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.box import whole
@@ -76,7 +77,7 @@ def load(
     path: str | os.PathLike[str] | Place, into: dict[str, Any], *, only: Patterns = "*", rename: Rename | None = None,
     cast: bool = False, missing: Literal["error", "keep"] = "error", verify: Verify = True,
     cache: str | os.PathLike[str] | None = None, share: How = "auto", group: dist.ProcessGroup | None = None,
-    deadline: float = DEADLINE,
+    deadline: float = DEADLINE, require: Keys | None = None,
 ) -> Loaded:  # fmt: skip
     """Load the checkpoint at ``path`` into the objects and tensors of ``into``, in place, on any mesh or none.
 
@@ -94,10 +95,14 @@ def load(
     False checks none. ``cache``: for a path in a store, a folder on the node's own disk in which its ranks share what
     they have fetched, so that a node fetches each byte once and a second start fetches nothing (see docs/stores.md).
     ``share``: ``"off"`` lets every rank read all that it needs by itself (see docs/loading.md).
+    ``require``: public keys, one of which must have signed the checkpoint: then every block that is wanted is read
+    whole and proved to be what was signed (see docs/signing.md).
 
     Raises on every rank the same: Mismatch listing every name that does not fit (nothing was changed),
-    NotACheckpoint, Damaged (names file and tensor), Unsupported, StorageError, RankLost.
+    NotACheckpoint, Damaged (names file and tensor), Untrusted, Unsupported, StorageError, RankLost.
     """
+    if require is not None and verify is False:
+        raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
     if missing not in ("error", "keep"):
         raise ValueError(f'missing is "error" or "keep", not {missing!r}')
     if share not in ("auto", "off"):
@@ -107,8 +112,8 @@ def load(
     if cache is not None:
         source = cached(source, cache)
     return load_opened(
-        lambda: open_checkpoint(source), into, label, ranks_of(group), only=only, rename=rename, cast=cast,
-        missing=missing, verify=verify, share=share, deadline=deadline,
+        lambda: open_checkpoint(source, require=require), into, label, ranks_of(group), only=only, rename=rename,
+        cast=cast, missing=missing, verify=verify, share=share, deadline=deadline,
     )  # fmt: skip
 
 
@@ -402,7 +407,7 @@ class Match:
         rank, world_size = sharing.ranks.rank, sharing.ranks.size
         with events.task("load", str(self.checkpoint.path), rank) as task:
             task.total = sum(w.box.size * dtypes.itemsize(w.record.dtype) for w in self.wanted)
-            took = sharing.read(self.checkpoint.files, verify, task.advance)
+            took = sharing.read(self.checkpoint.files, self.checkpoint.verifying(verify), task.advance)
         if took.stopped or took.lost:
             return Came(False, took.lost)
         loaded, stats = self.loaded, took.stats

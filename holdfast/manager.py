@@ -30,13 +30,14 @@ from holdfast.engine.storage import is_file
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError, Untrusted
 from holdfast.events import log
 from holdfast.interval import Advice, advise, check_mtbf
 from holdfast.keep import Keep, Upload
+from holdfast.keys import Key, Keys
 from holdfast.load import Loaded, load
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.save import save
+from holdfast.save import save, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.steps import NOTES, Steps, note_of
@@ -70,6 +71,9 @@ class CheckpointManager:
     With ``incremental``, a save writes what has changed since the last one, or since the step that was restored, and
     cites the rest; each step stays a whole checkpoint, and any may be deleted. See docs/incremental.md.
 
+    With ``check_replicas`` each save compares what several ranks hold before it commits; see docs/replicas.md.
+    With ``sign``, a private key, each is signed, and `restore` can require that; see docs/signing.md.
+
     With a mean time between failures ``mtbf``, in seconds, the best interval is logged at debug level; see `advice`.
 
         manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
@@ -92,17 +96,23 @@ class CheckpointManager:
         busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
         on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
-        mtbf: float | None = None,
+        mtbf: float | None = None, check_replicas: bool | Patterns = False,
+        sign: Key | Literal[True] | None = None,
     ) -> None:  # fmt: skip
         if every < 1 or poll < 1:
             raise ValueError(f"every={every} and poll={poll} must be at least 1")
         if on_failure not in ("raise", "warn"):
             raise ValueError(f'on_failure is "raise" or "warn", not {on_failure!r}')
+        if incremental and sign is not None:
+            raise ValueError(
+                "an incremental save cannot be signed: what it borrows is not of this save (docs/signing.md)"
+            )
         if mtbf is not None:
             check_mtbf(mtbf)
         self.root, self.every, self.keep = patiently(location(root), deadline), every, keep
         self._files, self._group, self._deadline = dict(files or {}), group, deadline
         self._on_failure, self._grace, self._mtbf = on_failure, grace, mtbf
+        self._check_replicas, self._sign = check_replicas, sign
         self._ranks = ranks_of(group)
         # Ranks make their managers in the same order, so the same number means the same manager on each of them.
         made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
@@ -114,10 +124,19 @@ class CheckpointManager:
                 deadline=deadline,
             )  # fmt: skip
         self._steps = self._tiers.fast if self._tiers is not None else Steps(self.root, name)
+        for steps in [self._steps] if self._tiers is None else [self._tiers.fast, self._tiers.store]:
+            steps.sign = signing(sign)
         self._saver = None
         if worker != "none":
             self._saver = Saver(
-                worker=worker, slots=slots, busy=busy, memory_limit=memory_limit, group=group, deadline=deadline
+                worker=worker,
+                slots=slots,
+                busy=busy,
+                memory_limit=memory_limit,
+                group=group,
+                deadline=deadline,
+                check_replicas=check_replicas,
+                sign=sign,
             )
         self._run: str | None = None
         self._newest: Saving | None = None
@@ -293,7 +312,8 @@ class CheckpointManager:
         saving.follow(
             lambda: save(
                 state, path, step=step, base=previous, files=files, overwrite=overwrite, group=self._group,
-                deadline=self._deadline, run=run, label=label,
+                deadline=self._deadline, run=run, label=label, check_replicas=self._check_replicas,
+                sign=self._sign,
             )
         )  # fmt: skip
         return saving
@@ -380,7 +400,9 @@ class CheckpointManager:
 
     # Restoring
 
-    def restore(self, state: dict[str, Any], *, only: Patterns = "*") -> Loaded | None:
+    def restore(
+        self, state: dict[str, Any], *, only: Patterns = "*", require: Keys | None = None
+    ) -> Loaded | None:  # fmt: skip
         """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts afresh.
 
         Whole means: committed, it opens, and every file is there in its size. One that is not, or that proves
@@ -391,6 +413,9 @@ class CheckpointManager:
         A step that has lost its optimizer (see `Keep`) is passed over for an older one that has all, and loaded if
         there is none. With ``only``, patterns as of `load`, the newest step is taken, and so much of it.
 
+        With ``require``, public keys, only a step that one of them has signed is loaded. One that is not is passed over
+        like a damaged one; if there is no other, Untrusted is raised.
+
         With ``fast`` the newest step that is whole on the fast tier or in the store; ``Loaded.checkpoint.path`` tells
         where it came from. A rank whose node lacks a file reads it from the store. If the store does not answer, the
         fast tier's newest is taken, with a warning, and StorageError raised if it has none.
@@ -399,28 +424,36 @@ class CheckpointManager:
             saving.settled()
         patience = min(SURVIVORS, self._deadline / 2)  # the other ranks wait meanwhile
         if self._tiers is not None:
-            loaded = self._tiers.restore(state, patience, self._writing_to, only)
+            loaded = self._tiers.restore(state, patience, self._writing_to, only, require)
         else:
-            loaded = self._restore(state, patience, only)
+            loaded = self._restore(state, patience, only, require)
         if loaded is not None:
             self._run, self._newest = loaded.checkpoint.manifest.run, None
             self._restored = loaded.step, loaded.checkpoint.path
             self._start_from(loaded.checkpoint.path, loaded.step)
         return loaded
 
-    def _restore(self, state: dict[str, Any], patience: float, only: Patterns) -> Loaded | None:
+    def _restore(
+        self, state: dict[str, Any], patience: float, only: Patterns, require: Keys | None
+    ) -> Loaded | None:  # fmt: skip
         refused: list[str] = []
+        untrusted: Untrusted | None = None
         while True:
             with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
                 choose = partial(self._choose, refused, patience, complete=only == "*")
                 name = call.exchange("choose", lambda: True, lambda notes: choose(), str)
             if not name:
+                if untrusted is not None:
+                    raise untrusted
                 if refused:
                     raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
                 return None
             try:
-                return load(self.root / name, state, only=only, group=self._group, deadline=self._deadline)
-            except (Damaged, NotACheckpoint) as error:
+                return load(
+                    self.root / name, state, only=only, group=self._group, deadline=self._deadline, require=require
+                )
+            except (Damaged, NotACheckpoint, Untrusted) as error:
+                untrusted = error if isinstance(error, Untrusted) else untrusted
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
                 refused.append(name)
                 self._steps.broken.add(name)

@@ -35,9 +35,10 @@ from holdfast.engine.folder import delete_checkpoints, may_hold_leavings, sweep_
 from holdfast.engine.parts import commit_late
 from holdfast.engine.sections import dropped_of
 from holdfast.engine.stores.place import Location, Place
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.keep import Keep, Kept
+from holdfast.keys import Signer
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import Manifest
 
@@ -61,6 +62,7 @@ class Steps:
     def __init__(self, root: Location, name: str) -> None:
         self.root, self._name, self._pattern = root, name, _pattern_of(name)
         self.broken: set[str] = set()
+        self.sign: Callable[[], Signer] | None = None  # what signs steps anew that lose sections
         # Names of steps that were seen to be committed or were swept, and their metrics: each look into a store costs.
         self._known: set[str] = set()
         self._swept: dict[str, float] = {}  # each with the moment from which on it is worth another look
@@ -249,14 +251,15 @@ class Steps:
 
     def _lose(self, path: Location, sections: str | tuple[str, ...]) -> None:
         try:
-            done = drop_from(path, sections, cited=self._cited(but=[path.name]))
+            key = self.sign() if self.sign is not None else None
+            done = drop_from(path, sections, cited=self._cited(but=[path.name]), sign=key)
             if not isinstance(done, Dropped) and not self._warned:
                 self._warned = True
                 log.warning(
                     "%s keeps all it has: no section fits Keep(optimizer=%r); it has %s", path, sections,
                     ", ".join(done) or "none",
                 )  # fmt: skip
-        except (Damaged, NotACheckpoint, Unsupported, ValueError) as error:
+        except (Damaged, NotACheckpoint, Unsupported, Untrusted, ValueError) as error:
             log.warning("%s keeps all it has: %s", path, error)
         finally:
             self._citations.forget([path.name])

@@ -31,7 +31,7 @@ from holdfast.engine.stores.conditions import STALE
 from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.retrying import is_transient
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
-from holdfast.ondisk import blocks, datafile, manifest, names, values
+from holdfast.ondisk import blocks, datafile, manifest, names, signature, values
 from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
 from holdfast.version import __version__
 
@@ -86,18 +86,28 @@ def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:
     return msgspec.structs.replace(drafted, files=[manifest.file_row(written[path]) for path in planned])
 
 
-def commit(folder: Location, record: Manifest, *, replaces: bool) -> None:
+def commit(folder: Location, record: Manifest, *, replaces: bool, signed: bytes | None = None) -> None:
     """Create the manifest, or replace the one that is there; what only the replaced one named is deleted after.
+
+    ``signed`` is the signature, which is there before the manifest is.
 
     Raises StorageError if another save has committed to the folder in the meantime; one that is not ``settled`` if a
     store has not answered, and may have the manifest all the same.
     """
     try:
+        if signed is not None:
+            place_signature(folder, record, signed)
         _commit(folder, record, replaces)
     except StorageError as error:
         if is_transient(error) or is_transient(error.__cause__):
             error.settled = False
         raise
+
+
+def place_signature(folder: Location, record: Manifest, signed: bytes) -> None:
+    """Put a signature beside the manifest that it is of, or that is to come; whole or not at all, and durable."""
+    name = signature.file_name(record)
+    storage.replace_small(folder / name, signed, f".{name}.{secrets.token_hex(4)}.tmp")
 
 
 def _commit(folder: Location, record: Manifest, replaces: bool) -> None:
@@ -230,7 +240,8 @@ def remove_old_files(folder: Location, old: Manifest, new: Manifest, cited: Cite
         root, name = root_of(folder)
         cited = cited_beside(folder) if cited is None else cited
         gone = [folder / path for path in own if path not in kept and path not in cited.get(name, set())]
-        storage.delete(*gone)
+        signed = {signature.file_name(old)} - {signature.file_name(new)}
+        storage.delete(*gone, *(folder / path for path in signed))
         for above in {path.parent for path in gone}:
             storage.delete_if_empty(above)
         now = citations_of(new)

@@ -33,7 +33,7 @@ def images_of(state: Collected, plan: Plan, ranks: Ranks, save: str) -> list[Ima
 
     for name, tensor, box in plan.written_by(ranks.rank):
         key = datafile.key_of(names.in_section(name), box, tensor.shape)
-        add(name, key, tensor.dtype, _source(state, name, box), tensor.shape, box.lengths)
+        add(name, key, tensor.dtype, memory_of(state, name, box), tensor.shape, box.lengths)
     for path, leaf in state.per_rank.items():
         own = f"{names.in_section(path)}@{ranks.rank}"
         text = bytearray(msgspec.json.encode(leaf.encoded))
@@ -57,7 +57,7 @@ def _shape_is_lost(piece: Piece) -> bool:
     return not piece.lengths and datafile.stored_as_bytes(piece.dtype)
 
 
-def _source(state: Collected, name: str, box: Box) -> torch.Tensor:
+def memory_of(state: Collected, name: str, box: Box) -> torch.Tensor:
     """This rank's memory of one planned piece: a view, or a part of one."""
     for view in state.entries[name].views:
         if view.box is box or view.box == box:

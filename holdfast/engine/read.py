@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -31,6 +32,7 @@ from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box, intersect, relative
 from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import FileRecord, TensorRecord
+from holdfast.ondisk.signature import Signature, SignedFile
 
 STRIDE = 1 << 20
 """Bytes that are summed and then moved."""
@@ -83,10 +85,16 @@ class DataFiles:
 
     What ``folder`` lacks, or has in another size, is taken from the folder ``beside``, if there is one: a data file is
     named with its save, so the same name is the same file.
+
+    With a ``signature``, checked already, headers and blocks have to be what was signed: every sum is a SHA-256.
     """
 
-    def __init__(self, folder: Location, records: Sequence[FileRecord], beside: Location | None = None) -> None:
+    def __init__(
+        self, folder: Location, records: Sequence[FileRecord], beside: Location | None = None, *,
+        signature: Signature | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.records, self._beside = folder, records, beside
+        self._signature = signature
         self._headers: dict[int, Header] = {}
         self._elsewhere: dict[int, Location] = {}
         self._named_beside: dict[str, str] | None = None
@@ -155,7 +163,8 @@ class DataFiles:
                 )
             forget(path, 0, record.header_bytes)
         try:
-            return datafile.parse_header(data, size)
+            header = datafile.parse_header(data, size)
+            return header if self._signature is None else _signed(header, data, self._signature.files[index])
         except ValueError as error:
             raise damaged(path, f"cannot be read: {error}") from None
 
@@ -185,6 +194,16 @@ class DataFiles:
             os.close(cached)
             if direct is not None:
                 os.close(direct)
+
+
+def _signed(header: Header, data: bytes, signed: SignedFile) -> Header:
+    """The header with the sums that a signature covers in place of its own. Raises ValueError if there are none."""
+    if blocks.strong_sum(data) != signed.header:
+        raise ValueError("its header is not the one that was signed")
+    text = header.metadata.get("sha256") if signed.sums is None else signed.sums
+    if text is None:
+        raise ValueError("the signature has no sums of it")
+    return replace(header, sums=datafile.strong_sums(text, header))
 
 
 def _is_as_long(piece: Piece, cell: Box) -> bool:
@@ -342,7 +361,7 @@ def _gather(source: Source, job: list[Range], streams: Streams) -> None:
         for r in job:
             at, nbytes = r.begin - begin, r.nbytes
             if r.share is None and nbytes <= STRIDE:  # the short way for many small tensors
-                if r.sum is None or blocks.block_sum(view[at : at + nbytes]) == r.sum:
+                if r.sum is None or blocks.is_sum(view[at : at + nbytes], r.sum):
                     move(r.address, address + at + r.start, r.wanted)
                 else:
                     wrong.append(r)
@@ -370,7 +389,7 @@ def _moved(r: Range, fetched: Fetched, at: int, streams: Streams) -> bool:
             scatter(fetched.address + at, first, r.nbytes, share.cell.lengths, inner, share.view, share.dtype)
         return True
     # All of a block goes to one place: summed and moved a stride at a time, while that is in the processor's cache.
-    total = blocks.running_sum()
+    total = blocks.running_sum(r.sum)
     for done in range(0, r.nbytes, STRIDE):
         n = min(STRIDE, r.nbytes - done)
         total.update(fetched.view[at + done : at + done + n])
@@ -388,7 +407,7 @@ def _faults(source: Source, job: list[Range], fetched: Fetched) -> list[str]:
 
 
 def _is_right(r: Range, data: memoryview) -> bool:
-    return r.sum is None or blocks.block_sum(data) == r.sum
+    return r.sum is None or blocks.is_sum(data, r.sum)
 
 
 def _altered(path: Location, r: Range) -> Damaged:
