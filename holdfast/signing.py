@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast import events
 from holdfast.checkpoint import Checkpoint, open_checkpoint, read_known
+from holdfast.engine import disk
 from holdfast.engine.commit import place_signature
 from holdfast.engine.proved import ProvedFile
 from holdfast.engine.ranks import DEADLINE
@@ -97,8 +98,11 @@ def generate(path: str | os.PathLike[str]) -> Path:
     if public.exists():
         raise FileExistsError(f"{public} exists")
     for where, data, mode in ((private, secret, 0o600), (public, shown, 0o644)):
-        with os.fdopen(os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(data)
+        fd = disk.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            disk.write_all(fd, data, 0, where)
+        finally:
+            os.close(fd)
     return public
 
 
