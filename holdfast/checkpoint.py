@@ -153,6 +153,11 @@ class Checkpoint:
         return self.manifest.step
 
     @property
+    def run(self) -> str:
+        """The run that saved it, 16 hex digits: a run that goes on from one of its checkpoints stays the same run."""
+        return self.manifest.run
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all data files."""
         return sum(f.bytes for f in self.manifest.data_files)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 import threading
 import time
@@ -259,7 +260,7 @@ class CheckpointManager:
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
         files = {**self._files, NOTES: note_of(metric)}
-        path, run = self._steps.path(step), self._run_id()
+        path, run = self._steps.path(step), self._run_id(step)
         # A step that could not be restored stands in the way of its own successor.
         overwrite = overwrite or path.name in self._steps.broken
         self._writing_to.add(path)
@@ -371,12 +372,15 @@ class CheckpointManager:
             self._tiers.committed(number, saving.step, self._writing_to)
             self._writing_to.discard(saving.path)
 
-    def _run_id(self) -> str | None:
+    def _run_id(self, step: int) -> str | None:
         if self._run is None and self._ranks.first:
             try:
                 newest = self._at_hand()
-                # A run that is resumed is the same run.
-                self._run = newest.manifest.run if newest is not None else None
+                # A run that is resumed is the same run; one that begins afresh beside old steps is not, nor is one that
+                # goes back behind them without having restored them here.
+                resumed = newest is not None and (newest.step is None or step > newest.step)
+                if newest is not None:
+                    self._run = newest.run if resumed else secrets.token_hex(8)
             except StorageError as error:  # then the save fails too, and on all ranks
                 log.warning("which run %s is of is not known: %s", self.root, error)
         return self._run
@@ -401,7 +405,8 @@ class CheckpointManager:
     # Restoring
 
     def restore(
-        self, state: dict[str, Any], *, only: Patterns = "*", require: Keys | None = None
+        self, state: dict[str, Any], *, only: Patterns = "*", require: Keys | None = None,
+        run: str | None = None, other_model: bool = False,
     ) -> Loaded | None:  # fmt: skip
         """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts afresh.
 
@@ -416,6 +421,10 @@ class CheckpointManager:
         With ``require``, public keys, only a step that one of them has signed is loaded. One that is not is passed over
         like a damaged one; if there is no other, Untrusted is raised.
 
+        A root folder belongs to one run, and who restores a step goes on as its run. If a step of another run was saved
+        after the one that is newest by its number, Mismatch is raised: ``run`` says of which run the step has to be, or
+        ``"any"``. ``other_model`` as of `load`. See docs/never-mix.md.
+
         With ``fast`` the newest step that is whole on the fast tier or in the store; ``Loaded.checkpoint.path`` tells
         where it came from. A rank whose node lacks a file reads it from the store. If the store does not answer, the
         fast tier's newest is taken, with a warning, and StorageError raised if it has none.
@@ -424,9 +433,11 @@ class CheckpointManager:
             saving.settled()
         patience = min(SURVIVORS, self._deadline / 2)  # the other ranks wait meanwhile
         if self._tiers is not None:
-            loaded = self._tiers.restore(state, patience, self._writing_to, only, require)
+            loaded = self._tiers.restore(
+                state, patience, self._writing_to, only, require, None if run == "any" else run, other_model
+            )
         else:
-            loaded = self._restore(state, patience, only, require)
+            loaded = self._restore(state, patience, only, require, run, other_model)
         if loaded is not None:
             self._run, self._newest = loaded.checkpoint.manifest.run, None
             self._restored = loaded.step, loaded.checkpoint.path
@@ -434,13 +445,14 @@ class CheckpointManager:
         return loaded
 
     def _restore(
-        self, state: dict[str, Any], patience: float, only: Patterns, require: Keys | None
+        self, state: dict[str, Any], patience: float, only: Patterns, require: Keys | None, run: str | None,
+        other_model: bool,
     ) -> Loaded | None:  # fmt: skip
         refused: list[str] = []
         untrusted: Untrusted | None = None
         while True:
             with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
-                choose = partial(self._choose, refused, patience, complete=only == "*")
+                choose = partial(self._choose, refused, patience, run, complete=only == "*")
                 name = call.exchange("choose", lambda: True, lambda notes: choose(), str)
             if not name:
                 if untrusted is not None:
@@ -450,7 +462,14 @@ class CheckpointManager:
                 return None
             try:
                 return load(
-                    self.root / name, state, only=only, group=self._group, deadline=self._deadline, require=require
+                    self.root / name,
+                    state,
+                    only=only,
+                    group=self._group,
+                    deadline=self._deadline,
+                    require=require,
+                    run=None if run == "any" else run,
+                    other_model=other_model,
                 )
             except (Damaged, NotACheckpoint, Untrusted) as error:
                 untrusted = error if isinstance(error, Untrusted) else untrusted
@@ -458,11 +477,13 @@ class CheckpointManager:
                 refused.append(name)
                 self._steps.broken.add(name)
 
-    def _choose(self, refused: list[str], patience: float, *, complete: bool) -> str:
+    def _choose(self, refused: list[str], patience: float, run: str | None, *, complete: bool) -> str:
         if not refused:
             self._steps.commit_late(patience)
             self._steps.sweep(self.keep, None, self._writing_to)
-        newest = self._steps.newest(refused, complete=complete)
+        newest = self._steps.newest(refused, complete=complete, run=None if run == "any" else run)
+        if newest is not None and run is None:
+            self._steps.refuse_another_run(newest, refused)
         return newest.name if newest is not None else ""
 
     def latest(self) -> Checkpoint | None:

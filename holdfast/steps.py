@@ -22,8 +22,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,7 +37,7 @@ from holdfast.engine.folder import delete_checkpoints, may_hold_leavings, sweep_
 from holdfast.engine.parts import commit_late
 from holdfast.engine.sections import dropped_of
 from holdfast.engine.stores.place import Location, Place
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported, Untrusted
+from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.keep import Keep, Kept
 from holdfast.keys import Signer
@@ -51,6 +53,19 @@ NOTES = "holdfast-manager.json"
 
 class _Notes(msgspec.Struct):
     metric: float | None = None
+
+
+HEAD = 512
+"""Bytes of a manifest that tell its run and its time."""
+
+_MADE = re.compile(rb'"run":"(?P<run>[0-9a-f]{1,64})",.{0,64}?"created":"(?P<created>[^"]{1,64})"')
+
+
+class Made(NamedTuple):
+    """Who made a step, and when (RFC 3339, in UTC)."""
+
+    run: str
+    created: str
 
 
 class Steps:
@@ -107,15 +122,51 @@ class Steps:
             return named & set(folders)
         return {name for name in folders if storage.is_file(self.root / name / manifest.FILE_NAME)}
 
-    def newest(self, refused: Container[str] = (), *, complete: bool = False) -> Location | None:
+    def made_by(self, path: Location) -> Made | None:
+        """Which run made a committed step, and when, from the first bytes of its manifest; None if that is not told."""
+        try:
+            head, _ = storage.read_start(path / manifest.FILE_NAME, HEAD)
+        except (FileNotFoundError, StorageError):
+            return None
+        found = _MADE.search(head)
+        return None if found is None else Made(found["run"].decode(), found["created"].decode())
+
+    def refuse_another_run(self, chosen: Location, refused: Container[str] = ()) -> None:
+        """Raise Mismatch if a step of another run was saved after ``chosen``, although it is called earlier.
+
+        Then it is not clear which run is to go on: somebody began afresh in the folder of an older run, say.
+        """
+        others = {
+            step: path
+            for step, path in self.committed().items()
+            if path != chosen and path.name not in refused and path.name not in self.broken
+        }
+        with ThreadPoolExecutor(FEW, thread_name_prefix="holdfast-look") as pool:  # in a store each is a request
+            made, *theirs = pool.map(self.made_by, [chosen, *others.values()])
+        for step, other in zip(others, theirs, strict=True):
+            if made is not None and other is not None and other.run != made.run and other.created > made.created:
+                raise Mismatch(
+                    f"{self.root} holds steps of two runs: {chosen.name} is of run {made.run}, saved {made.created}, "
+                    f"and step {step} of run {other.run} was saved after it, {other.created}. Say which is to go on: "
+                    f'run="{other.run}" or run="{made.run}", or run="any" for the newest step of all; and keep each '
+                    "run in a folder of its own"
+                )
+
+    def newest(
+        self, refused: Container[str] = (), *, complete: bool = False, run: str | None = None
+    ) -> Location | None:  # fmt: skip
         """The newest whole step that was not refused; why one is passed over is logged. Raises StorageError.
 
-        ``complete``: rather an older one than one that has lost sections, if there is one.
+        ``complete``: rather an older one than one that has lost sections, if there is one. ``run``: of this run alone.
         """
         partial = None
         # From the newest name on: in a store the first whole one ends the search, however many steps there are.
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
             if path.name in refused or not storage.is_file(path / manifest.FILE_NAME):
+                continue
+            made = self.made_by(path) if run is not None else None
+            if run is not None and (made is None or made.run != run):
+                log.info("%s is passed over: it is not of run %s", path, run)
                 continue
             lost: list[str] = []
             fault = fault_of(path, lost)

@@ -27,6 +27,7 @@ from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.owners import Owned, PlannedTensor
 from holdfast.engine.plan import Plan
 from holdfast.engine.state import Collected
+from holdfast.engine.state.structure import KEY, told
 from holdfast.engine.stores.conditions import STALE
 from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.retrying import is_transient
@@ -60,7 +61,7 @@ def draft(
         run=identity.run,
         step=identity.step,
         created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        producer={"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()},
+        producer=_producer(state),
         world_size=identity.world_size,
         files=[
             [datafile.file_name(section, rank, identity.world_size, identity.save, volume), 0, 0, ""]
@@ -74,6 +75,13 @@ def draft(
         per_rank={path: manifest.ranges(index[names.section_of(path), 0].values()) for path in plan.per_rank},
         attachments=attachments,
     )
+
+
+def _producer(state: Collected) -> dict[str, str]:
+    """What made it; and what kind of layer each module was, as far as the first rank has them."""
+    kinds = told(state.kinds)
+    versions = {"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()}
+    return {**versions, KEY: kinds} if kinds else versions
 
 
 def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:

@@ -158,9 +158,7 @@ class DataFiles:
             if blocks.digest(data) == record.header_digest:
                 break
             if last or not isinstance(path, Place):  # on the way from a store a bit may flip
-                raise damaged(
-                    path, f"has an altered header: its digest is not the manifest's{told(self.folder, record)}"
-                )
+                raise damaged(path, f"{_whose(data, record)}{told(self.folder, record)}")
             forget(path, 0, record.header_bytes)
         try:
             header = datafile.parse_header(data, size)
@@ -194,6 +192,23 @@ class DataFiles:
             os.close(cached)
             if direct is not None:
                 os.close(direct)
+
+
+def _whose(data: bytes, record: FileRecord) -> str:
+    """What is wrong with a header that is not the one in the manifest: an accident, or another save's file."""
+    altered = "has an altered header: its digest is not the manifest's"
+    try:
+        metadata = datafile.metadata_of(data)
+    except ValueError:
+        return altered
+    expected, save = datafile.save_of(own_path(record.path)), metadata.get("save")
+    if save is not None and expected is not None and save != expected:
+        return f"is a file of another save: {save}, not {expected}"
+    if not datafile.is_named(own_path(record.path), metadata):
+        return (
+            f"is a file of rank {metadata.get('rank')}, section {metadata.get('section')!r}, under another one's name"
+        )
+    return altered
 
 
 def _signed(header: Header, data: bytes, signed: SignedFile) -> Header:

@@ -157,6 +157,22 @@ _decode_meta = msgspec.json.Decoder(_Meta).decode
 _decode_strings = msgspec.json.Decoder(dict[str, str]).decode
 
 
+def metadata_of(data: bytes) -> dict[str, str]:
+    """What a header says of its file, whatever else is wrong with it. Raises ValueError if it cannot be read."""
+    try:
+        return _decode_meta(memoryview(data)[8:]).metadata
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def is_named(path: str, metadata: Mapping[str, str]) -> bool:
+    """Whether a file's relative path names the rank and the section that its header says."""
+    section, _, name = path.rpartition("/")
+    rank = metadata.get("rank", "")
+    told = f"{int(rank):05d}-" if rank.isdecimal() and len(rank) < 10 else ""
+    return section == metadata.get("section", section) and name.startswith(told)
+
+
 def header_length(first: bytes, file_bytes: int) -> int:
     """Bytes of the whole header, from the first 8 bytes. Raises ValueError if that cannot be."""
     if len(first) < 8:

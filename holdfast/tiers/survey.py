@@ -80,7 +80,7 @@ class Survey:
 
     def restore(
         self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns = "*",
-        require: Keys | None = None,
+        require: Keys | None = None, run: str | None = None, other_model: bool = False,
     ) -> Loaded | None:  # fmt: skip
         """Load the newest step that is whole on the fast tier or in the store; None if there is none.
 
@@ -105,7 +105,7 @@ class Survey:
                 try:
                     return load_opened(
                         partial(self._open, choice, require), state, f"restore {choice.name} of {self.store.root}",
-                        self._ranks, only=only, deadline=self._deadline,
+                        self._ranks, only=only, deadline=self._deadline, run=run, other_model=other_model,
                     )  # fmt: skip
                 except (Damaged, NotACheckpoint, Untrusted) as error:
                     untrusted = error if isinstance(error, Untrusted) else untrusted

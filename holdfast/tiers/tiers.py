@@ -134,11 +134,11 @@ class Tiers:
 
     def restore(
         self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns,
-        require: Keys | None = None,
+        require: Keys | None = None, run: str | None = None, other_model: bool = False,
     ) -> Loaded | None:  # fmt: skip
         """`Survey.restore`; uploads begin after it, as they would take disk and network from it."""
         try:
-            return self._survey.restore(state, patience, spare, only, require)
+            return self._survey.restore(state, patience, spare, only, require, run, other_model)
         finally:
             self._start()
 
