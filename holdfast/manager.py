@@ -38,7 +38,7 @@ from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
 from holdfast.load import Loaded, load
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.save import save, signing
+from holdfast.save import RUN, save, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.steps import NOTES, Steps, note_of
@@ -379,8 +379,8 @@ class CheckpointManager:
                 # A run that is resumed is the same run; one that begins afresh beside old steps is not, nor is one that
                 # goes back behind them without having restored them here.
                 resumed = newest is not None and (newest.step is None or step > newest.step)
-                if newest is not None:
-                    self._run = newest.run if resumed else secrets.token_hex(8)
+                fresh = RUN if newest is None else secrets.token_hex(8)
+                self._run = newest.run if newest is not None and resumed else fresh
             except StorageError as error:  # then the save fails too, and on all ranks
                 log.warning("which run %s is of is not known: %s", self.root, error)
         return self._run

@@ -150,7 +150,7 @@ def _run(root: Any, steps: range, value: float, *, restore: bool = True) -> str:
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def begin() -> None:
         fresh = os.urandom(8).hex()
-        for module in ("holdfast.save", "holdfast.saver"):
+        for module in ("holdfast.save", "holdfast.saver", "holdfast.manager"):
             monkeypatch.setattr(sys.modules[module], "RUN", fresh)
 
     return begin
@@ -345,3 +345,9 @@ def test_kinds_of_a_dropped_checkpoint_stay(tmp_path: Path) -> None:
     model = Model()
     holdfast.save({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, tmp_path / "c")
     assert heard(holdfast.open(tmp_path / "c").manifest.producer)
+
+
+def test_a_step_that_is_saved_again_is_of_the_same_run(tmp_path: Path) -> None:
+    with _manager(tmp_path) as manager:
+        runs = {manager.save(1, {"w": {"x": torch.ones(3)}, "step": 1}, overwrite=bool(n)).run for n in range(3)}
+    assert len(runs) == 1
