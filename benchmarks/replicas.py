@@ -6,9 +6,7 @@ as under DDP; prints a table, writes JSON. Each save is verified; a flipped bit 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -25,6 +23,7 @@ import torch.distributed as dist
 import xxhash
 
 import holdfast
+from benchmarks.frame import folder, machine, options_of, write
 from benchmarks.pool import Pool
 
 FULL, QUICK = 48, 6
@@ -51,7 +50,7 @@ def _hashed(state: dict[str, Any], make: Callable[[], Any]) -> None:
 def job(work: str, layers: int, turns: int) -> dict[str, list[float]]:
     """On each rank: seconds of each turn of each row; ranks begin every row together."""
     state, rows = state_of(layers), {}
-    folder = Path(work)
+    above = Path(work)
     key: Any = KEY if dist.get_rank() == 0 else True
     systems: dict[str, Callable[[str], object]] = {
         "save": lambda path: holdfast.save(state, path),
@@ -63,7 +62,7 @@ def job(work: str, layers: int, turns: int) -> dict[str, list[float]]:
     }
     for turn in range(turns):
         for system, run in list(systems.items())[:: 1 if turn % 2 else -1]:
-            path = folder / f"{turn} {system}"
+            path = above / f"{turn} {system}"
             dist.barrier()
             began = time.monotonic()
             run(str(path))
@@ -72,16 +71,16 @@ def job(work: str, layers: int, turns: int) -> dict[str, list[float]]:
             if dist.get_rank() == 0 and path.exists():
                 holdfast.open(path).verify()
                 shutil.rmtree(path)
-    _flipped(state, folder)
+    _flipped(state, above)
     return {system: rows[system] for system in systems}
 
 
-def _flipped(state: dict[str, Any], folder: Path) -> None:
+def _flipped(state: dict[str, Any], above: Path) -> None:
     """Raise if a flipped bit is not found."""
     if dist.get_rank() == 1:
         state["model"]["layer.3"].view(torch.int32)[7, 7] ^= 1
     try:
-        holdfast.save(state, folder / "flipped", check_replicas=True)
+        holdfast.save(state, above / "flipped", check_replicas=True)
     except holdfast.SaveFailed as error:
         if "model/layer.3: between rank 0 (" not in str(error):
             raise
@@ -102,27 +101,20 @@ def show(rows: dict[str, list[float]], nbytes: int) -> None:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replicas", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the bytes and two turns")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (made, then removed)")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/replicas.json"), help="the figures as JSON")
-    options = parser.parse_args()
+    options = options_of("replicas", __doc__, quick="an eighth of the bytes and two turns").parse_args()
     layers, turns = (QUICK, 2) if options.quick else (FULL, TURNS)
     nbytes = layers * 2048 * 4096 * 4
     print(f"{RANKS} ranks hold the same {nbytes / 1e9:.2f} GB; {turns} turns of each")
-    work = options.dir.resolve() / f"replicas-{os.getpid()}"
-    work.mkdir(parents=True)
     pool = Pool(RANKS)
     try:
-        told = pool.run(job, str(work), layers, turns)
+        with folder(options.dir, "replicas") as work:
+            told = pool.run(job, str(work), layers, turns)
     finally:
         pool.close()
-        shutil.rmtree(work)
     rows = {system: [max(turn) for turn in zip(*(rank[system] for rank in told), strict=True)] for system in told[0]}
     show(rows, nbytes)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"bytes": nbytes, "ranks": RANKS, "torch": str(torch.__version__), "load": os.getloadavg()[0]}
-    options.out.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+    facts = {"bytes": nbytes, "ranks": RANKS, **machine()}
+    write(options.out, facts, [{"system": system, "seconds": seconds} for system, seconds in rows.items()])
     return 0
 
 
