@@ -7,7 +7,7 @@ itself: classes of users and of other libraries are renamed, fused and replaced 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import lru_cache
 from typing import cast
 
@@ -58,7 +58,7 @@ def kinds_of(path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     """The kind of each module by name, empty if it is of none; wrappers leave no trace."""
     for prefix, sub in named_modules(module):
         if unwrapped(sub) is sub:
-            yield (names.child(path, prefix[:-1]) if prefix else path), _kind(type(sub))
+            yield (names.child(path, prefix[:-1]) if prefix else path), _kind(cast(Hashable, type(sub)))
 
 
 def told(kinds: Mapping[str, str]) -> str:
@@ -76,7 +76,7 @@ def told(kinds: Mapping[str, str]) -> str:
 def heard(producer: Mapping[str, str]) -> dict[str, str]:
     """What `told` told; nothing if nobody did."""
     try:
-        return cast(dict[str, str], msgspec.json.decode(producer.get(KEY, "{}"), type=dict[str, str]))
+        return msgspec.json.decode(producer.get(KEY, "{}"), type=dict[str, str])
     except (msgspec.MsgspecError, RecursionError):
         return {}
 
