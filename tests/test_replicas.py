@@ -76,7 +76,7 @@ def test_one_flipped_bit_is_named(kind: str, what: str, by: str, tmp_path: Path)
     name = "model/0.weight" if what == "parameter" else "optimizer/state/0.weight/exp_avg"
     for error in results:
         assert {"SaveFailed", "Mismatch"} <= set(error.kinds)
-        assert "1 replicated tensors differ" in error.text and name in error.text and "rank 2 (" in error.text
+        assert "1 replicated tensor differs" in error.text and name in error.text and "rank 2 (" in error.text
         if kind == "ddp":
             assert f"{name}: on rank 2 (" in error.text and "3 that agree (ranks 0, 1, 3)" in error.text
         else:

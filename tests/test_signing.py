@@ -21,6 +21,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast.engine.read import DataFiles
 from holdfast.engine.source import ReadStats
+from holdfast.engine.stores.local import Local
+from holdfast.engine.stores.place import Place
 from holdfast.keys import Signer, signer
 from holdfast.ondisk import blocks, datafile, manifest, signature
 from tests import pool
@@ -51,7 +53,7 @@ def _signature(path: Path) -> Path:
     return found
 
 
-def _everything(path: Path, require: Any = PUBLIC) -> None:
+def _everything(path: Any, require: Any = PUBLIC) -> None:
     """All the ways in which bytes of a checkpoint are used."""
     opened = holdfast.open(path, require=require)
     opened.state_dict()
@@ -267,6 +269,25 @@ def test_it_goes_where_a_copy_goes(tmp_path: Path) -> None:
     _forge_value(source)
     holdfast.copy(source, tmp_path / "f")
     assert not list((tmp_path / "f").glob("*.sig"))
+
+
+@pytest.mark.parametrize("waves", [False, True])
+def test_a_store_holds_signed_checkpoints(waves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the header goes first: sums are taken before anything is sent, or as the slot fills."""
+    place = Place(Local(tmp_path), "c")
+    if waves:
+        monkeypatch.setattr("holdfast.engine.write.windows_for", lambda sizes, window: 10**6)
+    with holdfast.Saver(worker="thread", sign=KEY) as saver:
+        saver.save(_state(), place, files={"config.json": b"{}"}).wait()
+    _everything(place)
+    holdfast.save(_state(), place, sign=KEY, files={"config.json": b"{}"}, overwrite=True)
+    _everything(place)
+    assert _signature(tmp_path / "c")
+    target = _state(2)
+    holdfast.load(place, target, require=PUBLIC, cache=tmp_path / "cache")
+    assert torch.equal(target["model"]["big"], _state()["model"]["big"])
+    holdfast.copy(place, tmp_path / "d")
+    _everything(tmp_path / "d")
 
 
 def test_an_overwrite_leaves_one_signature_and_a_delete_none(tmp_path: Path) -> None:

@@ -191,7 +191,8 @@ def _raise(
         else ""
     )
     raise Mismatch(
-        f"{len(lines)} replicated tensors differ between ranks that should hold the same bytes:"
+        f"{len(lines)} replicated {'tensor differs' if len(lines) == 1 else 'tensors differ'} between ranks that "
+        "should hold the same bytes:"
         + "".join(f"\n    {line}" for line in shown)
         + f"\n{hint}Restore an earlier step if training should have kept them equal: a rank has lost step with the "
         "others, or a bit of its memory flipped. What is meant to differ is saved as holdfast.PerRank(…), or left out "
