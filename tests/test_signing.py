@@ -210,6 +210,16 @@ def test_a_header_with_another_digest_behind_the_same_weak_one_is_found(tmp_path
         files.header(0, ReadStats())
 
 
+def test_an_attachment_behind_the_same_weak_digest_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _save(tmp_path / "c")
+    opened = holdfast.open(path, require=PUBLIC)
+    ((_, _, digest),) = opened.manifest.attachments
+    (path / "attachments" / "config.json").write_bytes(b"[]")
+    monkeypatch.setattr(blocks, "digest", lambda data: digest)
+    with pytest.raises(holdfast.Damaged, match="not what was signed"):
+        opened.attachment("config.json")
+
+
 @pytest.mark.parametrize("cut", [0, 1, 40, -70, -1])
 def test_a_signature_that_is_cut_or_altered_is_refused(cut: int, tmp_path: Path) -> None:
     path = _save(tmp_path / "c")
