@@ -42,6 +42,7 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.unshard
 	$(BIN)/python -m benchmarks.share
 	$(BIN)/python -m benchmarks.incremental
+	$(BIN)/python -m benchmarks.replicas
 	$(BIN)/python -m benchmarks.many
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.scale
@@ -53,6 +54,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.unshard --quick
 	$(BIN)/python -m benchmarks.share --quick
 	$(BIN)/python -m benchmarks.incremental --quick
+	$(BIN)/python -m benchmarks.replicas --quick
 	$(BIN)/python -m benchmarks.many --quick
 	$(BIN)/python -m benchmarks.verify --quick
 	$(BIN)/python -m benchmarks.scale --quick

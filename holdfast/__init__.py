@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import Any
 
+from holdfast import signing
 from holdfast.checkpoint import Checkpoint, TensorInfo, recover
 from holdfast.checkpoint import open_checkpoint as open
 from holdfast.convert import convert
@@ -21,6 +22,7 @@ from holdfast.errors import (
     SaveFailed,
     StorageError,
     Unsupported,
+    Untrusted,
 )
 from holdfast.events import Event, install, listen
 from holdfast.export.work import Converted
@@ -34,6 +36,7 @@ from holdfast.rescue import Rescued, rescue
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
+from holdfast.signing import sign
 from holdfast.tiers.tiers import Durability
 from holdfast.verify import verify
 from holdfast.version import __version__
@@ -79,6 +82,7 @@ __all__ = [
     "TensorInfo",
     "Timing",
     "Unsupported",
+    "Untrusted",
     "Upload",
     "Verified",
     "__version__",
@@ -93,5 +97,7 @@ __all__ = [
     "repair",
     "rescue",
     "save",
+    "sign",
+    "signing",
     "verify",
 ]

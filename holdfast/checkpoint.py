@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -31,13 +32,15 @@ from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import bounded, cached
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.filling import into_given, into_mapped, into_new, unlike
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
+from holdfast.keys import Keys, read_signature
 from holdfast.nested import nest
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.manifest import Manifest, TensorRecord
+from holdfast.ondisk.signature import Signature
 
 Patterns = str | Sequence[str]
 
@@ -70,10 +73,12 @@ class Checkpoint:
     """A checkpoint, ours or foreign, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
 
     def __init__(
-        self, path: Location, seconds: float = 0.0, *, foreign: Foreign | None = None, beside: Location | None = None
+        self, path: Location, seconds: float = 0.0, *, foreign: Foreign | None = None, beside: Location | None = None,
+        require: Keys | None = None,
     ) -> None:  # fmt: skip
         self.path = path
         self._beside = beside
+        self._require = require
         self.seconds = seconds
         """How long the save took that returned this; 0.0 if it was opened."""
         self._foreign = foreign
@@ -84,14 +89,41 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """The commit record. Raises NotACheckpoint, Unsupported or Damaged, saying which and what to do."""
+        return self._proved[0]
+
+    @cached_property
+    def _proved(self) -> tuple[Manifest, Signature | None]:
+        """The commit record, and the signature of just that, if one is required. Raises Untrusted."""
         if self._foreign is not None:
-            return self._foreign.manifest
+            return self._foreign.manifest, None
         try:
-            return read_manifest(self.path)
+            record = read_manifest(self.path)
         except NotACheckpoint:
             if self._beside is None:
                 raise
-            return read_manifest(self._beside)
+            record = read_manifest(self._beside)
+        if self._require is None:
+            return record, None
+        try:
+            return record, read_signature(self.path, record, self._require)
+        except Untrusted:
+            if self._beside is None:
+                raise
+            return record, read_signature(self._beside, record, self._require)
+
+    @property
+    def signed_by(self) -> str | None:
+        """The public key, in hexadecimal digits, whose signature was required and is right; None if none was."""
+        signed = self._proved[1]
+        return None if signed is None else signed.key
+
+    def verifying(self, verify: Verify) -> Verify:
+        """How reads are verified: where a signature is required every block is read whole and checked."""
+        if self._require is None:
+            return verify
+        if verify is False:
+            raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
+        return "blocks"
 
     @cached_property
     def files(self) -> Files:
@@ -100,7 +132,8 @@ class Checkpoint:
 
     @cached_property
     def _data_files(self) -> DataFiles:
-        return DataFiles(self.path, self.manifest.data_files, self._beside)
+        record, signed = self._proved
+        return DataFiles(self.path, record.data_files, self._beside, signature=signed)
 
     @property
     def format(self) -> str:
@@ -121,6 +154,11 @@ class Checkpoint:
     def step(self) -> int | None:
         """The training step, or None if the save gave none."""
         return self.manifest.step
+
+    @property
+    def run(self) -> str:
+        """The run that saved it, 16 hex digits: a run that goes on from one of its checkpoints stays the same run."""
+        return self.manifest.run
 
     @property
     def nbytes(self) -> int:
@@ -172,6 +210,9 @@ class Checkpoint:
                 data = self._small(path)
                 if len(data) != size or blocks.digest(data) != digest:
                     raise Damaged(f"{self.path / path} is altered: its digest is not the manifest's")
+                signed = self._proved[1]
+                if signed is not None and blocks.strong_sum(data) != signed.attachments[name]:
+                    raise Damaged(f"{self.path / path} is altered: it is not what was signed")
                 return data
         raise KeyError(f"{self.path} has no attachment {name!r}; it has {sorted(self.attachments)}")
 
@@ -199,7 +240,7 @@ class Checkpoint:
         any with ``cast``. Raises KeyError for an unknown name, Mismatch for a box outside of the tensor or a given
         tensor that does not fit, Damaged for altered bytes.
         """
-        record = self.records.get(name)
+        record, verify = self.records.get(name), self.verifying(verify)
         if record is None:
             raise KeyError(f"{self.path} has no tensor {name!r}{near(name, self.records)}")
         wanted = whole(record.shape) if box is None else _box_of(name, record.shape, box)
@@ -233,7 +274,8 @@ class Checkpoint:
             shape = _stored_shape(piece, header.metadata)
             record = TensorRecord(piece.dtype, shape, None, str(index) if 0 not in shape else "")
             result = torch.empty(shape, dtype=dtypes.torch_dtype(piece.dtype))
-            read_boxes(self.files, [Wanted(f"{_SECTION}/{key}", record, whole(shape), result)])
+            wanted = [Wanted(f"{_SECTION}/{key}", record, whole(shape), result)]
+            read_boxes(self.files, wanted, verify=self.verifying(True))
             return result
 
         encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
@@ -256,6 +298,7 @@ class Checkpoint:
         several cells, compressed ones, those in a store. With ``verify`` what is mapped is read once to compare its
         sums, and not kept; without, only headers are proved, and opening costs nothing (see docs/memory.md).
         """
+        verify = self.verifying(verify)
         records = {name: record for name, record in self.records.items() if matches(name, only)}
         if into is not None and mmap:
             raise ValueError("into= gives the memory, and mmap= would have none: give one of them")
@@ -326,23 +369,35 @@ def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str]) -> tuple[i
     return noted.get(piece.key, piece.lengths)
 
 
-def open_checkpoint(path: str | os.PathLike[str] | Place, *, cache: str | os.PathLike[str] | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str] | Place, *, cache: str | os.PathLike[str] | None = None, require: Keys | None = None
+) -> Checkpoint:  # fmt: skip
     """Open the checkpoint at ``path``, ours or of a foreign format: what describes it is read and proved, nothing else.
 
     ``path``: a folder, a file, or a template with ``{rank}``, as the format's users name it (see docs/formats.md), on
     disk or, as a URL or from `holdfast.at`, in a store (see docs/stores.md). ``cache``: for a path in a store, a folder
     on local disk in which the processes of a machine share what they have fetched.
 
+    ``require``: public keys, one of which must have signed the checkpoint (see docs/signing.md): then all that is read
+    of it is proved to be what was signed.
+
     Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
-    future, Damaged if the manifest was altered.
+    future, Damaged if the manifest was altered, Untrusted if it is not signed as required.
     """
     target = bounded(location(path), DEADLINE)
     if cache is not None:
         target = cached(target, cache)
-    checkpoint = Checkpoint(target)
+    checkpoint = Checkpoint(target, require=require)
     try:
         checkpoint.manifest  # noqa: B018 - reading it is the check
-    except NotACheckpoint:
+    except NotACheckpoint as error:
+        if require is not None and isinstance(target, Path) and not target.exists():
+            raise
+        if require is not None:  # not even looked at: a reader of another format would have to believe it
+            raise Untrusted(
+                f"{error}. require= takes signed checkpoints of holdfast: other formats cannot be signed, convert them "
+                "(holdfast.convert) and sign the result if you trust them"
+            ) from None
         foreign = open_foreign(target)
         if foreign is None:
             if isinstance(target, Place):

@@ -22,7 +22,7 @@ import msgspec
 from holdfast import events
 from holdfast.checkpoint import read_known, read_manifest
 from holdfast.engine import disk, storage
-from holdfast.engine.commit import commit
+from holdfast.engine.commit import commit, place_signature
 from holdfast.engine.folder import is_leaving, taken
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.stores.around import patiently
@@ -31,6 +31,7 @@ from holdfast.engine.stores.throttled import Throttled
 from holdfast.engine.stores.urls import location
 from holdfast.engine.transfer import CopyStats, copy_files, home, self_contained
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
+from holdfast.keys import found_signature
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 
@@ -136,10 +137,13 @@ def _copy_one(source: Place, target: Location, record: Manifest, overwrite: bool
             if not storage.is_file(source / manifest.FILE_NAME):
                 raise NotACheckpoint(f"{source} was deleted while it was copied") from None
             raise
+        signed = found_signature(source, record)
         if how != "keep":
             _refuse_losses(target, into)
             storage.make_folder(target)
-            commit(target, into, replaces=how == "replace")
+            commit(target, into, replaces=how == "replace", signed=signed)
+        elif signed is not None and found_signature(target, into) is None:
+            place_signature(target, into, signed)
     if isinstance(target, Path):
         _tidy(target, into)
     events.log.info(

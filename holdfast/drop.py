@@ -17,6 +17,8 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch
 from holdfast.events import log
+from holdfast.keys import Key, found_signature, read_signature, signer
+from holdfast.ondisk.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Dropped:
 
 
 def drop(
-    path: str | os.PathLike[str] | Place, sections: Patterns, *, dry_run: bool = False, deadline: float = DEADLINE
+    path: str | os.PathLike[str] | Place, sections: Patterns, *, dry_run: bool = False, deadline: float = DEADLINE,
+    sign: Key | None = None,
 ) -> Dropped:  # fmt: skip
     """Take ``sections`` of the checkpoint at ``path`` away for good: ``holdfast.drop(path, "optimizer")``.
 
@@ -43,19 +46,23 @@ def drop(
     Sections that are gone already are passed over. ``dry_run=True`` only tells what would go. Called by one process,
     while nobody saves to ``path``. ``deadline``: seconds to wait for any one answer of a store.
 
+    What was signed is not what is left: the signature goes, with a warning, unless ``sign`` is the private key that
+    made it and signs anew. Untrusted is raised, and nothing dropped, if it did not make it.
+
     Whoever has the checkpoint open and reads what is gone is told so: Damaged. Raises Mismatch if no section fits,
     ValueError if no tensor would be left, Unsupported if what stays shares bytes with what goes, NotACheckpoint,
     Damaged, StorageError.
     """
-    found = drop_from(patiently(location(path), deadline), sections, dry_run=dry_run)
+    found = drop_from(patiently(location(path), deadline), sections, dry_run=dry_run, sign=sign)
     if isinstance(found, Dropped):
         return found
     raise Mismatch(f"{path} has no section {sections!r}; it has {', '.join(found) or 'none'}")
 
 
 def drop_from(
-    folder: Location, sections: Patterns, *, dry_run: bool = False, cited: Cited | None = None
-) -> Dropped | list[str]:
+    folder: Location, sections: Patterns, *, dry_run: bool = False, cited: Cited | None = None,
+    sign: Key | None = None,
+) -> Dropped | list[str]:  # fmt: skip
     """`drop`; where no section fits, nor has ever, the names of those that there are.
 
     ``cited``: what the other checkpoints cite, if the caller knows.
@@ -71,6 +78,18 @@ def drop_from(
     files = parts.lost_files(record, rest)
     dropped = Dropped(str(folder), tuple(gone), len(files), sum(nbytes for _, nbytes in files))
     if not dry_run:
-        parts.replace(folder, record, rest, cited)
+        parts.replace(folder, record, rest, cited, signed=_signed(folder, record, rest, sign))
         log.info("%s: dropped %s, %d bytes", folder, ", ".join(gone), dropped.nbytes)
     return dropped
+
+
+def _signed(folder: Location, record: Manifest, rest: Manifest, sign: Key | None) -> bytes | None:
+    """The signature of what stays, made from sums that were signed before: nothing is believed that lies there."""
+    key = signer(sign)
+    if key is None:
+        if found_signature(folder, record) is not None:
+            log.warning("%s is not signed any more: pass sign= to drop, or sign what is left (holdfast.sign)", folder)
+        return None
+    before = read_signature(folder, record, bytes.fromhex(key.public))
+    files = {file.path: signed for file, signed in zip(record.data_files, before.files, strict=True)}
+    return key(rest, [files[file.path] for file in rest.data_files], before.attachments)

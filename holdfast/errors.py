@@ -1,4 +1,4 @@
-"""The tree of errors: six reactions a caller can have, each also the built-in that a reader expects.
+"""The tree of errors: seven reactions a caller can have, each also the built-in that a reader expects.
 
 Every floor raises from here; the public package exports the classes.
 Never does I/O and never knows about ranks beyond carrying their numbers.
@@ -51,6 +51,10 @@ class Damaged(HoldfastError, ValueError):
     """Bytes on storage are not the bytes that were written: truncated, altered or of another version."""
 
 
+class Untrusted(HoldfastError, PermissionError):
+    """A checkpoint is not signed by a key that its reader requires, or its signature is not of what is there."""
+
+
 class StorageError(HoldfastError, OSError):
     """The disk or store refused: full, read-only, no permission, input/output error."""
 
@@ -61,7 +65,17 @@ class RankLost(HoldfastError, TimeoutError):
 
 _KINDS: dict[str, type[HoldfastError]] = {
     kind.__name__: kind
-    for kind in (SaveFailed, NotACheckpoint, Mismatch, Unsupported, Damaged, StorageError, RankLost, HoldfastError)
+    for kind in (
+        SaveFailed,
+        NotACheckpoint,
+        Mismatch,
+        Unsupported,
+        Damaged,
+        Untrusted,
+        StorageError,
+        RankLost,
+        HoldfastError,
+    )
 }
 
 

@@ -28,11 +28,13 @@ from holdfast.engine.spread import WHOLE, Spread
 from holdfast.engine.state import Collected, Entry, Saved, Slot, collect
 from holdfast.engine.state.ids import names_for_ids, optimizers_of
 from holdfast.engine.state.per_rank import choose, no_rule
+from holdfast.engine.state.structure import heard, unlike
 from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import cached, hedged, patiently
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, StorageError
+from holdfast.keys import Keys
 from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names, values
 from holdfast.ondisk.box import whole
@@ -76,7 +78,8 @@ def load(
     path: str | os.PathLike[str] | Place, into: dict[str, Any], *, only: Patterns = "*", rename: Rename | None = None,
     cast: bool = False, missing: Literal["error", "keep"] = "error", verify: Verify = True,
     cache: str | os.PathLike[str] | None = None, share: How = "auto", group: dist.ProcessGroup | None = None,
-    deadline: float = DEADLINE,
+    deadline: float = DEADLINE, require: Keys | None = None,
+    run: str | None = None, other_model: bool = False,
 ) -> Loaded:  # fmt: skip
     """Load the checkpoint at ``path`` into the objects and tensors of ``into``, in place, on any mesh or none.
 
@@ -94,10 +97,17 @@ def load(
     False checks none. ``cache``: for a path in a store, a folder on the node's own disk in which its ranks share what
     they have fetched, so that a node fetches each byte once and a second start fetches nothing (see docs/stores.md).
     ``share``: ``"off"`` lets every rank read all that it needs by itself (see docs/loading.md).
+    ``require``: public keys, one of which must have signed the checkpoint: then every block that is wanted is read
+    whole and proved to be what was signed (see docs/signing.md).
+
+    ``run``: the run that the checkpoint has to be of (16 hex digits, `Checkpoint.run`). ``other_model``: load into
+    layers of another kind too, whose tensors have the same names and shapes (see docs/never-mix.md).
 
     Raises on every rank the same: Mismatch listing every name that does not fit (nothing was changed),
-    NotACheckpoint, Damaged (names file and tensor), Unsupported, StorageError, RankLost.
+    NotACheckpoint, Damaged (names file and tensor), Untrusted, Unsupported, StorageError, RankLost.
     """
+    if require is not None and verify is False:
+        raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
     if missing not in ("error", "keep"):
         raise ValueError(f'missing is "error" or "keep", not {missing!r}')
     if share not in ("auto", "off"):
@@ -113,15 +123,16 @@ def load(
         return open_checkpoint(source)
 
     return load_opened(
-        opening, into, label, ranks, only=only, rename=rename, cast=cast,
-        missing=missing, verify=verify, share=share, deadline=deadline,
+        opening, into, label, ranks, only=only, rename=rename, cast=cast, missing=missing, verify=verify, share=share,
+        deadline=deadline, run=run, other_model=other_model,
     )  # fmt: skip
 
 
 def load_opened(
     opening: Callable[[], Checkpoint], into: dict[str, Any], label: str, ranks: Ranks, *, only: Patterns = "*",
     rename: Rename | None = None, cast: bool = False, missing: Literal["error", "keep"] = "error",
-    verify: Verify = True, share: How = "auto", deadline: float = DEADLINE,
+    verify: Verify = True, share: How = "auto", deadline: float = DEADLINE, run: str | None = None,
+    other_model: bool = False,
 ) -> Loaded:  # fmt: skip
     """`load` of what ``opening`` opens on each rank; all ranks call it the same ``label``."""
     began = monotonic()
@@ -130,12 +141,15 @@ def load_opened(
 
         def compare() -> _Fit:
             checkpoint = opening()
+            of_run(checkpoint, run)
             asked = _asked(checkpoint, only, into)
             target, values = named_ids(checkpoint, _target_names(rename), into)
             saved = saved_names(checkpoint, target, values, asked)
             found = Match(checkpoint, target, saved, asked, cast, collect(into, ranks, saved))
             match.append(found)
             fit = found.compare(keep=missing == "keep", world_size=ranks.size)
+            if rename is None and checkpoint.format == FORMAT and not other_model:
+                fit.misfits += unlike(heard(checkpoint.manifest.producer), found.state.kinds, asked)
             if share == "auto":
                 fit.offer = found.sharing(ranks).offer(found.spreads)
             events.reached("match", checkpoint.path, ranks.rank)
@@ -153,6 +167,15 @@ def load_opened(
     events.reached("loaded", work.checkpoint.path, ranks.rank)
     work.loaded.seconds = monotonic() - began
     return work.loaded
+
+
+def of_run(checkpoint: Checkpoint, run: str | None) -> None:
+    """Raise Mismatch if a checkpoint is not of the run that it has to be of."""
+    if run is not None and checkpoint.run != run:
+        raise Mismatch(
+            f"{checkpoint.path} is of run {checkpoint.run or 'none'}, not of {run}; nothing was changed. Leave out "
+            "run= to load it all the same"
+        )
 
 
 class _Fit(msgspec.Struct, array_like=True):
@@ -411,7 +434,7 @@ class Match:
         events.reached("read", self.checkpoint.path, rank)
         with events.task("load", str(self.checkpoint.path), rank) as task:
             task.total = sum(w.box.size * dtypes.itemsize(w.record.dtype) for w in self.wanted)
-            took = sharing.read(self.checkpoint.files, verify, task.advance)
+            took = sharing.read(self.checkpoint.files, self.checkpoint.verifying(verify), task.advance)
         if took.stopped or took.lost:
             return Came(False, took.lost)
         loaded, stats = self.loaded, took.stats

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 import threading
 import time
@@ -30,13 +31,14 @@ from holdfast.engine.storage import is_file
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError, Untrusted
 from holdfast.events import log
 from holdfast.interval import Advice, advise, check_mtbf
 from holdfast.keep import Keep, Upload
+from holdfast.keys import Key, Keys
 from holdfast.load import Loaded, load
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.save import save
+from holdfast.save import RUN, save, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.scrub import RATE, Scrubbing
@@ -76,6 +78,8 @@ class CheckpointManager:
 
     With ``degraded``, a save commits although ranks are lost while they write, if others hold what those were to write.
     Not with ``fast``. See docs/degraded.md.
+    With ``check_replicas`` each save compares what several ranks hold before it commits; see docs/replicas.md.
+    With ``sign``, a private key, each is signed, and `restore` can require that; see docs/signing.md.
 
     With a mean time between failures ``mtbf``, in seconds, the best interval is logged at debug level; see `advice`.
 
@@ -99,7 +103,8 @@ class CheckpointManager:
         busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
         on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
-        mtbf: float | None = None, degraded: bool = False,
+        mtbf: float | None = None, degraded: bool = False, check_replicas: bool | Patterns = False,
+        sign: Key | Literal[True] | None = None,
     ) -> None:  # fmt: skip
         if degraded and fast is not None:
             raise ValueError("degraded=True is for saves that go straight to root: leave out fast=")
@@ -107,11 +112,16 @@ class CheckpointManager:
             raise ValueError(f"every={every} and poll={poll} must be at least 1")
         if on_failure not in ("raise", "warn"):
             raise ValueError(f'on_failure is "raise" or "warn", not {on_failure!r}')
+        if incremental and sign is not None:
+            raise ValueError(
+                "an incremental save cannot be signed: what it borrows is not of this save (docs/signing.md)"
+            )
         if mtbf is not None:
             check_mtbf(mtbf)
         self.root, self.every, self.keep = patiently(location(root), deadline), every, keep
         self._files, self._group, self._deadline = dict(files or {}), group, deadline
         self._on_failure, self._grace, self._mtbf, self._degraded = on_failure, grace, mtbf, degraded
+        self._check_replicas, self._sign = check_replicas, sign
         self._ranks = ranks_of(group)
         # Ranks make their managers in the same order, so the same number means the same manager on each of them.
         made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
@@ -123,11 +133,13 @@ class CheckpointManager:
                 deadline=deadline,
             )  # fmt: skip
         self._steps = self._tiers.fast if self._tiers is not None else Steps(self.root, name)
+        for steps in [self._steps] if self._tiers is None else [self._tiers.fast, self._tiers.store]:
+            steps.sign = signing(sign)
         self._saver = None
         if worker != "none":
             self._saver = Saver(
                 worker=worker, slots=slots, busy=busy, memory_limit=memory_limit, group=group, deadline=deadline,
-                degraded=degraded,
+                degraded=degraded, check_replicas=check_replicas, sign=sign,
             )  # fmt: skip
         self._run: str | None = None
         self._newest: Saving | None = None
@@ -253,7 +265,7 @@ class CheckpointManager:
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
         files = {**self._files, NOTES: note_of(metric)}
-        path, run = self._steps.path(step), self._run_id()
+        path, run = self._steps.path(step), self._run_id(step)
         # A step that was not restored, although it is there, stands in the way of its own successor.
         overwrite = overwrite or path.name in self._steps.broken | self._steps.passed
         self._writing_to.add(path)
@@ -307,6 +319,7 @@ class CheckpointManager:
             lambda: save(
                 state, path, step=step, base=previous, files=files, overwrite=overwrite, group=self._group,
                 deadline=self._deadline, run=run, label=label, degraded=self._degraded,
+                check_replicas=self._check_replicas, sign=self._sign,
             )
         )  # fmt: skip
         return saving
@@ -364,12 +377,15 @@ class CheckpointManager:
             self._tiers.committed(number, saving.step, self._writing_to)
             self._writing_to.discard(saving.path)
 
-    def _run_id(self) -> str | None:
+    def _run_id(self, step: int) -> str | None:
         if self._run is None and self._ranks.first:
             try:
                 newest = self._at_hand()
-                # A run that is resumed is the same run.
-                self._run = newest.manifest.run if newest is not None else None
+                # A run that is resumed is the same run; one that begins afresh beside old steps is not, nor is one that
+                # goes back behind them without having restored them here.
+                resumed = newest is not None and (newest.step is None or step > newest.step)
+                fresh = RUN if newest is None else secrets.token_hex(8)
+                self._run = newest.run if newest is not None and resumed else fresh
             except StorageError as error:  # then the save fails too, and on all ranks
                 log.warning("which run %s is of is not known: %s", self.root, error)
         return self._run
@@ -393,7 +409,10 @@ class CheckpointManager:
 
     # Restoring
 
-    def restore(self, state: dict[str, Any], *, only: Patterns = "*") -> Loaded | None:
+    def restore(
+        self, state: dict[str, Any], *, only: Patterns = "*", require: Keys | None = None,
+        run: str | None = None, other_model: bool = False,
+    ) -> Loaded | None:  # fmt: skip
         """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts afresh.
 
         Whole means: committed, it opens, and every file is there in its size. One that is not, or that proves
@@ -404,6 +423,13 @@ class CheckpointManager:
         A step that has lost its optimizer (see `Keep`) is passed over for an older one that has all, and loaded if
         there is none. With ``only``, patterns as of `load`, the newest step is taken, and so much of it.
 
+        With ``require``, public keys, only a step that one of them has signed is loaded. One that is not is passed over
+        like a damaged one; if there is no other, Untrusted is raised.
+
+        A root folder belongs to one run, and who restores a step goes on as its run. If a step of another run was saved
+        after the one that is newest by its number, Mismatch is raised: ``run`` says of which run the step has to be, or
+        ``"any"``. ``other_model`` as of `load`. See docs/never-mix.md.
+
         With ``fast`` the newest step that is whole on the fast tier or in the store; ``Loaded.checkpoint.path`` tells
         where it came from. A rank whose node lacks a file reads it from the store. If the store does not answer, the
         fast tier's newest is taken, with a warning, and StorageError raised if it has none.
@@ -412,40 +438,61 @@ class CheckpointManager:
             saving.settled()
         patience = min(SURVIVORS, self._deadline / 2)  # the other ranks wait meanwhile
         if self._tiers is not None:
-            loaded = self._tiers.restore(state, patience, self._writing_to, only)
+            loaded = self._tiers.restore(
+                state, patience, self._writing_to, only, require, None if run == "any" else run, other_model
+            )
         else:
-            loaded = self._restore(state, patience, only)
+            loaded = self._restore(state, patience, only, require, run, other_model)
         if loaded is not None:
             self._run, self._newest = loaded.checkpoint.manifest.run, None
             self._restored = loaded.step, loaded.checkpoint.path
             self._start_from(loaded.checkpoint.path, loaded.step)
         return loaded
 
-    def _restore(self, state: dict[str, Any], patience: float, only: Patterns) -> Loaded | None:
+    def _restore(
+        self, state: dict[str, Any], patience: float, only: Patterns, require: Keys | None, run: str | None,
+        other_model: bool,
+    ) -> Loaded | None:  # fmt: skip
         refused: list[str] = []
+        untrusted: Untrusted | None = None
         while True:
             with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
-                choose = partial(self._choose, refused, patience, complete=only == "*")
+                choose = partial(self._choose, refused, patience, run, complete=only == "*")
                 name = call.exchange("choose", lambda: True, lambda notes: choose(), str)
             if not name:
+                if untrusted is not None:
+                    raise untrusted
                 if refused:
                     raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
                 return None
             try:
-                return load(self.root / name, state, only=only, group=self._group, deadline=self._deadline)
-            except (Damaged, NotACheckpoint) as error:
+                return load(
+                    self.root / name,
+                    state,
+                    only=only,
+                    group=self._group,
+                    deadline=self._deadline,
+                    require=require,
+                    run=None if run == "any" else run,
+                    other_model=other_model,
+                )
+            except (Damaged, NotACheckpoint, Untrusted) as error:
+                untrusted = error if isinstance(error, Untrusted) else untrusted
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
                 refused.append(name)
                 self._steps.broken.add(name)
 
-    def _choose(self, refused: list[str], patience: float, *, complete: bool) -> str:
+    def _choose(self, refused: list[str], patience: float, run: str | None, *, complete: bool) -> str:
         if not refused:
             self._steps.commit_late(patience)
             self._steps.sweep(self.keep, None, self._writing_to)
         doubtful = self._scrubbing.damaged(self.root) if self._scrubbing is not None else []
-        newest = self._steps.newest([*refused, *doubtful], complete=complete)
+        of_run = None if run == "any" else run
+        newest = self._steps.newest([*refused, *doubtful], complete=complete, run=of_run)
         if newest is None and doubtful:  # what is damaged may not be what is asked for: loading tells
-            newest = self._steps.newest(refused, complete=complete)
+            newest = self._steps.newest(refused, complete=complete, run=of_run)
+        if newest is not None and run is None:
+            self._steps.refuse_another_run(newest, refused)
         return newest.name if newest is not None else ""
 
     def latest(self) -> Checkpoint | None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
-from holdfast.checkpoint import Checkpoint
+from holdfast.checkpoint import Checkpoint, Patterns, matches
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.memory import no_collection
@@ -24,6 +25,7 @@ from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
+from holdfast.keys import Key, Signer, signer
 from holdfast.ondisk.manifest import FORMAT
 
 RUN = secrets.token_hex(8)
@@ -38,6 +40,7 @@ def save(
     step: int | None = None, base: Base | Previous | None = None,
     files: Attached | None = None, group: dist.ProcessGroup | None = None,
     deadline: float = DEADLINE, run: str | None = None, label: str | None = None, degraded: bool = False,
+    check_replicas: bool | Patterns = False, sign: Key | Literal[True] | None = None,
 ) -> Checkpoint:  # fmt: skip
     """Save ``state`` to ``path``, a folder or a URL, and return once it is committed and durable.
 
@@ -53,6 +56,13 @@ def save(
     With ``degraded`` the save commits although ranks are lost while they write, if others hold all that those were to
     write: they write it too. The first rank's word counts. See docs/degraded.md.
 
+    With ``check_replicas``, tensors that several ranks hold are summed by each of them and compared before the commit:
+    True for all, or patterns over names, those with a ``!`` left out. The save fails if a rank holds other bytes, and
+    names it. See docs/replicas.md.
+
+    With ``sign``, a private Ed25519 key (see docs/signing.md), the checkpoint is signed before it is committed. The
+    first rank alone needs the key, the others may pass True.
+
     Host memory beyond the state stays below 128 MiB a rank, whatever its size. Raises SaveFailed, the same on every
     rank and also the built-in error of its cause (OSError, TypeError, ValueError, TimeoutError); then nothing was
     committed, training may go on, and an older checkpoint at ``path`` is as it was.
@@ -62,7 +72,8 @@ def save(
     with no_collection(), ranks.call(label or label_of(folder, step), deadline=deadline, saving=True) as call:
         save_in(
             call, state, folder, step=step, files=files or {}, overwrite=overwrite, run=run or RUN,
-            previous=previous_of(base, deadline), degraded=degraded,
+            previous=previous_of(base, deadline), degraded=degraded, compared=compared_by(check_replicas),
+            sign=signing(sign),
         )  # fmt: skip
     return Checkpoint(folder, monotonic() - began)
 
@@ -70,15 +81,42 @@ def save(
 def save_in(
     call: Call, state: Mapping[str, Any], folder: Location, *, step: int | None, files: Attached, overwrite: bool,
     run: str, previous: Previous | None = None, degraded: bool = False,
+    compared: Callable[[str], bool] | None = None, sign: Callable[[], Signer] | None = None,
 ) -> None:  # fmt: skip
     """All of a save, within a call of the ranks that is under way."""
     with Ring(remote=isinstance(folder, Place)) as ring:
         work = SaveWork(
-            call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded
-        )
+            call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded,
+            compared=compared, sign=sign,
+        )  # fmt: skip
         work.gather(state, files)
         work.plan(call)
         work.settle(call)
+
+
+def compared_by(check_replicas: bool | Patterns) -> Callable[[str], bool] | None:
+    """Which names to compare over the ranks that hold them; None if none is."""
+    if isinstance(check_replicas, bool):
+        return (lambda name: True) if check_replicas else None
+    patterns = (check_replicas,) if isinstance(check_replicas, str) else tuple(check_replicas)
+    out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+    return lambda name: matches(name, wanted) and not matches(name, out)
+
+
+def signing(sign: Key | Literal[True] | None) -> Callable[[], Signer] | None:
+    """What gives the first rank its signer, once it asks: a key that cannot be read fails the save on all ranks."""
+    if sign is None:
+        return None
+
+    @cache
+    def made() -> Signer:
+        found = None if sign is True else signer(sign)
+        if found is None:
+            raise ValueError("sign=True says that the first rank has the key, but this is the first rank")
+        return found
+
+    return made
 
 
 def previous_of(base: Base | Previous | None, deadline: float) -> Previous | None:

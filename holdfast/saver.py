@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from holdfast.checkpoint import Patterns
 from holdfast.engine.arena import WINDOW, Slot, windows_for
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
@@ -33,8 +34,9 @@ from holdfast.engine.stores.urls import location
 from holdfast.engine.worker import Worker, start
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import BACKGROUND, log
+from holdfast.keys import Key
 from holdfast.ondisk import names
-from holdfast.save import RUN, Base, label_of, previous_of, step_of
+from holdfast.save import RUN, Base, compared_by, label_of, previous_of, signing, step_of
 from holdfast.saving import Saving
 
 LEAVE = 2.0
@@ -60,6 +62,9 @@ class Saver:
                 saving = saver.save(state, f"/ckpt/{step}")     # returns in milliseconds
             saving.wait()
 
+    ``check_replicas`` and ``sign`` as of `holdfast.save`, for every save that says nothing else. The sums of replicas
+    are taken while the tensors hold still, which is what a step may have to wait for.
+
     What may change when: see docs/background.md. Parameters and state of the optimizers in ``state`` are copied while
     training goes on, and a step of these optimizers waits for it; everything else is copied before `save` returns.
     """
@@ -68,12 +73,14 @@ class Saver:
         self, *, worker: Literal["process", "thread"] = "process", slots: int = 1,
         busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
         group: dist.ProcessGroup | None = None, deadline: float = DEADLINE, degraded: bool = False,
+        check_replicas: bool | Patterns = False, sign: Key | Literal[True] | None = None,
     ) -> None:  # fmt: skip
         if worker not in ("process", "thread") or busy not in ("wait", "skip") or slots < 1:
             raise ValueError(f'worker={worker!r} is "process" or "thread", busy={busy!r} "wait" or "skip", slots >= 1')
         if memory_limit is not None and memory_limit < 2 * slots * WINDOW:
             raise ValueError(f"memory_limit={memory_limit} must be at least {2 * slots * WINDOW}: two windows a slot")
         self._kind, self._busy, self._deadline, self._degraded = worker, busy, deadline, degraded
+        self._check_replicas, self._sign = check_replicas, signing(sign)
         self._windows = None if memory_limit is None else memory_limit // slots // WINDOW
         main = ranks_of(group)
         # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
@@ -133,7 +140,8 @@ class Saver:
     def save(
         self, state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
         step: int | None = None, base: Base | Saving | Previous | None = None, files: Attached | None = None,
-        run: str | None = None, label: str | None = None,
+        run: str | None = None, label: str | None = None, check_replicas: bool | Patterns | None = None,
+        sign: Key | Literal[True] | None = None,
     ) -> Saving:  # fmt: skip
         """Begin to save ``state`` to ``path``, a folder or a URL: the state at this moment, bit for bit, is saved.
 
@@ -154,6 +162,8 @@ class Saver:
         work = SaveWork(
             self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
             busy=number is None, recall=self._recall, previous=previous, degraded=self._degraded,
+            compared=compared_by(self._check_replicas if check_replicas is None else check_replicas),
+            sign=self._sign if sign is None else signing(sign),
         )  # fmt: skip
         held: list[Held] = []
         if earlier is None:

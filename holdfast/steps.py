@@ -22,8 +22,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,9 +37,10 @@ from holdfast.engine.folder import delete_checkpoints, may_hold_leavings, sweep_
 from holdfast.engine.parts import commit_late
 from holdfast.engine.sections import dropped_of
 from holdfast.engine.stores.place import Location, Place
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
+from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.keep import Keep, Kept
+from holdfast.keys import Signer
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import Manifest
 
@@ -52,6 +55,19 @@ class _Notes(msgspec.Struct):
     metric: float | None = None
 
 
+HEAD = 512
+"""Bytes of a manifest that tell its run and its time."""
+
+_MADE = re.compile(rb'"run":"(?P<run>[0-9a-f]{1,64})",.{0,64}?"created":"(?P<created>[^"]{1,64})"')
+
+
+class Made(NamedTuple):
+    """Who made a step, and when (RFC 3339, in UTC)."""
+
+    run: str
+    created: str
+
+
 class Steps:
     """The folders below ``root`` that ``name`` makes of step numbers. Raises ValueError if it makes none.
 
@@ -63,6 +79,7 @@ class Steps:
         self.root, self._name, self._pattern = root, name, _pattern_of(name)
         self.broken: set[str] = set()
         self.passed: set[str] = set()
+        self.sign: Callable[[], Signer] | None = None  # what signs steps anew that lose sections
         # Names of steps that were seen to be committed or were swept, and their metrics: each look into a store costs.
         self._known: set[str] = set()
         self._swept: dict[str, float] = {}  # each with the moment from which on it is worth another look
@@ -107,15 +124,51 @@ class Steps:
             return named & set(folders)
         return {name for name in folders if storage.is_file(self.root / name / manifest.FILE_NAME)}
 
-    def newest(self, refused: Container[str] = (), *, complete: bool = False) -> Location | None:
+    def made_by(self, path: Location) -> Made | None:
+        """Which run made a committed step, and when, from the first bytes of its manifest; None if that is not told."""
+        try:
+            head, _ = storage.read_start(path / manifest.FILE_NAME, HEAD)
+        except (FileNotFoundError, StorageError):
+            return None
+        found = _MADE.search(head)
+        return None if found is None else Made(found["run"].decode(), found["created"].decode())
+
+    def refuse_another_run(self, chosen: Location, refused: Container[str] = ()) -> None:
+        """Raise Mismatch if a step of another run was saved after ``chosen``, although it is called earlier.
+
+        Then it is not clear which run is to go on: somebody began afresh in the folder of an older run, say.
+        """
+        others = {
+            step: path
+            for step, path in self.committed().items()
+            if path != chosen and path.name not in refused and path.name not in self.broken
+        }
+        with ThreadPoolExecutor(FEW, thread_name_prefix="holdfast-look") as pool:  # in a store each is a request
+            made, *theirs = pool.map(self.made_by, [chosen, *others.values()])
+        for step, other in zip(others, theirs, strict=True):
+            if made is not None and other is not None and other.run != made.run and other.created > made.created:
+                raise Mismatch(
+                    f"{self.root} holds steps of two runs: {chosen.name} is of run {made.run}, saved {made.created}, "
+                    f"and step {step} of run {other.run} was saved after it, {other.created}. Say which is to go on: "
+                    f'run="{other.run}" or run="{made.run}", or run="any" for the newest step of all; and keep each '
+                    "run in a folder of its own"
+                )
+
+    def newest(
+        self, refused: Container[str] = (), *, complete: bool = False, run: str | None = None
+    ) -> Location | None:  # fmt: skip
         """The newest whole step that was not refused; why one is passed over is logged. Raises StorageError.
 
-        ``complete``: rather an older one than one that has lost sections, if there is one.
+        ``complete``: rather an older one than one that has lost sections, if there is one. ``run``: of this run alone.
         """
         partial: list[Location] = []
         # From the newest name on: in a store the first whole one ends the search, however many steps there are.
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
             if path.name in refused or not storage.is_file(path / manifest.FILE_NAME):
+                continue
+            made = self.made_by(path) if run is not None else None
+            if run is not None and (made is None or made.run != run):
+                log.info("%s is passed over: it is not of run %s", path, run)
                 continue
             lost: list[str] = []
             fault = fault_of(path, lost)
@@ -253,14 +306,15 @@ class Steps:
 
     def _lose(self, path: Location, sections: str | tuple[str, ...]) -> None:
         try:
-            done = drop_from(path, sections, cited=self._cited(but=[path.name]))
+            key = self.sign() if self.sign is not None else None
+            done = drop_from(path, sections, cited=self._cited(but=[path.name]), sign=key)
             if not isinstance(done, Dropped) and not self._warned:
                 self._warned = True
                 log.warning(
                     "%s keeps all it has: no section fits Keep(optimizer=%r); it has %s", path, sections,
                     ", ".join(done) or "none",
                 )  # fmt: skip
-        except (Damaged, NotACheckpoint, Unsupported, ValueError) as error:
+        except (Damaged, NotACheckpoint, Unsupported, Untrusted, ValueError) as error:
             log.warning("%s keeps all it has: %s", path, error)
         finally:
             self._citations.forget([path.name])

@@ -27,12 +27,13 @@ from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.owners import Owned, PlannedTensor
 from holdfast.engine.plan import Plan
 from holdfast.engine.state import Collected
+from holdfast.engine.state.structure import KEY, told
 from holdfast.engine.stores.conditions import STALE
 from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.retrying import is_transient
 from holdfast.engine.volumes import file_of
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
-from holdfast.ondisk import blocks, manifest, names, values
+from holdfast.ondisk import blocks, manifest, names, signature, values
 from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
 from holdfast.version import __version__
 
@@ -62,7 +63,7 @@ def draft(
         run=identity.run,
         step=identity.step,
         created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        producer=_producer(identity.lost),
+        producer=_producer(state, identity.lost),
         world_size=identity.world_size,
         files=[
             [file_of(section, writer, identity.world_size, identity.save, volume, plan.volumes), 0, 0, ""]
@@ -78,9 +79,14 @@ def draft(
     )
 
 
-def _producer(lost: tuple[int, ...]) -> dict[str, str]:
+def _producer(state: Collected, lost: tuple[int, ...]) -> dict[str, str]:
+    """What made it, without which ranks; and what kind of layer each module was, as far as the first rank has them."""
     made = {"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()}
-    return {**made, "lost": manifest.ranges(lost)} if lost else made
+    if lost:
+        made["lost"] = manifest.ranges(lost)
+    if kinds := told(state.kinds):
+        made[KEY] = kinds
+    return made
 
 
 def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:
@@ -93,13 +99,17 @@ def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:
     return msgspec.structs.replace(drafted, files=[manifest.file_row(written[path]) for path in planned])
 
 
-def commit(folder: Location, record: Manifest, *, replaces: bool) -> None:
+def commit(folder: Location, record: Manifest, *, replaces: bool, signed: bytes | None = None) -> None:
     """Create the manifest, or replace the one that is there; what only the replaced one named is deleted after.
+
+    ``signed`` is the signature, which is there before the manifest is.
 
     Raises StorageError if another save has committed to the folder in the meantime; one that is not ``settled`` if a
     store has not answered, and may have the manifest all the same, or a disk has it, but perhaps not for good.
     """
     try:
+        if signed is not None:
+            place_signature(folder, record, signed)
         _commit(folder, record, replaces)
     except StorageError as error:
         if is_transient(error) or is_transient(error.__cause__) or standing(folder, record.save):
@@ -115,6 +125,12 @@ def standing(folder: Location, save: str) -> Manifest | None:
     except (HoldfastError, OSError):  # then there is none of ours, as far as anybody can tell
         return None
     return found if found.save == save else None
+
+
+def place_signature(folder: Location, record: Manifest, signed: bytes) -> None:
+    """Put a signature beside the manifest that it is of, or that is to come; whole or not at all, and durable."""
+    name = signature.file_name(record)
+    storage.replace_small(folder / name, signed, f".{name}.{secrets.token_hex(4)}.tmp")
 
 
 def _commit(folder: Location, record: Manifest, replaces: bool) -> None:
@@ -258,7 +274,8 @@ def remove_old_files(folder: Location, old: Manifest, new: Manifest, cited: Cite
         root, name = root_of(folder)
         cited = cited_beside(folder) if cited is None else cited
         gone = [folder / path for path in own if path not in kept and path not in cited.get(name, set())]
-        storage.delete(*gone)
+        signed = {signature.file_name(old)} - {signature.file_name(new)}
+        storage.delete(*gone, *(folder / path for path in signed))
         for above in {path.parent for path in gone}:
             storage.delete_if_empty(above)
         now = citations_of(new)

@@ -14,7 +14,7 @@ from holdfast.engine.citations import Citations, Cited, cited_beside, cited_in, 
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import StorageError, Unsupported
 from holdfast.events import log
-from holdfast.ondisk import datafile, manifest
+from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
 
 
@@ -47,7 +47,7 @@ def prepare(folder: Location, *, overwrite: bool) -> None:
 def is_leaving(path: str) -> bool:
     """Whether a file of an uncommitted folder, by its relative path, is what a save of ours leaves."""
     return (
-        datafile.save_of(path) is not None
+        _save_of(path) is not None
         or (path.startswith(".manifest.") and path.endswith(".tmp"))
         or path.startswith(f"{manifest.FILE_NAME}.claim.")
         or path.rpartition("/")[2].startswith(".holdfast-")
@@ -57,8 +57,13 @@ def is_leaving(path: str) -> bool:
 
 def may_hold_leavings(files: Sequence[str]) -> bool:
     """Whether a folder of these files can hold more than one committed save, by their names alone."""
-    saves = {datafile.save_of(path) for path in files if is_leaving(path)}
+    saves = {_save_of(path) for path in files if is_leaving(path)}
     return manifest.FILE_NAME not in files or len(saves) > 1 or None in saves
+
+
+def _save_of(path: str) -> str | None:
+    """The save that a data file or a signature is of, by its relative path."""
+    return datafile.save_of(path) or signature.save_of(path)
 
 
 def taken(text: str) -> StorageError:
@@ -131,6 +136,7 @@ def sweep_beside(path: Location, record: Manifest, cited: Callable[[Location], C
     """
     named = {f.path for f in record.data_files}
     strays = [f for f in storage.files_below(path) if is_leaving(f) and f not in named]
+    strays = [f for f in strays if signature.save_of(f) != record.save]
     kept = cited(path) if strays else ()
     strays = [f for f in strays if f not in kept]
     # All or nothing: a first rank that still holds its own file may yet commit those of the others.

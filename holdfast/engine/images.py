@@ -34,7 +34,7 @@ def images_of(
     As another ``writer`` than its own (`degraded.writer_of`) a rank has pieces alone. ``source`` tells where they lie,
     if not in the state.
     """
-    number, find = ranks.rank if writer is None else writer, source or source_of
+    number, find = ranks.rank if writer is None else writer, source or memory_of
     parts: dict[tuple[str, int], list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
 
     def add(name: str, key: str, dtype: str, tensor: torch.Tensor, shape: tuple[int, ...], lengths: Lengths) -> None:
@@ -74,7 +74,7 @@ def _shape_is_lost(piece: Piece) -> bool:
     return not piece.lengths and datafile.stored_as_bytes(piece.dtype)
 
 
-def source_of(state: Collected, name: str, box: Box) -> torch.Tensor:
+def memory_of(state: Collected, name: str, box: Box) -> torch.Tensor:
     """This rank's memory of one planned piece: a view, or a part of one."""
     for view in state.entries[name].views:
         if view.box is box or view.box == box:

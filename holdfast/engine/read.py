@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ from holdfast.ondisk import blocks, datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box, intersect, relative
 from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import FileRecord, TensorRecord
+from holdfast.ondisk.signature import Signature, SignedFile
 
 STRIDE = 1 << 20
 """Bytes that are summed and then moved."""
@@ -81,10 +83,16 @@ class DataFiles:
 
     What ``folder`` lacks, or has in another size, is taken from the folder ``beside``, if there is one: a data file is
     named with its save, so the same name is the same file.
+
+    With a ``signature``, checked already, headers and blocks have to be what was signed: every sum is a SHA-256.
     """
 
-    def __init__(self, folder: Location, records: Sequence[FileRecord], beside: Location | None = None) -> None:
+    def __init__(
+        self, folder: Location, records: Sequence[FileRecord], beside: Location | None = None, *,
+        signature: Signature | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.records, self._beside = folder, records, beside
+        self._signature = signature
         self._headers: dict[int, Header] = {}
         self._elsewhere: dict[int, Location] = {}
         self._named_beside: dict[str, str] | None = None
@@ -145,12 +153,11 @@ class DataFiles:
             if blocks.digest(data) == record.header_digest:
                 break
             if last or not isinstance(path, Place):  # on the way from a store a bit may flip
-                raise damaged(
-                    path, f"has an altered header: its digest is not the manifest's{told(self.folder, record)}"
-                )
+                raise damaged(path, f"{_whose(data, record)}{told(self.folder, record)}")
             forget(path, 0, record.header_bytes)
         try:
-            return datafile.parse_header(data, size)
+            header = datafile.parse_header(data, size)
+            return header if self._signature is None else _signed(header, data, self._signature.files[index])
         except ValueError as error:
             raise damaged(path, f"cannot be read: {error}") from None
 
@@ -180,6 +187,33 @@ class DataFiles:
             os.close(cached)
             if direct is not None:
                 os.close(direct)
+
+
+def _whose(data: bytes, record: FileRecord) -> str:
+    """What is wrong with a header that is not the one in the manifest: an accident, or another save's file."""
+    altered = "has an altered header: its digest is not the manifest's"
+    try:
+        metadata = datafile.metadata_of(data)
+    except ValueError:
+        return altered
+    expected, save = datafile.save_of(own_path(record.path)), metadata.get("save")
+    if save is not None and expected is not None and save != expected:
+        return f"is a file of another save: {save}, not {expected}"
+    if not datafile.is_named(own_path(record.path), metadata):
+        return (
+            f"is a file of rank {metadata.get('rank')}, section {metadata.get('section')!r}, under another one's name"
+        )
+    return altered
+
+
+def _signed(header: Header, data: bytes, signed: SignedFile) -> Header:
+    """The header with the sums that a signature covers in place of its own. Raises ValueError if there are none."""
+    if blocks.strong_sum(data) != signed.header:
+        raise ValueError("its header is not the one that was signed")
+    text = header.metadata.get("sha256") if signed.sums is None else signed.sums
+    if text is None:
+        raise ValueError("the signature has no sums of it")
+    return replace(header, sums=datafile.strong_sums(text, header))
 
 
 def _is_as_long(piece: Piece, cell: Box) -> bool:
@@ -294,7 +328,7 @@ def _gather(source: Source, job: list[Range], streams: Streams) -> None:
         for r in job:
             at, nbytes = r.begin - begin, r.nbytes
             if r.share is None and nbytes <= STRIDE:  # the short way for many small tensors
-                if r.sum is None or blocks.block_sum(view[at : at + nbytes]) == r.sum:
+                if r.sum is None or blocks.is_sum(view[at : at + nbytes], r.sum):
                     move(r.address, address + at + r.start, r.wanted)
                 else:
                     wrong.append(r)
@@ -322,7 +356,7 @@ def _moved(r: Range, fetched: Fetched, at: int, streams: Streams) -> bool:
             scatter(fetched.address + at, first, r.nbytes, share.cell.lengths, inner, share.view, share.dtype)
         return True
     # All of a block goes to one place: summed and moved a stride at a time, while that is in the processor's cache.
-    total = blocks.running_sum()
+    total = blocks.running_sum(r.sum)
     for done in range(0, r.nbytes, STRIDE):
         n = min(STRIDE, r.nbytes - done)
         total.update(fetched.view[at + done : at + done + n])
@@ -332,7 +366,7 @@ def _moved(r: Range, fetched: Fetched, at: int, streams: Streams) -> bool:
 
 def is_right(r: Range, data: memoryview) -> bool:
     """Whether these are the bytes of a range, as far as it has a sum."""
-    return r.sum is None or blocks.block_sum(data) == r.sum
+    return r.sum is None or blocks.is_sum(data, r.sum)
 
 
 def altered(path: Location, r: Range) -> Damaged:

@@ -6,7 +6,7 @@ never commits half of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
@@ -32,6 +32,7 @@ from holdfast.engine.commit import (
     standing,
 )
 from holdfast.engine.device import Copier, Moments, devices_of
+from holdfast.engine.divergence import Summed, compare
 from holdfast.engine.fingerprint import Fingerprints, Prints
 from holdfast.engine.folder import prepare, withdraw
 from holdfast.engine.images import images_of
@@ -45,22 +46,34 @@ from holdfast.engine.still import Watched, check_sent, watch_all
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.takeover import Spares, Takeover
 from holdfast.engine.write import Image, OpenFiles, Writing
-from holdfast.errors import HoldfastError, RankLost
-from holdfast.ondisk import blocks, manifest, part
+from holdfast.errors import HoldfastError, RankLost, Unsupported
+from holdfast.ondisk import blocks, manifest, part, signature
 from holdfast.ondisk.datafile import base_of, file_name
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import CITING, VERSION, Cite, Part
+from holdfast.ondisk.signature import SignedFile
+
+_DIGEST = 16  # bytes of an XXH3-128
 
 SCALAR = 64
 """Bytes that small state of an optimizer takes for a parameter: more than it is."""
 
 
 class _Note(msgspec.Struct, array_like=True):
-    """What one rank did: its durable files, by section, as no path has to be told; its plan; what it cites."""
+    """What one rank did: its durable files, by section, as no path has to be told; its plan; what it cites.
+
+    A file's last item is the digest of its header, followed by the header's SHA-256 if the save is signed.
+    """
 
     files: list[tuple[str, int, int, int, bytes]]
     plan: str
     cites: list[Cite] = []
+
+
+class Signing(Protocol):
+    """Signs a checkpoint: its manifest, the SHA-256 of its headers, and of its attachments by name."""
+
+    def __call__(self, record: Manifest, files: Sequence[SignedFile], attachments: Mapping[str, str], /) -> bytes: ...
 
 
 class SlotSource(Protocol):
@@ -82,7 +95,8 @@ class SaveWork:
     outlive this process. ``still``: nothing of the state changes before the save has ended. ``staged`` is called when
     every tensor is copied, or queued to be copied until those moments, with the chance to fail the save. ``recall``
     spares a walk. What is as it was in ``previous`` is cited. With ``degraded`` (the first rank's counts) others write
-    the share of ranks that are lost while they write.
+    the share of ranks that are lost while they write. ``compared``: names whose replicas are compared first. ``sign``
+    gives the first rank what signs; the others sum for it.
     """
 
     ranks: Ranks
@@ -98,6 +112,8 @@ class SaveWork:
     recall: Recall | None = None
     previous: Previous | None = None
     degraded: bool = False
+    compared: Callable[[str], bool] | None = None
+    sign: Callable[[], Signing] | None = None
     after: Moments = field(default_factory=Moments)
     staged: Callable[[Moments], None] = lambda moments: None
     collected: Collected = field(default_factory=Collected)
@@ -117,6 +133,8 @@ class SaveWork:
     _cites: list[Cite] | None = None  # None until that is known
     _prints: Prints = field(default_factory=dict)
     _writing: Writing | None = None
+    _summed: Summed | None = None
+    _signing: Signing | None = None
     _is_staged: set[str] = field(default_factory=set)
     _opened: OpenFiles = field(default_factory=OpenFiles)
     _replaces: bool = False
@@ -124,6 +142,7 @@ class SaveWork:
     _did: Did | None = None
     _watched: Watched = field(default_factory=list)
     _spares: Spares = field(default_factory=Spares)
+    _copied: bool = False
 
     # What a rank does by itself, before it meets the others. What fails here is told to all of them.
 
@@ -131,10 +150,22 @@ class SaveWork:
         """Collect the state and the attached files; ``then`` may look at ``collected``, and fail as well."""
         self._reached("gather")
         with self._keeping_failure():
+            if self.degraded and self.sign is not None:
+                raise Unsupported(
+                    "what others write for lost ranks cannot be signed while they save: leave out degraded=True, or "
+                    "sign= and sign the checkpoint afterwards (holdfast.sign)"
+                )
             self.collected = collect(state, self.ranks, recall=self.recall)
             # What is copied is what the streams that train will have computed when they come to this moment.
             self.after = Moments.now(devices_of(self.collected.tensors()))
             self._layout = layout_of(self.collected)
+            if self.sign is not None and self.previous is not None:
+                raise Unsupported(
+                    "an incremental save cannot be signed: a signature vouches for bytes of this run, and what would "
+                    "be borrowed is only as good as the storage that it lay on. Leave out base=, incremental= or sign="
+                )
+            if self.sign is not None and self.ranks.first:
+                self._signing = self.sign()
             for name in attachments:
                 check_attachment(name)
             if self.ranks.first:
@@ -255,8 +286,21 @@ class SaveWork:
             self._raise_failure()
             self._cite()
             self._keep_spares(sections)
+            self._sum_replicas(sections)
             writing = self._stage([image for image in self._images if image.section in sections], _silent)
             writing.copier.moment().hold_streams()
+
+    def _sum_replicas(self, sections: set[str] | None = None) -> None:
+        """Sum what other ranks hold too, of these sections or of those left, while it holds still."""
+        if self.compared is None or self.ranks.size == 1 or self._plan is None:
+            return
+        self._summed = self._summed or Summed(self.compared)
+        self._summed.take(self.collected, self._plan, self.ranks.rank, self.save_id, Copier(self.after), only=sections)
+
+    def _sums(self) -> Summed:
+        """What this rank has summed, for the others to compare; by now all is copied, or on its way."""
+        self._raise_failure()
+        return self._summed or Summed(lambda name: False)
 
     def _cite(self) -> None:
         """Leave out what a checkpoint before this one has; once, and before anything is staged."""
@@ -296,16 +340,25 @@ class SaveWork:
         return Writing(
             self._images, folder, save=self.save_id, rank=self.ranks.rank, files=self._opened,
             slot=self.slots.take(self.sizes, pinned=self.on_device), progress=progress, after=self.after,
-            still=self.still,
+            still=self.still, strong=self.sign is not None,
         )  # fmt: skip
 
-    def _write(self, task: events.Task) -> _Note:
+    def _copy(self, task: events.Task) -> Writing:
+        """All that is not staged yet; once, then training may change what it likes."""
         self._raise_failure()
-        self._cite()
-        task.total = self.nbytes
-        self._keep_spares()
+        if not self._copied:
+            self._cite()
+            task.total = self.nbytes
+            self._keep_spares()
+            self._sum_replicas()
         writing = self._stage([image for image in self._images if image.path not in self._is_staged], task.advance)
-        self.staged(writing.copier.moment())
+        if not self._copied:
+            self._copied = True
+            self.staged(writing.copier.moment())
+        return writing
+
+    def _write(self, task: events.Task) -> _Note:
+        writing = self._copy(task)
         writing.land()
         self.staged_at = monotonic()
         files = [(w.path, w.bytes, w.header_bytes, w.header_digest) for w in writing.parts()]
@@ -321,8 +374,8 @@ class SaveWork:
         self._reported = True
         self._reached("durable")
         told = [
-            (image.section, image.volume, n, head, bytes.fromhex(sums))
-            for image, (_, n, head, sums) in zip(self._images, files, strict=True)
+            (image.section, image.volume, w.bytes, w.header_bytes, bytes.fromhex(w.header_digest + w.header_sha256))
+            for image, w in zip(self._images, writing.parts(), strict=True)
         ]
         return _Note(told, self._agreement.plan if self._agreement is not None else "", self._cites or [])
 
@@ -379,6 +432,10 @@ class SaveWork:
     def _settle(self, call: Call, task: events.Task) -> bool:
         """True if this rank's files are to stay where they are."""
         try:
+            if self.compared is not None and self.ranks.size > 1:
+                with self._keeping_failure():
+                    self._copy(task)
+                compare(call, self._sums)
             self._write_and_commit(call, task)
         except HoldfastError as lost:
             # A rank that died may have a writer that lives on: with its part the save can still be committed late.
@@ -455,7 +512,7 @@ class SaveWork:
 
     def _records_of(self, rank: int, note: _Note) -> list[FileRecord]:
         return [
-            FileRecord(file_name(section, rank, self.ranks.size, self.save_id, volume), n, head, sums.hex())
+            FileRecord(file_name(section, rank, self.ranks.size, self.save_id, volume), n, head, sums[:_DIGEST].hex())
             for section, volume, n, head, sums in note.files
         ]
 
@@ -465,9 +522,22 @@ class SaveWork:
         did = [Did(self._records_of(rank, note), note.cites) for rank, note in enumerate(notes)]
         record = joined(self._draft(), did)
         self._reached("commit")
-        commit(self._place(), record, replaces=self._replaces)
+        commit(self._place(), record, replaces=self._replaces, signed=self._signed(record, notes))
         self._reached("committed")
         return self.save_id
+
+    def _signed(self, record: Manifest, notes: list[_Note]) -> bytes | None:
+        """The signature of what is to be committed, if there is to be one. Its sums came from memory, not from disk."""
+        if self._signing is None:
+            return None
+        headers = {
+            file.path: told[-1][_DIGEST:].hex()
+            for rank, note in enumerate(notes)
+            for file, told in zip(self._records_of(rank, note), note.files, strict=True)
+        }
+        files = [SignedFile(headers[file.path]) for file in record.data_files]
+        self._opened.paths.append(self._place() / signature.file_name(record))
+        return self._signing(record, files, {n: blocks.strong_sum(data) for n, data in self._attached.items()})
 
     def _draft(self) -> Manifest:
         """The manifest but for what only the writers of the files know."""

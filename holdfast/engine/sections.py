@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.engine import storage
 from holdfast.engine.citations import Cited, own_path
-from holdfast.engine.commit import remove_old_files
+from holdfast.engine.commit import place_signature, remove_old_files
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import NotACheckpoint, Unsupported
 from holdfast.ondisk import manifest, names
@@ -92,10 +92,13 @@ def lost_files(old: Manifest, new: Manifest) -> list[tuple[str, int]]:
     return [(file.path, file.bytes) for file in old.data_files if file.path not in kept]
 
 
-def replace(folder: Location, old: Manifest, new: Manifest, cited: Cited | None = None) -> None:
+def replace(
+    folder: Location, old: Manifest, new: Manifest, cited: Cited | None = None, *, signed: bytes | None = None
+) -> None:  # fmt: skip
     """Put ``new`` in the place of ``old`` in one step, then delete what nobody needs any more.
 
-    ``cited``: what the other checkpoints cite, if the caller knows.
+    ``cited``: what the other checkpoints cite, if the caller knows. ``signed``: the signature of the new one; that of
+    the old one goes with it.
     A crash in between leaves files that no manifest names, to be swept. Raises NotACheckpoint if ``old`` is not there
     any more: a save or a delete came in between.
     """
@@ -108,6 +111,8 @@ def replace(folder: Location, old: Manifest, new: Manifest, cited: Cited | None 
     except NotACheckpoint:
         storage.delete(*marks)
         raise
+    if signed is not None:
+        place_signature(folder, new, signed)
     storage.replace_small(target, data, f".manifest.{new.save}.{secrets.token_hex(4)}.tmp")
     if remove_old_files(folder, old, new, cited):
         storage.delete(*marks)

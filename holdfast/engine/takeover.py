@@ -22,7 +22,7 @@ from holdfast.engine.commit import Identity, commit, draft, place_attachments
 from holdfast.engine.degraded import Key, TakenOver, kept_by, taken_over, told, writer_of
 from holdfast.engine.device import Copier, Moments, devices_of
 from holdfast.engine.folder import withdraw
-from holdfast.engine.images import images_of, source_of
+from holdfast.engine.images import images_of, memory_of
 from holdfast.engine.layout import OwnedJoin, OwnedValues, join_owned, owned_values
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Call, Ranks
@@ -57,7 +57,7 @@ class Spares:
         copier = Copier(after)
         for name, box in _kept(plan, ranks):
             if (name, box) not in self._found and (sections is None or names.section_of(name) in sections):
-                tensor = source_of(state, name, box)
+                tensor = memory_of(state, name, box)
                 with copier.on(tensor.device):
                     same = as_integers(tensor.resolve_conj().resolve_neg())
                     copy = same.to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -242,7 +242,7 @@ class Takeover:
     def _write(self, plan: Plan, attempt: int, small: Sequence[tuple[str, bytes]]) -> list[FileRecord]:
         """Write what this rank takes over, and wait until it is durable."""
         save, ranks = self.save, self.ranks
-        source = source_of if self.spares is None else self.spares.source
+        source = memory_of if self.spares is None else self.spares.source
         writer = writer_of(ranks.rank, ranks.size, attempt)
         images = images_of(self.state, plan, ranks, save, writer=writer, source=source)
         self._opened.paths += [self.folder / path for path, _ in small]

@@ -6,6 +6,7 @@ whatever the size of the state.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -59,12 +60,13 @@ class Image:
 
 @dataclass(frozen=True)
 class Written:
-    """A durable data file: path relative to the checkpoint, size, and its header's size and digest."""
+    """A durable data file: path relative to the checkpoint, size, its header's size, digest, and SHA-256 if signed."""
 
     path: str
     bytes: int
     header_bytes: int
     header_digest: str
+    header_sha256: str = ""
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Writing:
     A store takes a file from its first byte to its last, and the first are the header, which holds the sums of all
     others. So a file is handed over once it is all staged, or, if the slot cannot hold all files at once, its tensors
     are summed before they are staged. If nothing changes before the save has ended (``still``), tensors in host memory
-    are not staged at all: a store takes them from where they lie.
+    are not staged at all: a store takes them from where they lie. ``strong``: headers hold SHA-256 sums too.
 
     Made by opening them all, so that a full disk is found before any copying. Then `stage` each image once, in any
     order, then `finish`, which waits until all is durable. The folders exist already; ``files`` collects what was
@@ -95,7 +97,7 @@ class Writing:
 
     def __init__(
         self, images: Sequence[Image], folder: Location, *, save: str, rank: int, slot: Slot, files: OpenFiles,
-        progress: Callable[[int], None], after: Moments, still: bool = False,
+        progress: Callable[[int], None], after: Moments, still: bool = False, strong: bool = False,
     ) -> None:  # fmt: skip
         self.images, self.folder, self.slot = list(images), folder, slot
         self.copier = Copier(after)
@@ -104,7 +106,7 @@ class Writing:
         self._done: list[Future[None]] = []
         self._streams: dict[str, _Stream] = {}
         self._coming: deque[_Coming] = deque()
-        self._save, self._rank, self._still = save, rank, still
+        self._save, self._rank, self._still, self._strong = save, rank, still, strong
         self._sums_first = windows_for([image.nbytes for image in self.images], slot.window) > slot.count
         slot.begin()
         try:
@@ -115,7 +117,7 @@ class Writing:
             raise
 
     def _open(self, image: Image, files: OpenFiles, progress: Callable[[int], None]) -> None:
-        header = _header(image, self._save, self._rank)
+        header = _header(image, self._save, self._rank, strong=self._strong)
         self._headers[image.path] = header
         path, size = self.folder / image.path, len(header) + image.nbytes
         number = None
@@ -126,7 +128,9 @@ class Writing:
             number = self.slot.worker.open(path, fd, direct=direct)
         else:
             files.paths.append(path)
-        stream = _Stream(image, number, len(header), self.slot, self.copier, self._coming, progress)
+        stream = _Stream(
+            image, number, len(header), self.slot, self.copier, self._coming, progress, strong=self._strong
+        )  # fmt: skip
         self._streams[image.path] = stream
 
     def stage(self, image: Image) -> None:
@@ -137,7 +141,7 @@ class Writing:
         stream = self._streams[image.path]
         straight = self._still and stream.file is None and not stream.queued
         if stream.file is None and (self._sums_first or straight):
-            self._begin(stream, _sums_of(image, self.slot, self.copier))
+            self._begin(stream, _sums_of(image, self.slot, self.copier, strong=self._strong))
             stream.sums = None
         if straight:
             stream.send()
@@ -154,19 +158,22 @@ class Writing:
             if not stream.sealed:
                 self._seal(stream)
 
-    def _begin(self, stream: _Stream, sums: str) -> None:
+    def _begin(self, stream: _Stream, sums: _Sums) -> None:
         """The header of a file is known: from now on it goes to the store."""
         image = stream.image
-        header = self._headers[image.path] = datafile.with_sums(self._headers[image.path], sums)
+        header = self._headers[image.path] = datafile.with_sums(self._headers[image.path], *sums.texts())
         path = self.folder / image.path
         if stream.file is None and isinstance(path, Place):
             stream.begin(self.slot.worker.begin(path, header, len(header) + image.nbytes))
-        self._written[image.path] = Written(image.path, len(header) + image.nbytes, len(header), blocks.digest(header))
+        self._written[image.path] = Written(
+            image.path, len(header) + image.nbytes, len(header), blocks.digest(header),
+            blocks.strong_sum(header) if self._strong else "",
+        )  # fmt: skip
 
     def _seal(self, stream: _Stream) -> None:
         image = stream.image
         if stream.sums is not None:
-            self._begin(stream, stream.sums.text())
+            self._begin(stream, stream.sums)
         header = self._headers.pop(image.path)
         self._done.append(self.slot.worker.finish(stream.number, header, len(header) + image.nbytes))
         stream.sealed = True
@@ -211,12 +218,13 @@ class Writing:
         self.slot.worker.drop([stream.number for stream in begun])
 
 
-def _header(image: Image, save: str, rank: int) -> bytes:
+def _header(image: Image, save: str, rank: int, *, strong: bool) -> bytes:
     """The header, as long as it will be, before any sum is known."""
-    sums = "0" * datafile.sums_length(image.pieces)
     header = datafile.build_header(
-        image.pieces, save=save, rank=rank, section=image.section, shapes=image.shapes, sums=sums
-    )
+        image.pieces, save=save, rank=rank, section=image.section, shapes=image.shapes,
+        sums="0" * datafile.sums_length(image.pieces),
+        strong="0" * datafile.sums_length(image.pieces, blocks.STRONG) if strong else None,
+    )  # fmt: skip
     if len(header) > datafile.MAX_HEADER:
         raise HoldfastError(
             f"{image.path} would have a header of {len(header)} bytes for {len(image.pieces)} pieces, more than the "
@@ -227,9 +235,11 @@ def _header(image: Image, save: str, rank: int) -> bytes:
 
 
 class _Sums:
-    """The sums of all blocks of a file, from its bytes in file order."""
+    """The sums of all blocks of a file, from its bytes in file order; ``strong``: SHA-256 too."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, strong: bool) -> None:
+        self._strong = [""] * len(pieces) if strong else None
+        self._sha256 = hashlib.sha256()
         self._sizes = [p.nbytes for p in pieces]
         self._texts = [""] * len(pieces)
         self._piece = -1
@@ -247,11 +257,15 @@ class _Sums:
                 continue
             n = min(end - at, self._in_block)
             self._state.update(view[at : at + n])
+            if self._strong is not None:
+                self._sha256.update(view[at : at + n])
             self._fresh = False
             self._in_piece -= n
             self._in_block -= n
             if not self._in_block:
                 self._texts[self._piece] += self._state.hexdigest()
+                if self._strong is not None:
+                    self._strong[self._piece] += self._sha256.hexdigest()
                 self._begin_block()
             at += n
             if not self._in_piece:
@@ -264,6 +278,8 @@ class _Sums:
             n = sizes[piece]
             if n:  # an empty piece has no sum
                 texts[piece] = xxhash.xxh3_64_hexdigest(view[at : at + n])
+                if self._strong is not None:
+                    self._strong[piece] = blocks.strong_sum(view[at : at + n])
             at += n
             left -= n
             piece += 1
@@ -271,9 +287,9 @@ class _Sums:
         self._next_piece()
         return at
 
-    def text(self) -> str:
-        """All sums, once all bytes came."""
-        return ",".join(self._texts)
+    def texts(self) -> tuple[str, str | None]:
+        """All sums, once all bytes came, and the strong ones."""
+        return ",".join(self._texts), None if self._strong is None else ",".join(self._strong)
 
     def _next_piece(self) -> None:
         while not self._in_piece and self._piece < len(self._sizes) - 1:
@@ -284,11 +300,13 @@ class _Sums:
     def _begin_block(self) -> None:
         self._in_block, self._fresh = min(blocks.BLOCK, self._in_piece), True
         self._state.reset()
+        if self._strong is not None:
+            self._sha256 = hashlib.sha256()
 
 
-def _sums_of(image: Image, slot: Slot, copier: Copier) -> str:
+def _sums_of(image: Image, slot: Slot, copier: Copier, *, strong: bool) -> _Sums:
     """The sums of a file before anything of it is staged."""
-    sums = _Sums(image.pieces)
+    sums = _Sums(image.pieces, strong=strong)
     for source in image.sources:
         with copier.on(source.device):
             for part in contiguous_parts(source):
@@ -296,7 +314,7 @@ def _sums_of(image: Image, slot: Slot, copier: Copier) -> str:
                     sums.feed(host_view(part.data_ptr(), part.nbytes))
                 else:
                     _feed_from_device(sums, part, slot, copier)
-    return sums.text()
+    return sums
 
 
 def _feed_from_device(sums: _Sums, part: torch.Tensor, slot: Slot, copier: Copier) -> None:
@@ -331,10 +349,10 @@ class _Stream:
 
     def __init__(
         self, image: Image, file: int | None, start: int, slot: Slot, copier: Copier, coming: deque[_Coming],
-        progress: Callable[[int], None],
+        progress: Callable[[int], None], *, strong: bool = False,
     ) -> None:  # fmt: skip
         self.image, self.file, self.slot, self.copier, self.progress = image, file, slot, copier, progress
-        self.sums: _Sums | None = _Sums(image.pieces)  # None if they are known already
+        self.sums: _Sums | None = _Sums(image.pieces, strong=strong)  # None if they are known already
         self.sealed = False
         self._held: list[tuple[Window, int]] = []
         self._made: deque[tuple[Future[None], int]] = deque()

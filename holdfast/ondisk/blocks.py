@@ -5,12 +5,16 @@ Called by the writer, the reader and the data file. Never reads a file; sums com
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import xxhash
 
 BLOCK = 8 << 20
 """A piece is cut into blocks of this many bytes from its start; the last one is shorter."""
+
+STRONG = 64
+"""Hex digits of a sum that nobody can forge."""
 
 Buffer = Any  # anything with the buffer protocol
 
@@ -25,9 +29,24 @@ def block_sum(data: Buffer) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def running_sum() -> Any:
-    """The same sum of bytes that come one after the other: ``update`` takes them, ``hexdigest`` tells it."""
-    return xxhash.xxh3_64()
+def running_sum(known: str = "") -> Any:
+    """The sum of bytes that come one after the other: ``update`` takes them, ``hexdigest`` tells it.
+
+    Of the kind of a ``known`` one, to be compared with: by default XXH3-64.
+    """
+    return hashlib.sha256() if len(known) == STRONG else xxhash.xxh3_64()
+
+
+def is_sum(data: Buffer, known: str) -> bool:
+    """Whether ``known``, which by its length is an XXH3-64 or a SHA-256, is the sum of one block."""
+    if len(known) == STRONG:
+        return strong_sum(data) == known
+    return xxhash.xxh3_64_hexdigest(data) == known
+
+
+def strong_sum(data: Buffer) -> str:
+    """SHA-256 as 64 hex digits: what nobody can forge, where a signature has to cover it."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def digest(data: Buffer) -> str:

@@ -81,18 +81,20 @@ def arrange(pieces: Iterable[Piece]) -> list[Piece]:
     return placed
 
 
-def sums_length(pieces: Sequence[Piece]) -> int:
-    """How long the ``sums`` text will be; known before the data is."""
-    return 16 * sum(blocks.count(p.nbytes) for p in pieces) + max(len(pieces) - 1, 0)
+def sums_length(pieces: Sequence[Piece], digits: int = 16) -> int:
+    """How long the ``sums`` text will be, of sums of so many digits; known before the data is."""
+    return digits * sum(blocks.count(p.nbytes) for p in pieces) + max(len(pieces) - 1, 0)
 
 
 def build_header(
-    pieces: Sequence[Piece], *, save: str, rank: int, section: str, shapes: Mapping[str, Sequence[int]], sums: str
-) -> bytes:
+    pieces: Sequence[Piece], *, save: str, rank: int, section: str, shapes: Mapping[str, Sequence[int]], sums: str,
+    strong: str | None = None,
+) -> bytes:  # fmt: skip
     """The first bytes of a data file: length, JSON, spaces up to a multiple of 4096.
 
     ``pieces`` as arranged; ``shapes`` holds the global shape of each tensor held in part. The length depends on
-    ``sums`` only through its length, so a header of zeros tells where the tensors begin.
+    ``sums`` only through its length, so a header of zeros tells where the tensors begin. ``strong``: the SHA-256 of the
+    same blocks, if a signature is to cover them.
     """
     codes = {dtype: dtypes.code_of(dtype) for dtype in {p.dtype for p in pieces}}
     odd = {base_of(p.key): p.dtype for p in pieces if codes[p.dtype] is None} if None in codes.values() else {}
@@ -105,6 +107,7 @@ def build_header(
             "shapes": json.dumps(shapes, separators=(",", ":"), ensure_ascii=False),
             "dtypes": json.dumps(odd, separators=(",", ":"), ensure_ascii=False),
             "sums": sums,
+            **({} if strong is None else {"sha256": strong}),
         }
     }
     for p in pieces:
@@ -116,10 +119,13 @@ def build_header(
     return length.to_bytes(8, "little") + text.ljust(length)
 
 
-def with_sums(header: bytes, sums: str) -> bytes:
+def with_sums(header: bytes, sums: str, strong: str | None = None) -> bytes:
     """A header built with other sums of the same length, with these in their place."""
-    start = header.index(_SUMS) + len(_SUMS)  # within a JSON text quotes would be escaped: the first one is ours
-    return header[:start] + sums.encode() + header[start + len(sums) :]
+    for mark, text in ((_SUMS, sums), (_STRONG, strong)):
+        if text is not None:
+            start = header.index(mark) + len(mark)  # within a JSON text quotes would be escaped: the first one is ours
+            header = header[:start] + text.encode() + header[start + len(text) :]
+    return header
 
 
 def stored_as_bytes(dtype: str) -> bool:
@@ -145,10 +151,26 @@ class _Meta(msgspec.Struct):
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 
 
-_SUMS = b'"sums":"'
+_SUMS, _STRONG = b'"sums":"', b'"sha256":"'
 _decode_entries = msgspec.json.Decoder(dict[str, _Entry]).decode
 _decode_meta = msgspec.json.Decoder(_Meta).decode
 _decode_strings = msgspec.json.Decoder(dict[str, str]).decode
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    """What a header says of its file, whatever else is wrong with it. Raises ValueError if it cannot be read."""
+    try:
+        return _decode_meta(memoryview(data)[8:]).metadata
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def is_named(path: str, metadata: Mapping[str, str]) -> bool:
+    """Whether a file's relative path names the rank and the section that its header says."""
+    section, _, name = path.rpartition("/")
+    rank = metadata.get("rank", "")
+    told = f"{int(rank):05d}-" if rank.isdecimal() and len(rank) < 10 else ""
+    return section == metadata.get("section", section) and name.startswith(told)
 
 
 def header_length(first: bytes, file_bytes: int) -> int:
@@ -218,7 +240,12 @@ def _logical(code: str | None, shape: tuple[int, ...] | None, odd: str | None) -
     return name, shape, prod(shape) * dtypes.itemsize(name)
 
 
-def _parse_sums(text: str | None, pieces: Mapping[str, Piece]) -> dict[str, tuple[str, ...]]:
+def strong_sums(text: str, header: Header) -> dict[str, tuple[str, ...]]:
+    """The SHA-256 of every block, from a text like ``sums``. Raises ValueError if it is not one for each."""
+    return _parse_sums(text, header.pieces, blocks.STRONG)
+
+
+def _parse_sums(text: str | None, pieces: Mapping[str, Piece], digits: int = 16) -> dict[str, tuple[str, ...]]:
     if text is None:
         return {}
     parts = text.split(",") if pieces else []
@@ -226,10 +253,10 @@ def _parse_sums(text: str | None, pieces: Mapping[str, Piece]) -> dict[str, tupl
         raise ValueError(f"it has sums for {len(parts)} pieces and holds {len(pieces)}")
     sums: dict[str, tuple[str, ...]] = {}
     for part, (key, piece) in zip(parts, pieces.items(), strict=True):
-        if len(part) == 16 and 0 < piece.nbytes <= blocks.BLOCK:
+        if len(part) == digits and 0 < piece.nbytes <= blocks.BLOCK:
             sums[key] = (part,)
-        elif len(part) != 16 * blocks.count(piece.nbytes):
+        elif len(part) != digits * blocks.count(piece.nbytes):
             raise ValueError(f"piece {key!r} has the wrong number of sums")
         else:
-            sums[key] = tuple(part[i : i + 16] for i in range(0, len(part), 16))
+            sums[key] = tuple(part[i : i + digits] for i in range(0, len(part), digits))
     return sums

@@ -17,8 +17,9 @@ from holdfast.checkpoint import Checkpoint, Patterns, read_manifest
 from holdfast.engine import storage
 from holdfast.engine.sections import dropped_of
 from holdfast.engine.stores.place import Location
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
+from holdfast.keys import Keys
 from holdfast.load import Loaded, load_opened
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
@@ -78,14 +79,16 @@ class Survey:
         self._restores = 0
 
     def restore(
-        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns = "*"
-    ) -> Loaded | None:
+        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns = "*",
+        require: Keys | None = None, run: str | None = None, other_model: bool = False,
+    ) -> Loaded | None:  # fmt: skip
         """Load the newest step that is whole on the fast tier or in the store; None if there is none.
 
         All ranks call it; see `CheckpointManager.restore`, also for ``only``. Waits up to ``patience`` seconds for
         writers that live on.
         """
         refused: set[tuple[str, str]] = set()
+        untrusted: Untrusted | None = None
         self._gather(patience, spare)
         try:
             while True:
@@ -93,16 +96,19 @@ class Survey:
                     choose = partial(self._choose, refused, complete=only == "*")
                     choice = call.exchange("choose", lambda: True, lambda notes: choose(), Choice)
                 if not choice.name:
+                    if untrusted is not None:
+                        raise untrusted
                     if refused:
                         names = "; ".join(f"{name} ({tier})" for tier, name in sorted(refused))
                         raise NotACheckpoint(f"no checkpoint of {self.store.root} can be restored: {names}")
                     return None
                 try:
                     return load_opened(
-                        partial(self._open, choice), state, f"restore {choice.name} of {self.store.root}", self._ranks,
-                        only=only, deadline=self._deadline,
+                        partial(self._open, choice, require), state, f"restore {choice.name} of {self.store.root}",
+                        self._ranks, only=only, deadline=self._deadline, run=run, other_model=other_model,
                     )  # fmt: skip
-                except (Damaged, NotACheckpoint) as error:
+                except (Damaged, NotACheckpoint, Untrusted) as error:
+                    untrusted = error if isinstance(error, Untrusted) else untrusted
                     log.warning("%s (%s) cannot be restored, trying another: %s", choice.name, choice.tier, error)
                     refused.add((choice.tier, choice.name))
                     # It gives way to its successor, and is not uploaded.
@@ -261,8 +267,9 @@ class Survey:
     def _folder(self, choice: Choice) -> Location:
         return (self.fast if choice.tier == "fast" else self.store).root / choice.name
 
-    def _open(self, choice: Choice) -> Checkpoint:
-        opened = Checkpoint(self._folder(choice), beside=self.store.root / choice.name if choice.beside else None)
+    def _open(self, choice: Choice, require: Keys | None) -> Checkpoint:
+        beside = self.store.root / choice.name if choice.beside else None
+        opened = Checkpoint(self._folder(choice), beside=beside, require=require)
         opened.manifest  # noqa: B018 - reading it is the check
         return opened
 

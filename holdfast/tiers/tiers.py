@@ -22,6 +22,7 @@ from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.events import log
 from holdfast.keep import Keep, Kept, Upload
+from holdfast.keys import Keys
 from holdfast.load import Loaded
 from holdfast.ondisk import manifest
 from holdfast.steps import Steps, fault_of
@@ -132,11 +133,12 @@ class Tiers:
             self._uploader.start()
 
     def restore(
-        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns
-    ) -> Loaded | None:
+        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns,
+        require: Keys | None = None, run: str | None = None, other_model: bool = False,
+    ) -> Loaded | None:  # fmt: skip
         """`Survey.restore`; uploads begin after it, as they would take disk and network from it."""
         try:
-            return self._survey.restore(state, patience, spare, only)
+            return self._survey.restore(state, patience, spare, only, require, run, other_model)
         finally:
             self._start()
 

@@ -27,6 +27,7 @@ from holdfast.engine.transfer import copy_files, self_contained, sharing
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.keep import Keep
+from holdfast.keys import found_signature
 from holdfast.ondisk import datafile
 from holdfast.ondisk.manifest import Manifest
 from holdfast.steps import Steps, lacking_files
@@ -214,7 +215,8 @@ class Uploader:
             self._progress(0)  # who has been stopped commits nothing
             self._check(target, record, into)
             storage.make_folder(target)
-            commit(target, into, replaces=self._backlog.replaces(step))
+            signed = found_signature(self._fast.root / target.name, record)
+            commit(target, into, replaces=self._backlog.replaces(step), signed=signed)
         except StorageError as error:
             if error.errno == errno.EEXIST:  # somebody else's step or file
                 raise Unsupported(str(error)) from error

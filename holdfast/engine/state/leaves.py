@@ -77,6 +77,7 @@ class Collected:
     belong to no module or optimizer, ``buffers`` those of modules' buffers, which ranks update each on its own.
     ``still`` are names of tensors that nothing but a step of one of ``optimizers`` changes: its parameters and state.
     ``to_come``: parameters whose optimizer has no state for them yet, and how many tensors of their size it will keep.
+    ``kinds``: what kind of layer each module is, by name.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -93,6 +94,7 @@ class Collected:
     per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
     slots: list[Slot] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
+    kinds: dict[str, str] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All memory that the leaves are views of."""

@@ -38,6 +38,7 @@ class _Seen:
     still: set[str]
     to_come: dict[str, int]
     params: list[list[str]]
+    kinds: dict[str, str]
 
 
 class Recall:
@@ -96,6 +97,7 @@ class Recall:
         into.buffers |= seen.buffers
         into.still |= seen.still
         into.to_come.update(seen.to_come)
+        into.kinds.update(seen.kinds)
         return seen.params
 
     def _note(
@@ -113,6 +115,7 @@ class Recall:
             into.still - before.still,
             {name: count for name, count in into.to_come.items() if name not in before.to_come},
             params,
+            {name: kind for name, kind in into.kinds.items() if name not in before.kinds},
         )
 
 
@@ -120,7 +123,7 @@ def so_far(into: Collected) -> Collected:
     """A copy to tell later what was added."""
     return Collected(
         entries=dict(into.entries), aliases=dict(into.aliases), buffers=set(into.buffers), still=set(into.still),
-        to_come=dict(into.to_come),
+        to_come=dict(into.to_come), kinds=dict(into.kinds),
     )  # fmt: skip
 
 

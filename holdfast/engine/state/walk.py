@@ -18,6 +18,7 @@ from holdfast.engine.state import modules, optimizers
 from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
 from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
 from holdfast.engine.state.recall import Recall, so_far
+from holdfast.engine.state.structure import kinds_of
 from holdfast.engine.state.tensors import entries_of, is_tensor_leaf
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names, values
@@ -167,6 +168,7 @@ class _Walk:
                 at = names.child(path, fqn)
                 self.owned(at, value, partial(modules.put_loose, module, fqn))
         self.into.aliases.update(state.aliases)
+        self.into.kinds.update(kinds_of(path, module))
         self.into.buffers |= {names.child(path, fqn) for fqn in modules.buffer_names(module)}
         if not state.entries and not state.tensors and not state.loose:
             self.into.containers[path] = "dict"
