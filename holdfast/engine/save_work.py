@@ -117,6 +117,7 @@ class SaveWork:
     _opened: OpenFiles = field(default_factory=OpenFiles)
     _replaces: bool = False
     _reported: bool = False
+    _progress: Callable[[int], None] = field(default_factory=lambda: _silent)
 
     # What a rank does by itself, before it meets the others. What fails here is told to all of them.
 
@@ -239,8 +240,9 @@ class SaveWork:
         return known
 
     def _stage(self, images: list[Image], progress: Callable[[int], None]) -> Writing:
+        self._progress = progress
         if self._writing is None:
-            self._writing = self._open(progress)
+            self._writing = self._open(lambda count: self._progress(count))
         for image in images:
             self._writing.stage(image)
             self._is_staged.add(image.path)
@@ -326,7 +328,7 @@ class SaveWork:
     def _settle(self, call: Call, task: events.Task) -> bool:
         """True if this rank's files are to stay where they are."""
         try:
-            call.settle("write", lambda: self._write(task), self._commit, str)
+            call.settle("write", lambda: self._write(task), lambda notes: self._commit(call, notes), str)
         except HoldfastError as lost:
             # A rank that died may have a writer that lives on: with its part the save can still be committed late.
             if lost.settled and not (isinstance(lost, RankLost) and self.leaves_part and self._reported):
@@ -371,11 +373,12 @@ class SaveWork:
             for section, volume, n, head, sums in note.files
         ]
 
-    def _commit(self, notes: list[_Note]) -> str:
+    def _commit(self, call: Call, notes: list[_Note]) -> str:
         if len({note.plan for note in notes}) > 1:
             raise HoldfastError("the ranks followed different plans; this is a fault of holdfast, please report it")
         did = [Did(self._records_of(rank, note), note.cites) for rank, note in enumerate(notes)]
         record = joined(self._draft(), did)
+        call.confirm()
         commit(self._place(), record, replaces=self._replaces)
         return self.save_id
 
