@@ -224,7 +224,7 @@ class Watch:
     def is_alive(self, rank: int, now: float) -> bool:
         """Whether its signs go on, progress or not."""
         seen = self._seen.get(rank)
-        return seen is not None and seen.alive is not None and now - seen.alive < 3 * interval(self.deadline) + LOOK
+        return seen is not None and seen.alive is not None and now - seen.alive < self.deadline / 2
 
 
 @dataclass

@@ -29,7 +29,7 @@ MOST_LANES = 16
 CONNECTING = 30.0
 """Seconds to wait for a rank to connect: all come from the same round, so one that is not there by then never comes."""
 
-LONGEST = 3600.0
+LONGEST = 600.0
 """Seconds that one slice may take at the least, as long as all ranks make progress."""
 
 TRAILER = 64
@@ -149,10 +149,18 @@ class Relay:
 
 
 def _drop(groups: list[Any], pending: list[Any]) -> None:
-    if pending and not pending[-1].is_completed():
-        # A group waits, as it goes, for what is under way in it, which may last until its time is up.
-        threading.Thread(target=lambda kept: kept.clear(), args=([groups[:], pending],), daemon=True).start()
+    waits = bool(pending) and not pending[-1].is_completed()
+    kept = [*groups, *pending]
     groups.clear()
+    pending.clear()
+    if waits:
+        # A group waits, as it goes, for what is under way in it, which may last until its time is up: so the last to
+        # let go of it must be that thread, and not this one.
+        threading.Thread(target=_let_go, args=(kept,), daemon=True).start()
+
+
+def _let_go(kept: list[Any]) -> None:
+    kept.clear()
 
 
 def meet(

@@ -298,8 +298,11 @@ class Round:
         return [rank for rank in suspects if self.watch.silent(rank, now) > longest]
 
     def _tell_slow(self, suspects: list[int]) -> None:
-        slow = [rank for rank in suspects if self.watch.progress(rank)]
-        if slow and not self._told:
+        if self._told:
+            return
+        # The first rank gives signs while it waits, too.
+        slow = [r for r in suspects if self.watch.progress(r) and not self.store.check([self._word(Node(0, r))])]
+        if slow:
             self._told = True
             far = ", ".join(f"rank {rank} is still at work, {self.watch.progress(rank)}" for rank in slow[:3])
             log.info("%s: waiting on for %d ranks: %s", self.label, len(slow), far)
