@@ -151,8 +151,11 @@ class Rank:
                 with suppress(holdfast.SaveFailed):
                     saver.close()
         elif trial.does == "manager":
-            with CheckpointManager(self.root, every=1, name="{step}", fast=self.root / "fast", deadline=deadline) as m:
-                m.restore(state)
+            fast = self.root.with_name("fast")
+            with CheckpointManager(
+                self.root, every=1, name="{step}", fast=fast, deadline=deadline, signals=()
+            ) as manager:
+                manager.restore(state)
         else:
             with eager(block=1 << 16):
                 sharing: Any = "off" if trial.does == "load alone" else "auto"
@@ -187,6 +190,7 @@ class Rank:
         stage = write.Writing.stage
 
         def staging(writing: Any, image: Any) -> None:
+            write.Writing.stage = stage  # type: ignore[method-assign]
             pid = saver._worker.pid  # type: ignore[union-attr]
             os.kill(pid, signal.SIGSTOP)
             self.tell("stops", writer=pid)

@@ -281,7 +281,7 @@ class Round:
             found = self._absent(tree.root)
         elif duties:
             found = self._absent(duties[-1])
-        elif late:  # it leads nobody: those who do have been watching for long
+        elif self._led or late:  # who leads nobody leaves it to those who do, and who have been watching for long
             node = tree.heard_by(self.rank)
             leader = node.number * tree.width**node.level
             found = [] if self.store.check([self._word(Node(0, leader))]) else [leader]

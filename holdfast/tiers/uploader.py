@@ -190,6 +190,7 @@ class Uploader:
             with self._changed:
                 self._looked = wanted
                 self._changed.notify_all()
+                # For ever, if there is nothing to do: `stop` ends it.
                 self._changed.wait_for(lambda: self._wanted != wanted or self._stop.is_set())
             return
         try:
