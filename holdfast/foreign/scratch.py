@@ -166,7 +166,7 @@ def _in_store(place: Place) -> list[Any]:
     return [str(place), packed.nbytes, modified(place), xxhash.xxh3_128_hexdigest(ends)]
 
 
-def _lock(lock: int, how: int, folder: Path) -> None:
+def _await_lock(lock: int, how: int, folder: Path) -> None:
     """Wait for whoever unpacks into the folder, as long as it grows: a process that is frozen there lets go never."""
     grown, since = -1, time.monotonic()
     while True:
@@ -198,10 +198,10 @@ def _taken(folder: Path, fill: Callable[[Path], None]) -> Lease:
     while True:
         lock = _open_lock(folder)
         try:
-            _lock(lock, fcntl.LOCK_SH, folder)
+            _await_lock(lock, fcntl.LOCK_SH, folder)
             if _is_current(lock, folder) and (folder / _INDEX).is_file():
                 return Lease(folder, lock)
-            _lock(lock, fcntl.LOCK_EX, folder)
+            _await_lock(lock, fcntl.LOCK_EX, folder)
             if _is_current(lock, folder) and not (folder / _INDEX).is_file():
                 try:
                     shutil.rmtree(folder, ignore_errors=True)  # of one who was killed while unpacking
