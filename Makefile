@@ -18,7 +18,7 @@ demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on wi
 	$(BIN)/python examples/demo.py
 
 test: lint  ## lint and all tests that take seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal --reruns 1 -rR
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
 
 test-all: lint  ## lint and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
