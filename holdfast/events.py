@@ -72,12 +72,32 @@ def listen(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+class Moved:
+    """Bytes that the tasks of one thread have told of so far."""
+
+    done = 0
+
+
+class _Mine(threading.local):
+    def __init__(self) -> None:
+        self.moved = Moved()
+
+
+_mine = _Mine()
+
+
+def moved() -> Moved:
+    """What the tasks that this thread begins tell of, from whichever threads: how it is seen to make progress."""
+    return _mine.moved
+
+
 class Task:
     """A running phase; `advance` may be called from several threads."""
 
     def __init__(self, name: str, path: str, rank: int, total: int) -> None:
         self.name, self.path, self.rank, self.total = name, path, rank, total
         self.done = 0
+        self._moved = moved()
         self._began = time.monotonic()
         self._lock = threading.Lock()
 
@@ -85,6 +105,7 @@ class Task:
         """Count ``count`` more bytes as done."""
         with self._lock:
             self.done += count
+            self._moved.done += count  # of two tasks at once some may get lost: that it changes is what counts
         if _listeners:
             self._tell("advance")
 

@@ -119,7 +119,7 @@ class Saver:
         """
         self._check_open()
         for saving in self._savings:
-            saving._done.wait()
+            saving._done.wait()  # it ends, here and below: all waits of a save for other ranks have a deadline
         work = SaveWork(self._ranks, None, None, False, RUN, _Taken(self, None), recall=self._recall)
         with no_collection():
             work.gather(state, {})
@@ -258,6 +258,7 @@ class Saver:
             failed = [s for s in [*self._unheard, *ended] if s._error is not None and not s._told and not s.skipped]
             self._unheard = failed[:1]
         with self._free_changed:
+            # It ends: the saves that had a slot have their outcome, and give it back whatever that is.
             self._free_changed.wait_for(lambda: bool(self._free) or self._busy == "skip")
             return (self._free.pop() if self._free else None), None
 
@@ -318,7 +319,8 @@ class Saver:
 
     def _plan(self, work: SaveWork, saving: Saving, before: Saving | None) -> None:
         if before is not None:
-            before._planned.wait()  # what ranks remember of plans has to be the same in the same order
+            # What ranks remember of plans has to be the same in the same order. It ends: so do the rounds of a plan.
+            before._planned.wait()
         try:
             # One plan after the other, so that a rank which has missed one catches up; the rest in any order.
             with self._ranks.call(saving._label, deadline=self._deadline, saving=True) as call:
@@ -383,7 +385,7 @@ class _Taken:
 def _join(saving: Saving) -> None:
     """Wait until the thread of a save whose outcome is known has let go of everything."""
     if saving._thread is not None and saving._thread is not threading.current_thread() and saving._thread.is_alive():
-        saving._thread.join()
+        saving._thread.join()  # it ends: it does nothing any more but let go
 
 
 def _let_go(worker: Worker, slots: dict[int, Slot]) -> None:

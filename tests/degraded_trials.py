@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.engine import ranks, takeover
+from holdfast.engine import takeover
 from holdfast.engine.folder import sweep_beside
 from holdfast.engine.save_work import SaveWork
 from holdfast.engine.takeover import Takeover
@@ -275,7 +275,6 @@ def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def main(folder: str, trials: list[Trial]) -> None:
     torch.set_num_threads(1)
-    ranks.COMMIT_GRACE = 1.0
     counts: Counter[str] = Counter(trials=0)
     for number in range(0, len(trials), TOGETHER):
         running = [begin(trial, Path(folder, f"{number + i}")) for i, trial in enumerate(trials[number:][:TOGETHER])]

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine import ranks
 
 WORLD = 3
 ROWS, WIDTH = 6144, 512  # 12 MB a tensor: a save takes long enough to be hit in its middle
@@ -168,7 +167,6 @@ def check(root: Path, overwrite: bool, acknowledged: int, counts: dict[str, int]
 
 def main(trials: int, seed: int, folder: str) -> None:
     torch.set_num_threads(1)
-    ranks.COMMIT_GRACE = 1.0
     chance = random.Random(seed)
     counts = dict.fromkeys(["trials", "interrupted saves", "overwriting", "new step"], 0)
     for number in range(trials):

@@ -34,7 +34,7 @@ import torch.distributed as dist
 import holdfast
 import holdfast.saver
 from holdfast import CheckpointManager, Keep
-from holdfast.engine import ranks, save_work, write
+from holdfast.engine import save_work, write
 from holdfast.saver import Saver
 from tests.kill_trials import forked, read_line, serve_store
 
@@ -357,7 +357,6 @@ def await_the_end(pids: list[int]) -> list[int]:
 
 def main(folder: str, trials: list[Trial]) -> None:
     torch.set_num_threads(1)
-    ranks.COMMIT_GRACE = 1.0
     if ctypes.CDLL(None).prctl(ADOPT, 1, 0, 0, 0) != 0:
         raise OSError(errno.EINVAL, "the system cannot hand orphans to this process")
     counts: Counter[str] = Counter(trials=0)

@@ -24,7 +24,6 @@ import torch.distributed as dist
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
-from holdfast.engine import ranks
 from holdfast.engine.stores.local import Local
 from holdfast.engine.stores.place import Place
 from holdfast.keep import Upload
@@ -186,7 +185,6 @@ def trial(base: Path, lost: str, chance: random.Random, counts: Counter[str]) ->
 
 def main(trials: int, seed: int, folder: str) -> None:
     torch.set_num_threads(1)
-    ranks.COMMIT_GRACE = 1.0
     manager_module.SURVIVORS = 3.0
     uploader.FIRST_PAUSE, uploader.LOOK = 0.05, 0.02
     chance = random.Random(seed)

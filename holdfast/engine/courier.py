@@ -52,6 +52,7 @@ class _File:
     def wait_idle(self) -> None:
         """Until nothing of it is being written."""
         with self.idle:
+            # It ends with the writes to this file: with the storage's own patience, as all waits of this module do.
             self.idle.wait_for(lambda: not self.pending)
 
 

@@ -14,12 +14,15 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
+from holdfast import events
+from holdfast.engine.pulse import Vigil, Watch, Work, telling
 from holdfast.engine.rounds import Round, Verdict, Word, short, words_of
 from holdfast.engine.tree import FAN_IN, tree_of
 from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
@@ -27,10 +30,7 @@ from holdfast.events import log
 from holdfast.ondisk.blocks import digest
 
 DEADLINE = 600.0
-"""Seconds that a phase may take before the ranks that did not come are named."""
-
-COMMIT_GRACE = 60.0
-"""Seconds more for the first rank to finish what it has begun to decide."""
+"""Seconds after which a rank that others wait for, and that makes no progress, is lost."""
 
 _TOLD = 20  # ranks that a message names at the most
 _PAUSE = 0.05  # seconds between two looks of a rank that is late
@@ -153,6 +153,12 @@ class Call:
     deadline: float
     saving: bool
     _round: int = 0
+    _watch: Watch = field(init=False)
+    _work: Work | None = None
+    _deciding: Round | None = None
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.ranks.store, self.deadline)
 
     def exchange(
         self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
@@ -161,7 +167,8 @@ class Call:
 
         ``work()`` makes this rank's note; if it raises, every rank raises the same error. ``decide(notes)`` runs on
         the first rank alone, and ``answer`` is the type it returns. Notes are plain msgspec structs or builtins.
-        Raises RankLost (SaveFailed while saving) on every rank if one does not come before the deadline.
+        Raises RankLost (SaveFailed while saving) on every rank if one does not come, and makes no progress for as long
+        as the deadline says; progress of ``work()`` are the bytes of tasks (`events.task`) that it begins.
         """
         return self._meet(phase, work, decide, answer)
 
@@ -174,9 +181,32 @@ class Call:
         """
         return self._meet(phase, work, decide, answer)
 
+    def confirm(self) -> None:
+        """On the first rank while it decides, right before what cannot be undone: raise RankLost if it is given up."""
+        self._tick()
+        if self._deciding is not None and not self._deciding.confirm():
+            raise RankLost(f"the other ranks have given up {self.label!r}, as this one took too long to decide")
+
+    def vigil(self, others: Sequence[int]) -> Vigil:
+        """For a wait inside of ``work()`` for other ranks that are at the same work."""
+        return Vigil(self._watch, [rank for rank in others if rank != self.ranks.rank], self._tick)
+
+    def _tick(self) -> None:
+        if self._work is not None:
+            self._work.tick()
+
     def _meet(
         self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
     ) -> Answer:
+        moved = events.moved()
+        before = moved.done
+        with telling(self.ranks.store, self.ranks.rank, self.deadline, lambda: moved.done - before) as self._work:
+            return self._meet_telling(phase, work, decide, answer, self._work)
+
+    def _meet_telling(
+        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer],
+        telling: Work,
+    ) -> Answer:  # fmt: skip
         ranks = self.ranks
         own: list[BaseException] = []  # what this rank itself failed of: at work, or to decide
         kind: type[Note]
@@ -187,6 +217,8 @@ class Call:
         except BaseException as error:  # noqa: BLE001 - stored here, told to every rank, raised below
             own.append(error)
             word.failure = self._failure_of(error, phase)
+        if not ranks.first:
+            telling.stop()  # nobody waits for this rank any more; but all wait for the first one until it has decided
 
         def decided(words: list[Word]) -> Answer:
             return decide([msgspec.msgpack.decode(w.note or b"", type=kind) for w in words])
@@ -224,7 +256,11 @@ class Call:
             words = words_of(message, meeting.tree.levels)
         except (zlib.error, msgspec.MsgspecError) as error:  # another version of holdfast on some rank
             return Verdict(short(self.label), None, self._failure_of(error, phase), [])
-        return self._conclude(words, phase, decide, own, meeting.ask)
+        self._deciding = meeting
+        try:
+            return self._conclude(words, phase, decide, own, meeting.ask)
+        finally:
+            self._deciding = None
 
     def _conclude(
         self, words: list[Word], phase: str, decide: Callable[[list[Word]], object], own: list[BaseException],
@@ -261,10 +297,11 @@ class Call:
             while True:
                 meeting = Round(
                     ranks.store, tree_of(ranks.size, ranks.fan_in), ranks.rank, f"{ranks.calls}/{self._round}",
-                    self.label, self.deadline, COMMIT_GRACE, lambda: ranks.limit, conclude,
-                    lambda absent, what: self._lost(phase, absent, what),
+                    self.label, self.deadline, lambda: ranks.limit, conclude, partial(self._lost, phase), self._watch,
+                    self._tick,
                 )  # fmt: skip
                 verdict = meeting.meet(word)
+                self._watch.forget()
                 meeting.forget()
                 if verdict.label == word.label or ranks.rank not in verdict.absent:
                     break
@@ -280,16 +317,22 @@ class Call:
             ranks.main.hosts = [host for host, count in verdict.hosts for _ in range(count)]
         return verdict
 
-    def _lost(self, phase: str, absent: list[int], what: str) -> Verdict:
+    def _lost(
+        self, phase: str, named: list[int], absent: list[int], what: str, watch: Watch | None = None
+    ) -> Verdict:  # fmt: skip
         number = self.ranks.number
-        named = ", ".join(f"rank {number(r)} ({self._where(r)})" for r in absent[:_TOLD])
-        if len(absent) > _TOLD:
-            named += f" and {len(absent) - _TOLD} more"
+        who = ", ".join(f"rank {number(r)} ({self._where(r)})" for r in named[:_TOLD])
+        if len(named) > _TOLD:
+            who += f" and {len(named) - _TOLD} more"
+        far = watch.progress(named[0]) if watch is not None else ""
+        if watch is not None and far:
+            alive = watch.is_alive(named[0], time.monotonic())
+            far = f" ({far}, {'alive but stuck: its storage may hang' if alive else 'and no sign of life since'})"
         text = (
-            f"{named} {what} phase {phase!r} of {self.label!r} within {self.deadline:g} s; "
+            f"{who} {what} phase {phase!r} of {self.label!r} within {self.deadline:g} s{far}; "
             "look at that rank's log or stack, or raise deadline=; every rank of the group has to make this call"
         )
-        failure = Failure(number(absent[0]), self._where(absent[0]), phase, RankLost.__name__, text)
+        failure = Failure(number(named[0]), self._where(named[0]), phase, RankLost.__name__, text)
         return Verdict(short(self.label), None, failure, absent)
 
     def _where(self, rank: int) -> str:

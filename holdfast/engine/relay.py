@@ -21,12 +21,16 @@ import torch
 import torch.distributed as dist
 
 from holdfast.engine.memory import Buffer, buffer
+from holdfast.engine.pulse import Vigil
 
 MOST_LANES = 16
 """Ranks of one host that read and gather; more of them would make the windows too short."""
 
 CONNECTING = 30.0
 """Seconds to wait for a rank to connect: all come from the same round, so one that is not there by then never comes."""
+
+LONGEST = 600.0
+"""Seconds that one slice may take at the least, as long as all ranks make progress."""
 
 TRAILER = 64
 """Bytes at the end of a slice that tell how its sender fares."""
@@ -85,6 +89,7 @@ class Relay:
     memory: Buffer
     deadline: float
     limit: Callable[[], float]
+    vigil: Vigil
     interrupt: BaseException | None = None
     """What asked this process to stop while it was waiting for others, who wait for it in turn."""
     _beside: Any = None
@@ -109,11 +114,15 @@ class Relay:
             work = begin()
             self._pending.append(work)
             until, pause = time.monotonic() + self.deadline, _FIRST_PAUSE
+            self.vigil.begin()
             while not work.is_completed():
                 # Looked at again and again instead of waited for: so it can be interrupted, and hurried.
                 try:
-                    if time.monotonic() > min(until, self.limit()):
+                    now = time.monotonic()
+                    # A rank that is slow may be at what it shares with others still, and is waited for.
+                    if now > self.limit() or (now > until and self.vigil.in_vain()):
                         raise Lost("no answer in time")
+                    self.vigil.look()
                     time.sleep(pause)
                 except (KeyboardInterrupt, SystemExit) as error:
                     if self.interrupt is not None:
@@ -121,6 +130,7 @@ class Relay:
                     self.interrupt = error  # the others are told at the next meeting
                 pause = min(pause * 1.3, _LONGEST_PAUSE)
             work.wait()
+            self.vigil.end()
             self._pending.clear()
         except RuntimeError as error:
             raise Lost(str(error).partition("\n")[0]) from None
@@ -139,26 +149,41 @@ class Relay:
 
 
 def _drop(groups: list[Any], pending: list[Any]) -> None:
-    if pending and not pending[-1].is_completed():
-        # A group waits, as it goes, for what is under way in it, which may last until its time is up.
-        threading.Thread(target=lambda kept: kept.clear(), args=([groups[:], pending],), daemon=True).start()
+    waits = bool(pending) and not pending[-1].is_completed()
+    kept = [*groups, *pending]
     groups.clear()
+    pending.clear()
+    if waits:
+        # A group waits, as it goes, for what is under way in it, which may last until its time is up: so the last to
+        # let go of it must be that thread, and not this one.
+        threading.Thread(target=_let_go, args=(kept,), daemon=True).start()
 
 
-def meet(store: Any, name: str, seat: Seat, nbytes: int, deadline: float, limit: Callable[[], float]) -> Relay:
+def _let_go(kept: list[Any]) -> None:
+    kept.clear()
+
+
+def meet(
+    store: Any, name: str, seat: Seat, nbytes: int, deadline: float, limit: Callable[[], float], vigil: Vigil
+) -> Relay:  # fmt: skip
     """Connect to the other ranks of ``seat``, with ``nbytes`` of memory shared by those of this host.
 
-    ``name`` is equal on all of them and never used before in ``store``. Raises Lost where that cannot be had.
+    ``name`` is equal on all of them and never used before in ``store``. ``vigil`` is kept over them in every wait.
+    Raises Lost where that cannot be had.
     """
-    relay = Relay(seat, _NOTHING, deadline, limit)
+    relay = Relay(seat, _NOTHING, deadline, limit, vigil)
     try:
+        vigil.begin()
         if len(seat.beside) > 1:
             relay._beside = _group(store, f"{name}/host/{seat.host}", seat.place, len(seat.beside), deadline)
         if seat.hosts > 1 and seat.across:
             relay._across = _group(store, f"{name}/lane/{seat.place}", seat.host, seat.hosts, deadline)
         relay.memory = buffer(nbytes) if relay._beside is None else _shared(relay, nbytes)
-    except (RuntimeError, OSError, TypeError) as error:  # no gloo, no network, a system without memfd
+    except (RuntimeError, OSError, TypeError, Lost) as error:  # no gloo, no network, a system without memfd
+        vigil.expect()  # who did not come to connect has been waited for since then
         relay.close()
+        if isinstance(error, Lost):
+            raise
         raise Lost(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
     except BaseException:
         relay.close()
@@ -170,7 +195,8 @@ def _group(store: Any, name: str, rank: int, size: int, deadline: float) -> Any:
     # Made by hand, so that it is known to nobody else: `new_group` would number it among those of training, and asks
     # every rank of the world to call it in the same order.
     made = _Gloo(_PrefixStore(name, store), rank, size, timedelta(seconds=min(deadline, CONNECTING)))
-    made._set_default_timeout(timedelta(seconds=deadline))
+    # Its own end of a wait is beyond what a slow rank may take, and only lets go of what `close` has left behind.
+    made._set_default_timeout(timedelta(seconds=max(LONGEST, 10 * deadline)))
     return made
 
 

@@ -139,6 +139,7 @@ class SaveWork:
     _opened: OpenFiles = field(default_factory=OpenFiles)
     _replaces: bool = False
     _reported: bool = False
+    _progress: Callable[[int], None] = field(default_factory=lambda: _silent)
     _did: Did | None = None
     _watched: Watched = field(default_factory=list)
     _spares: Spares = field(default_factory=Spares)
@@ -325,8 +326,9 @@ class SaveWork:
         return known
 
     def _stage(self, images: list[Image], progress: Callable[[int], None]) -> Writing:
+        self._progress = progress
         if self._writing is None:
-            self._writing = self._open(progress)
+            self._writing = self._open(lambda count: self._progress(count))
         for image in images:
             self._writing.stage(image)
             self._is_staged.add(image.path)
@@ -472,7 +474,7 @@ class SaveWork:
                 raise
 
         try:
-            call.settle("write", write, self._commit, str)
+            call.settle("write", write, lambda notes: self._commit(call, notes), str)
         except RankLost as lost:
             # If the outcome is not known, the first rank may commit any moment, and nobody else may then.
             if not (lost.absent and lost.settled) or self._bequest is None:
@@ -516,13 +518,15 @@ class SaveWork:
             for section, volume, n, head, sums in note.files
         ]
 
-    def _commit(self, notes: list[_Note]) -> str:
+    def _commit(self, call: Call, notes: list[_Note]) -> str:
         if len({note.plan for note in notes}) > 1:
             raise HoldfastError("the ranks followed different plans; this is a fault of holdfast, please report it")
         did = [Did(self._records_of(rank, note), note.cites) for rank, note in enumerate(notes)]
         record = joined(self._draft(), did)
         self._reached("commit")
-        commit(self._place(), record, replaces=self._replaces, signed=self._signed(record, notes))
+        signed = self._signed(record, notes)
+        call.confirm()
+        commit(self._place(), record, replaces=self._replaces, signed=signed)
         self._reached("committed")
         return self.save_id
 

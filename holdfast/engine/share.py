@@ -172,7 +172,10 @@ class Sharing:
         try:
             for line in lines:  # in the same order on all ranks, so that no two wait for each other
                 at = f"{name}/{digest(repr(line.holders).encode())}"
-                relay = meet(self.ranks.store, at, line.seat, line.memory, call.deadline, lambda: self.ranks.limit)
+                vigil = call.vigil(line.holders)
+                relay = meet(
+                    self.ranks.store, at, line.seat, line.memory, call.deadline, lambda: self.ranks.limit, vigil
+                )  # fmt: skip
                 self.lines.append((line, relay))
         except Lost as error:
             log.info("every rank reads for itself: no connection to the others (%s)", error)

@@ -53,7 +53,7 @@ class Copying:
         """Make a step wait: the host until all copies are queued, each device until they are made."""
         if not self._released.is_set():
             began = time.monotonic()
-            self._released.wait()
+            self._released.wait()  # it ends: whatever becomes of a save, it releases its tensors
             self.waited += time.monotonic() - began
         self._moments.hold_streams()
 

@@ -142,6 +142,7 @@ class _Work:
                 for file, path in files:
                     weight = min(2 * file.bytes, LARGE)
                     with self._free:
+                        # It ends with the files under way: with the patience of the storage or store.
                         self._free.wait_for(lambda: self._stop.is_set() or self._taken + weight <= MEMORY)
                         self._taken += weight
                     if self._stop.is_set():

@@ -54,7 +54,7 @@ class Upload:
 
     def wait(self) -> BaseException | None:
         """Until the file is durable, or why it is not."""
-        self._thread.join()
+        self._thread.join()  # it ends: operations of a store have a deadline, and `give_up` ends what is to be added
         return self._error
 
     def _run(self) -> None:

@@ -264,6 +264,7 @@ class ProcessWorker:
     def close(self) -> None:
         if self._socket.fileno() >= 0:
             self._socket.shutdown(socket.SHUT_WR) if not self.dead else None
+            # It ends once the process has written what it was told to: with the storage's own patience.
             self._process.wait()
             self._reader.join()
             self._socket.close()

@@ -195,7 +195,10 @@ class Writing:
             stream.wait()
 
     def finish(self) -> None:
-        """Wait until all is durable."""
+        """Wait until all is durable: as long as the storage takes, or until the worker dies.
+
+        A rank whose storage hangs stays here; the others see that it makes no progress, and name it.
+        """
         for future in self._done:
             future.result()
 

@@ -6,6 +6,7 @@ name that an archive gives.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import shutil
 import stat
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,7 +36,11 @@ from holdfast.foreign.sources import File, Stretch, all_of, file
 LIMIT = "HOLDFAST_SCRATCH_LIMIT"
 """The environment variable that says how many bytes an archive may unpack to; by default half of what is free."""
 
+PATIENCE = 600.0
+"""Seconds to wait for another process that unpacks the same, and gets no further."""
+
 _INDEX = "index.json"
+_PAUSE = 0.05
 _SPAN = 1 << 20
 _END = 64 << 10
 
@@ -160,15 +166,42 @@ def _in_store(place: Place) -> list[Any]:
     return [str(place), packed.nbytes, modified(place), xxhash.xxh3_128_hexdigest(ends)]
 
 
+def _await_lock(lock: int, how: int, folder: Path) -> None:
+    """Wait for whoever unpacks into the folder, as long as it grows: a process that is frozen there lets go never."""
+    grown, since = -1, time.monotonic()
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+            return
+        now, size = time.monotonic(), _size_below(folder)
+        if size != grown:
+            grown, since = size, now
+        if now - since > PATIENCE:
+            raise OSError(
+                errno.ETIMEDOUT,
+                f"another process is unpacking there and gets no further for {PATIENCE:g} s",
+                str(folder),
+            )
+        time.sleep(_PAUSE)
+
+
+def _size_below(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # deleted while we looked
+            size += path.stat().st_size
+    return size
+
+
 def _taken(folder: Path, fill: Callable[[Path], None]) -> Lease:
     """A lease of ``folder``, which is filled by the first who comes; the others wait for it."""
     while True:
         lock = _open_lock(folder)
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH)
+            _await_lock(lock, fcntl.LOCK_SH, folder)
             if _is_current(lock, folder) and (folder / _INDEX).is_file():
                 return Lease(folder, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _await_lock(lock, fcntl.LOCK_EX, folder)
             if _is_current(lock, folder) and not (folder / _INDEX).is_file():
                 try:
                     shutil.rmtree(folder, ignore_errors=True)  # of one who was killed while unpacking

@@ -12,12 +12,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from holdfast.engine import disk, storage
+from holdfast.engine.pulse import Watch
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.errors import Mismatch, RankLost
 from holdfast.events import log
@@ -79,6 +81,11 @@ class Nodes:
     def leads(self) -> bool:
         return self.leader == self.ranks.rank
 
+    @cached_property
+    def signs(self) -> Any:
+        """Where leaders tell how far they are with what was ordered."""
+        return self.ranks.lane(f"{self.key}/uploads").store
+
     @property
     def several(self) -> bool:
         return len(self.leaders) > 1
@@ -134,6 +141,13 @@ class Nodes:
         """What the leaders have reported so far."""
         found = {leader: self._get(f"report/{number}/{leader}", str) for leader in self.followers}
         return {leader: text for leader, text in found.items() if text is not None}
+
+    def silent(self, leaders: list[int], watch: Watch) -> list[int]:
+        """Those of them that have made no progress with an order for as long as the deadline of ``watch`` says."""
+        with self._asking():
+            watch.look(leaders)
+        now = time.monotonic()
+        return [leader for leader in leaders if watch.silent(leader, now) > watch.deadline]
 
     def forget(self, number: int) -> None:
         """Leave nothing of the reports in the store."""

@@ -76,7 +76,7 @@ class Tiers:
         self._backlog = Backlog(self.fast, self.store, upload=upload, keep=keep)
         self._uploader = Uploader(
             self.fast, self.store, self._backlog, self._nodes, keep=keep, keep_fast=keep_fast,
-            bandwidth=upload.bandwidth,
+            bandwidth=upload.bandwidth, deadline=deadline,
         )  # fmt: skip
 
     # After a save

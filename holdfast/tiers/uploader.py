@@ -20,6 +20,7 @@ from holdfast.checkpoint import read_manifest
 from holdfast.engine import storage
 from holdfast.engine.citations import own_path
 from holdfast.engine.commit import commit
+from holdfast.engine.pulse import Watch, telling
 from holdfast.engine.stores.local import Local
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.throttled import Throttled
@@ -55,7 +56,7 @@ class Uploader:
 
     def __init__(
         self, fast: Steps, store: Steps, backlog: Backlog, nodes: Nodes, *, keep: Keep, keep_fast: Keep,
-        bandwidth: float | None,
+        bandwidth: float | None, deadline: float,
     ) -> None:  # fmt: skip
         self.current: int | None = None
         """The step that is under way, on leaders."""
@@ -64,6 +65,7 @@ class Uploader:
         self._into = _throttled(store.root, bandwidth)
         self._down_since: float | None = None
         self._pause = 0.0
+        self._deadline, self._sent = deadline, 0
         self._attempts: dict[str, int] = {}  # by save: how often a file was missing once all had been sent
         self._moved = time.monotonic()
         self._wanted, self._looked = 1, 0  # numbers of looks: the last one asked for, and the last with nothing to do
@@ -176,6 +178,7 @@ class Uploader:
     def _progress(self, nbytes: int) -> None:
         if self._stop.is_set():
             raise _Stopped
+        self._sent += nbytes
         self._moved = time.monotonic()
 
     # On the first rank
@@ -188,6 +191,7 @@ class Uploader:
             with self._changed:
                 self._looked = wanted
                 self._changed.notify_all()
+                # For ever, if there is nothing to do: `stop` ends it.
                 self._changed.wait_for(lambda: self._wanted != wanted or self._stop.is_set())
             return
         try:
@@ -250,7 +254,15 @@ class Uploader:
             self._nodes.order(kept=kept, upto=max(fast))
 
     def _await_others(self, number: int) -> None:
-        while len(reports := self._nodes.reports(number)) < len(self._nodes.followers):
+        watch, began, followers = Watch(self._nodes.signs, self._deadline), time.monotonic(), self._nodes.followers
+        while len(reports := self._nodes.reports(number)) < len(followers):
+            missing = [leader for leader in followers if leader not in reports]
+            watch.expect(missing, began)
+            lost = self._nodes.silent(missing, watch)
+            if lost:
+                raise HoldfastError(
+                    f"rank {lost[0]}, which uploads what its node has, has made no progress for {self._deadline:g} s"
+                )
             if self._stop.wait(LOOK):
                 raise _Stopped
         self._moved = time.monotonic()
@@ -313,7 +325,8 @@ class Uploader:
             record = self._ordered(order)
             if record is not None:
                 self.current = record.step
-                self._send(order.name, record, self._as_stored(order.name, record, order.lender))
+                with telling(self._nodes.signs, self._nodes.leader, self._deadline, lambda: self._sent):
+                    self._send(order.name, record, self._as_stored(order.name, record, order.lender))
         except (HoldfastError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         finally:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine import ranks as ranks_module
 from holdfast.engine import rounds
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.tree import FAN_IN, Node, tree_of
@@ -44,8 +43,7 @@ def soon(ranks: Ranks) -> int:
 
 @pytest.fixture(autouse=True)
 def a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks share one interpreter: let them look less often, and give up on a claim sooner."""
-    monkeypatch.setattr(ranks_module, "COMMIT_GRACE", 1.0)
+    """All ranks share one interpreter: let them look less often."""
     monkeypatch.setattr(rounds, "_MANY_FIRST", 2e-4)
     monkeypatch.setattr(rounds, "_MANY_LONGEST", 4e-4)
 
@@ -281,11 +279,13 @@ def test_a_first_rank_that_dies_after_its_claim_is_named(size: int, fan_in: int,
 def test_a_first_rank_that_dies_after_the_decision_is_not_missed(size: int, fan_in: int) -> None:
     """The verdict stands; its own block reads it there."""
     fleet = Fleet(size, fan_in)
-    decided = threading.Event()
+    claimed, decided = threading.Event(), threading.Event()
 
     def at(verb: str, key: str) -> bool:
-        if verb == "set" and key.endswith("0/0/verdict"):
-            decided.set()
+        if verb == "compare_set" and key.endswith("0/0/verdict"):  # first the claim, then the decision
+            if claimed.is_set():
+                decided.set()
+            claimed.set()
             return False
         return decided.is_set()
 

@@ -1,0 +1,281 @@
+"""Signs of life and of progress: a rank that is at work for long tells in the store how far it is, and others look.
+
+`Call` in `ranks` and the uploader tell (`telling`); who waits for others, in a round or beside it, has a `Watch`.
+Never writes for work that ends within an interval, and never judges: who watches knows how long it will wait.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from holdfast.events import log
+
+MOST, LEAST = 30.0, 0.02
+"""Seconds between two signs of one rank, at the most and at the least; an eighth of the deadline in between."""
+
+LOOK = 1.5
+"""Seconds between two looks at the signs of others, at the most."""
+
+_NOTHING = b"?"  # never a sign
+
+
+class Sign(msgspec.Struct, array_like=True, frozen=True):
+    """``beats`` counts signs, ``moves`` whatever is progress, ``done`` the bytes of it."""
+
+    beats: int
+    moves: int
+    done: int
+
+
+def interval(deadline: float) -> float:
+    """Seconds between two signs of a rank at work."""
+    return min(max(deadline / 8, LEAST), MOST)
+
+
+def look_interval(deadline: float) -> float:
+    """Seconds between two looks of a rank that waits."""
+    return min(deadline / 8, LOOK)
+
+
+def key_of(rank: int) -> str:
+    """Where the signs of a rank are."""
+    return f"pulse/{rank}"
+
+
+@dataclass
+class Work:
+    """Work of this process that others may come to wait for.
+
+    ``done()`` counts bytes; `tick` tells of progress that moves no byte: of a wait that will end, say.
+    """
+
+    store: Any
+    key: str
+    pause: float
+    done: Callable[[], int]
+    ticks: int = 0
+    due: float = field(init=False)
+    _beats: int = 0
+    _ended: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.due = time.monotonic() + self.pause
+
+    def tick(self) -> None:
+        """Count as progress that the caller came here."""
+        self.ticks += 1
+
+    def tell(self) -> None:
+        """Write a sign, unless the work has ended."""
+        with self._lock:
+            if self._ended:
+                return
+            done = self.done()
+            self._beats += 1
+            self.store.set(self.key, msgspec.msgpack.encode(Sign(self._beats, self.ticks + done, done)))
+
+    def stop(self) -> None:
+        """The work has ended: no sign of it is written any more, and none stays in the store. Idempotent."""
+        with self._lock:
+            ended, self._ended = self._ended, True
+            if self._beats and not ended:
+                with suppress(RuntimeError):  # the store is gone: the next round says so
+                    self.store.delete_key(self.key)
+        _teller.forget(self)
+
+
+class _Teller:
+    """The one thread of a process that writes signs, so that a phase costs no thread of its own."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._works: dict[int, Work] = {}
+        self._wakes = float("inf")  # when the thread looks again by itself
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: Work) -> None:
+        with self._changed:
+            self._works[id(work)] = work
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="holdfast-pulse", daemon=True)
+                self._thread.start()
+            elif work.due < self._wakes:  # seldom: it sleeps until a phase that has ended meanwhile would have had to
+                self._changed.notify()
+
+    def forget(self, work: Work) -> None:
+        with self._changed:
+            self._works.pop(id(work), None)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                # Without work it sleeps until there is some; a daemon, so an interpreter that ends does not wait.
+                self._wakes = min((work.due for work in self._works.values()), default=float("inf"))
+                left = self._wakes - time.monotonic()
+                if left > 0:
+                    self._changed.wait(None if left == float("inf") else left)
+                    continue
+                due = [work for work in self._works.values() if work.due <= self._wakes]
+            for work in due:
+                work.due = time.monotonic() + work.pause
+                try:
+                    work.tell()
+                except BaseException as error:  # noqa: BLE001 - it tells for all work of this process; who waits for
+                    # this rank gets no sign, and this rank meets the same store when it has done its work
+                    log.debug("no sign of life can be written: %s", error)
+
+
+_teller = _Teller()
+
+
+def _after_fork() -> None:
+    global _teller
+    _teller = _Teller()  # the thread of the parent is not here, and its lock may be held for ever
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextmanager
+def telling(store: Any, rank: int, deadline: float, done: Callable[[], int]) -> Iterator[Work]:
+    """While the block is at work, tell of it under the rank's key; the first time after an interval."""
+    work = Work(store, key_of(rank), interval(deadline), done)
+    if store is None:
+        yield work
+        return
+    _teller.add(work)
+    try:
+        yield work
+    finally:
+        work.stop()
+
+
+@dataclass
+class _Seen:
+    since: float  # when it was last seen to make progress; at first, when somebody began to wait for it
+    sign: Sign | None = None
+    alive: float | None = None  # when its signs were last seen to change
+
+
+@dataclass
+class Watch:
+    """What one rank has seen of the signs of others while it waits for them. ``store`` is None for a lone process."""
+
+    store: Any
+    deadline: float
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+
+    def expect(self, ranks: Iterable[int], since: float) -> None:
+        """These are waited for since that moment; of those that were waited for already nothing changes."""
+        for rank in ranks:
+            self._seen.setdefault(rank, _Seen(since))
+
+    def moved(self, rank: int, now: float) -> None:
+        """It has made progress that can be seen elsewhere."""
+        self._seen.setdefault(rank, _Seen(now)).since = now
+
+    def forget(self, ranks: Iterable[int] | None = None) -> None:
+        """They have come (all of them, if none is given): nobody waits for them any more."""
+        for rank in list(self._seen) if ranks is None else ranks:
+            self._seen.pop(rank, None)
+
+    def look(self, ranks: Iterable[int]) -> None:
+        """Look at the signs of these ranks, which are expected."""
+        for rank in ranks:
+            found = bytes(self.store.compare_set(key_of(rank), _NOTHING, _NOTHING))
+            if found == _NOTHING:
+                continue
+            try:
+                sign = msgspec.msgpack.decode(found, type=Sign)
+            except msgspec.MsgspecError:  # of another version of holdfast, whose word will tell
+                continue
+            now, seen = time.monotonic(), self._seen[rank]
+            # Of the first sign nobody knows how old it is: it may be of this moment.
+            if sign.moves != (seen.sign.moves if seen.sign else 0):
+                seen.since = now
+            if seen.sign is not None and sign != seen.sign:
+                seen.alive = now
+            seen.sign = sign
+
+    def silent(self, rank: int, now: float) -> float:
+        """Seconds since a rank that is expected was last seen to make progress."""
+        return now - self._seen[rank].since if rank in self._seen else 0.0
+
+    def known(self, rank: int) -> bool:
+        """Whether it is expected."""
+        return rank in self._seen
+
+    def progress(self, rank: int) -> str:
+        """How far a rank was when it was last seen, in words; empty if it never gave a sign."""
+        seen = self._seen.get(rank)
+        if seen is None or seen.sign is None:
+            return ""
+        return f"{amount(seen.sign.done)} done" if seen.sign.done else "nothing done yet"
+
+    def is_alive(self, rank: int, now: float) -> bool:
+        """Whether its signs go on, progress or not."""
+        seen = self._seen.get(rank)
+        return seen is not None and seen.alive is not None and now - seen.alive < self.deadline / 2
+
+
+@dataclass
+class Vigil:
+    """A wait for others inside of a phase, watched: `begin`, `look` again and again, `end` once they have come.
+
+    What was seen stays if they do not come, for the round that comes next. ``tick`` tells that this rank is not stuck:
+    it waits for others, and not for ever.
+    """
+
+    watch: Watch
+    others: list[int]
+    tick: Callable[[], None]
+    _began: float = 0.0
+    _next: float = 0.0
+    _looked: bool = False
+
+    def begin(self) -> None:
+        self._began = time.monotonic()
+        self._next = self._began + look_interval(self.watch.deadline)
+
+    def look(self) -> None:
+        self.tick()
+        if time.monotonic() > self._next:
+            self.expect()
+            with suppress(RuntimeError):  # the store is gone: the next round says so
+                self.watch.look(self.others)
+            self._next = time.monotonic() + look_interval(self.watch.deadline)
+
+    def in_vain(self) -> bool:
+        """Whether one of the others has made no progress for as long as the deadline says."""
+        now = time.monotonic()
+        self.expect()
+        return any(self.watch.silent(rank, now) > self.watch.deadline for rank in self.others)
+
+    def expect(self) -> None:
+        """Count the silence of the others from the beginning of this wait, whatever comes of it."""
+        if not self._looked:
+            self._looked = True
+            self.watch.expect(self.others, self._began)
+
+    def end(self) -> None:
+        if self._looked:
+            self.watch.forget(self.others)
+            self._looked = False
+
+
+def amount(nbytes: int) -> str:
+    """Bytes as people say them."""
+    size, units = float(nbytes), ["bytes", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop(0)
+    return f"{nbytes} bytes" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
