@@ -1,0 +1,195 @@
+"""Whether a state of the disk is one that a user can live with: restore runs on it, and what comes back is judged.
+
+`judge` takes a `Run`, builds its states and checks each distinct one once. It never trusts the library for what it can
+see itself: which checkpoints are whole is told from the bytes that the run wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from holdfast.errors import HoldfastError
+from holdfast.ondisk import manifest
+from holdfast.ondisk.manifest import Manifest
+from tests.crash.model import Tree
+from tests.crash.profiles import Limits, Profile, states
+from tests.crash.runs import Run, folder
+
+SAVE_ON = 8
+"""Every so many-th distinct state is saved to once it is restored."""
+
+SHOWN = 5
+"""Violations that are told of each kind."""
+
+
+@dataclass
+class Report:
+    """What was checked: ``states`` that were built, ``distinct`` ones of them, those by profile, those saved to."""
+
+    run: str
+    states: int = 0
+    distinct: int = 0
+    saved_to: int = 0
+    by_profile: Counter[str] = field(default_factory=Counter)
+    restored: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    caught_by: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What restoring one tree came to. ``fault``: what is wrong whatever was promised."""
+
+    version: int | None
+    whole: frozenset[int]
+    fault: tuple[str, str] | None
+
+
+def judge(
+    run: Run, profiles: Iterable[Profile], limits: Limits = Limits(), *, seed: int = 0, every: int = 1,
+    enough: int | None = None,
+) -> Report:  # fmt: skip
+    """Check the states of a run; with ``enough``, stop at so many violations."""
+    report, truth = Report(run.name), _Truth(run)
+    outcomes: dict[bytes, _Outcome] = {}
+    logger = logging.getLogger("holdfast")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with folder() as room:
+            for profile in profiles:
+                for state in states(run.trace, profile, limits, seed, every=every):
+                    report.states += 1
+                    digest = state.tree.digest()
+                    outcome = outcomes.get(digest)
+                    if outcome is None:
+                        save_on = digest[0] % SAVE_ON == 0
+                        outcome = outcomes[digest] = _look(run, truth, state.tree, room, save_on=save_on)
+                        report.by_profile[profile.name] += 1
+                        report.saved_to += save_on
+                        report.restored["nothing" if outcome.version is None else f"version {outcome.version}"] += 1
+                    fault = outcome.fault or truth.broken_promise(outcome, state.cut)
+                    if fault is not None:
+                        kind, text = fault
+                        report.faults[kind] += 1
+                        report.caught_by.add(profile.name)
+                        if report.faults[kind] <= SHOWN:
+                            report.violations.append(f"{kind}: {text}; {profile.name}, {_where(run, state.cut)}")
+                        if enough is not None and report.faults.total() >= enough:
+                            return report
+    finally:
+        logger.setLevel(level)
+        report.distinct = len(outcomes)
+    return report
+
+
+def _where(run: Run, cut: int) -> str:
+    calls = run.trace.calls
+    return f"cut {cut} of {len(calls)}, after {calls[cut - 1] if cut else 'nothing'}"
+
+
+class _Truth:
+    """What a run has written and promised."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._promised = [(0, run.first)] if run.first else []
+        self._files: dict[str, set[bytes]] = {}
+        self._versions: dict[str, int] = {}
+        disk, trace = run.trace.replay(0), run.trace
+        self._learn(disk.tree(), run.first)
+        promised = dict(trace.marks())
+        for index, op in enumerate(trace.ops):
+            disk.apply(op)
+            if index in promised:
+                self._promised.append((index + 1, promised[index]))
+                self._learn(disk.tree(), promised[index])
+
+    def _learn(self, tree: Tree, version: int) -> None:
+        for path, data in tree.contents().items():
+            if path.endswith(".safetensors") or "/attachments/" in path:
+                self._files.setdefault(path, set()).add(data)
+            if path.endswith(manifest.FILE_NAME):
+                record = _decoded(data)
+                if record is not None:
+                    self._versions.setdefault(record.save, version)
+
+    def whole(self, tree: Tree) -> tuple[frozenset[int], set[str]]:
+        """Versions that are there with every byte, and the files that they need."""
+        files, versions, needed = tree.files, set(), set()
+        for path, (_, data) in files.items():
+            record = _decoded(data) if path.endswith(manifest.FILE_NAME) else None
+            version = self._versions.get(record.save) if record is not None else None
+            if record is None or version is None:
+                continue
+            named = _named(path.rpartition("/")[0], record)
+            if all(at in files and files[at][1] in self._files.get(at, ()) for at in named):
+                versions.add(version)
+                needed |= {path, *named}
+        return frozenset(versions), needed
+
+    def broken_promise(self, outcome: _Outcome, cut: int) -> tuple[str, str] | None:
+        promised = sorted(version for index, version in self._promised if index <= cut)
+        if not promised:
+            return None
+        if outcome.version is None or outcome.version < promised[-1]:
+            return "lost", f"version {promised[-1]} was promised and version {outcome.version} restored"
+        least = promised[-self._run.keeps :]
+        there = [version for version in outcome.whole if version >= least[0]]
+        if len(there) < len(least):
+            return "lost", f"versions {least} were promised, and of those and newer ones {there} are whole"
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _decoded(data: bytes) -> Manifest | None:
+    try:
+        return manifest.decode(data, "a manifest")
+    except HoldfastError:
+        return None
+
+
+def _named(folder: str, record: Manifest) -> list[str]:
+    found = []
+    for path in [*(file.path for file in record.data_files), *(path for path, _, _ in record.attachments)]:
+        above, below = folder, path
+        if path.startswith("../"):
+            above, below = folder.rpartition("/")[0], path[3:]
+        found.append(f"{above}/{below}" if above else below)
+    return found
+
+
+def _look(run: Run, truth: _Truth, tree: Tree, room: Path, *, save_on: bool) -> _Outcome:
+    whole, needed = truth.whole(tree)
+    at = room / "state"
+    at.mkdir()
+    try:
+        tree.materialise(at)
+        version, fault = None, run.watched(tree) if run.watched is not None else ""
+        if fault:
+            return _Outcome(None, whole, ("mixed", fault))
+        try:
+            version = run.restore(at)
+        except AssertionError as error:
+            return _Outcome(None, whole, ("mixed", str(error)))
+        except Exception as error:  # whatever it is, a user would not get on
+            return _Outcome(None, whole, ("refused", f"{type(error).__name__}: {error}".replace(str(at), "")))
+        gone = [path for path in needed if not (at / path).is_file()]
+        if gone:
+            return _Outcome(version, whole, ("swept", f"restore took {gone[0]}, which a checkpoint needs"))
+        if save_on:
+            try:
+                run.save_on(at, (version or 0) + 1)
+            except Exception as error:
+                text = f"{type(error).__name__}: {error}".replace(str(at), "")
+                return _Outcome(version, whole, ("stuck", f"the next save failed: {text}"))
+        return _Outcome(version, whole, None)
+    finally:
+        shutil.rmtree(at)
