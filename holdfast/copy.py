@@ -138,7 +138,7 @@ def _copy_one(source: Place, target: Location, record: Manifest, overwrite: bool
             raise
         if how != "keep":
             _refuse_losses(target, into)
-            storage.make_folder(target)
+            storage.make_home(target)
             commit(target, into, replaces=how == "replace")
     if isinstance(target, Path):
         _tidy(target, into)
