@@ -6,8 +6,6 @@ see itself: which checkpoints are whole is told from the bytes that the run wrot
 
 from __future__ import annotations
 
-import logging
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import Manifest
 from tests.crash.model import Tree
 from tests.crash.profiles import Limits, Profile, states
-from tests.crash.runs import Run, folder
+from tests.crash.runs import Run, Wrong, folder, quiet
 
 SAVE_ON = 8
 """Every so many-th distinct state is saved to once it is restored."""
@@ -30,9 +28,13 @@ SHOWN = 5
 
 @dataclass
 class Report:
-    """What was checked: ``states`` that were built, ``distinct`` ones of them, those by profile, those saved to."""
+    """What was checked: ``states`` that were built, ``distinct`` ones of them, those that were ``saved_to`` after.
+
+    ``calls``: of the run. ``by_profile``: how many distinct ones each was the first to allow.
+    """
 
     run: str
+    calls: int = 0
     states: int = 0
     distinct: int = 0
     saved_to: int = 0
@@ -41,6 +43,23 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     caught_by: set[str] = field(default_factory=set)
+
+    def named(self, name: str) -> Report:
+        self.run = name
+        return self
+
+    def joined(self, other: Report) -> Report:
+        """The sums of both."""
+        self.calls += other.calls
+        self.states += other.states
+        self.distinct += other.distinct
+        self.saved_to += other.saved_to
+        self.by_profile += other.by_profile
+        self.restored += other.restored
+        self.faults += other.faults
+        self.violations += other.violations
+        self.caught_by |= other.caught_by
+        return self
 
 
 @dataclass(frozen=True)
@@ -57,36 +76,31 @@ def judge(
     enough: int | None = None,
 ) -> Report:  # fmt: skip
     """Check the states of a run; with ``enough``, stop at so many violations."""
-    report, truth = Report(run.name), _Truth(run)
+    report, truth = Report(run.name, len(run.trace.ops)), _Truth(run)
     outcomes: dict[bytes, _Outcome] = {}
-    logger = logging.getLogger("holdfast")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with folder() as room:
-            for profile in profiles:
-                for state in states(run.trace, profile, limits, seed, every=every):
-                    report.states += 1
-                    digest = state.tree.digest()
-                    outcome = outcomes.get(digest)
-                    if outcome is None:
-                        save_on = digest[0] % SAVE_ON == 0
-                        outcome = outcomes[digest] = _look(run, truth, state.tree, room, save_on=save_on)
-                        report.by_profile[profile.name] += 1
-                        report.saved_to += save_on
-                        report.restored["nothing" if outcome.version is None else f"version {outcome.version}"] += 1
-                    fault = outcome.fault or truth.broken_promise(outcome, state.cut)
-                    if fault is not None:
-                        kind, text = fault
-                        report.faults[kind] += 1
-                        report.caught_by.add(profile.name)
-                        if report.faults[kind] <= SHOWN:
-                            report.violations.append(f"{kind}: {text}; {profile.name}, {_where(run, state.cut)}")
-                        if enough is not None and report.faults.total() >= enough:
-                            return report
-    finally:
-        logger.setLevel(level)
-        report.distinct = len(outcomes)
+    with quiet():
+        for profile in profiles:
+            for state in states(run.trace, profile, limits, seed, every=every, since=run.since):
+                report.states += 1
+                digest = state.tree.digest()
+                outcome = outcomes.get(digest)
+                if outcome is None:
+                    save_on = run.always_on or digest[0] % SAVE_ON == 0
+                    outcome = outcomes[digest] = _look(run, truth, state.tree, save_on=save_on)
+                    report.by_profile[profile.name] += 1
+                    report.saved_to += save_on
+                    report.restored["nothing" if outcome.version is None else f"version {outcome.version}"] += 1
+                fault = outcome.fault or truth.broken_promise(outcome, state.cut)
+                if fault is not None:
+                    kind, text = fault
+                    report.faults[kind] += 1
+                    report.caught_by.add(profile.name)
+                    if report.faults[kind] <= SHOWN:
+                        report.violations.append(f"{kind}: {text}; {profile.name}, {_where(run, state.cut)}")
+                    if enough is not None and report.faults.total() >= enough:
+                        report.distinct = len(outcomes)
+                        return report
+    report.distinct = len(outcomes)
     return report
 
 
@@ -102,37 +116,32 @@ class _Truth:
         self._run = run
         self._promised = [(0, run.first)] if run.first else []
         self._files: dict[str, set[bytes]] = {}
-        self._versions: dict[str, int] = {}
         disk, trace = run.trace.replay(0), run.trace
-        self._learn(disk.tree(), run.first)
+        self._learn(disk.tree())
         promised = dict(trace.marks())
         for index, op in enumerate(trace.ops):
             disk.apply(op)
             if index in promised:
                 self._promised.append((index + 1, promised[index]))
-                self._learn(disk.tree(), promised[index])
+                self._learn(disk.tree())
 
-    def _learn(self, tree: Tree, version: int) -> None:
+    def _learn(self, tree: Tree) -> None:
         for path, data in tree.contents().items():
             if path.endswith(".safetensors") or "/attachments/" in path:
                 self._files.setdefault(path, set()).add(data)
-            if path.endswith(manifest.FILE_NAME):
-                record = _decoded(data)
-                if record is not None:
-                    self._versions.setdefault(record.save, version)
 
-    def whole(self, tree: Tree) -> tuple[frozenset[int], set[str]]:
-        """Versions that are there with every byte, and the files that they need."""
-        files, versions, needed = tree.files, set(), set()
+    def whole(self, tree: Tree) -> tuple[frozenset[int], dict[str, list[str]]]:
+        """Versions that are there with every byte; and by the paths of their manifests the files that they need."""
+        files, versions, needed = tree.files, set(), {}
         for path, (_, data) in files.items():
             record = _decoded(data) if path.endswith(manifest.FILE_NAME) else None
-            version = self._versions.get(record.save) if record is not None else None
-            if record is None or version is None:
+            if record is None:
                 continue
+            version = int(record.values["version"])
             named = _named(path.rpartition("/")[0], record)
             if all(at in files and files[at][1] in self._files.get(at, ()) for at in named):
                 versions.add(version)
-                needed |= {path, *named}
+                needed[path] = named
         return frozenset(versions), needed
 
     def broken_promise(self, outcome: _Outcome, cut: int) -> tuple[str, str] | None:
@@ -141,8 +150,8 @@ class _Truth:
             return None
         if outcome.version is None or outcome.version < promised[-1]:
             return "lost", f"version {promised[-1]} was promised and version {outcome.version} restored"
-        least = promised[-self._run.keeps :]
-        there = [version for version in outcome.whole if version >= least[0]]
+        least = promised[-self._run.keeps :] if self._run.keeps else []
+        there = [version for version in outcome.whole if not least or version >= least[0]]
         if len(there) < len(least):
             return "lost", f"versions {least} were promised, and of those and newer ones {there} are whole"
         return None
@@ -166,30 +175,27 @@ def _named(folder: str, record: Manifest) -> list[str]:
     return found
 
 
-def _look(run: Run, truth: _Truth, tree: Tree, room: Path, *, save_on: bool) -> _Outcome:
+def _look(run: Run, truth: _Truth, tree: Tree, *, save_on: bool) -> _Outcome:
     whole, needed = truth.whole(tree)
-    at = room / "state"
-    at.mkdir()
-    try:
+    with folder(run.trace.root) as at:
         tree.materialise(at)
-        version, fault = None, run.watched(tree) if run.watched is not None else ""
-        if fault:
-            return _Outcome(None, whole, ("mixed", fault))
         try:
             version = run.restore(at)
-        except AssertionError as error:
+        except Wrong as error:
             return _Outcome(None, whole, ("mixed", str(error)))
         except Exception as error:  # whatever it is, a user would not get on
-            return _Outcome(None, whole, ("refused", f"{type(error).__name__}: {error}".replace(str(at), "")))
-        gone = [path for path in needed if not (at / path).is_file()]
+            return _Outcome(None, whole, ("refused", _told(error, at)))
+        kept = [path for path in needed if not run.retires or (at / path).is_file()]
+        gone = [path for main in kept for path in (main, *needed[main]) if not (at / path).is_file()]
         if gone:
             return _Outcome(version, whole, ("swept", f"restore took {gone[0]}, which a checkpoint needs"))
         if save_on:
             try:
                 run.save_on(at, (version or 0) + 1)
             except Exception as error:
-                text = f"{type(error).__name__}: {error}".replace(str(at), "")
-                return _Outcome(version, whole, ("stuck", f"the next save failed: {text}"))
+                return _Outcome(version, whole, ("stuck", f"the next save failed: {_told(error, at)}"))
         return _Outcome(version, whole, None)
-    finally:
-        shutil.rmtree(at)
+
+
+def _told(error: Exception, at: Path) -> str:
+    return f"{type(error).__name__}: {error}".replace(str(at), "")

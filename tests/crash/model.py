@@ -162,9 +162,10 @@ def written(data: bytes, offset: int, new: bytes) -> bytes:
     return data[:offset].ljust(offset, b"\0") + new + data[offset + len(new) :]
 
 
-def snapshot(at: Path) -> Disk:
-    """A real folder as a disk."""
-    disk, numbers = Disk(), {}
+def snapshot(at: Path) -> tuple[Disk, dict[int, int]]:
+    """A real folder as a disk, and the numbers of its files by their inodes."""
+    disk = Disk()
+    numbers: dict[int, int] = {}
 
     def look(folder: Path, number: int) -> None:
         for entry in sorted(os.scandir(folder), key=lambda e: e.name):
@@ -184,19 +185,24 @@ def snapshot(at: Path) -> Disk:
         return 1 + len(disk.folders) + len(disk.files)
 
     look(at, ROOT)
-    return disk
+    return disk, numbers
 
 
 @dataclass
 class Trace:
-    """What was done to a disk, in order; ``start`` is durable. ``threads``: who did it, ``calls``: as it was called."""
+    """What was done to a disk, in order; ``start`` is durable, ``root`` was its topmost folder.
+
+    ``threads``: who did each, ``calls``: what it was called. ``left``: what was really there at the end.
+    """
 
     start: Disk
+    root: Path = Path()
     ops: list[Op] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     made_files: list[int] = field(default_factory=list)
     made_folders: list[int] = field(default_factory=list)
+    left: Tree | None = None
 
     def replay(self, cut: int | None = None) -> Disk:
         """The disk after all operations before the cut (all), none of them lost."""

@@ -1,4 +1,4 @@
-"""What of a `Trace` may be on disk after a power cut: a rule for each kind of file system, and the states that it allows.
+"""What of a `Trace` may be on disk after a power cut: a rule for each kind of file system, and the states it allows.
 
 `states` walks over all prefixes of a trace. Where a rule leaves few choices all of them are made, where it leaves many
 the corners (nothing, everything, all but one, one alone, each prefix) and a seeded sample. docs/crash-safety.md says
@@ -26,11 +26,13 @@ STALE = bytes(range(1, 256)) * 17
 class Profile:
     """One kind of file system.
 
-    ``names`` says in which order changes of names and sizes become durable: ``"journal"``: in the order they were made,
-    and any sync takes all before it along; ``"log"``: the same order, but a sync takes along only what was made before
-    the last change of its own file or folder; ``"tree"``: in order, but what was synced may overtake the rest; ``"any"``: any of
-    them, but for those that a sync of their folder has made durable; ``"at once"``: each before its call returns.
-    ``torn``: the unit in which unsynced bytes are lost. ``size``: how a file looks whose new end was not written:
+    ``names`` says in which order changes of names and sizes become durable. ``"journal"``: in the order they were made,
+    and any sync takes all before it along. ``"log"``: the same order, but a sync takes along only what was made before
+    the last change of its own file or folder. ``"tree"``: in order, but what was synced may overtake the rest.
+    ``"any"``: any of them, but for those that a sync of their folder has made durable. ``"at once"``: each before its
+    call returns.
+
+    ``torn``: the unit in which unsynced bytes are lost. ``size``: how a file looks whose new end was not written.
     ``"written"``: it ends where the bytes that are there end; ``"holes"``: zeros for what is missing; ``"stale"``: what
     the disk held there before; ``"any"``: any of these.
     """
@@ -71,12 +73,12 @@ class Limits:
     states: int = 96
 
 
-def states(trace: Trace, profile: Profile, limits: Limits = Limits(), seed: int = 0, *, every: int = 1) -> Iterator[State]:
-    """States after each ``every``-th prefix, and after all; the same one may come more than once."""
+def states(
+    trace: Trace, profile: Profile, limits: Limits = Limits(), seed: int = 0, *, every: int = 1, since: int = 0
+) -> Iterator[State]:
+    """States after all, then of each ``every``-th prefix down to ``since``; the same one may come more than once."""
     history = History(trace)
-    for cut in range(len(trace.ops) + 1):
-        if cut % every and cut != len(trace.ops):
-            continue
+    for cut in range(len(trace.ops), since - 1, -every):
         chance = random.Random(f"{seed}/{profile.name}/{cut}")
         for kept, contents in _choices(history, cut, profile, limits, chance):
             yield State(cut, profile.name, history.tree(cut, kept, contents))

@@ -28,8 +28,9 @@ class Recorder:
 
     def __init__(self, root: Path, rule: Rule | None = None) -> None:
         self.root = root.resolve()
-        self.trace = Trace(snapshot(self.root))
-        self._now: Disk = self.trace.start.copy()
+        start, self._files = snapshot(self.root)
+        self.trace = Trace(start, self.root)
+        self._now: Disk = start.copy()
         self._rule = rule
         self._count = 0
         self._one = threading.RLock()
@@ -41,52 +42,71 @@ class Recorder:
             self._add(Mark(version), f"promised {version}")
 
     def hook(self, call: disk.Call, do: Callable[[], Any]) -> Any:
-        if call.verb in LOOKS or self._below(call.target or call.path) is None:
+        """What `engine/disk.py` asks before each call."""
+        if call.verb in LOOKS:
             return do()
         with self._one:
+            if not self._is_ours(call):
+                return do()
             number, self._count = self._count, self._count + 1
-            before = os.path.lexists(call.target if call.verb == "link" else call.path)
-            returned: list[Any] = []
+            before = os.path.lexists(call.path)
 
             def done() -> Any:
-                returned.append(do())
-                self._note(call, before, returned[0])
-                return returned[0]
+                result = do()
+                self._note(call, before, result)
+                return result
 
             return done() if self._rule is None else self._rule(number, call, done)
 
+    def _is_ours(self, call: disk.Call) -> bool:
+        if call.fd >= 0:
+            return os.fstat(call.fd).st_ino in self._files
+        return self._below(call.target or call.path) is not None
+
     def _note(self, call: disk.Call, before: bool, result: Any) -> None:
-        path = self._below(call.path)
-        told = f"{call.verb} {path if path is not None else call.path}"
-        if call.verb == "create":
-            if not before:
-                self._add(Enter((self._name(call.path, self._new_file()),)), told)
-            elif os.path.getsize(call.path) == 0 and self._now.files[self._number(call.path)]:
-                self._add(Size(self._number(call.path), 0), told)
-        elif call.verb == "write":
-            data = bytes(memoryview(call.data).cast("B")[: result if isinstance(result, int) else None])
-            self._add(Write(self._number(call.path), call.offset, data), f"{told} {call.offset}+{len(data)}")
-        elif call.verb in ("cut", "reserve"):
-            self._add(Size(self._number(call.path), call.offset, call.verb == "reserve"), f"{told} {call.offset}")
-        elif call.verb == "sync":
-            self._add(Sync(self._number(call.path)), told)
-        elif call.verb == "sync folder":
-            self._add(SyncFolder(self._number(call.path)), told)
-        elif call.verb == "make folder":
-            if not before:
-                self._add(Enter((self._name(call.path, self._new_folder()),)), told)
-        elif call.verb == "link":
-            self._add(Enter((self._name(call.target, self._number(call.path)),)), f"{told} as {self._below(call.target)}")
-        elif call.verb == "replace":
-            moved = self._number(call.path)
-            self._add(
-                Enter((self._name(call.path, None), self._name(call.target, moved))), f"{told} as {self._below(call.target)}"
-            )
-        elif call.verb in ("delete", "remove folder"):
-            if before:
+        path, target = self._below(call.path), self._below(call.target) if call.target else ""
+        told = f"{call.verb} {path or '.'}" + (f" as {target}" if target else "")
+        match call.verb:
+            case "create" if not before:
+                self._next += 1
+                self._files[os.fstat(result).st_ino] = self._next
+                self._now.files[self._next] = b""
+                self.trace.made_files.append(self._next)
+                self._add(Enter((self._name(call.path, self._next),)), told)
+            case "create":  # one that was there, and may have been cut to nothing
+                number = self._number(call.path)
+                if self._now.files[number] and not os.fstat(result).st_size:
+                    self._add(Size(number, 0), told)
+            case "write":
+                data = bytes(memoryview(call.data).cast("B")[:result])
+                number = self._of(call.fd)
+                offset = len(self._now.files[number]) if call.offset < 0 else call.offset
+                self._add(Write(number, offset, data), f"{told} {offset}+{len(data)}")
+            case "cut" | "reserve":
+                self._add(Size(self._of(call.fd), call.offset, call.verb == "reserve"), f"{told} {call.offset}")
+            case "sync":
+                self._add(Sync(self._of(call.fd)), told)
+            case "sync folder":
+                self._add(SyncFolder(self._number(call.path)), told)
+            case "make folder":
+                self._next += 1
+                self._now.folders[self._next] = {}
+                self.trace.made_folders.append(self._next)
+                self._add(Enter((self._name(call.path, self._next),)), told)
+            case "link":
+                self._add(Enter((self._name(call.target, self._number(call.path)),)), told)
+            case "exchange" if result:
+                one, other = self._number(call.path), self._number(call.target)
+                self._add(Enter((self._name(call.path, other), self._name(call.target, one))), told)
+            case "replace" | "rename" if result is not False:
+                moved = self._number(call.path)
+                self._add(Enter((self._name(call.path, None), self._name(call.target, moved))), told)
+            case "delete" | "remove folder":
                 self._add(Enter((self._name(call.path, None),)), told)
-        else:
-            raise NotImplementedError(f"the model knows no {call.verb!r}")
+            case "rename" | "exchange":
+                pass  # it was not to be had
+            case other:
+                raise NotImplementedError(f"the model knows no {other!r}")
 
     def _add(self, op: Op, told: str) -> None:
         self._now.apply(op)
@@ -113,17 +133,9 @@ class Recorder:
         folder, name = os.path.split(path)
         return self._number(folder), name, target
 
-    def _new_file(self) -> int:
-        self._next += 1
-        self._now.files[self._next] = b""
-        self.trace.made_files.append(self._next)
-        return self._next
-
-    def _new_folder(self) -> int:
-        self._next += 1
-        self._now.folders[self._next] = {}
-        self.trace.made_folders.append(self._next)
-        return self._next
+    def _of(self, fd: int) -> int:
+        # By its inode: a path may be told that it has only later.
+        return self._files[os.fstat(fd).st_ino]
 
 
 @contextmanager
@@ -132,3 +144,4 @@ def recorded(root: Path, rule: Rule | None = None) -> Iterator[Recorder]:
     recorder = Recorder(root, rule)
     with disk.hooked(recorder.hook):
         yield recorder
+    recorder.trace.left = snapshot(recorder.root)[0].tree()

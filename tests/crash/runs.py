@@ -1,20 +1,19 @@
-"""Real runs of the library, small, recorded: each operation whose crash states are checked.
+"""What a recorded run of the library is, the states that it saves, its ranks, and what users do after a power cut.
 
-A `Run` is a trace and what must hold after a cut anywhere in it. Ranks are threads of this process. Nothing here knows
-how states are built or judged.
+`operations` makes runs of these. Nothing here knows how states of the disk are built or judged.
 """
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +22,9 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import CheckpointManager, Keep
-from holdfast.engine import disk
+from holdfast import CheckpointManager
 from holdfast.engine.ranks import Ranks, ranks_of
-from tests.crash.model import Trace, Tree
-from tests.crash.record import Recorder, Rule, recorded
+from tests.crash.model import Trace
 
 ROWS, WIDTH = 12, 40
 STEP = "step-{step:09d}"
@@ -39,7 +36,7 @@ class Run:
 
     ``restore(root)`` is what a user does after the cut: it returns the version that it got, or None if there is none,
     and raises `Wrong` if what it got is no version. ``save_on(root, version)`` goes on from there. Of versions that
-    were promised the newest ``keeps`` must be whole on disk.
+    were promised the newest ``keeps`` must be whole on disk (0: they are no checkpoints of ours, and only restored).
     """
 
     name: str
@@ -48,8 +45,9 @@ class Run:
     save_on: Callable[[Path, int], None]
     keeps: int = 1
     first: int = 0  # the version that is promised before the run begins; 0: none
-    versions: dict[str, int] = field(default_factory=dict)  # by save id; filled by `judge`
-    watched: Callable[[Tree], str] | None = None  # what else must hold of a state by itself
+    since: int = 0  # cuts before this one are of no interest
+    retires: bool = False  # to restore may delete whole checkpoints, by a rule of what to keep
+    always_on: bool = False  # ``save_on`` every state, and not a sample of them
 
 
 class Wrong(AssertionError):
@@ -112,10 +110,10 @@ def _ranks_of(group: Any = None) -> Ranks:
 
 @contextmanager
 def _ranks_by_thread() -> Iterator[None]:
-    with mock.patch("holdfast.manager.ranks_of", _ranks_of), mock.patch("holdfast.saver.ranks_of", _ranks_of):
-        with mock.patch("holdfast.save.ranks_of", _ranks_of), mock.patch("holdfast.load.ranks_of", _ranks_of):
-            with mock.patch("holdfast.convert.ranks_of", _ranks_of):
-                yield
+    with ExitStack() as patches:
+        for module in ("manager", "saver", "save", "load", "convert"):
+            patches.enter_context(mock.patch(f"holdfast.{module}.ranks_of", _ranks_of))
+        yield
 
 
 def together(size: int, work: Callable[[int], Any]) -> list[Any]:
@@ -131,13 +129,29 @@ def together(size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
-    """A new folder in memory."""
-    at = Path(tempfile.mkdtemp(prefix="crash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)).resolve()
+def folder(again: Path | None = None) -> Iterator[Path]:
+    """A new folder in memory; or one that was there before, as some files hold the paths of others."""
+    if again is not None:
+        at = again
+        at.mkdir()
+    else:
+        at = Path(tempfile.mkdtemp(prefix="crash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)).resolve()
     try:
         yield at
     finally:
         shutil.rmtree(at, ignore_errors=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The library's log is for people, and what happens here happens on purpose."""
+    logger = logging.getLogger("holdfast")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 # What users do after a cut
@@ -189,85 +203,3 @@ def save_at(name: str) -> Callable[[Path, int], None]:
             raise Wrong(f"version {version} was saved and is not there")
 
     return save
-
-
-# The operations
-
-
-def plain_save(size: int = 2, *, rule: Rule | None = None) -> Run:
-    """One save that training waits for, into a new folder."""
-    with folder() as root, recorded(root, rule) as seen:
-        def work(rank: int) -> None:
-            holdfast.save(state_of(1, rank, size), root / "latest", files={"note": b"one"})
-            if rank == 0:
-                seen.mark(1)
-
-        together(size, work)
-    return Run("save", seen.trace, load_at("latest"), save_at("latest"))
-
-
-def save_over(size: int = 2, *, rule: Rule | None = None) -> Run:
-    """``overwrite=True``, twice, over a checkpoint that is durable."""
-    with folder() as root:
-        together(size, lambda rank: holdfast.save(state_of(1, rank, size), root / "latest", files={"note": b"1"}))
-        with recorded(root, rule) as seen:
-            def work(rank: int) -> None:
-                for version in (2, 3):
-                    state = state_of(version, rank, size)
-                    holdfast.save(state, root / "latest", overwrite=True, files={"note": b"%d" % version})
-                    if rank == 0:
-                        seen.mark(version)
-
-            together(size, work)
-    return Run("save over", seen.trace, load_at("latest"), save_at("latest"), first=1)
-
-
-def training(name: str, steps: int, size: int, *, rule: Rule | None = None, keeps: int = 2, **how: Any) -> Run:
-    """A run of a manager from its first step."""
-    with folder() as root, recorded(root, rule) as seen:
-        def work(rank: int) -> None:
-            with manager(root, **how) as found:
-                found.restore(blank())
-                for version in range(1, steps + 1):
-                    found.step(version, state_of(version, rank, size))
-                    found.wait()
-                    if rank == 0:
-                        seen.mark(version)
-
-        together(size, work)
-    again = {key: value for key, value in how.items() if key != "worker"}
-    return Run(
-        name, seen.trace, lambda at: restore_run(at, **again), lambda at, version: train_on(at, version, **again), keeps
-    )
-
-
-def sweep(*, rule: Rule | None = None) -> Run:
-    """Steps that go: ``Keep(last=2)``."""
-    return training("sweep", 5, 2, keep=Keep(last=2), rule=rule)
-
-
-def thin(*, rule: Rule | None = None) -> Run:
-    """Sections that go: optimizers of older steps, and steps that stay as models."""
-    return training("thin", 5, 2, keep=Keep(last=2, optimizer_last=1, model_every=2), rule=rule)
-
-
-def incremental(*, rule: Rule | None = None) -> Run:
-    """Saves that link what has not changed, and bases that are swept."""
-    return training("incremental", 5, 2, keep=Keep(last=2), incremental=True, rule=rule)
-
-
-def no_links(number: int, call: disk.Call, do: Callable[[], Any]) -> Any:
-    """A file system without hard links for data files."""
-    if call.verb == "link" and call.target.endswith(".safetensors"):
-        raise OSError(errno.EPERM, "no links here", call.path)
-    return do()
-
-
-def citing(*, rule: Rule = no_links) -> Run:
-    """The same where files cannot be linked, and are cited where they lie."""
-    return training("citing", 5, 2, keep=Keep(last=2), incremental=True, rule=rule)
-
-
-def background(*, rule: Rule | None = None) -> Run:
-    """Saves in the background, whose parts lie on disk before the commit; swept as they go."""
-    return training("background", 3, 2, keep=Keep(last=2), worker="thread", rule=rule)
