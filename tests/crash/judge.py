@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.errors import HoldfastError
 from holdfast.ondisk import manifest
@@ -114,35 +115,30 @@ class _Truth:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        # Data files and attachments are written once: what they hold in the end is what they were to hold.
+        self._files = run.trace.replay().files
         self._promised = [(0, run.first)] if run.first else []
-        self._files: dict[str, set[bytes]] = {}
-        disk, trace = run.trace.replay(0), run.trace
-        self._learn(disk.tree())
-        promised = dict(trace.marks())
-        for index, op in enumerate(trace.ops):
-            disk.apply(op)
-            if index in promised:
-                self._promised.append((index + 1, promised[index]))
-                self._learn(disk.tree())
+        self._promised += [(index + 1, version) for index, version in run.trace.marks()]
 
-    def _learn(self, tree: Tree) -> None:
-        for path, data in tree.contents().items():
-            if path.endswith(".safetensors") or "/attachments/" in path:
-                self._files.setdefault(path, set()).add(data)
-
-    def whole(self, tree: Tree) -> tuple[frozenset[int], dict[str, list[str]]]:
-        """Versions that are there with every byte; and by the paths of their manifests the files that they need."""
-        files, versions, needed = tree.files, set(), {}
-        for path, (_, data) in files.items():
-            record = _decoded(data) if path.endswith(manifest.FILE_NAME) else None
-            if record is None:
+    def seen(self, tree: Tree) -> _Seen:
+        """What the checkpoints of a tree are, by the bytes that were written."""
+        versions, needed, broken = set(), {}, ""
+        for path, (_, data) in tree.files.items():
+            if not path.endswith(manifest.FILE_NAME) or ".partial/content/" in path:
                 continue
-            version = int(record.values["version"])
-            named = _named(path.rpartition("/")[0], record)
-            if all(at in files and files[at][1] in self._files.get(at, ()) for at in named):
-                versions.add(version)
+            record = _decoded(data)
+            named = _named(path.rpartition("/")[0], record) if record is not None else []
+            lacking = [at for at in named if not self._is_whole(tree, at)]
+            if record is None or lacking:
+                broken = f"{path} stands" + (f", and {lacking[0]} is not whole" if lacking else " and cannot be read")
+            else:
+                versions.add(int(record.values["version"]))
                 needed[path] = named
-        return frozenset(versions), needed
+        return _Seen(frozenset(versions), needed, broken)
+
+    def _is_whole(self, tree: Tree, path: str) -> bool:
+        number, data = tree.files.get(path, (-1, b""))
+        return number in self._files and data == self._files[number]
 
     def broken_promise(self, outcome: _Outcome, cut: int) -> tuple[str, str] | None:
         promised = sorted(version for index, version in self._promised if index <= cut)
@@ -155,6 +151,17 @@ class _Truth:
         if len(there) < len(least):
             return "lost", f"versions {least} were promised, and of those and newer ones {there} are whole"
         return None
+
+
+class _Seen(NamedTuple):
+    """``whole``: versions that are there with every byte; ``needed``: by the paths of their manifests, their files.
+
+    ``broken``: the manifest of a checkpoint that is not whole: a folder with a manifest has to be.
+    """
+
+    whole: frozenset[int]
+    needed: dict[str, list[str]]
+    broken: str
 
 
 @lru_cache(maxsize=1024)
@@ -176,7 +183,9 @@ def _named(folder: str, record: Manifest) -> list[str]:
 
 
 def _look(run: Run, truth: _Truth, tree: Tree, *, save_on: bool) -> _Outcome:
-    whole, needed = truth.whole(tree)
+    whole, needed, broken = truth.seen(tree)
+    if broken:
+        return _Outcome(None, whole, ("broken", broken))
     with folder(run.trace.root) as at:
         tree.materialise(at)
         try:
