@@ -17,7 +17,7 @@ from tests.crash.judge import Report, judge
 from tests.crash.profiles import PROFILES, Limits, State, states
 from tests.crash.runs import Run
 
-QUICK = Limits(names=8, bytes=6, states=8)
+QUICK = Limits(names=6, bytes=4, states=6)
 FULL = Limits(names=24, bytes=12, states=32)
 
 
@@ -53,7 +53,7 @@ def check(name: str, *, quick: bool, seed: int) -> list[Report]:
             found[kind] = found[kind].joined(one) if kind in found else one.named(kind)
         return list(found.values())
     run = operations.OPERATIONS[name]()
-    return [judge(run, PROFILES.values(), limits, seed=seed, every=max(len(run.trace.ops) // 25, 1) if quick else 1)]
+    return [judge(run, PROFILES.values(), limits, seed=seed, every=max(len(run.trace.ops) // 20, 1) if quick else 1)]
 
 
 def main(arguments: list[str]) -> int:

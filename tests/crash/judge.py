@@ -124,7 +124,7 @@ class _Truth:
         """What the checkpoints of a tree are, by the bytes that were written."""
         versions, needed, broken = set(), {}, ""
         for path, (_, data) in tree.files.items():
-            if not path.endswith(manifest.FILE_NAME) or ".partial/content/" in path:
+            if not path.endswith(manifest.FILE_NAME) or ".partial/" in path:
                 continue
             record = _decoded(data)
             named = _named(path.rpartition("/")[0], record) if record is not None else []

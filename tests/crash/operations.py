@@ -248,7 +248,8 @@ def convert(to: str = "holdfast", *, rule: Rule | None = None) -> Run:
         with recorded(root, rule) as seen:
             make(root)
             seen.mark(2)
-    return Run(f"convert to {to}", seen.trace, restore, make_again, keeps=0, first=1, always_on=True)
+    told = f"convert to {to}" if rule is None else "convert without exchange"
+    return Run(told, seen.trace, restore, make_again, keeps=0, first=1, always_on=True)
 
 
 @contextmanager
