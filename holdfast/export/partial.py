@@ -255,10 +255,10 @@ def _exchange(made: Path, target: Path, aside: Path) -> Path | None:
     """``made`` under the target's name; what was there before is where the answer says."""
     if disk.exchange(made, target):
         return made
-    # A file system that can do neither: a file is replaced all the same, but where a folder was there is nothing under
-    # the target's name for a moment. Who comes to an end in it leaves it aside, for the next call to put it back.
+    # A file system that can do neither: a file takes the place of a file all the same, but with folders there is a
+    # moment with nothing under the target's name. Who ends in it leaves the old one aside, to be put back.
     old = None
-    if target.is_dir() and not target.is_symlink():
+    if target.exists() and (made.is_dir() or target.is_dir()):
         disk.replace(target, aside)
         old = aside
     disk.replace(made, target)

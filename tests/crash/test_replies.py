@@ -42,8 +42,8 @@ CASES: list[tuple[Callable[[Path], None], Callable[[Path], int | None], Callable
 
 @pytest.mark.parametrize("work, restore, save_on", CASES, ids=["over one", "a step"])
 def test_a_lost_reply_loses_nothing(work: Any, restore: Any, save_on: Any) -> None:
-    number, lost = 0, 0
-    while True:
+    number, last, lost = -1, 0, 0
+    while number <= last:
         hit = ""
 
         def rule(at: int, call: disk.Call, do: Callable[[], Any]) -> Any:
@@ -64,7 +64,6 @@ def test_a_lost_reply_loses_nothing(work: Any, restore: Any, save_on: Any) -> No
             save_on(root, 3)
             assert restore(root) == 3
         lost += bool(hit)
+        last = max(last, len(seen.trace.ops))
         number += 1
-        if number > len(seen.trace.ops):
-            break
-    assert lost > 5
+    assert lost >= 4
