@@ -7,6 +7,7 @@ Never does I/O and never knows about ranks beyond carrying their numbers.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,6 +18,7 @@ class HoldfastError(Exception):
     Attributes (each ``None`` where it does not apply): ``rank``, ``host``, ``phase`` and ``file`` say where
     the first failure happened; ``cause`` is that failure's own text. They are equal on every rank. ``settled`` is
     False if it is not known whether a save was committed, because the first rank or the store died at the end.
+    ``absent`` are the ranks that did not come, of a failure that is a RankLost; ``rank`` is the first of them.
     """
 
     rank: int | None = None
@@ -25,6 +27,7 @@ class HoldfastError(Exception):
     file: str | None = None
     cause: str | None = None
     settled: bool = True
+    absent: tuple[int, ...] = ()
 
 
 class SaveFailed(HoldfastError, RuntimeError):
@@ -99,7 +102,7 @@ def _save_failed_as(kind: str) -> type[HoldfastError]:
     return type("SaveFailed", (SaveFailed, cause), {"__module__": __name__, "__doc__": SaveFailed.__doc__})
 
 
-def error_from(failure: Failure, *, saving: bool, settled: bool = True) -> HoldfastError:
+def error_from(failure: Failure, *, saving: bool, settled: bool = True, absent: Sequence[int] = ()) -> HoldfastError:
     """The exception that every rank raises for ``failure``: the same class, text and attributes everywhere."""
     where = f"rank {failure.rank} on {failure.host}, phase {failure.phase}"
     if failure.file and failure.file not in failure.message:
@@ -112,6 +115,7 @@ def error_from(failure: Failure, *, saving: bool, settled: bool = True) -> Holdf
         error = _KINDS.get(failure.kind, HoldfastError)(f"{failure.message} ({where})")
     error.rank, error.host, error.phase = failure.rank, failure.host, failure.phase
     error.file, error.cause, error.settled = failure.file, failure.message, settled
+    error.absent = tuple(absent)
     if failure.errno is not None and isinstance(error, OSError):
         error.errno = failure.errno
     return error

@@ -14,28 +14,20 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.arena import WINDOW, Slot, windows_for
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
-from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import DEADLINE, Call, ranks_of
+from holdfast.engine.ring import Ring
 from holdfast.engine.save_work import SaveWork
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.engine.worker import ThreadWorker
 from holdfast.errors import Unsupported
 from holdfast.ondisk.manifest import FORMAT
 
 RUN = secrets.token_hex(8)
 """Marks what this process saves as one run's."""
-
-WINDOWS = 4
-
-PART, PARTS = 8 << 20, 12
-"""Windows for a store: as large as a part of an upload, and so many that latency is hidden; 96 MiB."""
-
 
 Base = str | os.PathLike[str] | Place | Checkpoint
 """What a save may cite: the path of a checkpoint, or the checkpoint."""
@@ -45,7 +37,7 @@ def save(
     state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
     step: int | None = None, base: Base | Previous | None = None,
     files: Attached | None = None, group: dist.ProcessGroup | None = None,
-    deadline: float = DEADLINE, run: str | None = None, label: str | None = None,
+    deadline: float = DEADLINE, run: str | None = None, label: str | None = None, degraded: bool = False,
 ) -> Checkpoint:  # fmt: skip
     """Save ``state`` to ``path``, a folder or a URL, and return once it is committed and durable.
 
@@ -58,6 +50,9 @@ def save(
     With ``base``, an earlier checkpoint beside ``path``, only what differs from it is written: a piece whose bytes are
     equal stays in the file that has it, which is hard-linked, or, in a store, cited. See docs/incremental.md.
 
+    With ``degraded`` the save commits although ranks are lost while they write, if others hold all that those were to
+    write: they write it too. The first rank's word counts. See docs/degraded.md.
+
     Host memory beyond the state stays below 128 MiB a rank, whatever its size. Raises SaveFailed, the same on every
     rank and also the built-in error of its cause (OSError, TypeError, ValueError, TimeoutError); then nothing was
     committed, training may go on, and an older checkpoint at ``path`` is as it was.
@@ -67,18 +62,20 @@ def save(
     with no_collection(), ranks.call(label or label_of(folder, step), deadline=deadline, saving=True) as call:
         save_in(
             call, state, folder, step=step, files=files or {}, overwrite=overwrite, run=run or RUN,
-            previous=previous_of(base, deadline),
+            previous=previous_of(base, deadline), degraded=degraded,
         )  # fmt: skip
     return Checkpoint(folder, monotonic() - began)
 
 
 def save_in(
     call: Call, state: Mapping[str, Any], folder: Location, *, step: int | None, files: Attached, overwrite: bool,
-    run: str, previous: Previous | None = None,
+    run: str, previous: Previous | None = None, degraded: bool = False,
 ) -> None:  # fmt: skip
     """All of a save, within a call of the ranks that is under way."""
     with Ring(remote=isinstance(folder, Place)) as ring:
-        work = SaveWork(call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous)
+        work = SaveWork(
+            call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded
+        )
         work.gather(state, files)
         work.plan(call)
         work.settle(call)
@@ -96,31 +93,6 @@ def previous_of(base: Base | Previous | None, deadline: float) -> Previous | Non
         return found
 
     return Previous(choose, required=True)
-
-
-class Ring:
-    """A few windows that go round, and threads that write them, for one save."""
-
-    def __init__(self, *, remote: bool = False) -> None:
-        self._worker = ThreadWorker()
-        self._window, self._most = (PART, PARTS) if remote else (WINDOW, WINDOWS)
-
-    def __enter__(self) -> Ring:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._worker.close()
-
-    def take(self, sizes: list[int], *, pinned: bool) -> Slot:
-        """Windows as large as the largest file needs; for a store, as all files need together; no more than a few."""
-        largest = max([1, *sizes])
-        window = min(self._window, -(-largest // SECTOR) * SECTOR)
-        slot = Slot(0, self._worker, window=window)
-        slot.reserve(min(self._most, windows_for(sizes if self._window == PART else [largest], window) or 1))
-        return slot
-
-    def give(self) -> None:
-        """The memory goes with the save."""
 
 
 def step_of(state: Mapping[str, Any], step: int | None) -> int | None:

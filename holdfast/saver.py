@@ -50,6 +50,9 @@ class Saver:
     bytes: a larger state goes through in waves. When no slot is free, ``busy="wait"`` makes `save` wait and
     ``busy="skip"`` skips the save, on all ranks alike. Each phase of a save may take ``deadline`` seconds.
 
+    With ``degraded`` a save commits although ranks are lost while they write, if others hold what those were to write.
+    Till then each rank keeps copies of another one's share, beside the slots; see docs/degraded.md.
+
         with holdfast.Saver() as saver:
             saver.prepare(state)            # optional: the first save then costs what any other costs
             for step in ...:
@@ -64,13 +67,13 @@ class Saver:
     def __init__(
         self, *, worker: Literal["process", "thread"] = "process", slots: int = 1,
         busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
-        group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
+        group: dist.ProcessGroup | None = None, deadline: float = DEADLINE, degraded: bool = False,
     ) -> None:  # fmt: skip
         if worker not in ("process", "thread") or busy not in ("wait", "skip") or slots < 1:
             raise ValueError(f'worker={worker!r} is "process" or "thread", busy={busy!r} "wait" or "skip", slots >= 1')
         if memory_limit is not None and memory_limit < 2 * slots * WINDOW:
             raise ValueError(f"memory_limit={memory_limit} must be at least {2 * slots * WINDOW}: two windows a slot")
-        self._kind, self._busy, self._deadline = worker, busy, deadline
+        self._kind, self._busy, self._deadline, self._degraded = worker, busy, deadline, degraded
         self._windows = None if memory_limit is None else memory_limit // slots // WINDOW
         main = ranks_of(group)
         # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
@@ -150,7 +153,7 @@ class Saver:
         before = self._savings[-1] if self._savings else None
         work = SaveWork(
             self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
-            busy=number is None, recall=self._recall, previous=previous,
+            busy=number is None, recall=self._recall, previous=previous, degraded=self._degraded,
         )  # fmt: skip
         held: list[Held] = []
         if earlier is None:

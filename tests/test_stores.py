@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import holdfast
 from holdfast.engine import storage
 from holdfast.engine.arena import WINDOW
+from holdfast.engine.ring import PART, PARTS
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
-from holdfast.save import PART, PARTS
 from holdfast.steps import Steps
 from tests import pool
 from tests.servers import Server

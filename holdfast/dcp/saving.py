@@ -22,10 +22,11 @@ from holdfast.dcp.flattened import Description
 from holdfast.dcp.states import has_optimizer, state_to_save
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
+from holdfast.engine.ring import Ring
 from holdfast.engine.save_work import SaveWork
 from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected
-from holdfast.save import RUN, Ring, label_of, save_in, step_of
+from holdfast.save import RUN, label_of, save_in, step_of
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 

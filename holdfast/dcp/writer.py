@@ -29,6 +29,7 @@ from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.memory import no_collection
 from holdfast.engine.plan import plan_of
 from holdfast.engine.ranks import Ranks
+from holdfast.engine.ring import Ring
 from holdfast.engine.state import Collected
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
@@ -36,7 +37,7 @@ from holdfast.engine.write import Image, OpenFiles, Writing
 from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import FileRecord
-from holdfast.save import RUN, Ring
+from holdfast.save import RUN
 
 BEGUN = ".manifest.begun.tmp"
 """The first rank's word to the others, beside the data until the commit; what a dead save leaves of it is swept."""

@@ -40,7 +40,8 @@ class Agreement:
     """What the ranks agreed on: the save's id, the distinct layouts, and which rank has which.
 
     ``plan`` stands for the plan that follows from these. ``joined`` are the values of modules and optimizers of all
-    ranks; the first rank alone knows them, and only where ranks differ.
+    ranks; the first rank alone knows them, and only where ranks differ. ``bequest`` is what the first rank has left
+    for the case that it is lost, if it did.
     """
 
     save: str
@@ -48,19 +49,34 @@ class Agreement:
     layouts: list[Layout]
     layout_of: list[int]
     joined: OwnedJoin | None
+    bequest: Bequest | None = None
+
+
+class Bequest(msgspec.Struct, array_like=True):
+    """What a commit needs of the first rank, and can be told to all: so any rank can do it in its place.
+
+    ``attached`` are names, sizes and digests of the files that it attaches, ``owned`` the distinct digests of values of
+    modules and optimizers, and ``owned_by`` which of them each rank has; both empty if all have the same.
+    """
+
+    run: str
+    attached: list[tuple[str, int, str]]
+    owned: list[bytes] = []
+    owned_by: list[int] = []
 
 
 def agree(
     call: Call, bring: Callable[[], tuple[Collected, Layout]], *, busy: bool, allow: Callable[[], None],
-    begun: Callable[[str], None],
+    begun: Callable[[str], None], leave: Callable[[], Bequest | None] = lambda: None,
 ) -> Agreement | None:  # fmt: skip
     """Two rounds at the most; None if a rank is ``busy`` and the save is skipped.
 
     ``bring`` gives this rank's state, or raises why it has none. ``allow`` runs on the first rank, and raises if the
     save may not take place. ``begun`` is told the save's id, from which on there may be something to clean up.
+    ``leave`` is what the first rank bequeaths, but for ``owned``.
     Raises what every rank raises: SaveFailed.
     """
-    return _Agreeing(call, bring, busy, allow).run(begun)
+    return _Agreeing(call, bring, busy, allow, leave).run(begun)
 
 
 def plan_for(ranks: Ranks, agreement: Agreement) -> Plan:
@@ -92,6 +108,7 @@ class _Decision(msgspec.Struct, array_like=True):
     save: bytes
     plan: bytes = b""
     news: _News | None = None
+    bequest: Bequest | None = None
 
 
 class _News(msgspec.Struct, array_like=True):
@@ -162,6 +179,7 @@ class _Agreeing:
     bring: Callable[[], tuple[Collected, Layout]]
     busy: bool
     allow: Callable[[], None]
+    leave: Callable[[], Bequest | None]
     collected: Collected = field(default_factory=Collected)
     layout: Layout | None = None
     plain: dict[str, str] = field(default_factory=dict)
@@ -195,8 +213,9 @@ class _Agreeing:
         memory.keep(decision.plan)
         layouts, layout_of = seats
         return Agreement(
-            save, decision.plan.hex(), [memory.layouts[digest] for digest in layouts], layout_of, self.joined
-        )
+            save, decision.plan.hex(), [memory.layouts[digest] for digest in layouts], layout_of, self.joined,
+            decision.bequest,
+        )  # fmt: skip
 
     def _describe(self) -> bytes:
         if self.busy:
@@ -238,7 +257,12 @@ class _Agreeing:
             _unless_one(owned),
             _unless_one(_first_with((rank, note.plain) for rank, note in notes)),
         )
-        return _Decision(secrets.token_bytes(8), plan, None if known and not news.tells else news)
+        bequest = self.leave()
+        if bequest is not None and len(self.owned[1]) > 1:
+            number = {digest: at for at, (digest, _) in enumerate(self.owned[1])}
+            of_note = {note: number[_unpacked(note).owned] for note in first_with}
+            bequest.owned, bequest.owned_by = list(number), [of_note[note] for note in told]
+        return _Decision(secrets.token_bytes(8), plan, None if known and not news.tells else news, bequest)
 
     def _tell(self, news: _News) -> _Told:
         rank = self.call.ranks.rank

@@ -30,8 +30,9 @@ from holdfast.engine.state import Collected
 from holdfast.engine.stores.conditions import STALE
 from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.retrying import is_transient
+from holdfast.engine.volumes import file_of
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
-from holdfast.ondisk import blocks, datafile, manifest, names, values
+from holdfast.ondisk import blocks, manifest, names, values
 from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
 from holdfast.version import __version__
 
@@ -41,12 +42,13 @@ Attached = Mapping[str, str | os.PathLike[str] | bytes]
 
 @dataclass(frozen=True)
 class Identity:
-    """What a save is called: its own id, its run's, its step, and how many ranks make it."""
+    """What a save is called: its own id, its run's, its step, how many ranks make it, and which of them were lost."""
 
     save: str
     run: str
     step: int | None
     world_size: int
+    lost: tuple[int, ...] = ()
 
 
 def draft(
@@ -60,12 +62,12 @@ def draft(
         run=identity.run,
         step=identity.step,
         created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        producer={"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()},
+        producer=_producer(identity.lost),
         world_size=identity.world_size,
         files=[
-            [datafile.file_name(section, rank, identity.world_size, identity.save, volume), 0, 0, ""]
-            for (section, volume), ranks in index.items()
-            for rank in ranks
+            [file_of(section, writer, identity.world_size, identity.save, volume, plan.volumes), 0, 0, ""]
+            for (section, volume), writers in index.items()
+            for writer in writers
         ],
         tensors=_records(plan, index),
         values=leaves,
@@ -74,6 +76,11 @@ def draft(
         per_rank={path: manifest.ranges(index[names.section_of(path), 0].values()) for path in plan.per_rank},
         attachments=attachments,
     )
+
+
+def _producer(lost: tuple[int, ...]) -> dict[str, str]:
+    made = {"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()}
+    return {**made, "lost": manifest.ranges(lost)} if lost else made
 
 
 def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:
@@ -194,6 +201,17 @@ def read_attachments(attachments: Attached) -> dict[str, bytes]:
             with storage.naming(source, "read the attachment"):
                 source = Path(source).read_bytes()
         found[name] = source
+    return found
+
+
+def readable_attachments(attachments: Attached) -> dict[str, bytes]:
+    """The same, of those that can be read here; the others may lie on the first rank's disk alone."""
+    found: dict[str, bytes] = {}
+    for name, source in attachments.items():
+        try:
+            found |= read_attachments({name: source})
+        except (StorageError, OSError) as error:
+            events.log.debug("the attachment %r cannot be read on this rank: %s", name, error)
     return found
 
 

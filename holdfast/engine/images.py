@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import torch
 
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import Collected
+from holdfast.engine.volumes import file_of
 from holdfast.engine.write import Image
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.ondisk import datafile, dtypes, names
@@ -19,22 +22,36 @@ from holdfast.ondisk.datafile import Piece
 
 Lengths = tuple[int, ...]
 
+Source = Callable[[Collected, str, Box], torch.Tensor]
+"""Where a piece lies in the memory of this rank."""
 
-def images_of(state: Collected, plan: Plan, ranks: Ranks, save: str) -> list[Image]:
-    """This rank's data files: the pieces it owns and its own PerRank values, by section and volume."""
+
+def images_of(
+    state: Collected, plan: Plan, ranks: Ranks, save: str, *, writer: int | None = None, source: Source | None = None
+) -> list[Image]:
+    """This rank's data files: the pieces it owns and its own PerRank values, by section and volume.
+
+    As another ``writer`` than its own (`degraded.writer_of`) a rank has pieces alone. ``source`` tells where they lie,
+    if not in the state.
+    """
+    number, find = ranks.rank if writer is None else writer, source or source_of
     parts: dict[tuple[str, int], list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
 
-    def add(name: str, key: str, dtype: str, source: torch.Tensor, shape: tuple[int, ...], lengths: Lengths) -> None:
+    def add(name: str, key: str, dtype: str, tensor: torch.Tensor, shape: tuple[int, ...], lengths: Lengths) -> None:
         part = (names.section_of(name), plan.volumes.get(name, 0))
         found = parts.get(part)
         if found is None:
             found = parts[part] = []
-        found.append((Piece(key, dtype, lengths, source.nbytes), source, shape))
+        found.append((Piece(key, dtype, lengths, tensor.nbytes), tensor, shape))
 
-    for name, tensor, box in plan.written_by(ranks.rank):
+    for name, tensor, box in plan.written_by(number):
         key = datafile.key_of(names.in_section(name), box, tensor.shape)
-        add(name, key, tensor.dtype, _source(state, name, box), tensor.shape, box.lengths)
-    for path, leaf in state.per_rank.items():
+        if box.size:
+            found_at = find(state, name, box)
+        else:  # an empty tensor, of which a sharded one has no view
+            found_at = torch.empty(box.lengths, dtype=dtypes.torch_dtype(tensor.dtype))
+        add(name, key, tensor.dtype, found_at, tensor.shape, box.lengths)
+    for path, leaf in state.per_rank.items() if writer is None else ():
         own = f"{names.in_section(path)}@{ranks.rank}"
         text = bytearray(msgspec.json.encode(leaf.encoded))
         add(path, own, "uint8", torch.frombuffer(text, dtype=torch.uint8), (len(text),), (len(text),))
@@ -47,7 +64,7 @@ def images_of(state: Collected, plan: Plan, ranks: Ranks, save: str) -> list[Ima
             raise Unsupported(f"two tensors of section {section!r} have the same key: rename the one at the top")
         pieces = datafile.arrange(piece for piece, _, _ in found)
         shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or _shape_is_lost(p)}
-        path = datafile.file_name(section, ranks.rank, ranks.size, save, volume)
+        path = file_of(section, number, ranks.size, save, volume, plan.volumes)
         images.append(Image(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes, volume))
     return images
 
@@ -57,7 +74,7 @@ def _shape_is_lost(piece: Piece) -> bool:
     return not piece.lengths and datafile.stored_as_bytes(piece.dtype)
 
 
-def _source(state: Collected, name: str, box: Box) -> torch.Tensor:
+def source_of(state: Collected, name: str, box: Box) -> torch.Tensor:
     """This rank's memory of one planned piece: a view, or a part of one."""
     for view in state.entries[name].views:
         if view.box is box or view.box == box:
@@ -69,6 +86,4 @@ def _source(state: Collected, name: str, box: Box) -> torch.Tensor:
             for dim, (start, length) in enumerate(zip(*relative(box, view.box), strict=True)):
                 part = part.narrow(dim, start, length)
             return part
-    if box.size == 0:  # an empty tensor, of which a sharded one has no view
-        return torch.empty(box.lengths, dtype=dtypes.torch_dtype(state.entries[name].dtype))
     raise HoldfastError(f"this rank was to write {name}{box} and does not hold it; this is a fault of holdfast")

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -33,6 +33,7 @@ COMMIT_GRACE = 60.0
 """Seconds more for the first rank to finish what it has begun to decide."""
 
 _TOLD = 20  # ranks that a message names at the most
+_PAUSE = 0.05  # seconds between two looks of a rank that is late
 
 Note = TypeVar("Note")
 Answer = TypeVar("Answer")
@@ -45,6 +46,7 @@ class Ranks:
     ``global_ranks[i]`` is the global rank of member i; ``store`` is None for a lone process. Made by `ranks_of`;
     tests make many over one in-memory store, a thread each. ``remembered`` is for what callers keep between calls.
     ``hosts`` of all ranks are known after the first round, to `main`. ``fan_in``: of how many ranks one hears directly.
+    ``numbers``, of a part of a group: what its members are called in the whole one, and so in errors.
     """
 
     rank: int
@@ -57,6 +59,7 @@ class Ranks:
     remembered: dict[str, Any] = field(default_factory=dict)
     above: Ranks | None = None
     fan_in: int = FAN_IN
+    numbers: tuple[int, ...] = ()
     _limit: float = math.inf
     _caller: int | None = None
     _one_call: threading.Lock = field(default_factory=threading.Lock)
@@ -73,10 +76,39 @@ class Ranks:
         store = None if self.store is None else _PrefixStore(name, self.store)
         return Ranks(self.rank, self.size, store, self.global_ranks, self.host, above=self, fan_in=self.fan_in)
 
+    def among(self, members: Sequence[int], name: str) -> Ranks:
+        """Some of these ranks, this one among them, with calls of their own, as of a lane; errors name them as here.
+
+        The first of them decides. ``members`` ascend, and are equal on each of them.
+        """
+        hosts, known = self.main.hosts, self.global_ranks
+        return Ranks(
+            members.index(self.rank), len(members), _PrefixStore(name, self.store), tuple(known[m] for m in members),
+            self.host, None if hosts is None else [hosts[m] for m in members], above=self, fan_in=self.fan_in,
+            numbers=tuple(members),
+        )  # fmt: skip
+
+    def post(self, key: str, message: bytes) -> None:
+        """Leave word for ranks that may come late, or never. Raises RuntimeError if the store is gone."""
+        self.store.set(key, message)
+
+    def find(self, key: str, deadline: float) -> bytes | None:
+        """What was left under ``key``; None if it is not there within ``deadline`` seconds. Raises as `post` does."""
+        until = time.monotonic() + deadline
+        while not self.store.check([key]):
+            if time.monotonic() > min(until, self.limit):
+                return None
+            time.sleep(_PAUSE)
+        return bytes(self.store.get(key))
+
+    def number(self, rank: int) -> int:
+        """What a member is called in errors."""
+        return self.numbers[rank] if self.numbers else rank
+
     @property
     def main(self) -> Ranks:
         """The ranks that this lane, if it is one, was made from in the end."""
-        return self if self.above is None else self.above.main
+        return self if self.above is None or self.numbers else self.above.main
 
     @property
     def limit(self) -> float:
@@ -169,15 +201,16 @@ class Call:
             if not isinstance(interrupt, Exception):
                 raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
         if verdict.failure is not None:
-            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled)
-            raise failed from (own[0] if own and verdict.failure.rank == ranks.rank else None)
+            absent = [ranks.number(rank) for rank in verdict.absent]
+            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent)
+            raise failed from (own[0] if own and verdict.failure.rank == ranks.number(ranks.rank) else None)
         return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
 
     def _failure_of(self, error: BaseException, phase: str) -> Failure:
         ranks = self.ranks
         if not isinstance(error, HoldfastError):
             log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=error)
-        return failure_of(error, rank=ranks.rank, host=ranks.host, phase=phase)
+        return failure_of(error, rank=ranks.number(ranks.rank), host=ranks.host, phase=phase)
 
     def _conclude_message(
         self,
@@ -240,22 +273,23 @@ class Call:
                 ranks.calls += 1
         except RuntimeError as error:  # what torch's stores raise when their server is gone
             lost = f"the store of the process group does not answer: the process that serves it is gone ({error})"
-            failure = Failure(0, self._where(0), phase, RankLost.__name__, lost)
-            return Verdict(word.label, None, failure, [0], settled=False)
+            failure = Failure(ranks.number(0), self._where(0), phase, RankLost.__name__, lost)
+            return Verdict(word.label, None, failure, [], settled=False)
         self._round += 1
         if verdict.hosts is not None:
             ranks.main.hosts = [host for host, count in verdict.hosts for _ in range(count)]
         return verdict
 
     def _lost(self, phase: str, absent: list[int], what: str) -> Verdict:
-        named = ", ".join(f"rank {r} ({self._where(r)})" for r in absent[:_TOLD])
+        number = self.ranks.number
+        named = ", ".join(f"rank {number(r)} ({self._where(r)})" for r in absent[:_TOLD])
         if len(absent) > _TOLD:
             named += f" and {len(absent) - _TOLD} more"
         text = (
             f"{named} {what} phase {phase!r} of {self.label!r} within {self.deadline:g} s; "
             "look at that rank's log or stack, or raise deadline=; every rank of the group has to make this call"
         )
-        failure = Failure(absent[0], self._where(absent[0]), phase, RankLost.__name__, text)
+        failure = Failure(number(absent[0]), self._where(absent[0]), phase, RankLost.__name__, text)
         return Verdict(short(self.label), None, failure, absent)
 
     def _where(self, rank: int) -> str:

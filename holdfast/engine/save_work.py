@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast import events
 from holdfast.engine import storage
-from holdfast.engine.agree import agree, plan_for
+from holdfast.engine.agree import Agreement, Bequest, agree, plan_for
 from holdfast.engine.arena import Slot
 from holdfast.engine.borrow import Previous, borrowed_is_there, cite, open_base
 from holdfast.engine.citing import Did, joined
@@ -28,12 +28,13 @@ from holdfast.engine.commit import (
     draft,
     place_attachments,
     read_attachments,
+    readable_attachments,
 )
 from holdfast.engine.device import Copier, Moments, devices_of
 from holdfast.engine.fingerprint import Fingerprints, Prints
 from holdfast.engine.folder import prepare, withdraw
 from holdfast.engine.images import images_of
-from holdfast.engine.layout import Layout, OwnedJoin, join_owned, layout_of, owned_values
+from holdfast.engine.layout import Layout, join_owned, layout_of, owned_values
 from holdfast.engine.memory import no_collection
 from holdfast.engine.parts import take_away
 from holdfast.engine.plan import Plan
@@ -41,9 +42,10 @@ from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.state import Collected, Recall, collect
 from holdfast.engine.still import Watched, check_sent, watch_all
 from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.takeover import Spares, Takeover
 from holdfast.engine.write import Image, OpenFiles, Writing
 from holdfast.errors import HoldfastError, RankLost
-from holdfast.ondisk import manifest, part
+from holdfast.ondisk import blocks, manifest, part
 from holdfast.ondisk.datafile import base_of, file_name
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import CITING, VERSION, Cite, Part
@@ -78,7 +80,8 @@ class SaveWork:
     plans. ``busy`` says that this rank cannot save now, and wants all to skip it. ``leaves_part``: the files are to
     outlive this process. ``still``: nothing of the state changes before the save has ended. ``staged`` is called when
     every tensor is copied, or queued to be copied until those moments, with the chance to fail the save. ``recall``
-    spares a walk. What is as it was in ``previous`` is cited.
+    spares a walk. What is as it was in ``previous`` is cited. With ``degraded`` (the first rank's counts) others write
+    the share of ranks that are lost while they write.
     """
 
     ranks: Ranks
@@ -93,6 +96,7 @@ class SaveWork:
     busy: bool = False
     recall: Recall | None = None
     previous: Previous | None = None
+    degraded: bool = False
     after: Moments = field(default_factory=Moments)
     staged: Callable[[Moments], None] = lambda moments: None
     collected: Collected = field(default_factory=Collected)
@@ -106,8 +110,7 @@ class SaveWork:
     _records: list[tuple[str, int, str]] = field(default_factory=list)
     _layout: Layout | None = None
     _plan: Plan | None = None
-    _plan_key: str = ""
-    _joined: OwnedJoin | None = None
+    _agreement: Agreement | None = None
     _drafted: Manifest | None = None
     _images: list[Image] = field(default_factory=list)
     _cites: list[Cite] | None = None  # None until that is known
@@ -117,6 +120,9 @@ class SaveWork:
     _opened: OpenFiles = field(default_factory=OpenFiles)
     _replaces: bool = False
     _reported: bool = False
+    _did: Did | None = None
+    _watched: Watched = field(default_factory=list)
+    _spares: Spares = field(default_factory=Spares)
 
     # What a rank does by itself, before it meets the others. What fails here is told to all of them.
 
@@ -131,6 +137,10 @@ class SaveWork:
                 check_attachment(name)
             if self.ranks.first:
                 self._attached = read_attachments(attachments)
+            elif self.degraded:
+                self._attached = readable_attachments(attachments)
+            if self.still and self.degraded:
+                self._watched = watch_all(self.collected)
             if self.still and isinstance(self.folder, Place):  # summed, and sent later from where it lies
                 self._sent = watch_all(self.collected)
             if then is not None:
@@ -155,18 +165,30 @@ class SaveWork:
         Raises what every rank raises: SaveFailed.
         """
         try:
-            agreement = agree(call, self._bring, busy=self.busy, allow=self._allow, begun=self._begin)
+            agreement = agree(
+                call, self._bring, busy=self.busy, allow=self._allow, begun=self._begin, leave=self._bequeath
+            )
         except BaseException:
             self._withdraw()
             raise
         if agreement is None:
             return False
-        self._joined, self._plan_key = agreement.joined, agreement.plan
+        self._agreement = agreement
         with no_collection(), self._keeping_failure():  # not while waiting for others: training makes garbage meanwhile
             self._plan = plan_for(self.ranks, agreement)
+            self._warn_of_per_rank(self._plan)
             self._images = images_of(self.collected, self._plan, self.ranks, agreement.save)
             self.nbytes = sum(image.nbytes for image in self._images)
         return True
+
+    def _warn_of_per_rank(self, plan: Plan) -> None:
+        alone = self.ranks.size == 1 or not self.ranks.first or self._bequest is None
+        if plan.per_rank and not alone and not self.ranks.remembered.setdefault("told of per rank", False):
+            self.ranks.remembered["told of per rank"] = True
+            events.log.warning(
+                "degraded=True cannot help this state: each rank has values of its own in it (%s), so that no rank can "
+                "be done without", ", ".join(plan.per_rank[:3]),
+            )  # fmt: skip
 
     def _bring(self) -> tuple[Collected, Layout]:
         self._raise_failure()
@@ -178,6 +200,16 @@ class SaveWork:
 
     def _begin(self, save: str) -> None:
         self.save_id = save
+
+    def _bequeath(self) -> Bequest | None:
+        if not self.degraded or self.folder is None:
+            return None
+        attached = [(name, len(data), blocks.digest(data)) for name, data in self._attached.items()]
+        return Bequest(self.run_id, attached)
+
+    @property
+    def _bequest(self) -> Bequest | None:
+        return self._agreement.bequest if self._agreement is not None else None
 
     # What every rank writes.
 
@@ -218,6 +250,7 @@ class SaveWork:
         with self._keeping_failure():
             self._raise_failure()
             self._cite()
+            self._keep_spares(sections)
             writing = self._stage([image for image in self._images if image.section in sections], _silent)
             writing.copier.moment().hold_streams()
 
@@ -232,6 +265,11 @@ class SaveWork:
         )  # fmt: skip
         self._images, self._cites, self._prints = found.images, found.cites, found.prints
         self.nbytes = sum(image.nbytes for image in self._images)
+
+    def _keep_spares(self, sections: set[str] | None = None) -> None:
+        """Copy what this rank is to write if others are lost, where the tensors will have changed by then."""
+        if self._bequest is not None and self._plan is not None and not self.still:
+            self._spares.keep(self._plan, self.collected, self.ranks, sections, self.after)
 
     @property
     def _fingerprints(self) -> Fingerprints:
@@ -260,6 +298,7 @@ class SaveWork:
         self._raise_failure()
         self._cite()
         task.total = self.nbytes
+        self._keep_spares()
         writing = self._stage([image for image in self._images if image.path not in self._is_staged], task.advance)
         self.staged(writing.copier.moment())
         writing.land()
@@ -272,12 +311,13 @@ class SaveWork:
         check_sent(self._sent)
         borrowed_is_there(self._place(), self._cites or [])
         self.written_at = monotonic()
+        self._did = Did([FileRecord(*file) for file in files], self._cites or [])
         self._reported = True
         told = [
             (image.section, image.volume, n, head, bytes.fromhex(sums))
             for image, (_, n, head, sums) in zip(self._images, files, strict=True)
         ]
-        return _Note(told, self._plan_key, self._cites or [])
+        return _Note(told, self._agreement.plan if self._agreement is not None else "", self._cites or [])
 
     def _small_files(self, files: list[tuple[str, int, int, str]]) -> list[tuple[str, bytes]]:
         """What follows the data: attachments of the first rank, then the part, which says that all is there."""
@@ -316,6 +356,7 @@ class SaveWork:
             if self._writing is not None:
                 self._writing.close()
             self.slots.give()
+            self._spares.clear()
             if not leave and not self._is_committed():
                 self._withdraw()
             self._opened.close()
@@ -326,7 +367,7 @@ class SaveWork:
     def _settle(self, call: Call, task: events.Task) -> bool:
         """True if this rank's files are to stay where they are."""
         try:
-            call.settle("write", lambda: self._write(task), self._commit, str)
+            self._write_and_commit(call, task)
         except HoldfastError as lost:
             # A rank that died may have a writer that lives on: with its part the save can still be committed late.
             if lost.settled and not (isinstance(lost, RankLost) and self.leaves_part and self._reported):
@@ -344,10 +385,47 @@ class SaveWork:
             events.log.warning("%s is committed, although the ranks could not settle it: %s", self.folder, lost.cause)
         except BaseException:
             # Interrupted while it waited for the verdict: what it has reported may be committed any moment.
-            if self._reported:
+            if self._reported or self._bequest is not None:
                 self._opened.paths.clear()
             raise
         return True
+
+    def _write_and_commit(self, call: Call, task: events.Task) -> None:
+        failed: list[BaseException] = []
+
+        def write() -> _Note:
+            try:
+                return self._write(task)
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        try:
+            call.settle("write", write, self._commit, str)
+        except RankLost as lost:
+            # If the outcome is not known, the first rank may commit any moment, and nobody else may then.
+            if not (lost.absent and lost.settled) or self._bequest is None:
+                raise
+            self._takeover(call, failed, task).run(lost)
+            self._drop_unnamed()
+
+    def _takeover(self, call: Call, failed: list[BaseException], task: events.Task) -> Takeover:
+        if self._plan is None or self._agreement is None or self._bequest is None:
+            raise self._failed or HoldfastError("ranks were lost of a save without a plan; this is a fault of holdfast")
+        return Takeover(
+            call, self._place(), self.save_id, self.step, self.overwrite, self._plan, self._agreement, self._bequest,
+            self.collected, self._attached, self._records, self._did, failed[0] if failed else None,
+            None if self.still else self._spares, self._watched, task,
+        )  # fmt: skip
+
+    def _drop_unnamed(self) -> None:
+        """Delete what this rank wrote and others have written in its place, as they took it for lost."""
+        record = self._committed()
+        if record is not None:
+            named = {f.path for f in record.data_files} | {path for path, _, _ in record.attachments}
+            kept = {self._place() / path for path in named}
+            self._opened.paths = [path for path in self._opened.paths if path not in kept]
+            self._withdraw()
 
     def _withdraw(self) -> None:
         # Only after the decision: before it the folder may be somebody else's, and nothing in it ours to take away.
@@ -359,11 +437,15 @@ class SaveWork:
 
     def _is_committed(self) -> bool:
         """Whether the manifest that stands in the folder is this save's."""
+        return self._committed() is not None
+
+    def _committed(self) -> Manifest | None:
         target = self._place() / manifest.FILE_NAME
         try:
-            return manifest.decode(storage.read_small(target), str(target)).save == self.save_id
-        except (HoldfastError, OSError):
-            return False
+            found = manifest.decode(storage.read_small(target), str(target))
+        except (HoldfastError, OSError):  # then there is none of ours, as far as anybody can tell
+            return None
+        return found if found.save == self.save_id else None
 
     def _records_of(self, rank: int, note: _Note) -> list[FileRecord]:
         return [
@@ -384,7 +466,8 @@ class SaveWork:
         if self._plan is None or self._layout is None:
             raise HoldfastError("a save was to be committed that has no plan; this is a fault of holdfast")
         if self._drafted is None:
-            joined = self._joined or join_owned([self._layout], [(0, 0, owned_values(self.collected))])
+            told = self._agreement.joined if self._agreement is not None else None
+            joined = told or join_owned([self._layout], [(0, 0, owned_values(self.collected))])
             identity = Identity(self.save_id, self.run_id, self.step, self.ranks.size)
             self._drafted = draft(identity, self._plan, self.collected, joined, self._records)
         return self._drafted

@@ -1,7 +1,7 @@
 """Which data file of its section a tensor goes to, where one header could not name them all.
 
-`make_plan` calls `volumes_of`, so every rank comes to the same. Looks at names and shapes alone: never at who writes
-what, for a tensor is in the same volume on all ranks.
+`make_plan` calls `volumes_of`, so every rank comes to the same; `images` and `commit` ask `file_of`. A tensor's volume
+follows from names and shapes alone: never from who writes what, for it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -42,3 +42,16 @@ def volumes_of(tensors: Mapping[str, Shaped]) -> dict[str, int]:
         if section in last:
             volumes[name] = last[section]
     return volumes
+
+
+def file_of(section: str, writer: int, world_size: int, save: str, volume: int, volumes: Mapping[str, int]) -> str:
+    """The path of a data file, by who writes it; ``volumes`` are those of all tensors.
+
+    A writer from ``world_size`` on is a rank that takes over from lost ones (`degraded.writer_of`): its files are
+    further volumes, after all that were planned.
+    """
+    attempt, rank = divmod(writer, world_size)
+    if attempt:
+        planned = 1 + max((n for name, n in volumes.items() if names.section_of(name) == section), default=0)
+        volume += attempt * planned
+    return datafile.file_name(section, rank, world_size, save, volume)
