@@ -140,7 +140,7 @@ def _copy_one(source: Place, target: Location, record: Manifest, overwrite: bool
         signed = found_signature(source, record)
         if how != "keep":
             _refuse_losses(target, into)
-            storage.make_folder(target)
+            storage.make_home(target)
             commit(target, into, replaces=how == "replace", signed=signed)
         elif signed is not None and found_signature(target, into) is None:
             place_signature(target, into, signed)

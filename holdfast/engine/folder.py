@@ -41,7 +41,7 @@ def prepare(folder: Location, *, overwrite: bool) -> None:
         log.warning("what older saves left in %s stays, to be swept later: %s", folder, error)
         kept = set(found)
     storage.delete(*(folder / f for f in found if f not in kept))
-    storage.make_folder(folder)
+    storage.make_home(folder)
 
 
 def is_leaving(path: str) -> bool:

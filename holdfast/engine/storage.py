@@ -70,6 +70,18 @@ def make_folder(path: Location) -> None:
         durable.make_folder(os.fspath(path))
 
 
+def make_home(path: Location) -> None:
+    """`make_folder` for a checkpoint. One that is there may be of a process that died before it was durable."""
+    there = isinstance(path, Path) and path.is_dir()
+    make_folder(path)
+    if there:
+        try:
+            sync_folder(path.parent)
+        except StorageError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM):  # a folder that we may not open we have not changed
+                raise
+
+
 def sync_folder(path: Location) -> None:
     """Make the entries of a folder durable."""
     if isinstance(path, Place):

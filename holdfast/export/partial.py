@@ -11,6 +11,7 @@ import fcntl
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from holdfast.engine.folder import refuse_cited, taken
 from holdfast.errors import StorageError
 from holdfast.events import log
 
-_OURS = frozenset({"lock", "plan", "content", "journal", "old"})
+_OURS = ("lock", "plan", ".plan.*.tmp", "content", "journal", "old")
 
 
 class Row(msgspec.Struct, array_like=True):
@@ -52,6 +53,7 @@ class Partial:
         storage.make_folder(self.target.parent)
         self._check_target(overwrite=overwrite)
         self._claim()
+        self._put_back()
         if self._read_plan() == plan and self.content.is_dir():
             for path in storage.files_below(self.content):
                 if path not in files:  # of an end that was begun: made again, and perhaps not all of them
@@ -64,6 +66,8 @@ class Partial:
             storage.make_folder((self.content / path).parent)
             os.close(storage.open_to_write(self.content / path, nbytes)[0])
         storage.make_folder(self.content)
+        # Where there is a plan there are its files: whoever goes on from here believes what journals say of them.
+        self._sync_folders(files)
         storage.write_small(self.folder / "plan", plan.encode())
         return []
 
@@ -90,7 +94,7 @@ class Partial:
             storage.make_folder(self.folder)
             with storage.naming(self.folder, "lock"), suppress(FileNotFoundError):
                 # Not found: whoever had it has just finished, and took the folder away. Then it is made again.
-                odd = sorted({path.name for path in self.folder.iterdir()} - _OURS)
+                odd = sorted(p.name for p in self.folder.iterdir() if not any(fnmatch(p.name, ours) for ours in _OURS))
                 if odd:
                     raise taken(f"{self.folder}, where it would grow, holds other files ({odd[0]})")
                 self._lock = self._locked(self.folder / "lock")
@@ -147,7 +151,25 @@ class Partial:
                 storage.delete(path)
         return list(done.values())
 
+    def _put_back(self) -> None:
+        """A target that was moved aside, and whose place was not taken before the end of a process, is not lost."""
+        old = self.folder / "old"
+        if old.exists() and not self.target.exists():
+            with storage.naming(old, "put back"):
+                disk.replace(old, self.target)
+            storage.sync_folder(self.target.parent)
+
+    def _forget_plan(self) -> None:
+        """From now on nobody goes on from what is here; durably so, before any of it is taken away."""
+        storage.delete(self.folder / "plan")
+        storage.sync_folder(self.folder)
+
+    def _sync_folders(self, files: Iterable[str]) -> None:
+        for folder in {above for file in files for above in Path(file).parents}:
+            storage.sync_folder(self.content / folder)
+
     def _clear(self) -> None:
+        self._forget_plan()
         for path in self.folder.iterdir():
             if path.name != "lock":
                 with storage.naming(path, "delete"):
@@ -155,8 +177,8 @@ class Partial:
 
     def publish(self, made: Path, files: Sequence[str], *, overwrite: bool) -> None:
         """Put ``made`` in the target's place, in one step, once its ``files`` and folders are durable."""
-        for folder in {above for file in files for above in Path(file).parents}:
-            storage.sync_folder(self.content / folder)
+        self._sync_folders(files)
+        self._forget_plan()  # else what is replaced could be taken for what was copied
         with storage.naming(self.target, "put in place"):
             old = None
             if not disk.rename(made, self.target):
@@ -182,6 +204,7 @@ class Partial:
             if not self._published and any(path.stat().st_size for path in self._journals()):
                 log.warning("%s keeps what was copied: the same call goes on from there", self.folder)
             else:
+                self._forget_plan()
                 disk.delete_all(self.folder)
         except OSError as error:
             log.warning("%s cannot be removed: %s", self.folder, error)
@@ -238,9 +261,10 @@ def _exchange(made: Path, target: Path, aside: Path) -> Path | None:
     """``made`` under the target's name; what was there before is where the answer says."""
     if disk.exchange(made, target):
         return made
-    # A file system that can do neither: for a moment there may be nothing under the target's name.
+    # A file system that can do neither: a file takes the place of a file all the same, but with folders there is a
+    # moment with nothing under the target's name. Who ends in it leaves the old one aside, to be put back.
     old = None
-    if target.exists():
+    if target.exists() and (made.is_dir() or target.is_dir()):
         disk.replace(target, aside)
         old = aside
     disk.replace(made, target)
