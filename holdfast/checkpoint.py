@@ -28,11 +28,11 @@ from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import bounded, cached
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
+from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.filling import into_given, into_mapped, into_new, unlike
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.nested import nest
-from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
+from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, spans, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.manifest import Manifest, TensorRecord
 
@@ -147,10 +147,14 @@ class Checkpoint:
         """The name under which a (possibly tied) tensor is stored."""
         return self.manifest.aliases.get(name, name)
 
+    def value(self, path: str) -> Any:
+        """One value by its path. Raises KeyError, and Damaged for what no value is."""
+        return values.decoded(self.manifest.values[path], path, self.path / manifest.FILE_NAME)
+
     @cached_property
     def values(self) -> dict[str, Any]:
         """All values of the state, nested as they were saved; tensors and per-rank values are left out."""
-        leaves: dict[str, Any] = {path: values.decode(v) for path, v in self.manifest.values.items()}
+        leaves: dict[str, Any] = {path: self.value(path) for path in self.manifest.values}
         return nest(leaves, self.manifest.containers)
 
     @property
@@ -219,7 +223,10 @@ class Checkpoint:
         """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
         if self._foreign is not None:
             return materialized(self._foreign.per_rank[path][rank], self.path)
-        index = manifest.expand(self.manifest.per_rank[path])[rank]
+        indices = spans.read(self.manifest.per_rank[path])
+        if not 0 <= rank < indices.count:
+            raise KeyError(f"{self.path} was saved by {indices.count} ranks: there is no value of rank {rank}")
+        index = indices.at(rank)
         header = self._data_files.header(index)
         base = f"{names.in_section(path)}@{rank}"
 
@@ -227,14 +234,24 @@ class Checkpoint:
             piece = header.pieces.get(key)
             if piece is None:
                 raise Damaged(f"{self.files.path(index)} does not hold {key} as the manifest says")
-            shape = _stored_shape(piece, header.metadata)
+            shape = _stored_shape(piece, header.metadata, self.files.path(index))
             record = TensorRecord(piece.dtype, shape, None, str(index) if 0 not in shape else "")
             result = torch.empty(shape, dtype=dtypes.torch_dtype(piece.dtype))
             read_boxes(self.files, [Wanted(f"{_SECTION}/{key}", record, whole(shape), result)])
             return result
 
-        encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
-        return values.decode_tree(encoded, lambda reference: fetch(f"{base}/{reference}"))
+        try:
+            encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
+            return values.decode_tree(encoded, lambda reference: fetch(f"{base}/{reference}"))
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            RecursionError,
+        ) as error:  # nothing that `values.encode_tree` makes
+            if isinstance(error, HoldfastError):
+                raise
+            raise Damaged(f"{self.files.path(index)} holds no value at {base}: {error}") from None
 
     def state_dict(
         self, only: Patterns = "*", *, into: Mapping[Any, Any] | None = None, cast: bool = False, mmap: bool = False,
@@ -265,7 +282,7 @@ class Checkpoint:
             filled = into_new(records, self.saved_name)
         read_boxes(self.files, filled.wanted, verify=verify)
         leaves: dict[str, Any] = dict(filled.tensors)
-        leaves.update((p, values.decode(v)) for p, v in self.manifest.values.items() if matches(p, only))
+        leaves.update((p, self.value(p)) for p in self.manifest.values if matches(p, only))
         containers = {p: kind for p, kind in self.manifest.containers.items() if only == "*" or matches(p, only)}
         return nest(leaves, containers)
 
@@ -311,12 +328,12 @@ class Checkpoint:
 _SECTION = "state"  # any section: a piece's key is its name without one
 
 
-def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str]) -> tuple[int, ...]:
+def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str], where: Location) -> tuple[int, ...]:
     # A number of a type that safetensors cannot name looks like one row of bytes; its true shape is noted.
     try:
         noted = msgspec.json.decode(metadata.get("shapes", "{}"), type=dict[str, tuple[int, ...]])
     except msgspec.MsgspecError as error:
-        raise Damaged(f"the header that holds {piece.key} has no valid shapes: {error}") from None
+        raise Damaged(f"{where}: the header that holds {piece.key} has no valid shapes: {error}") from None
     return noted.get(piece.key, piece.lengths)
 
 
