@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast import events
 from holdfast.checkpoint import read_known, read_manifest
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.commit import commit
 from holdfast.engine.folder import is_leaving, taken
 from holdfast.engine.ranks import DEADLINE
@@ -247,6 +247,6 @@ class _Guard:
             return
         with self._held:
             if self._fd is None:
-                self._fd = os.open(self._target / path, os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = disk.open(self._target / path, os.O_RDONLY)
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

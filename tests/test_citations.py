@@ -6,7 +6,6 @@ Steps that cite are made by hand (`tests.citing`), with links, without links, an
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 import time
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import Keep
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import borrow, storage
+from holdfast.engine import borrow, disk, storage
 from holdfast.engine.citations import Citations, cited_in
 from holdfast.engine.commit import commit
 from holdfast.engine.folder import delete_checkpoint, sweep_beside, sweep_dead
@@ -180,17 +179,17 @@ def test_a_held_step_stays_whole(root: Location) -> None:
     assert list(steps.committed()) == [2, 3]
 
 
-def test_what_is_on_its_way_out_cannot_be_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_on_its_way_out_cannot_be_held(tmp_path: Path) -> None:
     chain(tmp_path)
     steps, told = Steps(tmp_path, NAME), []
-    unlink = Path.unlink
 
-    def deleting(path: Path, missing_ok: bool = False) -> None:
-        told.append((steps.hold(tmp_path / "step-1"), steps.hold(tmp_path / "step-3")))
-        unlink(path, missing_ok)
+    def deleting(call: disk.Call, do: Callable[[], Any]) -> Any:
+        if call.verb == "delete":
+            told.append((steps.hold(tmp_path / "step-1"), steps.hold(tmp_path / "step-3")))
+        return do()
 
-    monkeypatch.setattr(Path, "unlink", deleting)
-    retire(steps, 2, 3)
+    with disk.hooked(deleting):
+        retire(steps, 2, 3)
     assert told and set(told) == {(False, True)}
     assert steps.hold(tmp_path / "step-1"), "there is nothing, but nothing is on its way out either"
 
@@ -307,8 +306,7 @@ def test_a_kill_at_any_moment(ending: str, kind: str, tmp_path: Path) -> None:
         root = tmp_path / str(n) / kind
         root.parent.mkdir()
         subprocess.run(["cp", "-a", template, root], check=True)  # links stay links
-        with pytest.MonkeyPatch.context() as patch:
-            done = _until(n, patch, lambda: ENDINGS[ending](Steps(root, NAME)))
+        done = _until(n, lambda: ENDINGS[ending](Steps(root, NAME)))
         check(root, states, ending)
         again = Steps(root, NAME)
         if ending != "overwrite":
@@ -323,24 +321,20 @@ def test_a_kill_at_any_moment(ending: str, kind: str, tmp_path: Path) -> None:
     assert n > 4
 
 
-def _until(nth: int, patch: pytest.MonkeyPatch, work: Callable[[], object]) -> bool:
-    """Do ``work`` but die at the n-th change to the disk; whether it came to its end."""
+def _until(nth: int, work: Callable[[], object]) -> bool:
+    """Do ``work`` but die at the n-th change to what there was; whether it came to its end."""
     count = 0
 
-    def hooked(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count >= nth:
-                raise Killed
-            return real(*args, **options)
+    def dying(call: disk.Call, do: Callable[[], Any]) -> Any:
+        nonlocal count
+        count += call.verb in ("delete", "remove folder", "replace")
+        if count >= nth:
+            raise Killed
+        return do()
 
-        return call
-
-    for owner, verb in ((Path, "unlink"), (Path, "rmdir"), (os, "replace")):
-        patch.setattr(owner, verb, hooked(getattr(owner, verb)))
     try:
-        work()
+        with disk.hooked(dying):
+            work()
     except (Killed, holdfast.SaveFailed):
         return False
     return True

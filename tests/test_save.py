@@ -71,7 +71,7 @@ def test_dcp_1_fields_of_two_ranks_are_not_mixed(tmp_path: Path) -> None:
 def fill_disk(path: str, unreserved: bool) -> None:
     reserve = storage._reserve
     if unreserved:
-        storage._reserve = lambda fd, nbytes: None  # so that the disk runs full under the writing threads
+        storage._reserve = lambda fd, nbytes, path: None  # so that the disk runs full under the writing threads
     try:
         holdfast.save({"model": {"w": torch.ones(4 << 20)}, "step": 2}, path)
     finally:

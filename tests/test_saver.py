@@ -286,7 +286,7 @@ def test_a_full_disk(worker: Any, unreserved: bool, small_disk: Path, monkeypatc
         saver.save(_state(1), small_disk / "before").wait()
         with monkeypatch.context() as patch:
             if unreserved:
-                patch.setattr(storage, "_reserve", lambda fd, nbytes: None)
+                patch.setattr(storage, "_reserve", lambda fd, nbytes, path: None)
             for _ in range(2):
                 with pytest.raises(holdfast.SaveFailed, match="the disk is full") as caught:
                     saver.save(large, small_disk / "c", files={"f": b"x"}).wait()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.device import Copier
 from holdfast.engine.fingerprint import Fingerprints, Prints
 from holdfast.engine.plan import Plan
@@ -240,11 +240,11 @@ def _bring(base: Base, index: int, section: str, folder: Location, opened: OpenF
 
 
 def _link(source: Path, target: Path, nbytes: int, opened: OpenFiles) -> bool:
-    if source.stat().st_size != nbytes:
+    if disk.stat(source).st_size != nbytes:
         raise OSError(errno.EIO, "it has another size than its manifest says")
     storage.make_folder(target.parent)
     try:
-        os.link(source, target)
+        disk.link(source, target)
     except FileExistsError:
         # Another rank may cite the same file, or the checkpoint that is overwritten does: it is theirs to take away.
         return os.path.samefile(source, target)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
@@ -103,7 +103,7 @@ class Citations:
         if isinstance(self._root, Place):
             return None
         try:
-            found = (self._root / name / manifest.FILE_NAME).stat()
+            found = disk.stat(self._root / name / manifest.FILE_NAME)
         except OSError:
             return None
         return found.st_ino, found.st_size, found.st_mtime_ns

@@ -1,29 +1,24 @@
 """The courier: bytes from memory to files, in threads of its own; in this process, or alone in one that outlives it.
 
-`engine/worker.py` starts it, and runs this very file as the writer process. So it imports the standard library alone,
-and what uploads to a store when there is one: it sees names, memory and offsets, and never a tensor, a rank or torch.
+`engine/worker.py` makes one, or has one made in the writer process. So it imports the standard library alone, and what
+uploads to a store when there is one: it sees names, memory and offsets, and never a tensor, a rank or torch.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import json
 import mmap
 import os
 import queue
-import signal
-import socket
-import stat
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.engine import disk, durable
 
 if TYPE_CHECKING:
     from holdfast.engine.stores.store import Store
@@ -34,9 +29,6 @@ SECTOR = 4096
 
 WRITERS = 2
 """Threads that write: two keep a disk busy while memory is filled (measured: a third adds nothing)."""
-
-ORPHANED = 1.0
-"""Seconds between two looks whether the parent still lives: a forked child of it may hold the socket open."""
 
 
 class Fault(NamedTuple):
@@ -169,12 +161,12 @@ class Courier:
         In a ``store``, ``small`` has keys instead of paths.
         """
         files = [self._files[file] for file in after]
-        write = write_small if store is None else partial(_put_small, store)
+        write = durable.write_small if store is None else partial(_put_small, store)
 
         def work() -> None:
             fault = next((found for f in files if (found := _fault_of(f)) is not None), None)
             for folder in folders:
-                fault = fault or _attempt("sync the folder", folder, partial(sync_folder, folder))
+                fault = fault or _attempt("sync the folder", folder, partial(disk.sync_folder, folder))
             for path, data in small:
                 fault = fault or _attempt("write", path, partial(write, path, data))
             self._answer(job, fault)
@@ -209,7 +201,7 @@ def _write(file: _File, view: memoryview, nbytes: int, offset: int) -> None:
     view[nbytes:] = bytes(len(view) - nbytes)
     while at < end:
         try:
-            at += os.pwrite(file.fd, view[at:end], offset + at)
+            at += disk.write(file.fd, view[at:end], offset + at, file.path)
         except OSError as error:
             if error.errno != errno.EINVAL or not file.direct:
                 raise
@@ -244,8 +236,8 @@ def _finish(file: _File, header: bytes, size: int) -> Fault | None:
     aligned[:] = header
     return (
         _attempt("write", file.path, lambda: _write(file, aligned, len(header), 0))
-        or _attempt("cut", file.path, lambda: os.ftruncate(file.fd, size))
-        or _attempt("sync", file.path, lambda: os.fsync(file.fd))
+        or _attempt("cut", file.path, lambda: disk.cut(file.fd, size, file.path))
+        or _attempt("sync", file.path, lambda: disk.sync(file.fd, file.path))
     )
 
 
@@ -262,194 +254,3 @@ def _fault(doing: str, path: str, error: BaseException) -> Fault:
     if isinstance(error, OSError):
         return Fault(doing, path, error.errno, error.strerror or str(error))
     return Fault(doing, path, None, f"{type(error).__name__}: {error}")
-
-
-# Small files, durably. `engine/storage.py` uses these too and names what fails.
-
-
-def write_durably(path: str, data: bytes) -> None:
-    """Write a file and sync its bytes, though not its name."""
-    with open(path, "wb") as file:  # noqa: PTH123 - this file is started in milliseconds, pathlib is not
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_small(path: str, data: bytes) -> None:
-    """Write a small file whole and durably under its name, in a folder that is made if need be.
-
-    An older file of that name is replaced in one step.
-    """
-    folder, name = os.path.split(path)
-    make_folder(folder)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    try:
-        write_durably(temporary, data)
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-    sync_folder(folder)
-
-
-def make_folder(path: str) -> None:
-    """Create a folder and its parents, durably: each new entry is synced into its own parent."""
-    missing = []
-    at = os.path.abspath(path)
-    while not os.path.isdir(at):
-        missing.append(at)
-        at = os.path.dirname(at)
-    for folder in reversed(missing):
-        try:
-            os.mkdir(folder)
-        except FileExistsError:
-            # Somebody else made it; if it is gone again, that is what the caller hears: ENOENT.
-            if not stat.S_ISDIR(os.stat(folder).st_mode):
-                raise OSError(errno.ENOTDIR, f"{folder} is not a folder") from None
-        sync_folder(os.path.dirname(folder))
-
-
-def sync_folder(path: str) -> None:
-    """Make the entries of a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
-            raise
-    finally:
-        os.close(fd)
-
-
-# The process: messages come over a socket, each a length, a JSON head and bytes; answers go back as lines of JSON.
-
-
-def send(to: socket.socket, head: dict[str, Any], data: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
-    """Send one message; ``data`` follows the head, ``fds`` travel with its first byte."""
-    text = json.dumps({**head, "data": [len(d) for d in data]}).encode()
-    first = len(text).to_bytes(8, "little")
-    sent = socket.send_fds(to, [first], list(fds))
-    to.sendall(b"".join([first[sent:], text, *data]))
-
-
-class _Gone(Exception):
-    """The trainer closed the socket, or died."""
-
-
-class _Inbox:
-    """Whole messages from a socket."""
-
-    def __init__(self, source: socket.socket) -> None:
-        self._source, self._parent = source, os.getppid()
-        source.settimeout(ORPHANED)
-
-    def next(self) -> tuple[dict[str, Any], list[bytes], list[int]]:
-        first, fds, *_ = self._patiently(lambda: socket.recv_fds(self._source, 8, 4))
-        head = json.loads(self._exactly(int.from_bytes(first + self._exactly(8 - len(first)), "little")))
-        return head, [self._exactly(n) for n in head.pop("data")], list(fds)
-
-    def _exactly(self, nbytes: int) -> bytes:
-        parts = []
-        while nbytes:
-            part = self._patiently(partial(self._receive, min(nbytes, 1 << 20)))[0]
-            parts.append(part)
-            nbytes -= len(part)
-        return b"".join(parts)
-
-    def _receive(self, nbytes: int) -> tuple[bytes]:
-        return (self._source.recv(nbytes),)
-
-    def _patiently(self, receive: Callable[[], Any]) -> Any:
-        while True:
-            try:
-                got = receive()
-            except TimeoutError:
-                if os.getppid() != self._parent:
-                    raise _Gone from None
-                continue
-            except OSError:
-                raise _Gone from None
-            if not got[0]:
-                raise _Gone
-            return got
-
-
-def main(fd: int) -> None:
-    """The writer process: does what it is told, and once the trainer is gone finishes what it was told before."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainer, which says what becomes of a save
-    _step_back()
-    source = socket.socket(fileno=fd)
-    inbox, lock = _Inbox(source), threading.Lock()
-
-    def answer(job: int, fault: Fault | None) -> None:
-        try:
-            with lock:
-                answers.sendall(json.dumps([job, fault]).encode() + b"\n")
-        except OSError:
-            pass  # nobody is there to hear it; what was asked for is done all the same
-
-    answers = source.dup()
-    answers.settimeout(None)
-    courier = Courier(answer)
-    stores: dict[int, Store] = {}
-    while True:
-        try:
-            head, data, fds = inbox.next()
-        except _Gone:
-            break
-        _obey(courier, stores, head, data, fds)
-    courier.close()
-
-
-def _obey(courier: Courier, stores: dict[int, Store], head: dict[str, Any], data: list[bytes], fds: list[int]) -> None:
-    verb = head.pop("verb")
-    if verb == "map":
-        memory = None
-        if fds:
-            memory = memoryview(mmap.mmap(fds[0], head["nbytes"]))
-            os.close(fds[0])
-        courier.map(head["slot"], memory)
-    elif verb == "open":
-        courier.open(head["file"], head["path"], fds[0], direct=head["direct"])
-    elif verb == "write":
-        courier.write(**head)
-    elif verb == "store":
-        stores[head["store"]] = _made(**head["made"])
-    elif verb == "begin":
-        courier.begin(**{**head, "store": stores[head["store"]]}, header=data[0])
-    elif verb == "give_up":
-        courier.give_up(head["files"])
-    elif verb == "finish":
-        courier.finish(**head, header=data[0])
-    elif verb == "leave":
-        paths, store = head.pop("paths"), stores.get(head.pop("store", 0))
-        courier.leave(**head, small=list(zip(paths, data, strict=True)), store=store)
-    elif verb == "drop":
-        courier.drop(head["files"], close=True)
-
-
-def _made(package: str, paths: list[str], spec: dict[str, Any]) -> Store:
-    """A store in this process. What makes it is imported without the package's own start, which would import torch."""
-    if "holdfast" not in sys.modules:
-        stub = ModuleType("holdfast")
-        stub.__path__ = [package]
-        sys.modules["holdfast"] = stub
-        sys.path[:] = paths
-    store: Store = import_module("holdfast.engine.stores.shipping").store_from(spec)
-    return store
-
-
-def _step_back() -> None:
-    """Let training have the processor and the disk first."""
-    os.nice(10)
-    libc = ctypes.CDLL(None)
-    # ioprio_set(2) on x86-64 and arm64: this process, best effort, the last of eight classes.
-    number = {"x86_64": 251, "aarch64": 30}.get(os.uname().machine)
-    if number is not None:
-        libc.syscall(number, 1, 0, 2 << 13 | 7)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -51,6 +52,21 @@ def deliver(host: torch.Tensor, view: torch.Tensor) -> None:
     if host.dtype == view.dtype and not view.is_neg() and not view.is_conj():
         host, view = as_integers(host), as_integers(view)
     view.copy_(host)
+
+
+_forked = threading.Event()
+os.register_at_fork(after_in_child=_forked.set)
+
+
+def ready_for_threads() -> None:
+    """Before several threads hand over at once.
+
+    torch makes its pool of threads anew in a forked process when it is first asked, and not safely if two threads ask
+    at a time: one may find none ("Invalid thread pool!", met once in some hundred loads of forked processes).
+    """
+    if _forked.is_set():
+        torch.set_num_threads(torch.get_num_threads())
+        _forked.clear()
 
 
 class Landing:

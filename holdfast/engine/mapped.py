@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from holdfast.engine import disk
 from holdfast.engine.source import damaged
 from holdfast.engine.storage import naming_unless_missing
 from holdfast.ondisk import dtypes
@@ -56,7 +57,7 @@ def _mapping(path: Path) -> Mapping | None:
     """All of a file, copied page by page where it is written to; None if the file system or the memory has no room."""
     try:
         with naming_unless_missing(path, "open"):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = disk.open(path, os.O_RDONLY)
     except FileNotFoundError:
         raise damaged(path, "is missing") from None
     try:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from holdfast.engine.citations import own_path, told
-from holdfast.engine.landing import Streams, narrowed, scatter
+from holdfast.engine.landing import Streams, narrowed, ready_for_threads, scatter
 from holdfast.engine.memory import move
 from holdfast.engine.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.engine.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of
@@ -222,6 +222,7 @@ def read_boxes(
             opened.popleft()[1].close()
 
     threads = threads_for(files, plans)
+    ready_for_threads()
     # The pool is left first: no file is closed while a job may still read it.
     with ExitStack() as stack, ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
         for index in sorted(plans):

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from holdfast.engine import disk
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import Buffer, address_of, buffer, move
 from holdfast.engine.ranges import GAP, SPAN
@@ -130,7 +130,7 @@ class _OpenFile:
         view, address = gathered.view[skip : skip + nbytes], gathered.address + skip
         if self.direct is not None and not is_cached(self.cached, begin, nbytes):
             with naming(self.path, "read"):  # whole sectors, so that the disk fills this memory and no other
-                got = os.preadv(self.direct, [gathered.view[:room]], begin - skip)
+                got = disk.read(self.direct, gathered.view[:room], begin - skip, self.path)
             self.stats.add(got)
             at = max(min(got - skip, nbytes), 0)
         if at < nbytes:
@@ -145,13 +145,13 @@ class _OpenFile:
         with naming(self.path, "read"):
             at = 0
             if self.direct is not None and is_cached(self.cached, begin, total):
-                at = os.preadv(self.cached, [memory], begin)
+                at = disk.read(self.cached, memory, begin, self.path)
                 self.stats.add(at)
             while at < total and self.direct is not None:
                 low = (begin + at) // SECTOR * SECTOR
                 high = -(-min(begin + total, low + SPAN) // SECTOR) * SECTOR
                 bounce = _buffer("bounce", high - low)
-                got = os.preadv(self.direct, [bounce.view[: high - low]], low)
+                got = disk.read(self.direct, bounce.view[: high - low], low, self.path)
                 skip = begin + at - low
                 useful = min(got - skip, total - at)
                 if useful <= 0:
@@ -160,7 +160,7 @@ class _OpenFile:
                 self.stats.add(got)
                 at += useful
             while at < total:
-                got = os.preadv(self.cached, [memory[at:]], begin + at)
+                got = disk.read(self.cached, memory[at:], begin + at, self.path)
                 if not got:
                     raise damaged(self.path, f"ends at byte {begin + at}")
                 self.stats.add(got)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.engine import courier
+from holdfast.engine import disk, durable
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.stores.conditions import create_once
 from holdfast.engine.stores.place import Location, Place
@@ -67,7 +67,7 @@ def make_folder(path: Location) -> None:
     if isinstance(path, Place):
         return
     with naming(path, "create the folder"):
-        courier.make_folder(os.fspath(path))
+        durable.make_folder(os.fspath(path))
 
 
 def sync_folder(path: Location) -> None:
@@ -75,7 +75,7 @@ def sync_folder(path: Location) -> None:
     if isinstance(path, Place):
         return
     with naming(path, "sync the folder"):
-        courier.sync_folder(os.fspath(path))
+        disk.sync_folder(path)
 
 
 def write_small(path: Location, data: bytes) -> None:
@@ -84,7 +84,7 @@ def write_small(path: Location, data: bytes) -> None:
         if isinstance(path, Place):
             path.store.put(path.key, [data], len(data))
             return
-        courier.write_small(os.fspath(path), data)
+        durable.write_small(os.fspath(path), data)
 
 
 def create_small(path: Location, data: bytes, temporary: str) -> bool:
@@ -102,9 +102,9 @@ def create_small(path: Location, data: bytes, temporary: str) -> bool:
 def _create_on_disk(path: Path, data: bytes, temporary: Path) -> bool:
     with naming(path, "create"):
         try:
-            courier.write_durably(os.fspath(temporary), data)
+            durable.write_synced(os.fspath(temporary), data)
             try:
-                os.link(temporary, path)
+                disk.link(temporary, path)
             except FileExistsError:
                 return False
             except OSError as error:
@@ -112,11 +112,11 @@ def _create_on_disk(path: Path, data: bytes, temporary: Path) -> bool:
                     raise
                 return _create_without_links(path, data)
         finally:
-            temporary.unlink(missing_ok=True)
+            _delete(temporary)
     try:
         sync_folder(path.parent)
     except StorageError:
-        path.unlink(missing_ok=True)  # what is not durable must not be seen
+        _delete(path)  # what is not durable must not be seen
         raise
     return True
 
@@ -125,13 +125,14 @@ def _create_without_links(path: Path, data: bytes) -> bool:
     # File systems without hard links (some FUSE and SMB mounts): an exclusive create is atomic there, the bytes are
     # not; the manifest's digest finds a torn one.
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     except FileExistsError:
         return False
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        disk.write_all(fd, data, 0, path)
+        disk.sync(fd, path)
+    finally:
+        os.close(fd)
     sync_folder(path.parent)
     return True
 
@@ -144,17 +145,17 @@ def replace_small(path: Location, data: bytes, temporary: str) -> None:
     half = path.with_name(temporary)
     with naming(path, "replace"):
         try:
-            courier.write_durably(os.fspath(half), data)
-            os.replace(half, path)
+            durable.write_synced(os.fspath(half), data)
+            disk.replace(half, path)
         finally:
-            half.unlink(missing_ok=True)
+            _delete(half)
     sync_folder(path.parent)
 
 
 def read_small(path: Location) -> bytes:
     """All bytes of a small file. Raises FileNotFoundError as it is, anything else as StorageError."""
     with naming_unless_missing(path, "read"):
-        return path.read_bytes()
+        return path.read_bytes() if isinstance(path, Place) else disk.read_file(path)
 
 
 def read_start(path: Location, nbytes: int) -> tuple[bytes, int]:
@@ -163,8 +164,11 @@ def read_start(path: Location, nbytes: int) -> tuple[bytes, int]:
         if isinstance(path, Place):
             got = path.store.get(path.key, 0, nbytes)
             return bytes(got.data), got.nbytes
-        with path.open("rb") as file:
-            return file.read(nbytes), os.fstat(file.fileno()).st_size
+        fd = disk.open(path, os.O_RDONLY)
+        try:
+            return disk.read_bytes(fd, nbytes, 0, path), os.fstat(fd).st_size
+        finally:
+            os.close(fd)
 
 
 @contextmanager
@@ -191,7 +195,7 @@ def size_of(path: Location) -> int | None:
     """Bytes of a file; None if there is none. Raises StorageError."""
     try:
         with naming_unless_missing(path, "look for"):
-            return path.stat().st_size
+            return (path.stat() if isinstance(path, Place) else disk.stat(path)).st_size
     except FileNotFoundError:
         return None
 
@@ -206,7 +210,7 @@ def delete(*paths: Location) -> None:
             continue
         try:
             with naming(path, "delete"):
-                path.unlink(missing_ok=True)
+                _delete(path)
         except StorageError as error:
             failed = failed or error
     for found in places.values():
@@ -219,12 +223,17 @@ def delete(*paths: Location) -> None:
         raise failed
 
 
+def _delete(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        disk.delete(path)
+
+
 def delete_if_empty(path: Location) -> None:
     """Delete a folder that holds nothing; leave one that does."""
     if isinstance(path, Place):
         return
     try:
-        path.rmdir()
+        disk.remove_folder(path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             log.debug("cannot remove %s: %s", path, error)
@@ -234,8 +243,11 @@ def delete_empty_folders(path: Location) -> None:
     """Delete every folder at or below ``path`` that holds nothing."""
     if isinstance(path, Place):
         return
-    for base, _, _ in os.walk(path, topdown=False):
-        delete_if_empty(Path(base))
+    with naming_unless_missing(path, "list"), suppress(FileNotFoundError):
+        for entry in disk.listed(path):
+            if entry.is_dir(follow_symlinks=False):
+                delete_empty_folders(path / entry.name)
+    delete_if_empty(path)
 
 
 def folders_in(path: Location) -> list[str]:
@@ -243,7 +255,7 @@ def folders_in(path: Location) -> list[str]:
     with naming(path, "list"):
         if isinstance(path, Place):
             return [key.rpartition("/")[2] for key in path.store.list(path.key, deep=False).folders]
-        return [entry.name for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+        return [entry.name for entry in disk.listed(path) if entry.is_dir()] if path.is_dir() else []
 
 
 def files_below(folder: Location) -> list[str]:
@@ -258,13 +270,18 @@ def sizes_below(folder: Location) -> dict[str, int]:
     found = {}
     for path in sorted(_walk(folder)):
         with suppress(FileNotFoundError):  # deleted meanwhile
-            found[path] = (folder / path).stat().st_size
+            found[path] = disk.stat(folder / path).st_size
     return found
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    for base, _, files in os.walk(folder):
-        yield from (Path(base, f).relative_to(folder).as_posix() for f in files)
+def _walk(folder: Path, above: str = "") -> Iterator[str]:
+    """Relative paths of all files; what is deleted meanwhile is left out. Raises StorageError."""
+    with naming_unless_missing(folder, "list"), suppress(FileNotFoundError, NotADirectoryError):
+        for entry in disk.listed(folder):
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(folder / entry.name, f"{above}{entry.name}/")
+            elif not entry.is_dir():
+                yield above + entry.name
 
 
 def _entries(folder: Place) -> list[tuple[str, int, float]]:
@@ -291,23 +308,23 @@ def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
     Space is taken up front where the file system can, so that a full disk is found before any copying. The file
     carries a shared lock until it is closed: a sweeper can tell a save under way from the leavings of a dead one.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     with naming(path, "create"):
         try:
-            fd, direct = os.open(path, flags | os.O_DIRECT, 0o666), True
+            fd, direct = disk.open(path, flags | os.O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:  # tmpfs before Linux 6.6 and some network file systems
                 raise
-            path.unlink(missing_ok=True)
-            fd, direct = os.open(path, flags, 0o666), False
+            _delete(path)
+            fd, direct = disk.open(path, flags), False
     try:
         with naming(path, "lock"):
             _lock(fd)
         with naming(path, f"reserve {nbytes} bytes for"):
-            _reserve(fd, nbytes)
+            _reserve(fd, nbytes, path)
     except BaseException:
         os.close(fd)
-        path.unlink(missing_ok=True)
+        _delete(path)
         raise
     return fd, direct
 
@@ -315,7 +332,7 @@ def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
 def open_locked(path: Path) -> int:
     """A descriptor of an existing file that, as a rule, marks it as part of a save under way until it is closed."""
     with naming(path, "open"):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = disk.open(path, os.O_RDONLY)
         with suppress(OSError):  # somebody who asks whether it is in use has it locked for a moment
             _lock(fd)
         return fd
@@ -338,12 +355,13 @@ def _wait_a_little() -> None:
     time.sleep(random.uniform(0.001, 0.01))
 
 
-def _reserve(fd: int, nbytes: int) -> None:
-    # fallocate(2) itself: posix_fallocate would write zeros where the file system has no such call.
-    if nbytes and _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
-        number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise OSError(number, os.strerror(number))
+def _reserve(fd: int, nbytes: int, path: Path) -> None:
+    try:
+        if nbytes:
+            disk.reserve(fd, nbytes, path)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
 
 
 def in_use(path: Path) -> bool:
@@ -352,7 +370,7 @@ def in_use(path: Path) -> bool:
     Two that ask at the same moment do not take each other for a save.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = disk.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -389,7 +407,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     if _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, nbytes)), ctypes.byref(pages), 0) == 0:
         return int(pages.cached) > (offset + nbytes - 1) // SECTOR - offset // SECTOR
     try:
-        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        return disk.read(fd, bytearray(1), offset, "", flags=os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):
         return False
 
@@ -397,8 +415,8 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 def open_to_read(path: Path) -> tuple[int, int | None]:
     """Descriptors of an existing file: through the page cache, and directly (None where that cannot be had)."""
     with naming_unless_missing(path, "open"):
-        cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        cached = disk.open(path, os.O_RDONLY)
     try:
-        return cached, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        return cached, disk.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return cached, None

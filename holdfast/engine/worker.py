@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.engine import courier
+from holdfast.engine import writer_process
 from holdfast.engine.courier import Courier, Fault
 from holdfast.engine.storage import storage_error
 from holdfast.engine.stores.place import Location, Place
@@ -25,6 +25,8 @@ from holdfast.engine.stores.shipping import spec_of
 from holdfast.engine.stores.store import Store
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.events import log
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 Small = tuple[Location, bytes]
 """A small file: where it goes, and its bytes."""
@@ -170,7 +172,7 @@ class ThreadWorker:
 class ProcessWorker:
     """A courier in a process of its own: it maps the slots, and finishes what it was told even if this process dies.
 
-    It is a plain interpreter that runs one file of this package: no fork of a process with threads and devices, no
+    It is a plain interpreter that runs `engine/writer_process.py`: no fork of a process with threads and devices, no
     second import of the user's script, no torch. It leads a session of its own, since launchers kill a trainer's whole
     process group.
     """
@@ -180,7 +182,7 @@ class ProcessWorker:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            command = [sys.executable, "-I", "-S", courier.__file__, str(theirs.fileno())]
+            command = [sys.executable, "-I", "-S", "-c", writer_process.COMMAND, _PACKAGE, str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
             )
@@ -241,7 +243,7 @@ class ProcessWorker:
         told = json.dumps(spec, sort_keys=True)
         if told not in self._stores:
             self._stores[told] = len(self._stores) + 1
-            made = {"package": str(Path(courier.__file__).parent.parent), "paths": sys.path, "spec": spec}
+            made = {"paths": sys.path, "spec": spec}
             self._send({"verb": "store", "store": self._stores[told], "made": made})
         return self._stores[told]
 
@@ -270,7 +272,7 @@ class ProcessWorker:
             raise HoldfastError(self._dead)
         try:
             with self._sending:
-                courier.send(self._socket, head, data, fds)
+                writer_process.send(self._socket, head, data, fds)
         except OSError:
             self._reader.join()  # it finds the end of the process, and says how it ended
             raise HoldfastError(self._dead or "the writer process does not listen") from None

@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from holdfast.checkpoint import Checkpoint
+from holdfast.engine import disk
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.memory import Buffer, buffer
 from holdfast.engine.ranges import Verify
@@ -255,27 +257,30 @@ def write(path: Path, data: memoryview, offset: int) -> None:
         at = low + written
         rest = [(offset, data[: low - offset]), (at, data[at - offset :])] if written else [(offset, data)]
         if any(part for _, part in rest):
-            with path.open("rb+", buffering=0) as file:
+            with _opened(path, os.O_RDWR) as fd:
                 for place, part in rest:
-                    _write_all(file.fileno(), part, place)
+                    disk.write_all(fd, part, place, path)
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = disk.open(path, flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _write_directly(path: Path, data: memoryview, offset: int) -> int:
     """How many bytes were written so, all of whole sectors; the rest goes through the page cache."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        fd = disk.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError:  # a file system without direct I/O; what else is wrong with the file is met again, and told
         return 0
     try:
         at = 0
         while at < len(data):
-            count = os.pwrite(fd, data[at:], offset + at) // SECTOR * SECTOR
+            count = disk.write(fd, data[at:], offset + at, path) // SECTOR * SECTOR
             if not count:
                 break
             at += count
@@ -290,8 +295,8 @@ def _write_directly(path: Path, data: memoryview, offset: int) -> int:
 
 def sync(path: Path) -> None:
     """Make a file's bytes durable, whoever wrote them."""
-    with naming(path, "sync"), path.open("rb") as file:
-        os.fsync(file.fileno())
+    with naming(path, "sync"), _opened(path, os.O_RDONLY) as fd:
+        disk.sync(fd, path)
 
 
 def finish(content: Path, fixed: Iterable[Fixed]) -> list[str]:
@@ -301,11 +306,10 @@ def finish(content: Path, fixed: Iterable[Fixed]) -> list[str]:
         path = content / name
         touched[name] = None
         with naming(path, "write"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            with path.open("rb+", buffering=0) as file:
+            disk.make_folders(path.parent)
+            with _opened(path, os.O_RDWR | os.O_CREAT) as fd:
                 for piece in pieces:
-                    _write_all(file.fileno(), memoryview(piece.data), piece.offset)
+                    disk.write_all(fd, piece.data, piece.offset, path)
     for name in touched:
         sync(content / name)
     return list(touched)

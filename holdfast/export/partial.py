@@ -6,18 +6,16 @@ and never takes away what it did not make.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.folder import refuse_cited, taken
 from holdfast.errors import StorageError
 from holdfast.events import log
@@ -101,7 +99,7 @@ class Partial:
             raise self._busy()
 
     def _locked(self, path: Path) -> int:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = disk.open(path, os.O_RDWR | os.O_CREAT)
         kept = False
         try:
             _lock(lock, fcntl.LOCK_EX)
@@ -153,7 +151,7 @@ class Partial:
         for path in self.folder.iterdir():
             if path.name != "lock":
                 with storage.naming(path, "delete"):
-                    _delete(path)
+                    disk.delete_all(path)
 
     def publish(self, made: Path, files: Sequence[str], *, overwrite: bool) -> None:
         """Put ``made`` in the target's place, in one step, once its ``files`` and folders are durable."""
@@ -161,14 +159,14 @@ class Partial:
             storage.sync_folder(self.content / folder)
         with storage.naming(self.target, "put in place"):
             old = None
-            if not _rename(made, self.target, _ONLY_NEW):
+            if not disk.rename(made, self.target):
                 self._check_target(overwrite=overwrite)
                 old = _exchange(made, self.target, self.folder / "old")
         self._published = True
         storage.sync_folder(self.target.parent)
         if old is not None:
             with storage.naming(old, "delete"):
-                _delete(old)
+                disk.delete_all(old)
 
     def leave(self) -> None:
         """The end of a call: let others at it; what is left stays if there is something to go on from."""
@@ -178,7 +176,7 @@ class Partial:
             if not self._published and any(path.stat().st_size for path in self._journals()):
                 log.warning("%s keeps what was copied: the same call goes on from there", self.folder)
             else:
-                shutil.rmtree(self.folder)
+                disk.delete_all(self.folder)
         except OSError as error:
             log.warning("%s cannot be removed: %s", self.folder, error)
         finally:
@@ -198,7 +196,7 @@ class Journal:
         self.path = partial.folder / "journal" / f"{rank:05d}"
         storage.make_folder(self.path.parent)
         with storage.naming(self.path, "create"):
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._fd = disk.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             _lock(self._fd, fcntl.LOCK_SH)
 
     def add(self, rows: Iterable[Row]) -> None:
@@ -206,8 +204,8 @@ class Journal:
         with storage.naming(self.path, "write"):
             data = _lines(rows)
             while data:
-                data = data[os.write(self._fd, data) :]
-            os.fsync(self._fd)
+                data = data[disk.append(self._fd, data, self.path) :]
+            disk.sync(self._fd, self.path)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -230,30 +228,14 @@ def _is_checkpoint(folder: Path) -> bool:
     return any(any(folder.glob(mark)) for mark in marks)
 
 
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-_ONLY_NEW, _EXCHANGE = 1, 2  # flags of renameat2(2)
-_libc = ctypes.CDLL(None)
-
-
-def _rename(old: Path, new: Path, flag: int) -> bool:
-    here = -100  # AT_FDCWD
-    return hasattr(_libc, "renameat2") and not _libc.renameat2(here, os.fsencode(old), here, os.fsencode(new), flag)
-
-
 def _exchange(made: Path, target: Path, aside: Path) -> Path | None:
     """``made`` under the target's name; what was there before is where the answer says."""
-    if _rename(made, target, _EXCHANGE):
+    if disk.exchange(made, target):
         return made
     # A file system that can do neither: for a moment there may be nothing under the target's name.
     old = None
     if target.exists():
-        os.rename(target, aside)
+        disk.replace(target, aside)
         old = aside
-    os.rename(made, target)
+    disk.replace(made, target)
     return old

@@ -7,13 +7,12 @@ others are there.
 from __future__ import annotations
 
 import errno
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast import events
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.folder import refuse_cited, taken
 from holdfast.engine.stores.place import Place
 from holdfast.errors import StorageError, Unsupported
@@ -84,7 +83,7 @@ def upload(grown: Path, place: Place) -> int:
                 _put(grown / path, place / path)
                 task.advance(files[path])
         storage.delete(*(place / path for path in {*old, MARK} - set(files)))
-    shutil.rmtree(grown.parent)
+    disk.delete_all(grown.parent)
     return nbytes
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
+from holdfast.engine import disk
 from holdfast.engine.source import Descriptors
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, Unsupported
@@ -169,7 +170,7 @@ class _Nameless:
         return os.dup(self.file.fileno()), None
 
     def read(self, begin: int, nbytes: int) -> bytes:
-        return os.pread(self.file.fileno(), nbytes, begin)
+        return disk.read_bytes(self.file.fileno(), nbytes, begin, self.path)
 
 
 # Objects

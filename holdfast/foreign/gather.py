@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
@@ -13,6 +12,7 @@ from typing import BinaryIO, NamedTuple
 
 import torch
 
+from holdfast.engine import disk
 from holdfast.engine.source import Descriptors
 from holdfast.engine.stage import host_view
 from holdfast.engine.storage import naming
@@ -98,7 +98,7 @@ def _read(source: Descriptors | Place, begin: int, nbytes: int, path: Location) 
         at = len(data)
     else:
         data, at = bytearray(nbytes), 0
-        while at < nbytes and (got := os.preadv(source[0], [memoryview(data)[at:]], begin + at)):
+        while at < nbytes and (got := disk.read(source[0], memoryview(data)[at:], begin + at, path)):
             at += got
     if at < nbytes:
         raise Damaged(f"{path} ends at byte {begin + at}: it is truncated; bring it back from a copy")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
+from holdfast.engine import disk
 from holdfast.engine.source import Descriptors
 from holdfast.engine.storage import naming, naming_unless_missing, open_to_read
 from holdfast.engine.stores.place import Location, Place
@@ -67,8 +68,11 @@ class File:
             with naming_unless_missing(self.path, "read"):
                 if isinstance(self.path, Place):
                     return bytes(self.path.store.get(self.path.key, begin, begin + nbytes).data)
-                with self.path.open("rb", buffering=0) as source:
-                    return _read(source.fileno(), begin, nbytes)
+                fd = disk.open(self.path, os.O_RDONLY)
+                try:
+                    return _read(fd, self.path, begin, nbytes)
+                finally:
+                    os.close(fd)
         except FileNotFoundError:
             raise self._gone() from None
 
@@ -198,7 +202,7 @@ class Unpacked:
     def read(self, begin: int, nbytes: int) -> bytes:
         cached, _ = self.open()
         try:
-            return _read(cached, begin, nbytes)
+            return _read(cached, self.path, begin, nbytes)
         finally:
             os.close(cached)
 
@@ -221,9 +225,9 @@ def _keep(latest: Unpacked) -> None:
         old.close()
 
 
-def _read(fd: int, begin: int, nbytes: int) -> bytes:
+def _read(fd: int, path: Location, begin: int, nbytes: int) -> bytes:
     parts = []
-    while nbytes and (got := os.pread(fd, min(nbytes, 1 << 30), begin)):
+    while nbytes and (got := disk.read_bytes(fd, min(nbytes, 1 << 30), begin, path)):
         parts.append(got)
         begin, nbytes = begin + len(got), nbytes - len(got)
     return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -5,6 +5,7 @@ The tiers of a manager own one `Nodes`. Never moves more than manifests and numb
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 import zlib
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.errors import Mismatch, RankLost
 from holdfast.events import log
@@ -197,7 +198,7 @@ def find_nodes(call: Call, folder: Path, root: str, key: str) -> Nodes:
         storage.make_folder(folder)
         _mark(folder, root, f".holdfast-{token}.tmp")
         with storage.naming(own, "create"):
-            own.touch()
+            os.close(disk.open(own, os.O_WRONLY | os.O_CREAT))
         return token
 
     def look() -> int:
@@ -208,7 +209,7 @@ def find_nodes(call: Call, folder: Path, root: str, key: str) -> Nodes:
         leader_of = call.exchange("nodes", look, lambda found: found, list[int])
     finally:
         with suppress(OSError):  # it is swept another time
-            own.unlink(missing_ok=True)
+            disk.delete(own)
     nodes = Nodes(ranks, key, sorted(set(leader_of)), leader_of[ranks.rank])
     if nodes.leads:
         _sweep_tokens(folder)
@@ -236,4 +237,4 @@ def _sweep_tokens(folder: Path) -> None:
     for path in folder.glob(_TOKEN.format("*")):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _OLD:
-                path.unlink()
+                disk.delete(path)

@@ -1,11 +1,10 @@
-"""The courier: order, faults that stay, messages over a socket; that it needs the standard library alone."""
+"""The courier: order, and faults that stay; that it needs the standard library alone."""
 
 from __future__ import annotations
 
 import ast
 import errno
 import os
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.engine import courier
+from holdfast.engine import courier, disk, durable, writer_process
 from holdfast.engine.courier import SECTOR, Courier, Fault
 
 LONG = 30.0
@@ -54,14 +53,16 @@ def one(answers: Answers) -> Any:
 
 
 def test_it_imports_the_standard_library_alone() -> None:
-    """The writer process runs this file without site-packages and without this package."""
-    tree = ast.parse(Path(courier.__file__).read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    found = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    found |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.split(".")[0] for name in found} <= set(sys.stdlib_module_names)
+    """The writer process runs these files without site-packages and without the start of this package."""
+    for module in (courier, disk, durable, writer_process):
+        tree = ast.parse(Path(module.__file__).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        found = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+        found |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        found -= {"holdfast.engine", "holdfast.engine.courier"}
+        assert {name.split(".")[0] for name in found} <= set(sys.stdlib_module_names)
 
 
 def test_a_fault_stays_although_a_later_write_succeeds(
@@ -164,67 +165,3 @@ def test_any_writes_are_what_a_plain_file_would_hold(writes: list[tuple[int, int
     for fd, content in zip(fds, expected, strict=True):
         assert os.pread(fd, 1 << 24, 0) == content
         os.close(fd)
-
-
-# Small files
-
-
-def test_a_small_file_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b"
-    courier.write_small(str(path), b"old")
-    courier.write_small(str(path), b"new")
-    assert path.read_bytes() == b"new" and [p.name for p in path.parent.iterdir()] == ["b"]
-
-
-def test_a_small_file_that_fails_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "f"
-    courier.write_small(str(path), b"old")
-
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="Input/output"):
-        courier.write_small(str(path), b"new")
-    assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
-
-
-# Messages
-
-heads = st.dictionaries(st.text(max_size=5), st.integers() | st.text(), max_size=3)
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(heads, st.lists(st.binary(max_size=3000), max_size=3), st.integers(0, 2)), max_size=8))
-def test_messages_come_out_as_they_went_in(messages: list[tuple[dict[str, Any], list[bytes], int]]) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        inbox = courier._Inbox(theirs)
-        for head, data, fds in messages:
-            courier.send(ours, head, data, [0] * fds)
-            got = inbox.next()
-            assert got[:2] == ({k: v for k, v in head.items() if k != "data"}, data) and len(got[2]) == fds
-            for fd in got[2]:
-                os.close(fd)
-
-
-def test_a_large_message_and_then_the_end() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        data = os.urandom(5 << 20)
-        sender = threading.Thread(target=lambda: (courier.send(ours, {"a": 1}, [data, b""]), ours.close()))
-        sender.start()
-        inbox = courier._Inbox(theirs)
-        assert inbox.next() == ({"a": 1}, [data, b""], [])
-        with pytest.raises(courier._Gone):
-            inbox.next()
-        sender.join()
-
-
-def test_an_end_in_the_middle_of_a_message() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        ours.sendall((1000).to_bytes(8, "little") + b'{"verb":')
-        ours.close()
-        with pytest.raises(courier._Gone):
-            courier._Inbox(theirs).next()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.export import partial
+from holdfast.engine import disk
 from holdfast.export.partial import Journal, Partial, Row
 
 
@@ -114,7 +114,7 @@ def test_put_in_place(old: str, modern: bool, tmp_path: Path, monkeypatch: pytes
     if old == "file":
         target.write_text("old")
     if not modern:
-        monkeypatch.setattr(partial, "_rename", lambda old, new, flag: False)
+        monkeypatch.setattr(disk, "_renameat2", lambda old, new, flag: False)
     place, _ = _begun(target, overwrite=True)
     place.publish(place.content, ["x", "sub/y"], overwrite=True)
     place.leave()

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from holdfast.engine import disk
 from holdfast.engine.stores.eviction import CacheFolder
 from holdfast.engine.stores.extents import EXTENT, PAGE, PAGES, DiskFault, Extent, Run, Version, runs
 from holdfast.engine.stores.passing import Passing
@@ -273,7 +274,7 @@ def _large(entry: Entry) -> bool:
 
 def _make(folder: Path) -> None:
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        disk.make_folders(folder, 0o700)
     except OSError as error:
         refused = StorageError(f"cannot make {folder} for a cache: {error}; give a folder on local disk")
         refused.errno, refused.file = error.errno, str(folder)

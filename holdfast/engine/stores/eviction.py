@@ -15,10 +15,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.engine.stores.extents import EXTENT, NO_LOCKS, Extent, Version, disk, write
+from holdfast.engine import disk
+from holdfast.engine.stores.extents import EXTENT, NO_LOCKS, Extent, Version, disk_faults
 from holdfast.events import log
 
 LIMIT = 100 << 30
@@ -26,6 +27,9 @@ SHARE = 0.8
 """Of what the disk has free or the cache has taken, unless a limit is given; and never more than LIMIT bytes."""
 
 _OBJECT = re.compile(r"[0-9a-f]{32}")
+
+
+USAGE = "usage"
 
 
 class CacheFolder:
@@ -41,24 +45,25 @@ class CacheFolder:
     def drop(self, version: Version, begin: int, end: int | None) -> None:
         """Keep nothing of bytes ``begin:end`` of a file, of any version."""
         folder = self._folder / version.folder
-        with disk():
+        with disk_faults():
             for entry in _entries(folder):
                 if entry.name.isdecimal():
                     first = int(entry.name) * EXTENT
                     if first + EXTENT > begin and (end is None or first < end):
-                        Path(entry.path).unlink(missing_ok=True)
+                        with suppress(FileNotFoundError):
+                            disk.delete(entry.path)
             self._tidy(folder)
 
     def reserve(self, nbytes: int) -> None:
         """Count bytes that will be written; what was used longest ago goes if that is too much."""
-        with disk(), self._usage() as fd:
-            noted = os.pread(fd, 8, 0)
+        with disk_faults(), self._usage() as fd:
+            noted = disk.read_bytes(fd, 8, 0, self._folder / USAGE)
             # A process that dies between the counting and the writing makes it too high: then it is counted anew.
             taken = int.from_bytes(noted, "little") if len(noted) == 8 else sum(size for _, size, _ in self._scan())
             limit = self._limit or self._share(taken)
             if taken + nbytes > limit:
                 taken = self._evict(limit - limit // 10 - nbytes)
-            write(fd, (taken + nbytes).to_bytes(8, "little"), 0)
+            disk.write_all(fd, (taken + nbytes).to_bytes(8, "little"), 0, self._folder / USAGE)
 
     def _share(self, taken: int) -> int:
         found = os.statvfs(self._folder)
@@ -68,7 +73,7 @@ class CacheFolder:
     def _usage(self) -> Iterator[int]:
         until = time.monotonic() + self._patience
         with self._turn:
-            fd = os.open(self._folder / "usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = disk.open(self._folder / USAGE, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 while not _try_flock(fd):
                     if time.monotonic() > until:
@@ -86,7 +91,8 @@ class CacheFolder:
         for _, size, path in found:
             if taken <= target:
                 break
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                disk.delete(path)
             self._tidy(path.parent)
             taken -= size
         log.debug("the cache %s held %d bytes, now %d", self._folder, before, taken)
@@ -94,7 +100,7 @@ class CacheFolder:
 
     def _scan(self) -> Iterator[tuple[int, int, Path]]:
         """When it was used last, bytes and path of every extent; anything else in the folder is none of ours."""
-        for folder in os.scandir(self._folder):
+        for folder in disk.listed(self._folder):
             if _OBJECT.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
                 for entry in _entries(Path(folder.path)):
                     if entry.name.isdecimal():
@@ -106,7 +112,7 @@ class CacheFolder:
 
     def _tidy(self, folder: Path) -> None:
         try:
-            folder.rmdir()
+            disk.remove_folder(folder)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
@@ -114,7 +120,7 @@ class CacheFolder:
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        return list(os.scandir(folder))
+        return disk.listed(folder)
     except FileNotFoundError:
         return []
 

@@ -21,12 +21,13 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
+from holdfast.engine import disk
 from holdfast.events import log
 
 PAGE = 64 << 10
@@ -52,7 +53,7 @@ class DiskFault(Exception):
 
 
 @contextmanager
-def disk() -> Iterator[None]:
+def disk_faults() -> Iterator[None]:
     """Turn an OSError inside the block into a DiskFault: it is no error of the store's."""
     try:
         yield
@@ -79,7 +80,7 @@ class Extent:
         self.first, self.last = number * PAGES, (number + 1) * PAGES
         self._path = path
         self._identity = "\0".join([*version, str(number)]).encode()
-        with disk():
+        with disk_faults():
             self._fd = _opened(path)
             try:
                 self.nbytes = self._length()
@@ -96,7 +97,7 @@ class Extent:
 
     def _length(self) -> int | None:
         for _ in range(3):  # another may be writing it now
-            head = os.pread(self._fd, _MARK.size, 0)
+            head = disk.read_bytes(self._fd, _MARK.size, 0, self._path)
             if not any(head):
                 return None
             if len(head) == _MARK.size:
@@ -105,7 +106,8 @@ class Extent:
                     return int(nbytes)
             time.sleep(0.001)
         log.warning("%s in the cache is damaged or of another file; it is fetched anew", self._path)
-        self._path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            disk.delete(self._path)
         os.close(self._fd)
         self._fd = _opened(self._path)
         return None
@@ -119,12 +121,12 @@ class Extent:
 
     def read(self, run: Run, memory: Callable[[Run], memoryview]) -> list[int]:
         """Read those of these pages that are there to where ``memory`` says; those that are not."""
-        with disk():
+        with disk_faults():
             if self.nbytes is None:
                 self.nbytes = self._length()
             if self.nbytes is None:
                 return [*range(*run)]
-            table = os.pread(self._fd, 8 * PAGES, _MARK.size).ljust(8 * PAGES, b"\0")
+            table = disk.read_bytes(self._fd, 8 * PAGES, _MARK.size, self._path).ljust(8 * PAGES, b"\0")
             sums = {page: table[8 * (page - self.first) :][:8] for page in range(*run)}
             there = [page for page in sums if sums[page] != _ABSENT]
             wrong = [page for part in runs(there) for page in self._read(part, memory(part), sums, self.nbytes)]
@@ -135,7 +137,7 @@ class Extent:
     def _read(self, run: Run, memory: memoryview, sums: Mapping[int, bytes], nbytes: int) -> list[int]:
         """Pages whose sum is wrong; from now on they are not there."""
         end = min(run[1] * PAGE, nbytes) - run[0] * PAGE
-        got = os.preadv(self._fd, [memory[:end]], self._place(run[0]))
+        got = disk.read(self._fd, memory[:end], self._place(run[0]), self._path)
         wrong = []
         for page in range(*run):
             at = (page - run[0]) * PAGE
@@ -151,15 +153,15 @@ class Extent:
     def write(self, run: Run, data: memoryview, nbytes: int) -> None:
         """Keep these pages. ``data`` is theirs, the last one shorter if the file of ``nbytes`` ends in it."""
         sums = b"".join(xxhash.xxh3_64_digest(data[at : at + PAGE]) for at in range(0, len(data), PAGE))
-        with disk():
+        with disk_faults():
             if self.nbytes is None:
-                write(self._fd, self._head(nbytes), 0)
+                disk.write_all(self._fd, self._head(nbytes), 0, self._path)
                 self.nbytes = nbytes
-            write(self._fd, data, self._place(run[0]))
+            disk.write_all(self._fd, data, self._place(run[0]), self._path)
             self._note(run, sums)
 
     def _note(self, run: Run, sums: bytes) -> None:
-        write(self._fd, sums, _MARK.size + 8 * (run[0] - self.first))
+        disk.write_all(self._fd, sums, _MARK.size + 8 * (run[0] - self.first), self._path)
 
     def lock(self, run: Run) -> list[Run]:
         """Lock those of these pages that nobody else has locked; does not wait."""
@@ -201,15 +203,7 @@ def runs(pages: Iterable[int]) -> list[Run]:
 def _opened(path: Path) -> int:
     for _ in range(5):
         try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return disk.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:  # also when eviction takes an empty folder away just now
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            disk.make_folders(path.parent, 0o700)
     raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
-
-
-def write(fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of ``data``, which one call may write only in part."""
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(fd, view, offset)
-        view, offset = view[count:], offset + count

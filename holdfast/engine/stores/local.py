@@ -13,10 +13,11 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.stores.keys import check_key, clipped
 from holdfast.engine.stores.store import Buffer, Entry, Got, Listing
 from holdfast.errors import StorageError
@@ -65,14 +66,14 @@ class Local:
         path = self._followed(key)
         with storage.naming_unless_missing(path, "read"):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = disk.open(path, os.O_RDONLY)
             except NotADirectoryError:
                 raise FileNotFoundError(errno.ENOENT, "No such file", str(path)) from None
             try:
                 found = os.fstat(fd)
                 if not stat.S_ISREG(found.st_mode):
                     raise FileNotFoundError(errno.ENOENT, "There is a folder and no file", str(path))
-                return Got(_read(fd, *clipped(begin, end, found.st_size)), found.st_size)
+                return Got(_read(fd, path, *clipped(begin, end, found.st_size)), found.st_size)
             finally:
                 os.close(fd)
 
@@ -92,10 +93,11 @@ class Local:
             try:
                 _write(fd, path, chunks, nbytes)
                 with storage.naming(path, "write"):
-                    os.fsync(fd)
-                    os.replace(temporary, path)
+                    disk.sync(fd, temporary)
+                    disk.replace(temporary, path)
             except BaseException:
-                temporary.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    disk.delete(temporary)
                 raise
             finally:
                 os.close(fd)
@@ -111,7 +113,7 @@ class Local:
             try:
                 with storage.naming(path, "delete"):
                     if not path.is_dir():
-                        path.unlink()
+                        disk.delete(path)
             except OSError as error:
                 if error.errno not in _MISSING:
                     failed = failed or error
@@ -177,7 +179,7 @@ class Local:
         """Delete a folder if it is empty, and those above it that are empty then."""
         while folder != self._root and self._root in folder.parents:
             try:
-                folder.rmdir()
+                disk.remove_folder(folder)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     log.debug("cannot remove %s: %s", folder, error)
@@ -232,15 +234,15 @@ def _write_one(fd: int, path: Path, chunk: Buffer, at: int) -> int:
         done = 0
         while done < len(view):
             with view[done:] as rest:
-                done += os.pwrite(fd, rest, at + done)
+                done += disk.write(fd, rest, at + done, path)
     return at + done
 
 
-def _read(fd: int, begin: int, end: int) -> Buffer:
+def _read(fd: int, path: Path, begin: int, end: int) -> Buffer:
     data = memoryview(bytearray(end - begin))
     done = 0
     while done < len(data):
-        nbytes = os.preadv(fd, [data[done:]], begin + done)
+        nbytes = disk.read(fd, data[done:], begin + done, path)
         if nbytes == 0:
             raise OSError(errno.EIO, f"the file ended at byte {begin + done}: it was cut while it was read")
         done += nbytes
@@ -249,8 +251,7 @@ def _read(fd: int, begin: int, end: int) -> Buffer:
 
 def _scan(folder: Path) -> Iterator[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            yield from found
+        yield from disk.listed(folder)
     except OSError as error:
         if error.errno not in _MISSING:  # deleted meanwhile, or never there
             raise
@@ -258,7 +259,7 @@ def _scan(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 def _status(path: Path) -> os.stat_result | None:
     try:
-        return path.stat()
+        return disk.stat(path)
     except OSError as error:
         if error.errno not in _MISSING:
             raise
@@ -272,4 +273,5 @@ def _sweep(folder: Path) -> None:
             path = Path(found.path)
             status = _status(path)
             if status is not None and time.time() - status.st_mtime > _DEAD and not storage.in_use(path):
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    disk.delete(path)
