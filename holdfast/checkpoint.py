@@ -6,11 +6,12 @@ Returned by `open` and `save`, used by `load` and the manager. Lazy: nothing is 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ import torch
 from holdfast import events
 from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.engine import storage
+from holdfast.engine.inside import Inside
 from holdfast.engine.parts import commit_late
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE
@@ -182,12 +184,20 @@ class Checkpoint:
             for name in (path, f"attachments/{self.manifest.save}/{self._attachment_name(path)}"):
                 if folder is not None:
                     with suppress(FileNotFoundError):
-                        return storage.read_small(folder / name)
+                        return storage.read_small(Inside(folder).path(name))
         raise Damaged(f"{self.path / path} is missing")
 
     def _attachment_name(self, path: str) -> str:
         name = path.removeprefix("attachments/")
         return name.removeprefix(f"{self.manifest.save}/")
+
+    def prove(self, names: Iterable[str]) -> None:
+        """Raise Damaged unless the files of these tensors are there, each as long as it is said to be.
+
+        Asked before memory is taken: a manifest can claim any size, and its files are what bears it out.
+        """
+        texts = {self.records[name].files for name in names}
+        self.files.prove({index for text in texts for index in spans.read(text)})
 
     def read(
         self, name: str, box: Sequence[slice | tuple[int, int]] | None = None, *, into: torch.Tensor | None = None,
@@ -205,6 +215,7 @@ class Checkpoint:
             raise KeyError(f"{self.path} has no tensor {name!r}{near(name, self.records)}")
         wanted = whole(record.shape) if box is None else _box_of(name, record.shape, box)
         if into is None:
+            self.prove([name])
             result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype))
         else:
             for fault in unlike(name, record, wanted, into, cast=cast):
@@ -279,6 +290,7 @@ class Checkpoint:
         elif mmap:
             filled = into_mapped(records, self.saved_name, self.files, self.path, verify=verify)
         else:
+            self.prove(records)
             filled = into_new(records, self.saved_name)
         read_boxes(self.files, filled.wanted, verify=verify)
         leaves: dict[str, Any] = dict(filled.tensors)
@@ -334,7 +346,12 @@ def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str], where: Loc
         noted = msgspec.json.decode(metadata.get("shapes", "{}"), type=dict[str, tuple[int, ...]])
     except msgspec.MsgspecError as error:
         raise Damaged(f"{where}: the header that holds {piece.key} has no valid shapes: {error}") from None
-    return noted.get(piece.key, piece.lengths)
+    shape = noted.get(piece.key, piece.lengths)
+    if any(n < 0 for n in shape) or prod(shape) * dtypes.itemsize(piece.dtype) != piece.nbytes:
+        raise Damaged(
+            f"{where} holds {piece.nbytes} bytes of {piece.key}, which is not {piece.dtype} {list(shape)[:9]}"
+        )
+    return shape
 
 
 def open_checkpoint(path: str | os.PathLike[str] | Place, *, cache: str | os.PathLike[str] | None = None) -> Checkpoint:

@@ -385,6 +385,7 @@ class Match:
                     found.append(name)
                     if name not in slot.held and name not in self.fresh:
                         saved_name, record = self._record(name)
+                        self.checkpoint.prove([self.source[name]])
                         tensor = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
                         self.fresh[name] = tensor
                         self.wanted.append(Wanted(saved_name, record, whole(record.shape), tensor))

@@ -79,6 +79,9 @@ class ForeignFiles:
         source = self.sources[index]
         return source.path if isinstance(source, File) and isinstance(source.path, Path) else None
 
+    def prove(self, indices: Iterable[int]) -> None:
+        """Every stretch was found to lie within its file when it was made."""
+
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         """All is known that the reader asks for."""
 

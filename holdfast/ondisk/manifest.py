@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
@@ -222,6 +222,15 @@ def decode(data: bytes, where: str) -> Manifest:
 def _check(manifest: Manifest) -> None:
     for raw in manifest.files:
         check_file(raw)
+    claimed = check_said(manifest)
+    # Each tensor has bytes of its own: what they take together is known before memory for any is asked for.
+    there = sum(int(raw[1]) - int(raw[2]) for raw in manifest.files)
+    if claimed > there:
+        raise ValueError(f"its tensors take {claimed} bytes, its files have {there}")
+
+
+def check_said(manifest: Manifest) -> int:
+    """Raise ValueError for what cannot be, whatever the sizes of files: also of a draft. Bytes of all tensors."""
     if len({raw[0] for raw in manifest.files}) < len(manifest.files):
         raise ValueError("a file is listed twice")
     for told in (manifest.save, manifest.run):
@@ -229,10 +238,7 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"a save or a run is called {told[:40]!r}, not by 16 hex digits")
     if not 1 <= manifest.world_size <= MAX_RANKS:
         raise ValueError(f"{manifest.world_size} ranks cannot have saved it")
-    for paths in (manifest.tensors, manifest.values, manifest.containers, manifest.aliases, manifest.per_rank):
-        deep = next((path for path in paths if path.count("/") >= MAX_DEPTH), None)
-        if deep is not None:
-            raise ValueError(f"{deep[:40]!r}… is nested more than {MAX_DEPTH} deep")
+    _check_names(manifest)
     for path, size, _ in manifest.attachments:
         check_attachment(path, size)
     sound: dict[tuple[object, ...], int] = {}
@@ -252,10 +258,6 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(f"tensor {name!r}: {fault}")
         sound[key] = record.nbytes
         claimed += sound[key]
-    # Each tensor has bytes of its own: what they take together is known before memory for any is asked for.
-    there = sum(int(raw[1]) - int(raw[2]) for raw in manifest.files)
-    if claimed > there:
-        raise ValueError(f"its tensors take {claimed} bytes, its files have {there}")
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors:
             raise ValueError(f"alias {alias!r} names {name!r}, which is no tensor")
@@ -268,6 +270,29 @@ def _check(manifest: Manifest) -> None:
         found = spans.read(files)
         if found.count != manifest.world_size or found.largest >= len(manifest.files):
             raise ValueError(f"value {path!r} of each rank names files {files!r}")
+    return claimed
+
+
+def _check_names(manifest: Manifest) -> None:
+    kinds: tuple[Mapping[str, Any], ...] = (manifest.tensors, manifest.aliases, manifest.values, manifest.per_rank)
+    above: set[str] = set()
+    for kind in (*kinds, manifest.containers):
+        for path in kind:
+            if path.count("/") >= MAX_DEPTH:
+                raise ValueError(f"{path[:40]!r}… is nested more than {MAX_DEPTH} deep")
+            above.add(path.rpartition("/")[0])  # a few, of thousands of leaves
+    seen: set[str] = set()
+    for path in above:
+        while path and path not in seen:
+            seen.add(path)
+            path = path.rpartition("/")[0]
+    for path in seen:
+        if any(path in kind for kind in kinds):
+            raise ValueError(f"{path[:200]!r} is a leaf, and there are others below it")
+    if len(manifest.values) + len(manifest.per_rank) + len(manifest.tensors) > len(
+        {*manifest.values, *manifest.per_rank, *manifest.tensors}
+    ):
+        raise ValueError("one name is that of two leaves")
 
 
 def check_attachment(path: str, size: int) -> None:

@@ -10,7 +10,7 @@ import re
 import msgspec
 
 from holdfast.errors import Damaged
-from holdfast.ondisk.manifest import MAX_RANKS, FileRecord, Manifest, check_attachment, check_file, is_sealed, seal
+from holdfast.ondisk.manifest import MAX_RANKS, FileRecord, Manifest, check_file, check_said, is_sealed, seal
 
 FORMAT = "holdfast-part"
 VERSION, CITING = 1, 2
@@ -107,8 +107,8 @@ def _fault(part: Part) -> str | None:
             check_file(file)
         for cite in part.cites:
             check_file(cite.file)
-        for path, nbytes, _ in () if told is None else told.attachments:
-            check_attachment(path, nbytes)
+        if told is not None:
+            check_said(told)
     except ValueError as error:
         return str(error)
     return None
