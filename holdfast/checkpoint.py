@@ -157,7 +157,13 @@ class Checkpoint:
     def values(self) -> dict[str, Any]:
         """All values of the state, nested as they were saved; tensors and per-rank values are left out."""
         leaves: dict[str, Any] = {path: self.value(path) for path in self.manifest.values}
-        return nest(leaves, self.manifest.containers)
+        return self._nested(leaves, self.manifest.containers)
+
+    def _nested(self, leaves: dict[str, Any], containers: Mapping[str, str]) -> dict[str, Any]:
+        try:
+            return nest(leaves, containers)
+        except ValueError as error:  # a list of names that are no positions, say
+            raise Damaged(f"{self.path / manifest.FILE_NAME} contradicts itself: {error}") from None
 
     @property
     def attachments(self) -> Mapping[str, int]:
@@ -296,7 +302,7 @@ class Checkpoint:
         leaves: dict[str, Any] = dict(filled.tensors)
         leaves.update((p, self.value(p)) for p in self.manifest.values if matches(p, only))
         containers = {p: kind for p, kind in self.manifest.containers.items() if only == "*" or matches(p, only)}
-        return nest(leaves, containers)
+        return self._nested(leaves, containers)
 
     def verify(self) -> ReadStats:
         """Read and check every byte. Raises Damaged, listing every file and tensor that is hit.

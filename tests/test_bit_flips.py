@@ -78,7 +78,13 @@ def _attachments(root: Path) -> Path:
     return root / "step-1"
 
 
-KINDS = {"plain": _plain, "ranks": _ranks, "incremental": _incremental, "volumes": _volumes, "attachments": _attachments}
+KINDS = {
+    "plain": _plain,
+    "ranks": _ranks,
+    "incremental": _incremental,
+    "volumes": _volumes,
+    "attachments": _attachments,
+}
 
 
 class Flip(NamedTuple):

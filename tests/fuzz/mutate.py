@@ -59,7 +59,7 @@ def once(data: bytes, rng: Random) -> bytes:
 
 
 def raw(data: bytes, rng: Random) -> bytes:
-    """A change that knows nothing of the format; near the ends more often than not, where lengths and directories are."""
+    """A change that knows nothing of the format; mostly near the ends, where lengths and directories are."""
     if not data:
         return rng.randbytes(rng.randrange(40))
     out = bytearray(data)

@@ -15,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -165,10 +166,8 @@ def main() -> None:
         tempfile.tempdir = folder
         atheris: Any = None
         if not told.plain:
-            try:
+            with suppress(ImportError):
                 import atheris  # type: ignore[no-redef]
-            except ImportError:
-                pass
         if atheris is None:
             from tests.fuzz.trial import bound_memory
 

@@ -21,7 +21,7 @@ import holdfast
 from holdfast.engine.stores.answers import answered
 from holdfast.engine.stores.urls import location
 from holdfast.ondisk import blocks, part
-from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord, seal
+from holdfast.ondisk.manifest import Manifest, TensorRecord, seal
 from tests.foreign.truth import GOLDEN
 from tests.fuzz.mutate import mutated, once, strange, tree
 
@@ -218,10 +218,7 @@ class Use(NamedTuple):
 
 def use(target: str, path: Path, took: Took) -> None:
     """Open, list, read some of each, verify. Raises what the library raises."""
-    if target == "part":
-        checkpoint = holdfast.recover(path)
-    else:
-        checkpoint = holdfast.open(path)
+    checkpoint = holdfast.recover(path) if target == "part" else holdfast.open(path)
     took.opened = True
     names = list(checkpoint.tensors)
     for info in checkpoint.tensors.values():

@@ -197,8 +197,8 @@ LIES = {
     "lists a million deep": b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
     "dicts a million deep": b"\x80\x02" + b"}K\x01" * 300_000 + b"N" + b"s" * 300_000 + b".",
     "a list of itself, doubled": b"\x80\x02}" + text("w") + b"]q\x00" + b"".join(
-        b"](h\x00h\x00eq\x00" for _ in range(60)
-    ) + b"0" * 60 + b"s.",
+        b"0](h\x00h\x00eq\x00" for _ in range(60)
+    ) + b"s.",
     "digits without end": b"\x80\x02}" + text("w") + b"L" + b"9" * 100_000 + b"L\ns.",
     "bytes of a number": state(called(name("builtins", "bytes"), b"J\xff\xff\xff\x7f")),
     "a range laid out": state(called(name("builtins", "list"), called(name("builtins", "range"), number(1 << 40)))),
