@@ -43,9 +43,15 @@ def test_it_is_refused_and_nothing_is_executed(label: str, tmp_path: Path, monke
     path = CASES[label](root / "run")
     size = sum(f.stat().st_size for f in root.rglob("*") if f.is_file() and not f.is_symlink())
     monkeypatch.chdir(work)
-    with hostile.listening() as heard, pytest.raises(HoldfastError) as caught:
-        with _watched(), _counted(2 * size + CONSTANT), _peak(2 * size + CONSTANT):
-            _use(path)
+    limit = 2 * size + CONSTANT
+    with (
+        hostile.listening() as heard,
+        pytest.raises(HoldfastError) as caught,
+        _watched(),
+        _counted(limit),
+        _peak(limit),
+    ):
+        _use(path)
     assert path.name in str(caught.value) or "model.pt" in str(caught.value)
     assert "secret" not in str(caught.value).replace("secret.txt", "")
     assert sorted(os.listdir(work)) == ["payload.py", "victim"]
