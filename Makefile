@@ -21,7 +21,7 @@ demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on wi
 	$(BIN)/python examples/demo.py
 
 test: lint  ## lint and all tests that take seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal --reruns 1 -rR
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
 
 test-all: lint  ## lint and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -45,6 +45,7 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.share
 	$(BIN)/python -m benchmarks.incremental
 	$(BIN)/python -m benchmarks.many
+	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.scale
 	$(PEERS)/bin/python -m benchmarks.cloud
 
@@ -55,6 +56,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.share --quick
 	$(BIN)/python -m benchmarks.incremental --quick
 	$(BIN)/python -m benchmarks.many --quick
+	$(BIN)/python -m benchmarks.verify --quick
 	$(BIN)/python -m benchmarks.scale --quick
 	$(PEERS)/bin/python -m benchmarks.cloud --quick
 

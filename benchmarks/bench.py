@@ -6,10 +6,7 @@ Never compares figures of two runs: repetitions of all systems are interleaved, 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import shutil
 import sys
 import time
@@ -20,12 +17,11 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch, here and in the ranks
 
-import torch
 
-import holdfast
 from benchmarks import jobs, report
 from benchmarks.bars import COLD, SAVE, SMALL_LOAD, SMALL_SAVE, WARM, judge, resharding
 from benchmarks.cache import make_cold, make_warm, on_disk
+from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.gauge import Spent
 from benchmarks.jobs import LoadCost
 from benchmarks.pool import JobFailed, Pool
@@ -100,7 +96,7 @@ class Bench:
             self.pools[ranks].run(jobs.build, self.building[ranks])
             return
         row.add_load([a for a in answers if isinstance(a, LoadCost)])
-        row.add([a for a in answers if isinstance(a, Spent)])
+        row.add_spent([a for a in answers if isinstance(a, Spent)])
         say(report.line(row))
 
     def saves(self, work: str, ranks: int, spec: Spec, names: list[str], count: int, disk: bool = False) -> None:
@@ -178,43 +174,28 @@ def facts_of(bench: Bench, scale: Scale, seconds: float) -> dict[str, object]:
         "interleaved, order rotated, fresh folders",
         "cold": "; ".join(sorted(bench.cold)),
         "memory": "peak resident bytes above those at the start (VmHWM); pages mapped from files count",
-        "torch": str(torch.__version__),
-        "holdfast": holdfast.__version__,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}, "
-        f"load average {os.getloadavg()[1]:.1f}",
+        **machine(),
         "seconds": round(seconds, 1),
     }
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="half a gigabyte and fewer repetitions, under 3 minutes")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (made, then removed)")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/bench.json"), help="the figures as JSON")
-    options = parser.parse_args()
+    small = "half a gigabyte and fewer repetitions, under 3 minutes"
+    options = options_of("bench", __doc__, quick=small).parse_args()
     scale = QUICK if options.quick else FULL
-    work = options.dir.resolve() / f"run-{os.getpid()}"  # never a folder that held something before
-    work.mkdir(parents=True)
-    bench, began = Bench(work), time.monotonic()
-    try:
-        measure_all(bench, scale)
-    finally:
-        bench.close()
+    began = time.monotonic()
+    with folder(options.dir, "bench") as work:
+        bench = Bench(work)
+        try:
+            measure_all(bench, scale)
+        finally:
+            bench.close()
     bars = judge(bench.rows, RESHARDINGS)
     facts = facts_of(bench, scale, time.monotonic() - began)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    judged = [{**vars(bar), "met": bar.met} for bar in bars]
-    text = json.dumps({"facts": facts, "bars": judged, "rows": bench.rows.plain()}, indent=1)
-    options.out.write_text(text + "\n")
     report.show(bench.rows, bars, facts)
-    print(f"written to {options.out}")
+    write(options.out, facts, bench.rows.plain(), bars)
     return 0
-
-
-def say(text: str) -> None:
-    """Progress, beside the tables."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:

@@ -7,26 +7,22 @@ every load is proved.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch, here and in the ranks
 
 import torch
 
-import holdfast
 from benchmarks import cloud_jobs, cloud_report
 from benchmarks.cloud_rows import LOAD, LOAD_BY_LESS, MODEL, SAVE, SAVE_BY_MORE, Rows, judge
 from benchmarks.cloud_systems import SYSTEMS, Where
+from benchmarks.frame import machine, options_of, say, write
 from benchmarks.gauge import Spent
 from benchmarks.jobs import LoadCost
 from benchmarks.pool import JobFailed, Pool
@@ -203,19 +199,15 @@ def facts_of(scale: Scale, seconds: float) -> dict[str, object]:
         "memory": "peak resident bytes above those at the start (VmHWM)",
         "bars": bars,
         "versions": ", ".join(f"{name} {_version(name)}" for name in ("torch", "obstore", "s3fs", "s3torchconnector")),
-        "holdfast": holdfast.__version__,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}, "
-        f"load average {os.getloadavg()[1]:.1f}",
+        **machine(),
         "seconds": round(seconds, 1),
     }
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cloud", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a quarter of a gigabyte and fewer turns")
+    parser = options_of("cloud", __doc__, quick="a quarter of a gigabyte and fewer turns", writes=False)
     parser.add_argument("--bandwidth", type=float, metavar="MB", help="also over a link of so many MB a second")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/cloud.json"), help="the figures as JSON")
     options = parser.parse_args()
     scale = QUICK if options.quick else FULL
     late = f"{LATENCY * 1e3:.0f} ms late"
@@ -236,12 +228,8 @@ def main() -> int:
         measure_all(bench, scale, links)
     bars = judge(bench.rows, links[0].name)
     facts = facts_of(scale, time.monotonic() - began)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    judged = [{**vars(bar), "met": bar.met} for bar in bars]
-    text = json.dumps({"facts": facts, "bars": judged, "rows": bench.rows.plain()}, indent=1)
-    options.out.write_text(text + "\n")
     cloud_report.show(bench.rows, bars, facts)
-    print(f"written to {options.out}")
+    write(options.out, facts, bench.rows.plain(), bars)
     return 0
 
 
@@ -271,11 +259,6 @@ def _version(name: str) -> str:
 def _rotated(names: list[str], turn: int) -> list[str]:
     at = turn % len(names)
     return names[at:] + names[:at]
-
-
-def say(text: str) -> None:
-    """Progress, beside the tables."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from benchmarks.bars import Bar
 from benchmarks.cloud_systems import FSSPEC, HOLDFAST, RAW_NAMES
 from benchmarks.gauge import Spent
 from benchmarks.jobs import LoadCost
+from benchmarks.repeated import Repeated, times
 from tests.servers.faults import Exchange
 
 SAVE, LOAD = "save", "load"
@@ -23,23 +24,18 @@ SAVE_BY_MORE, LOAD_BY_LESS, MODEL = "save, 4 ranks", "load, 4 → 2 ranks", "mod
 
 
 @dataclass
-class Row:
+class Row(Repeated):
     """One system at one work over one link. ``nbytes``: of all that the ranks together save or want.
 
-    One element a repetition: ``seconds`` from the first rank's start to the last one's end; ``cpu`` seconds of all
-    ranks with their threads and children; ``memory`` bytes above the state on the worst rank. Of all ranks together,
-    where there was a proxy to count: ``requests``, ``sent`` and ``fetched`` bytes of bodies, ``proxy`` CPU seconds;
-    ``methods`` counts the requests of the last repetition. ``told``: bytes read over needed on the worst rank, as the
-    system says itself.
+    One element a repetition, of all ranks together, where there was a proxy to count: ``requests``, ``sent`` and
+    ``fetched`` bytes of bodies, ``proxy`` CPU seconds; ``methods`` counts the requests of the last repetition.
+    ``told``: bytes read over needed on the worst rank, as the system says itself.
     """
 
     link: str
     work: str
     system: str
     nbytes: int
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
     told: list[float] = field(default_factory=list)
     requests: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -50,10 +46,7 @@ class Row:
 
     def add(self, ranks: Sequence[Spent | LoadCost]) -> None:
         """One repetition, as its ranks measured it."""
-        spent = [rank.spent if isinstance(rank, LoadCost) else rank for rank in ranks]
-        self.seconds.append(max(s.ended for s in spent) - min(s.began for s in spent))
-        self.cpu.append(sum(s.cpu for s in spent))
-        self.memory.append(max(s.memory for s in spent))
+        self.add_spent([rank.spent if isinstance(rank, LoadCost) else rank for rank in ranks])
         told = [rank.told for rank in ranks if isinstance(rank, LoadCost) and rank.told is not None]
         if told:
             self.told.append(max(t.read / t.needed for t in told))
@@ -65,14 +58,6 @@ class Row:
         self.fetched.append(sum(e.down for e in exchanges))
         self.proxy.append(proxy)
         self.methods = dict(Counter(e.method for e in exchanges))
-
-    @property
-    def median(self) -> float | None:
-        return median(self.seconds) if self.seconds else None
-
-    @property
-    def best(self) -> float | None:
-        return min(self.seconds, default=None)
 
     @property
     def cpu_per_gib(self) -> float | None:
@@ -107,9 +92,7 @@ class Rows:
 
     def times(self, link: str, work: str, over: str, under: str, *, best: bool = False) -> float | None:
         """Seconds of ``over`` by seconds of ``under``: medians, or the best repetition of each."""
-        pair = [self.find(link, work, over), self.find(link, work, under)]
-        found = [None if row is None else row.best if best else row.median for row in pair]
-        return found[0] / found[1] if found[0] is not None and found[1] else None
+        return times(self.find(link, work, over), self.find(link, work, under), best=best)
 
     def limit(self, link: str, work: str) -> str:
         """The setting of raw obstore that was the fastest at this work."""

@@ -9,9 +9,6 @@ if it is there (`pip install lz4`).
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -26,6 +23,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional
 
+from benchmarks.frame import machine, options_of, say, write
 from benchmarks.report import tell_facts
 from holdfast.ondisk.blocks import BLOCK
 
@@ -249,10 +247,8 @@ def show(rows: list[Row], facts: dict[str, object]) -> None:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compression", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller model, some steps of training, one turn")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/compression.json"), help="the figures as JSON")
-    options = parser.parse_args()
+    small = "a smaller model, some steps of training, one turn"
+    options = options_of("compression", __doc__, quick=small, writes=False).parse_args()
     if zstandard is None:
         print("zstandard is not installed, so there is nothing to measure: pip install zstandard")
         return 0
@@ -262,21 +258,17 @@ def main() -> int:
     for dtype in (torch.float32, torch.bfloat16):
         tensors, told = train(size, dtype, corpus)
         losses[str(dtype)] = (round(told[0], 2), round(sum(told[-10:]) / len(told[-10:]), 2))
-        print(
-            f"trained in {dtype}: loss {losses[str(dtype)][0]} to {losses[str(dtype)][1]}", file=sys.stderr, flush=True
-        )
+        say(f"trained in {dtype}: loss {losses[str(dtype)][0]} to {losses[str(dtype)][1]}")
         rows += [measure(kind, t, method, turns) for kind, t in tensors.items() for method in methods()]
     facts: dict[str, object] = {
         "model": f"{size._asdict()}, on {len(corpus) / 1e6:.1f} MB of text; loss before and after: {losses}",
         "blocks": f"{BLOCK >> 20} MiB of one kind, tensors end to end; times with the bytes laid in planes and back",
         "zstandard": zstandard.__version__,
-        "torch": str(torch.__version__),
-        "load": os.getloadavg()[0],
+        **machine(),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     plain = [{**asdict(row), "in_turn": row.in_turn, "overlapped": row.overlapped} for row in rows]
-    options.out.write_text(json.dumps({"facts": facts, "rows": plain}, indent=1) + "\n")
     show(rows, facts)
+    write(options.out, facts, plain)
     return 0
 
 

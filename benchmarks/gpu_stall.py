@@ -7,11 +7,8 @@ Never says anything where there is no GPU, unless `--device cpu` asks for the sa
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
 import sys
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -21,9 +18,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-import holdfast
 from benchmarks import report, stall_job, stall_report
 from benchmarks.bars import Bar
+from benchmarks.frame import folder, machine, write
 from benchmarks.stall_job import Course
 from benchmarks.stall_rows import Row
 from benchmarks.stall_systems import DCP, HOLDFAST, NOTHING, check
@@ -128,7 +125,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=16, help="of a segment")
     parser.add_argument("--every", type=int, default=8, help="steps from one save to the next")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/stall-work"), help="where to write (then removed)")
+    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (then removed)")
     parser.add_argument("--out", type=Path, default=Path("bench-out/gpu-stall.json"), help="the figures as JSON")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -138,31 +135,22 @@ def main() -> int:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("cpu:gloo,cuda:nccl" if raw else "gloo", store=store, rank=0, world_size=1)
     size = size_of(options.gb, options.device)
-    work = options.dir.resolve() / f"run-{os.getpid()}"
-    work.mkdir(parents=True)
     rows = {name: Row(name) for name in SYSTEMS}
     try:
-        nbytes = stall_job.hold(size, options.device)
-        measure(rows, work, Course(options.steps, options.every), options.rounds)
+        with folder(options.dir, "gpu-stall") as work:
+            nbytes = stall_job.hold(size, options.device)
+            measure(rows, work, Course(options.steps, options.every), options.rounds)
     finally:
-        shutil.rmtree(work)
-        with suppress(OSError):
-            work.parent.rmdir()  # unless it holds what is not ours
         dist.destroy_process_group()
     facts = {
         "training": f"GPT of {size.parameters / 1e6:.0f} million parameters, AdamW: {nbytes / 1e9:.2f} GB of state",
         "device": torch.cuda.get_device_name() if raw else "the CPU, for a try: the figures mean nothing",
         "raw pinned copy": f"{raw:.1f} GB/s" if raw else "none",
-        "torch": str(torch.__version__),
-        "holdfast": holdfast.__version__,
+        **machine(),
     }
     bars = judge(rows, raw) if raw else []
-    judged = [{**vars(bar), "met": bar.met} for bar in bars]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    plain = {"facts": facts, "bars": judged, "rows": [asdict(row) for row in rows.values()]}
-    options.out.write_text(json.dumps(plain, indent=1) + "\n")
     show(rows, bars, facts)
-    print(f"written to {options.out}")
+    write(options.out, facts, [asdict(row) for row in rows.values()], bars)
     return 0
 
 

@@ -6,8 +6,6 @@ the same state twice beside it. What the second save holds is compared bit by bi
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import sys
@@ -22,8 +20,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 
 import torch
 import torch.distributed.checkpoint as dcp
+from rich.console import Console
 
 import holdfast
+from benchmarks.bars import Bar
+from benchmarks.frame import folder, machine, options_of, say, write
+from benchmarks.repeated import Repeated, times
+from benchmarks.report import show_bars
 
 FULL, QUICK = 48, 8
 """Layers of 32 MiB that never change; adapters and their moments add 1 %."""
@@ -50,12 +53,10 @@ def train(state: dict[str, Any], step: int) -> None:
 
 
 @dataclass
-class Row:
-    """One kind of save: seconds of each turn, CPU seconds, and the bytes that it added to the disk."""
+class Row(Repeated):
+    """One kind of save; each turn's, and the bytes that it added to the disk."""
 
     system: str
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
 
     def take(self, folder: Path, save: Callable[[], object]) -> None:
@@ -102,7 +103,7 @@ def run(work: Path, layers: int, turns: int) -> list[Row]:
                     row.take(folder, lambda: saver.save(state, folder / "2", base=saving).wait())
                 compare(folder / "2", state)
             shutil.rmtree(folder)
-            print(f"turn {turn + 1}, {system}: done", file=sys.stderr, flush=True)
+            say(f"turn {turn + 1}, {system}: done")
     return list(rows.values())
 
 
@@ -120,7 +121,7 @@ def compare(path: Path, state: dict[str, Any]) -> None:
             raise ValueError(f"{path} holds another optim/{name}")
 
 
-def show(rows: list[Row], nbytes: int) -> dict[str, float]:
+def show(rows: list[Row], nbytes: int) -> list[Bar]:
     """Print the medians and the bars."""
     print(f"\n{'save':36} {'seconds':>8} {'best':>7} {'CPU s':>6} {'written':>12} {'of the state':>13}")
     for row in rows:
@@ -131,25 +132,22 @@ def show(rows: list[Row], nbytes: int) -> dict[str, float]:
         )
     found = {row.system: row for row in rows}
     first, second = found["holdfast, first"], found["holdfast, second"]
-    ratios = {
-        "bytes of the second save over those of the state": max(second.written) / nbytes,
-        "time of the second save over that of the first": median(second.seconds) / median(first.seconds),
-        "time of the second save over that of DCP's": median(second.seconds) / median(found["DCP, second"].seconds),
-    }
-    print()
-    for (what, ratio), most in zip(ratios.items(), (BYTES, TIME, None), strict=True):
-        verdict = "" if most is None else f"(wanted: at most {most:g}) {'met' if ratio <= most else 'MISSED'}"
-        print(f"  {what:50} {ratio:.4f}  {verdict}")
-    return ratios
+    bars = [
+        Bar("bytes of the second save over those of the state", max(second.written) / nbytes, most=BYTES),
+        Bar("time of the second save over that of the first", *_fair(second, first), most=TIME),
+        Bar("time of the second save over that of DCP's", *_fair(second, found["DCP, second"]), most=1.0),
+    ]
+    show_bars(Console(), bars)
+    return bars
+
+
+def _fair(over: Row, under: Row) -> tuple[float | None, float | None]:
+    return times(over, under), times(over, under, best=True)
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.incremental", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a sixth of the bytes and two turns")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (made, then removed)")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/incremental.json"), help="the figures as JSON")
-    options = parser.parse_args()
+    options = options_of("incremental", __doc__, quick="a sixth of the bytes and two turns").parse_args()
     layers, turns = (QUICK, 2) if options.quick else (FULL, TURNS)
     torch.set_num_threads(1)
     state = state_of(layers)
@@ -157,17 +155,10 @@ def main() -> int:
     nbytes += sum(tensor.nbytes for moments in state["optim"].values() for tensor in moments.values())
     trains = 1 - layers * WIDTH * WIDTH * 2 / nbytes
     print(f"{nbytes / 1e9:.2f} GB, of which {100 * trains:.2f} % train; {turns} turns of each")
-    work = options.dir.resolve() / f"incremental-{os.getpid()}"
-    work.mkdir(parents=True)
-    try:
+    with folder(options.dir, "incremental") as work:
         rows = run(work, layers, turns)
-    finally:
-        shutil.rmtree(work)
-    ratios = show(rows, nbytes)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"bytes": nbytes, "trains": trains, "torch": str(torch.__version__), "load": os.getloadavg()[0]}
-    text = json.dumps({"facts": facts, "ratios": ratios, "rows": [vars(row) for row in rows]}, indent=1)
-    options.out.write_text(text + "\n")
+    bars = show(rows, nbytes)
+    write(options.out, {"bytes": nbytes, "trains": trains, **machine()}, [vars(row) for row in rows], bars)
     return 0
 
 

@@ -6,14 +6,12 @@ the same tensors, and everything that is loaded is compared. Never compares figu
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +24,8 @@ from torch import nn
 
 import holdfast
 from benchmarks.cache import make_warm
+from benchmarks.frame import folder, machine, options_of, write
+from benchmarks.repeated import Repeated
 
 FULL, QUICK = 1_000_000, 50_000
 FOREIGN, PARAMETERS = 100_000, 20_000
@@ -36,14 +36,12 @@ THEIR_SAVE, THEIR_LOAD = "safetensors save_file", "safetensors load_file"
 
 
 @dataclass
-class Row:
+class Row(Repeated):
     """What one way took: seconds by the clock, and of the processor in all threads."""
 
     what: str
     tensors: int
     beside: str | None
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
 
 
 class Rows:
@@ -171,29 +169,20 @@ def show(rows: Rows, *, judged: bool) -> None:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.many", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK:,} tensors in place of {FULL:,}, three turns")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (made, then removed)")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/many.json"), help="the figures as JSON")
-    options = parser.parse_args()
+    small = f"{QUICK:,} tensors in place of {FULL:,}, three turns"
+    options = options_of("many", __doc__, quick=small).parse_args()
     count, turns, scale = (QUICK, 3, 10) if options.quick else (FULL, 1, 1)
-    work = options.dir.resolve() / f"many-{os.getpid()}"
-    work.mkdir(parents=True)
     rows = Rows()
-    try:
+    with folder(options.dir, "many") as work:
         flat = tensors(count)
         safetensors.torch.load(safetensors.torch.save({"warm": torch.zeros(1)}))  # nobody's first call counts
         for _ in range(turns):
             turn(work, flat, rows)
         others(work, scale, rows)
-    finally:
-        shutil.rmtree(work)
     show(rows, judged=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"tensors": count, "turns": turns, "torch": str(torch.__version__), "load": os.getloadavg()[0]}
     ratios = {row.what: ratio for row in rows.found.values() if (ratio := rows.ratio(row)) is not None}
-    text = json.dumps({"facts": facts, "ratios": ratios, "rows": [vars(r) for r in rows.found.values()]}, indent=1)
-    options.out.write_text(text + "\n")
+    facts = {"tensors": count, "turns": turns, **machine()}
+    write(options.out, facts, [vars(row) for row in rows.found.values()], ratios=ratios)
     return 0
 
 

@@ -11,46 +11,33 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.gauge import Spent
 from benchmarks.jobs import LoadCost
+from benchmarks.repeated import Repeated, times
 
 RAW, RAW_HUGE = "raw device", "raw, huge pages"
 
 
 @dataclass
-class Row:
+class Row(Repeated):
     """One system at one work. ``nbytes``: of the whole state, or of all that the ranks together want.
 
-    One element a repetition: ``seconds`` from the first rank's start to the last one's end; ``cpu`` seconds of all
-    ranks; ``memory`` bytes above the state on the worst rank. Bytes read over bytes needed: ``read_ratio`` by read
-    calls and ``told_ratio`` as the system itself reports them, both on the worst rank; ``device_ratio`` from the disk,
-    of all ranks together.
+    Bytes read over bytes needed, one element a repetition: ``read_ratio`` by read calls and ``told_ratio`` as the
+    system itself reports them, both on the worst rank; ``device_ratio`` from the disk, of all ranks together.
     """
 
     work: str
     system: str
     nbytes: int
     mapped: bool = False
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
     read_ratio: list[float] = field(default_factory=list)
     told_ratio: list[float] = field(default_factory=list)
     device_ratio: list[float] = field(default_factory=list)
     disk: int | None = None
     error: str | None = None
 
-    def add(self, ranks: Sequence[Spent]) -> None:
-        """One repetition, as its ranks measured it; nothing if there are none."""
-        if not ranks:
-            return
-        self.seconds.append(max(s.ended for s in ranks) - min(s.began for s in ranks))
-        self.cpu.append(sum(s.cpu for s in ranks))
-        self.memory.append(max(s.memory for s in ranks))
-
     def add_load(self, ranks: Sequence[LoadCost]) -> None:
         """One repetition of a load, with the bytes that it read."""
-        self.add([cost.spent for cost in ranks])
+        self.add_spent([cost.spent for cost in ranks])
         if ranks and not self.mapped:
             self.read_ratio.append(max(cost.spent.read / cost.needed for cost in ranks))
         if ranks:
@@ -58,14 +45,6 @@ class Row:
         told = [cost.told for cost in ranks if cost.told is not None]
         if told:
             self.told_ratio.append(max(t.read / t.needed for t in told))
-
-    @property
-    def median(self) -> float | None:
-        return median(self.seconds) if self.seconds else None
-
-    @property
-    def best(self) -> float | None:
-        return min(self.seconds, default=None)
 
     @property
     def rate(self) -> float | None:
@@ -99,9 +78,7 @@ class Rows:
 
     def ratio(self, work: str, over: str, under: str, *, best: bool = False) -> float | None:
         """Seconds of ``over`` by seconds of ``under``: medians, or the best repetition of each."""
-        pair = [self.find(work, over), self.find(work, under)]
-        times = [None if row is None else row.best if best else row.median for row in pair]
-        return times[0] / times[1] if times[0] is not None and times[1] else None
+        return times(self.find(work, over), self.find(work, under), best=best)
 
     def plain(self) -> list[dict[str, Any]]:
         """For JSON: what was measured and what follows from it."""

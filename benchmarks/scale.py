@@ -9,10 +9,6 @@ time allows. Costs are CPU seconds of this process, memory is measured in a pass
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-import holdfast
 from benchmarks import scale_dcp, scale_picture, scale_report, scale_states
+from benchmarks.frame import machine, options_of, say, write
 from benchmarks.scale_load import load
 from benchmarks.scale_report import Cell
 from benchmarks.scale_save import save
@@ -84,10 +80,7 @@ def facts_of(seconds: float) -> dict[str, object]:
         "plan of a rank": "describe its state, make the plan, list its pieces; data files: name and arrange those; "
         "first rank: what it does beside that, until the manifest is encoded",
         "in brackets": "the least that can be: what some rank holds alone, over the mean",
-        "torch": str(torch.__version__),
-        "holdfast": holdfast.__version__,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}, Python "
-        f"{platform.python_version()}, load average {os.getloadavg()[1]:.1f}",
+        **machine(),
         "seconds": round(seconds, 1),
     }
 
@@ -101,11 +94,6 @@ def write_docs(figures: str, picture: str) -> None:
     (DOCS / "scale.svg").write_text(picture)
 
 
-def say(text: str) -> None:
-    """Progress, beside the tables."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def numbers(text: str) -> tuple[int, ...]:
     """Numbers with commas between them."""
     return tuple(int(n) for n in text.split(",") if n)
@@ -113,11 +101,10 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="up to 512 ranks, torch's planner on 16: half a minute")
+    small = "up to 512 ranks, torch's planner on 16: half a minute"
+    parser = options_of("scale", __doc__, quick=small, writes=False)
     parser.add_argument("--ranks", type=numbers, help="of the simulated saves, powers of two from 64 on")
     parser.add_argument("--dcp", type=numbers, help="the ranks of torch's planner, which takes 0.3 s for each of them")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/scale.json"), help="the figures as JSON")
     parser.add_argument("--write-docs", action="store_true", help="put figures and picture into docs/")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -126,16 +113,12 @@ def main() -> int:
     dcp_ranks = options.dcp if options.dcp is not None else (DCP_QUICK if options.quick else DCP_RANKS)
     cells = simulate(ranks, dcp_ranks)
     bars, facts = scale_report.judge(cells), facts_of(time.monotonic() - began)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    judged = [{**vars(bar), "met": bar.met} for bar in bars]
-    text = json.dumps({"facts": facts, "bars": judged, "cells": [cell.plain() for cell in cells]}, indent=1)
-    options.out.write_text(text + "\n")
+    scale_report.show(cells, bars, facts)
+    write(options.out, facts, [cell.plain() for cell in cells], bars)
     picture = scale_picture.draw(cells)
     options.out.with_suffix(".svg").write_text(picture)
-    scale_report.show(cells, bars, facts)
     if options.write_docs:
         write_docs(scale_report.as_markdown(cells, bars, facts), picture)
-    print(f"written to {options.out}")
     return 0
 
 

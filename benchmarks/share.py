@@ -6,10 +6,7 @@ and warm, and every load is proved. Never compares figures of two runs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +14,15 @@ from statistics import median
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch, here and in the ranks
 
+from rich.console import Console
+
 from benchmarks import jobs, share_job
+from benchmarks.bars import Bar
 from benchmarks.cache import make_cold, make_warm
+from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.pool import Pool
+from benchmarks.repeated import Repeated, times
+from benchmarks.report import show_bars
 from benchmarks.share_job import ALONE, DCP, SHARED, Cost
 from benchmarks.states import Replicated, Sharded
 
@@ -29,7 +32,7 @@ RANKS, TURNS = 4, 7
 
 
 @dataclass
-class Row:
+class Row(Repeated):
     """One system, cold or warm; one element a repetition.
 
     Bytes of all ranks together over those of one copy: by read calls, from the disk, and as the system says.
@@ -37,9 +40,6 @@ class Row:
 
     system: str
     how: str
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
     called: list[float] = field(default_factory=list)
     disk: list[float] = field(default_factory=list)
     told: list[float] = field(default_factory=list)
@@ -47,9 +47,7 @@ class Row:
     def add(self, costs: list[Cost], nbytes: int) -> None:
         """One repetition, as its ranks measured it."""
         spent = [cost.spent for cost in costs]
-        self.seconds.append(max(s.ended for s in spent) - min(s.began for s in spent))
-        self.cpu.append(sum(s.cpu for s in spent))
-        self.memory.append(max(s.memory for s in spent))
+        self.add_spent(spent)
         self.called.append(sum(s.read for s in spent) / nbytes)
         self.disk.append(sum(s.device for s in spent) / nbytes)
         told = [cost.told for cost in costs if cost.told is not None]
@@ -73,14 +71,14 @@ def run(work: Path, spec: Replicated, turns: int) -> list[Row]:
                     prepare(folders[name])
                     row = rows[how, name]
                     row.add(pool.run(share_job.load, name, folders[name]), spec.nbytes)
-                    print(f"{how} {name}: {row.seconds[-1]:.3f} s", file=sys.stderr, flush=True)
+                    say(f"{how} {name}: {row.seconds[-1]:.3f} s")
     finally:
         pool.close()
     return list(rows.values())
 
 
-def show(rows: list[Row]) -> list[tuple[str, float, float]]:
-    """Print the medians and the bars: (what, measured, at most)."""
+def show(rows: list[Row]) -> list[Bar]:
+    """Print the medians and the bars."""
     print(
         f"\n{'system':24} {'':5} {'seconds':>8} {'best':>7} {'CPU s':>7} {'MiB a rank':>11}"
         f"   copies read: {'by calls':>8} {'from disk':>9} {'as told':>8}"
@@ -93,36 +91,25 @@ def show(rows: list[Row]) -> list[tuple[str, float, float]]:
             f"{max(row.told):8.2f}"
         )
     bars = [
-        ("copies read from storage, cold", max(found["cold", SHARED].told + found["cold", SHARED].called), 1.05),
-        ("copies read from storage, warm", max(found["warm", SHARED].told + found["warm", SHARED].called), 1.05),
+        Bar(f"copies read from storage, {how}", max(found[how, SHARED].told + found[how, SHARED].called), most=1.05)
+        for how in ("cold", "warm")
     ]
     for how in ("cold", "warm"):
-        ratio = median(found[how, SHARED].seconds) / median(found[how, DCP].seconds)
-        bars.append((f"seconds over those of DCP, {how}", ratio, 1.0))
-    for what, measured, most in bars:
-        print(f"  {what:34} {measured:5.2f}  (at most {most}) {'met' if measured <= most else 'MISSED'}")
+        fair = (times(found[how, SHARED], found[how, DCP], best=best) for best in (False, True))
+        bars.append(Bar(f"seconds over those of DCP, {how}", *fair, most=1.0))
+    show_bars(Console(), bars)
     return bars
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.share", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a fifth of the bytes and three turns")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (made, then removed)")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/share.json"), help="the figures as JSON")
-    options = parser.parse_args()
+    options = options_of("share", __doc__, quick="a fifth of the bytes and three turns").parse_args()
     spec, turns = (QUICK, 3) if options.quick else (FULL, TURNS)
-    work = options.dir.resolve() / f"share-{os.getpid()}"
-    work.mkdir(parents=True)
-    try:
+    with folder(options.dir, "share") as work:
         rows = run(work, spec, turns)
-    finally:
-        shutil.rmtree(work)
     print(f"{spec.nbytes / 1e9:.2f} GB in {spec.tensors} tensors, the same on {RANKS} ranks of one machine")
     bars = show(rows)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    figures = {"nbytes": spec.nbytes, "rows": [vars(row) for row in rows], "bars": bars}
-    options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    write(options.out, {"bytes": spec.nbytes, **machine()}, [vars(row) for row in rows], bars)
     return 0
 
 

@@ -6,10 +6,7 @@ Never compares figures of two runs: all systems train the same model in turns, r
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import shutil
 import sys
 import time
@@ -19,10 +16,10 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch, here and in the ranks
 
-import torch
 
 import holdfast
 from benchmarks import stall_job, stall_report
+from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.pool import JobFailed, Pool
 from benchmarks.stall_job import Course
 from benchmarks.stall_rows import Row, Rows, judge
@@ -118,42 +115,27 @@ def facts_of(bench: Bench, seconds: float) -> dict[str, object]:
         "noise": f"{course.every} steps without took {min(alone):.2f} to {max(alone):.2f} s" if alone else "unknown",
         "memory": "peak of a rank and its processes, what they share counted once, over training alone",
         "looked at": "the saves of the last round of " + ("; ".join(whole) or "none"),
-        "torch": str(torch.__version__),
-        "holdfast": holdfast.__version__,
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}, "
-        f"load average {os.getloadavg()[1]:.1f}",
+        **machine(),
         "seconds": round(seconds, 1),
     }  # fmt: skip
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stall", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="less than half a gigabyte, under 3 minutes")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/stall-work"), help="where to write (then removed)")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/stall.json"), help="the figures as JSON")
+    parser = options_of("stall", __doc__, quick="less than half a gigabyte, under 3 minutes")
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=USUAL, metavar="SYSTEM", help="just these")
     options = parser.parse_args()
-    work = options.dir.resolve() / f"run-{os.getpid()}"  # never a folder that held something before
-    work.mkdir(parents=True)
-    systems = [name for name in SYSTEMS if name == NOTHING or name in options.only]
-    bench, began = Bench(QUICK if options.quick else FULL, work, systems), time.monotonic()
-    try:
-        bench.measure()
-    finally:
-        bench.close()
+    systems, began = [name for name in SYSTEMS if name == NOTHING or name in options.only], time.monotonic()
+    with folder(options.dir, "stall") as work:
+        bench = Bench(QUICK if options.quick else FULL, work, systems)
+        try:
+            bench.measure()
+        finally:
+            bench.close()
     bars, facts = judge(bench.rows), facts_of(bench, time.monotonic() - began)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    judged = [{**vars(bar), "met": bar.met} for bar in bars]
-    options.out.write_text(json.dumps({"facts": facts, "bars": judged, "rows": bench.rows.plain()}, indent=1) + "\n")
     stall_report.show(bench.rows, bars, facts)
-    print(f"written to {options.out}")
+    write(options.out, facts, bench.rows.plain(), bars)
     return 0
-
-
-def say(text: str) -> None:
-    """Progress, beside the table."""
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch, here and in the ranks
 
 import torch
+from rich.console import Console
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
 from benchmarks import jobs
+from benchmarks.bars import Bar
 from benchmarks.cache import make_cold, make_warm
+from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.pool import Pool
+from benchmarks.repeated import Repeated, times
+from benchmarks.report import show_bars
 from benchmarks.states import Sharded
 
 FULL, QUICK = Sharded(width=896, depth=8, vocabulary=30000), Sharded(width=416, depth=6, vocabulary=12000)
@@ -52,13 +56,11 @@ SYSTEMS: dict[str, Callable[[Path, Path], None]] = {OURS: _holdfast, THEIRS: _to
 
 
 @dataclass
-class Row:
+class Row(Repeated):
     """One system with a warm or a cold source: seconds, and peak bytes above those after the imports."""
 
     system: str
     source: str
-    seconds: list[float] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
 
 
 def measure(system: str, source: Path, target: Path) -> None:
@@ -99,7 +101,7 @@ def run(work: Path, spec: Sharded, turns: int) -> list[Row]:
                 seconds, memory = json.loads(done.stdout.splitlines()[-1])
                 rows[name, how].seconds.append(seconds)
                 rows[name, how].memory.append(memory)
-                print(f"{name}, {how} source: {seconds:.2f} s, {memory >> 20} MiB", file=sys.stderr, flush=True)
+                say(f"{name}, {how} source: {seconds:.2f} s, {memory >> 20} MiB")
     compare(work / f"{OURS}.pt", work / f"{THEIRS}.pt")
     return list(rows.values())
 
@@ -115,50 +117,40 @@ def compare(ours: Path, theirs: Path) -> None:
                 raise ValueError(f"the two files hold another {part}/{name}")
 
 
-def show(rows: list[Row], *, judged: bool) -> dict[str, float]:
-    """Print the medians and the ratios; in small the windows weigh too much to judge by the bar of memory."""
+def show(rows: list[Row], *, judged: bool) -> list[Bar]:
+    """Print the medians and the bars; in small the windows weigh too much to judge by that of memory."""
     print(f"\n{'system':28} {'source':6} {'seconds':>8} {'best':>6} {'memory':>10}")
     for row in rows:
         best, middle = min(row.seconds), median(row.seconds)
         print(f"{row.system:28} {row.source:6} {middle:8.2f} {best:6.2f} {median(row.memory) / 2**20:6.0f} MiB")
-    ratios = {}
+    bars = []
     for how in ("warm", "cold"):
         found = {row.system: row for row in rows if row.source == how}
-        ratios[f"seconds, {how}"] = median(found[OURS].seconds) / median(found[THEIRS].seconds)
-        ratios[f"memory, {how}"] = median(found[OURS].memory) / median(found[THEIRS].memory)
+        ours, theirs = found[OURS], found[THEIRS]
+        fair = (times(ours, theirs), times(ours, theirs, best=True))
+        bars.append(Bar(f"seconds, {how}", *fair, most=1.0))
+        if judged:
+            bars.append(Bar(f"memory, {how}", median(ours.memory) / median(theirs.memory), most=0.25))
     print("\nholdfast.convert over dcp_to_torch_save (holdfast's file is durable, torch's is not):")
-    for what, wanted in (("seconds", 1.0), ("memory", 0.25)):
-        for how in ("warm", "cold"):
-            ratio = ratios[f"{what}, {how}"]
-            verdict = f"(wanted: at most {wanted}) {'met' if ratio <= wanted else 'MISSED'}" if judged else ""
-            print(f"  {what:8} {how}  {ratio:.2f}  {verdict}")
-    return ratios
+    show_bars(Console(), bars)
+    return bars
 
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.unshard", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a fifth of the bytes and three turns")
-    parser.add_argument("--dir", type=Path, default=Path("bench-out/work"), help="where to write (made, then removed)")
-    parser.add_argument("--out", type=Path, default=Path("bench-out/unshard.json"), help="the figures as JSON")
+    parser = options_of("unshard", __doc__, quick="a fifth of the bytes and three turns")
     parser.add_argument("--one", nargs=3, metavar=("SYSTEM", "SOURCE", "TARGET"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         measure(options.one[0], Path(options.one[1]), Path(options.one[2]))
         return 0
     spec, turns = (QUICK, 3) if options.quick else (FULL, TURNS)
-    work = options.dir.resolve() / f"unshard-{os.getpid()}"
-    work.mkdir(parents=True)
     print(f"{spec.nbytes / 1e9:.2f} GB in {spec.tensors} tensors, saved by DCP on {RANKS} ranks; {turns} turns of each")
-    try:
+    with folder(options.dir, "unshard") as work:
         rows = run(work, spec, turns)
-    finally:
-        shutil.rmtree(work)
-    ratios = show(rows, judged=not options.quick)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"bytes": spec.nbytes, "tensors": spec.tensors, "torch": str(torch.__version__), "load": os.getloadavg()[0]}
-    text = json.dumps({"facts": facts, "ratios": ratios, "rows": [vars(row) for row in rows]}, indent=1)
-    options.out.write_text(text + "\n")
+    bars = show(rows, judged=not options.quick)
+    facts = {"bytes": spec.nbytes, "tensors": spec.tensors, **machine()}
+    write(options.out, facts, [vars(row) for row in rows], bars)
     return 0
 
 

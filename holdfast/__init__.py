@@ -8,6 +8,7 @@ from holdfast.checkpoint import open_checkpoint as open
 from holdfast.convert import convert
 from holdfast.copy import Copied, copy
 from holdfast.drop import Dropped, drop
+from holdfast.engine.damage import Damage, Verified
 from holdfast.engine.state import RNG, PerRank, Shard
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import at
@@ -27,11 +28,14 @@ from holdfast.interval import Advice
 from holdfast.keep import Keep, Upload
 from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
+from holdfast.repair import Repaired, repair
 from holdfast.report.progress import Bars
+from holdfast.rescue import Rescued, rescue
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
 from holdfast.tiers.tiers import Durability
+from holdfast.verify import verify
 from holdfast.version import __version__
 
 install(Bars())
@@ -51,6 +55,7 @@ __all__ = [
     "CheckpointManager",
     "Converted",
     "Copied",
+    "Damage",
     "Damaged",
     "Dropped",
     "Durability",
@@ -63,6 +68,8 @@ __all__ = [
     "PerRank",
     "Place",
     "RankLost",
+    "Repaired",
+    "Rescued",
     "SaveFailed",
     "Saver",
     "Saving",
@@ -72,6 +79,7 @@ __all__ = [
     "Timing",
     "Unsupported",
     "Upload",
+    "Verified",
     "__version__",
     "at",
     "convert",
@@ -81,5 +89,8 @@ __all__ = [
     "load",
     "open",
     "recover",
+    "repair",
+    "rescue",
     "save",
+    "verify",
 ]

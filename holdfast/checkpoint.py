@@ -6,12 +6,13 @@ Returned by `open` and `save`, used by `load` and the manager. Lazy: nothing is 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -20,11 +21,13 @@ import torch
 from holdfast import events
 from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.engine import storage
+from holdfast.engine.damage import Damage, Findings, Verified, damages, error_of, tensors_hit
+from holdfast.engine.examine import examine
 from holdfast.engine.inside import Inside
 from holdfast.engine.parts import commit_late
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.read import DataFiles, Files, Wanted, check_file, read_boxes
+from holdfast.engine.read import DataFiles, Files, Wanted, read_boxes
 from holdfast.engine.source import ReadStats
 from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import bounded, cached
@@ -304,43 +307,46 @@ class Checkpoint:
         containers = {p: kind for p, kind in self.manifest.containers.items() if only == "*" or matches(p, only)}
         return self._nested(leaves, containers)
 
-    def verify(self) -> ReadStats:
-        """Read and check every byte. Raises Damaged, listing every file and tensor that is hit.
+    def verify(self, *, deep: bool = True, raises: bool = True) -> Verified:
+        """Read and check every byte, by several threads of this process. Raises Damaged, listing all that is hit.
 
-        Of a foreign checkpoint every byte of every tensor is read; what the format keeps no sum of is counted as
-        ``unverified``.
+        ``deep=False`` looks at headers, sizes and attachments alone. ``raises=False``: damages are told in what is
+        returned, and not raised. Of a foreign checkpoint every byte of every tensor is read; what the format keeps no
+        sum of is counted as ``unverified``. `holdfast.verify` shares the work among the ranks of a group. Raises
+        StorageError if a store, or the disk, does not let us read.
         """
-        if self._foreign is not None:
-            return verify_foreign(self._foreign, self.path)
-        stats, faults = ReadStats(), []
-        with events.task("verify", str(self.path), total=self.nbytes) as task:
-            for index, record in enumerate(self.manifest.data_files):
-                try:
-                    faults += check_file(self._data_files, index, stats, task.advance)
-                except Damaged as error:
-                    faults.append(str(error))
-                task.advance(record.header_bytes)
-            for name in self.attachments:
-                try:
-                    self.attachment(name)
-                except Damaged as error:
-                    faults.append(str(error))
-            for name in self.manifest.tensors:
-                faults += self._missing_pieces(name)
-        if faults:
-            raise Damaged("\n".join([f"{self.path} is damaged:", *dict.fromkeys(faults)]))
-        return stats
+        began = monotonic()
+        return self.verdict(self.examine(deep=deep), deep=deep, seconds=monotonic() - began, raises=raises)
 
-    def _missing_pieces(self, name: str) -> Iterator[str]:
-        record = self.manifest.tensors[name]
-        for box, index in record.boxes():
+    def examine(self, *, deep: bool = True, share: tuple[int, int] = (0, 1)) -> Findings:
+        """What is wrong in the r-th of n even parts (``share``) of the checkpoint; what is no data is of the first."""
+        stats, r = ReadStats(), share[0]
+        if self._foreign is not None:
+            found = verify_foreign(self._foreign, self.path, stats, share=share) if deep else []
+            return Findings(self.manifest.save, stats.needed, stats.read, stats.unverified, [], found)
+        with events.task("verify", str(self.path), rank=r, total=self.nbytes // share[1]) as task:
+            files, advance = self._data_files, task.advance
+            faults = examine(files, self.manifest, stats, deep=deep, share=share, progress=advance)
+            found = [] if r else self.altered_attachments()
+        return Findings(self.manifest.save, task.done, stats.read, stats.unverified, faults, found)
+
+    def verdict(self, found: Findings, *, deep: bool, seconds: float, raises: bool) -> Verified:
+        """What was found, told by tensors. Raises Damaged if anything was and it ``raises``."""
+        hurt = (*found.others, *damages(self.manifest, found.faults, self.files.path))
+        if hurt and raises:
+            raise error_of(self.path, hurt)
+        hit = tensors_hit(hurt, self.manifest)
+        return Verified(str(self.path), deep, found.nbytes, found.read, found.unverified, seconds, hurt, hit)
+
+    def altered_attachments(self) -> list[Damage]:
+        """The attached files that are missing, or not what was attached."""
+        found = []
+        for path, size, _ in self.manifest.attachments:
             try:
-                pieces = self._data_files.header(index).pieces
-            except Damaged:
-                continue  # told once, with the file
-            key = datafile.key_of(names.in_section(name), box, record.shape)
-            if key not in pieces:
-                yield f"{self.files.path(index)} does not hold {key} as the manifest says"
+                self.attachment(self._attachment_name(path))
+            except Damaged as error:
+                found.append(Damage(str(self.path / path), str(error), nbytes=size))
+        return found
 
 
 _SECTION = "state"  # any section: a piece's key is its name without one

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.engine.examine import check_pieces
 from holdfast.engine.mapped import MappedFiles
 from holdfast.engine.ranges import Verify
-from holdfast.engine.read import Files, Wanted, check_pieces
+from holdfast.engine.read import Files, Wanted
 from holdfast.engine.source import ReadStats
 from holdfast.engine.state.tensors import dtype_name
 from holdfast.errors import Damaged, Mismatch, Unsupported

@@ -39,11 +39,15 @@ from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.scrub import RATE, Scrubbing
 from holdfast.steps import NOTES, Steps, note_of
 from holdfast.tiers.tiers import Durability, Tiers
 
 SURVIVORS = 60.0
 """Seconds to wait at a restart for writer processes that outlived their trainers."""
+
+STOPS = 10.0
+"""Seconds to wait for scrubbing to end: a store may keep it waiting, and it ends with the process in any case."""
 
 _MEASURED = 50  # steps and saves whose times count
 
@@ -131,6 +135,7 @@ class CheckpointManager:
         self._writing_to: set[Location] = set()
         self._signalled = threading.Event()
         self._board = Board(self._ranks.store, key, poll, rank=self._ranks.rank, size=self._ranks.size)
+        self._scrubbing: Scrubbing | None = None
         self._calls = 0  # of `step`: ranks make them alike, whatever the steps are called
         self._spared = (-1, -1)  # number and step of the last save that has ended well
         self._stop: Notice | None = None
@@ -166,6 +171,8 @@ class CheckpointManager:
         has had its verdict.
         """
         try:
+            if self._scrubbing is not None:
+                self._scrubbing.stop(timeout=STOPS)
             if self._saver is not None:
                 with self._failures_heard(quiet=self.should_stop):
                     self._saver.close(timeout=self._left())
@@ -429,7 +436,10 @@ class CheckpointManager:
         if not refused:
             self._steps.commit_late(patience)
             self._steps.sweep(self.keep, None, self._writing_to)
-        newest = self._steps.newest(refused, complete=complete)
+        doubtful = self._scrubbing.damaged(self.root) if self._scrubbing is not None else []
+        newest = self._steps.newest([*refused, *doubtful], complete=complete)
+        if newest is None and doubtful:  # what is damaged may not be what is asked for: loading tells
+            newest = self._steps.newest(refused, complete=complete)
         return newest.name if newest is not None else ""
 
     def latest(self) -> Checkpoint | None:
@@ -454,6 +464,35 @@ class CheckpointManager:
         if self._tiers is not None:
             return self._tiers.durability(step)
         return Durability(step, False, is_file(self._steps.path(step) / FILE_NAME), False)
+
+    # Scrubbing
+
+    def scrub(self, *, every: float | None = None, rate: float = RATE, repair: bool = False) -> Scrubbing:
+        """Check every byte of the committed steps in ``root``, newest first, in a thread of the lowest priority.
+
+        Returns at once; ``wait()`` of what is returned waits for the end. ``every``: go on until `close`, so that each
+        step is checked once in so many seconds; what was checked when is remembered beside the steps, and steps that
+        were found whole of late are passed over. Reads at most ``rate`` bytes a second, and nothing while a save is
+        under way. A step that is damaged is told in a warning that names the tensors, and `restore` prefers others.
+        ``repair``: take what is damaged from the other steps, and from the fast tier if there is one (see `repair`).
+
+        Any rank may call it; the first one does the work. With ``fast``, what is checked is in the store. A scrubbing
+        that is under way is stopped first.
+        """
+        if self._scrubbing is not None:
+            self._scrubbing.stop()
+        steps = self._tiers.store if self._tiers is not None else self._steps
+        others = [] if self._tiers is None else [self._tiers.fast]
+
+        def sources(name: str) -> list[Location]:
+            near = [tier.root / name for tier in others if is_file(tier.root / name / FILE_NAME)]
+            return [*near, steps.root]
+
+        self._scrubbing = Scrubbing(
+            steps if self._ranks.first else None, every=every, rate=rate, repair=repair, sources=sources,
+            busy=lambda: any(not saving.done for saving in [*self._recent.values()]),
+        )  # fmt: skip
+        return self._scrubbing
 
     # The end: signals, and what the ranks tell each other
 

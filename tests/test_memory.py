@@ -10,8 +10,6 @@ import pytest
 
 from tests.memory_trials import LOADS
 
-pytestmark = pytest.mark.slow  # peaks of memory are those of a machine that does nothing else
-
 MIB = 1 << 20
 STATE = 256 * MIB
 

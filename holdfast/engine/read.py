@@ -7,7 +7,6 @@ Never reads a block that nobody wants, and never hands out a whole block whose s
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +27,6 @@ from holdfast.engine.storage import open_to_read, read_small, read_start, size_o
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names
-from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box, intersect, relative
 from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import FileRecord, TensorRecord
@@ -96,7 +94,6 @@ class DataFiles:
         self._elsewhere: dict[int, Location] = {}
         self._proved: dict[int, Location] = {}
         self._named_beside: dict[str, str] | None = None
-        self._lock = threading.Lock()
 
     def path(self, index: int) -> Location:
         record = self.records[index]
@@ -160,14 +157,12 @@ class DataFiles:
 
     def header(self, index: int, stats: ReadStats | None = None) -> Header:
         """The header of a file. Raises Damaged if the file is missing, has another size or another header."""
-        if index in self._headers:
-            return self._headers[index]
-        with self._lock:
-            if index not in self._headers:
-                self._headers[index] = self._read_header(index)
-                if stats is not None:
-                    stats.add(self.records[index].header_bytes)
-            return self._headers[index]
+        found = self._headers.get(index)
+        if found is None:  # two threads may both read it: that costs less than to keep all others waiting
+            found = self._headers[index] = self._read_header(index)
+            if stats is not None:
+                stats.add(self.records[index].header_bytes)
+        return found
 
     def _read_header(self, index: int) -> Header:
         record, path = self.records[index], self.path(index)
@@ -277,50 +272,6 @@ def read_boxes(
     return stats
 
 
-def check_file(files: DataFiles, index: int, stats: ReadStats, progress: Callable[[int], None]) -> list[str]:
-    """Read every block of a data file and compare its sum: one text for each fault. Raises Damaged for its header."""
-    header = files.header(index, stats)
-    pieces = ((piece, header.sums.get(piece.key, ())) for piece in header.pieces.values())
-    return check_pieces(files, index, pieces, stats, progress)
-
-
-def check_pieces(
-    files: Files, index: int, pieces: Iterable[tuple[Piece, Sequence[str]]], stats: ReadStats,
-    progress: Callable[[int], None] = lambda nbytes: None,
-) -> list[str]:  # fmt: skip
-    """Read every block of pieces of one file that has a sum, and compare it: one text for each fault."""
-    faults: list[str] = []
-
-    def check(source: Source, job: list[Range]) -> None:
-        begin, end = job[0].begin, job[-1].begin + job[-1].nbytes
-        try:
-            found = _faults(source, job, source.fetch(begin, end - begin))
-            for _ in range(source.tries - 1) if found else ():
-                source.forget(begin, end - begin)
-                found = _faults(source, job, source.fetch(begin, end - begin))
-        except (Damaged, OSError) as error:
-            found = [str(error)]
-        faults.extend(found)
-        progress(end - begin)
-
-    ranges = (
-        Range(piece.begin + n * BLOCK, min(BLOCK, piece.nbytes - n * BLOCK), total, piece.key)
-        for piece, sums in pieces
-        for n, total in enumerate(sums)
-    )
-    threads = threads_for(files, [index])
-    pending: deque[Future[None]] = deque()
-    with files.opened(index) as opened, ThreadPoolExecutor(threads) as pool:
-        source = source_of(files.path(index), opened, stats)
-        for job in jobs_of(ranges, gap=source.gap, straight=source.straight):
-            if len(pending) == 4 * threads:
-                pending.popleft().result()
-            pending.append(pool.submit(check, source, job))
-        for future in pending:
-            future.result()
-    return faults
-
-
 def threads_for(files: Files, indices: Iterable[int]) -> int:
     """How many threads read these files best."""
     return ASKERS if any(isinstance(files.path(index), Place) for index in indices) else READERS
@@ -347,8 +298,8 @@ def _run(source: Source, job: list[Range], progress: Callable[[int], None] | Non
     if source.straight and len(job) == 1 and is_straight(first):
         memory = host_view(first.address, first.nbytes)
         source.read(first.begin, memory, first.address)
-        if not _is_right(first, memory):
-            raise _altered(source.path, first)
+        if not is_right(first, memory):
+            raise altered(source.path, first)
         _land(job, streams)
     else:
         _gather(source, job, streams)
@@ -384,14 +335,14 @@ def _gather(source: Source, job: list[Range], streams: Streams) -> None:
             _land(job, streams)
             return
         if not left:
-            raise _altered(source.path, wrong[0])
+            raise altered(source.path, wrong[0])
         source.forget(begin, end - begin)
 
 
 def _moved(r: Range, fetched: Fetched, at: int, streams: Streams) -> bool:
     """Move what is wanted of a range that lies at ``at`` of what was fetched; False if its sum is wrong."""
     if r.sum is None or r.share is not None or r.wanted != r.nbytes:
-        if not _is_right(r, fetched.view[at : at + r.nbytes]):
+        if not is_right(r, fetched.view[at : at + r.nbytes]):
             return False
         if r.share is None:
             move(r.address, fetched.address + at + r.start, r.wanted)
@@ -410,18 +361,11 @@ def _moved(r: Range, fetched: Fetched, at: int, streams: Streams) -> bool:
     return bool(total.hexdigest() == r.sum)
 
 
-def _faults(source: Source, job: list[Range], fetched: Fetched) -> list[str]:
-    begin = job[0].begin
-    return [
-        str(_altered(source.path, r))
-        for r in job
-        if not _is_right(r, fetched.view[r.begin - begin : r.begin - begin + r.nbytes])
-    ]
-
-
-def _is_right(r: Range, data: memoryview) -> bool:
+def is_right(r: Range, data: memoryview) -> bool:
+    """Whether these are the bytes of a range, as far as it has a sum."""
     return r.sum is None or blocks.block_sum(data) == r.sum
 
 
-def _altered(path: Location, r: Range) -> Damaged:
+def altered(path: Location, r: Range) -> Damaged:
+    """The error of a block whose bytes have another sum."""
     return damaged(path, f"is altered: bytes {r.begin}:{r.begin + r.nbytes}, in {r.key}, have another sum")

@@ -26,6 +26,10 @@ MOST_GAP = 512 << 10
 """However slow a store answers, ranges further apart than this are asked for one by one."""
 
 
+STRIDE = 512 << 10
+"""Bytes of cached pages that are copied and summed at a time."""
+
+
 @dataclass
 class ReadStats:
     """Bytes: ``needed`` by the boxes, ``read`` from storage, ``unverified`` of those needed; and ``requests``."""
@@ -71,6 +75,9 @@ class Source(Protocol):
 
     def fetch(self, begin: int, nbytes: int) -> Fetched:
         """A stretch of the file, in memory that this thread may use until it fetches again."""
+
+    def stride(self, begin: int, nbytes: int) -> int:
+        """How much of a stretch is best fetched at a time by who only sums it."""
 
     def forget(self, begin: int, nbytes: int) -> None:
         """A stretch came with a wrong sum: let it come from the store itself when it is fetched again."""
@@ -128,14 +135,31 @@ class _OpenFile:
         room = -(-(skip + nbytes) // SECTOR) * SECTOR
         gathered, at = _buffer("gather", room), 0
         view, address = gathered.view[skip : skip + nbytes], gathered.address + skip
-        if self.direct is not None and not is_cached(self.cached, begin, nbytes):
+        cold = self.direct is not None and not is_cached(self.cached, begin, nbytes)
+        if cold and self.direct is not None:
             with naming(self.path, "read"):  # whole sectors, so that the disk fills this memory and no other
                 got = disk.read(self.direct, gathered.view[:room], begin - skip, self.path)
             self.stats.add(got)
             at = max(min(got - skip, nbytes), 0)
-        if at < nbytes:
+        if at < nbytes and cold:
             self.read(begin + at, view[at:], address + at)
+        elif at < nbytes:
+            with naming(self.path, "read"):
+                self._through_cache(begin, view, 0)
         return Fetched(view, address, gathered)
+
+    def _through_cache(self, begin: int, memory: memoryview, at: int) -> None:
+        while at < len(memory):
+            got = disk.read(self.cached, memory[at:], begin + at, self.path)
+            if not got:
+                raise damaged(self.path, f"ends at byte {begin + at}")
+            self.stats.add(got)
+            at += got
+
+    def stride(self, begin: int, nbytes: int) -> int:
+        # What memory has anyway is summed while it is in the processor's cache; a disk likes long reads.
+        cold = self.direct is not None and not is_cached(self.cached, begin, nbytes)
+        return nbytes if cold else min(nbytes, STRIDE)
 
     def forget(self, begin: int, nbytes: int) -> None:
         """A disk has nothing else to give."""
@@ -159,12 +183,7 @@ class _OpenFile:
                 move(address + at, bounce.address + skip, useful)
                 self.stats.add(got)
                 at += useful
-            while at < total:
-                got = disk.read(self.cached, memory[at:], begin + at, self.path)
-                if not got:
-                    raise damaged(self.path, f"ends at byte {begin + at}")
-                self.stats.add(got)
-                at += got
+            self._through_cache(begin, memory, at)
 
 
 class _Pace:
@@ -218,6 +237,9 @@ class _Object:
         if len(view) != nbytes:
             raise damaged(self.path, f"ends at byte {begin + len(view)}")
         return Fetched(view, address_of(got.data), got.data)
+
+    def stride(self, begin: int, nbytes: int) -> int:
+        return nbytes
 
     def forget(self, begin: int, nbytes: int) -> None:
         forget(self.place, begin, nbytes)

@@ -67,8 +67,9 @@ def check_one_machine(hosts: list[str]) -> str:
 def upload(grown: Path, place: Place) -> int:
     """Upload a target that is whole, then take the local one away; the bytes of all its files.
 
-    What was at ``place`` before goes before the file is replaced that made it a checkpoint: there is a moment without
-    one, as no format but ours has names that tell one save from another.
+    A checkpoint of ours that was at ``place`` is there until the new one is: no file of theirs has the same name but
+    the manifest, which is replaced in one step. No other format has names that tell one save from another: there is a
+    moment without one, as what was there goes first.
     """
     if grown.is_file():
         nbytes = grown.stat().st_size
@@ -77,7 +78,8 @@ def upload(grown: Path, place: Place) -> int:
         files = storage.sizes_below(grown)
         nbytes, old = sum(files.values()), set(storage.files_below(place))
         storage.write_small(place / MARK, b"an upload is under way, or broke off\n")
-        storage.delete(*(place / path for path in LAST if path in old))
+        if old.intersection(files) != {manifest.FILE_NAME}:
+            storage.delete(*(place / path for path in LAST if path in old))
         with events.task("upload", str(place), total=nbytes) as task:
             for path in sorted(files, key=lambda path: (path in LAST, path)):
                 _put(grown / path, place / path)

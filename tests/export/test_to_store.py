@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,27 @@ def test_every_failing_verb_shows_nothing_half_and_is_made_up_for(source: Path) 
             holdfast.open(target).verify()
         holdfast.convert(source, target, to="dcp")
         assert torch.equal(holdfast.open(target).read("model/w"), STATE["model"]["w"])
+
+
+def test_one_of_ours_is_replaced_without_a_moment_without(source: Path, tmp_path: Path) -> None:
+    store = Memory()
+    target = holdfast.Place(store, "t")
+    holdfast.convert(source, target)
+    before = {entry.key for entry in store.list("t", deep=True).files}
+    holdfast.save({**STATE, "step": 8}, tmp_path / "newer")
+    counted = Failing(store)
+    holdfast.convert(tmp_path / "newer", holdfast.Place(counted, "t"), overwrite=True)
+    assert before.isdisjoint(entry.key for entry in store.list("t", deep=True).files if "manifest" not in entry.key)
+    steps = []
+    for nth in range(1, counted.count + 1):
+        fresh = Memory()
+        holdfast.convert(source, holdfast.Place(fresh, "t"))
+        with suppress(holdfast.StorageError):
+            holdfast.convert(tmp_path / "newer", holdfast.Place(Failing(fresh, nth, times=100), "t"), overwrite=True)
+        found = holdfast.open(holdfast.Place(fresh, "t"))
+        found.verify()
+        steps.append(found.step)
+    assert steps == sorted(steps) and set(steps) == {7, 8}
 
 
 def test_what_is_somebody_elses_is_never_replaced(source: Path) -> None:

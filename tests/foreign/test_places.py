@@ -86,7 +86,7 @@ def test_the_same_as_on_disk(name: str) -> None:
         assert checkpoint.attachment(attached) == local.attachment(attached)
     before = store.fetched()
     stats, expected = checkpoint.verify(), local.verify()
-    assert (stats.needed, stats.unverified, stats.read) == (expected.needed, expected.unverified, expected.read)
+    assert (stats.nbytes, stats.unverified, stats.read) == (expected.nbytes, expected.unverified, expected.read)
     assert store.fetched() >= before
 
 

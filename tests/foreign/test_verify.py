@@ -14,7 +14,7 @@ def test_a_flipped_bit_in_a_torch_file_is_found(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"model": {"a": torch.arange(100.0), "b": torch.ones(50)}}, path)
     stats = holdfast.open(path).verify()
-    assert stats.unverified == 0 and stats.needed == 600
+    assert stats.unverified == 0 and stats.nbytes == 600
     data = bytearray(path.read_bytes())
     at = data.index(torch.arange(100.0).numpy().tobytes())
     data[at + 17] ^= 4

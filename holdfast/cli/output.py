@@ -1,0 +1,53 @@
+"""What commands say: tables for people, one JSON object for programs.
+
+Every command calls it. Results go to standard output, everything else to standard error. Never decides an exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+def as_json(value: object) -> None:
+    """One line of JSON on standard output; dataclasses and structs are objects."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def say(text: str) -> None:
+    """A line for people; of any length, so that paths can be copied."""
+    Console(soft_wrap=True, highlight=False).print(escape(text))
+
+
+def fail(text: str) -> None:
+    """What went wrong, on standard error."""
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error[/]: {escape(text)}")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Rows under their headings; nothing if there are none."""
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        found.add_column(column, overflow="fold")
+    for row in rows:
+        found.add_row(*(escape(str(cell)) for cell in row))
+    if found.rows:
+        # Not on a terminal, a table is as wide as it needs: it is searched and cut by other programs.
+        console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=1000)
+        console.print(found)
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people say them."""
+    amount, unit = float(nbytes), "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if amount < 1000 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
