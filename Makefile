@@ -6,12 +6,15 @@ BIN    := .venv/bin
 READY  := .venv/ready
 PEERS  := .venv/peers
 JOBS   ?= 2
+FUZZ_SECONDS ?= 600
+FUZZ_TARGETS ?= manifest datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
+	huggingface full
 
 SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak lint bench bench-quick clean
+.PHONY: help demo test test-all soak fuzz lint bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -28,6 +31,11 @@ test-all: lint  ## lint and all tests
 
 soak: $(READY)  ## random runs with random faults for SOAK_MINUTES, checked against a model; SOAK_SEED=n repeats one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+
+fuzz: $(READY)  ## hostile files, FUZZ_SECONDS=600 for each target; guided by coverage if atheris is installed
+	for target in $(FUZZ_TARGETS); do \
+		OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $$target $(FUZZ_SECONDS) --found fuzz-found || exit 1; done
+	@! find fuzz-found -name fault.txt | grep . || (echo "faults were found: see fuzz-found"; exit 1)
 
 lint: $(READY)  ## ruff, mypy, and the floors of docs/architecture.md
 	$(BIN)/ruff check
@@ -61,7 +69,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(PEERS)/bin/python -m benchmarks.cloud --quick
 
 clean:  ## remove what the other targets made, but for the environment in .venv
-	rm -rf demo-run bench-out build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf demo-run fuzz-found bench-out build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # The environment, made once and looked at again when pyproject.toml changes. torch comes first and by itself: what

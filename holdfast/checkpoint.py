@@ -6,11 +6,12 @@ Returned by `open` and `save`, used by `load` and the manager. Lazy: nothing is 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,6 +24,7 @@ from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.engine import storage
 from holdfast.engine.damage import Damage, Findings, Verified, damages, error_of, tensors_hit
 from holdfast.engine.examine import examine
+from holdfast.engine.inside import Inside
 from holdfast.engine.parts import commit_late
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE
@@ -32,12 +34,12 @@ from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import bounded, cached
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
+from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.filling import into_given, into_mapped, into_new, unlike
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.keys import Keys, read_signature
 from holdfast.nested import nest
-from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
+from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, spans, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.manifest import Manifest, TensorRecord
 from holdfast.ondisk.signature import Signature
@@ -188,11 +190,21 @@ class Checkpoint:
         """The name under which a (possibly tied) tensor is stored."""
         return self.manifest.aliases.get(name, name)
 
+    def value(self, path: str) -> Any:
+        """One value by its path. Raises KeyError, and Damaged for what no value is."""
+        return values.decoded(self.manifest.values[path], path, self.path / manifest.FILE_NAME)
+
     @cached_property
     def values(self) -> dict[str, Any]:
         """All values of the state, nested as they were saved; tensors and per-rank values are left out."""
-        leaves: dict[str, Any] = {path: values.decode(v) for path, v in self.manifest.values.items()}
-        return nest(leaves, self.manifest.containers)
+        leaves: dict[str, Any] = {path: self.value(path) for path in self.manifest.values}
+        return self._nested(leaves, self.manifest.containers)
+
+    def _nested(self, leaves: dict[str, Any], containers: Mapping[str, str]) -> dict[str, Any]:
+        try:
+            return nest(leaves, containers)
+        except ValueError as error:  # a list of names that are no positions, say
+            raise Damaged(f"{self.path / manifest.FILE_NAME} contradicts itself: {error}") from None
 
     @property
     def attachments(self) -> Mapping[str, int]:
@@ -222,12 +234,20 @@ class Checkpoint:
             for name in (path, f"attachments/{self.manifest.save}/{self._attachment_name(path)}"):
                 if folder is not None:
                     with suppress(FileNotFoundError):
-                        return storage.read_small(folder / name)
+                        return storage.read_small(Inside(folder).path(name))
         raise Damaged(f"{self.path / path} is missing")
 
     def _attachment_name(self, path: str) -> str:
         name = path.removeprefix("attachments/")
         return name.removeprefix(f"{self.manifest.save}/")
+
+    def prove(self, names: Iterable[str]) -> None:
+        """Raise Damaged unless the files of these tensors are there, each as long as it is said to be.
+
+        Asked before memory is taken: a manifest can claim any size, and its files are what bears it out.
+        """
+        texts = {self.records[name].files for name in names}
+        self.files.prove({index for text in texts for index in spans.read(text)})
 
     def read(
         self, name: str, box: Sequence[slice | tuple[int, int]] | None = None, *, into: torch.Tensor | None = None,
@@ -245,6 +265,7 @@ class Checkpoint:
             raise KeyError(f"{self.path} has no tensor {name!r}{near(name, self.records)}")
         wanted = whole(record.shape) if box is None else _box_of(name, record.shape, box)
         if into is None:
+            self.prove([name])
             result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype))
         else:
             for fault in unlike(name, record, wanted, into, cast=cast):
@@ -263,7 +284,10 @@ class Checkpoint:
         """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
         if self._foreign is not None:
             return materialized(self._foreign.per_rank[path][rank], self.path)
-        index = manifest.expand(self.manifest.per_rank[path])[rank]
+        indices = spans.read(self.manifest.per_rank[path])
+        if not 0 <= rank < indices.count:
+            raise KeyError(f"{self.path} was saved by {indices.count} ranks: there is no value of rank {rank}")
+        index = indices.at(rank)
         header = self._data_files.header(index)
         base = f"{names.in_section(path)}@{rank}"
 
@@ -271,15 +295,25 @@ class Checkpoint:
             piece = header.pieces.get(key)
             if piece is None:
                 raise Damaged(f"{self.files.path(index)} does not hold {key} as the manifest says")
-            shape = _stored_shape(piece, header.metadata)
+            shape = _stored_shape(piece, header.metadata, self.files.path(index))
             record = TensorRecord(piece.dtype, shape, None, str(index) if 0 not in shape else "")
             result = torch.empty(shape, dtype=dtypes.torch_dtype(piece.dtype))
             wanted = [Wanted(f"{_SECTION}/{key}", record, whole(shape), result)]
             read_boxes(self.files, wanted, verify=self.verifying(True))
             return result
 
-        encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
-        return values.decode_tree(encoded, lambda reference: fetch(f"{base}/{reference}"))
+        try:
+            encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
+            return values.decode_tree(encoded, lambda reference: fetch(f"{base}/{reference}"))
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            RecursionError,
+        ) as error:  # nothing that `values.encode_tree` makes
+            if isinstance(error, HoldfastError):
+                raise
+            raise Damaged(f"{self.files.path(index)} holds no value at {base}: {error}") from None
 
     def state_dict(
         self, only: Patterns = "*", *, into: Mapping[Any, Any] | None = None, cast: bool = False, mmap: bool = False,
@@ -308,12 +342,13 @@ class Checkpoint:
         elif mmap:
             filled = into_mapped(records, self.saved_name, self.files, self.path, verify=verify)
         else:
+            self.prove(records)
             filled = into_new(records, self.saved_name)
         read_boxes(self.files, filled.wanted, verify=verify)
         leaves: dict[str, Any] = dict(filled.tensors)
-        leaves.update((p, values.decode(v)) for p, v in self.manifest.values.items() if matches(p, only))
+        leaves.update((p, self.value(p)) for p in self.manifest.values if matches(p, only))
         containers = {p: kind for p, kind in self.manifest.containers.items() if only == "*" or matches(p, only)}
-        return nest(leaves, containers)
+        return self._nested(leaves, containers)
 
     def verify(self, *, deep: bool = True, raises: bool = True) -> Verified:
         """Read and check every byte, by several threads of this process. Raises Damaged, listing all that is hit.
@@ -360,13 +395,18 @@ class Checkpoint:
 _SECTION = "state"  # any section: a piece's key is its name without one
 
 
-def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str]) -> tuple[int, ...]:
+def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str], where: Location) -> tuple[int, ...]:
     # A number of a type that safetensors cannot name looks like one row of bytes; its true shape is noted.
     try:
         noted = msgspec.json.decode(metadata.get("shapes", "{}"), type=dict[str, tuple[int, ...]])
     except msgspec.MsgspecError as error:
-        raise Damaged(f"the header that holds {piece.key} has no valid shapes: {error}") from None
-    return noted.get(piece.key, piece.lengths)
+        raise Damaged(f"{where}: the header that holds {piece.key} has no valid shapes: {error}") from None
+    shape = noted.get(piece.key, piece.lengths)
+    if any(n < 0 for n in shape) or prod(shape) * dtypes.itemsize(piece.dtype) != piece.nbytes:
+        raise Damaged(
+            f"{where} holds {piece.nbytes} bytes of {piece.key}, which is not {piece.dtype} {list(shape)[:9]}"
+        )
+    return shape
 
 
 def open_checkpoint(

@@ -416,6 +416,7 @@ class Match:
                     found.append(name)
                     if name not in slot.held and name not in self.fresh:
                         saved_name, record = self._record(name)
+                        self.checkpoint.prove([self.source[name]])
                         tensor = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
                         self.fresh[name] = tensor
                         self.wanted.append(Wanted(saved_name, record, whole(record.shape), tensor))
@@ -457,7 +458,9 @@ class Match:
     def _tree(self, slot: Slot) -> Any:
         """What was saved at a slot, nested as it was."""
         below = [slot.path, *self.below.get(slot.path, ())]
-        leaves: dict[str, Any] = {n: values.decode(self.saved.values[n]) for n in below if n in self.saved.values}
+        leaves: dict[str, Any] = {
+            n: values.decoded(self.saved.values[n], n, self.checkpoint.path) for n in below if n in self.saved.values
+        }
         if slot.whole:
             leaves.update((n, slot.held.get(n, self.fresh.get(n))) for n in below if n in self.saved.tensors)
         containers = {n: self.containers[n] for n in below if n in self.containers}

@@ -25,7 +25,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.dcp.opening import as_torch_has_it
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.nested import nest
-from holdfast.ondisk import dtypes, names, values
+from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.manifest import TensorRecord
 
 
@@ -112,7 +112,7 @@ def describe(checkpoint: Checkpoint) -> Described:
 def value_at(checkpoint: Checkpoint, node: Any) -> Any:
     """What a leaf stands for, read and decoded."""
     if isinstance(node, Value):
-        return values.decode(checkpoint.manifest.values[node.name])
+        return checkpoint.value(node.name)
     if isinstance(node, Tensor):
         return checkpoint.read(node.name)
     if isinstance(node, dict):

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from holdfast.engine import disk, storage
+from holdfast.engine.inside import inside
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
@@ -173,7 +174,7 @@ def let_go(root: Location, loose: Cited, cited: Cited, spare: Collection[Locatio
         free = {path for path in paths - cited.get(name, set()) if datafile.save_of(path) is not None}
         free = _unnamed(folder, free) if free else free
         if free:
-            storage.delete(*(folder / path for path in sorted(free)))
+            storage.delete(*inside(folder, sorted(free)))
             if folder not in spare:
                 storage.delete_empty_folders(folder)
 

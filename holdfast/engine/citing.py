@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.engine.commit import complete
 from holdfast.errors import HoldfastError
-from holdfast.ondisk import datafile, manifest
+from holdfast.ondisk import datafile, manifest, spans
 from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
 from holdfast.ondisk.part import Cite
 
@@ -67,7 +67,10 @@ def fold(drafted: Manifest, written: set[str], cites: Sequence[Sequence[Cite]]) 
             raise HoldfastError(f"{cite.file[0]} and another file are cited for the same tensors; a fault of holdfast")
     sets_of: dict[int, list[str]] = {}
     for text in stands:
-        for tensor in manifest.expand(text):
+        cited = spans.read(text)
+        if cited.count > len(drafted.tensors) or cited.largest >= len(drafted.tensors):
+            raise HoldfastError(f"tensors {text[:40]!r} are cited, of {len(drafted.tensors)}; a fault of holdfast")
+        for tensor in cited:
             sets_of.setdefault(tensor, []).append(text)
     # Thousands of tensors lie alike and are cited alike: each such kind is worked out once.
     known: dict[tuple[str, tuple[str, ...]], str] = {}

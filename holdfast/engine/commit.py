@@ -23,6 +23,7 @@ from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.citations import Cited, citations_of, cited_beside, is_cited, let_go, root_of
 from holdfast.engine.folder import taken
+from holdfast.engine.inside import inside
 from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.owners import Owned, PlannedTensor
 from holdfast.engine.plan import Plan
@@ -273,7 +274,7 @@ def remove_old_files(folder: Location, old: Manifest, new: Manifest, cited: Cite
     try:
         root, name = root_of(folder)
         cited = cited_beside(folder) if cited is None else cited
-        gone = [folder / path for path in own if path not in kept and path not in cited.get(name, set())]
+        gone = inside(folder, [path for path in own if path not in kept and path not in cited.get(name, set())])
         signed = {signature.file_name(old)} - {signature.file_name(new)}
         storage.delete(*gone, *(folder / path for path in signed))
         for above in {path.parent for path in gone}:

@@ -12,6 +12,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from stat import S_ISDIR as is_folder
+from stat import S_ISREG as is_regular
 from typing import Any, NamedTuple, TypeVar
 
 Path = str | os.PathLike[str]
@@ -187,9 +189,19 @@ def write_all(fd: int, data: Any, offset: int, path: object) -> None:
         view, offset = view[count:], offset + count
 
 
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """`open` of a file that is there. Raises OSError (EINVAL) for a pipe or a device: those wait, or never end."""
+    found = stat(path).st_mode
+    if not is_regular(found):
+        number = errno.EISDIR if is_folder(found) else errno.EINVAL
+        text = os.strerror(number) if number == errno.EISDIR else "it is no regular file"
+        raise OSError(number, text, os.fspath(path))
+    return open(path, flags)
+
+
 def read_file(path: Path) -> bytes:
-    """All bytes of a file."""
-    fd = open(path, os.O_RDONLY)
+    """All bytes of a regular file."""
+    fd = open_regular(path)
     try:
         parts, at = [], 0
         while part := read_bytes(fd, max(os.fstat(fd).st_size - at, 1), at, path):

@@ -57,7 +57,7 @@ def _mapping(path: Path) -> Mapping | None:
     """All of a file, copied page by page where it is written to; None if the file system or the memory has no room."""
     try:
         with naming_unless_missing(path, "open"):
-            fd = disk.open(path, os.O_RDONLY)
+            fd = disk.open_regular(path)
     except FileNotFoundError:
         raise damaged(path, "is missing") from None
     try:

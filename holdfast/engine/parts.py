@@ -11,6 +11,7 @@ import time
 from holdfast.engine import storage
 from holdfast.engine.citing import Did, joined
 from holdfast.engine.commit import commit
+from holdfast.engine.inside import Inside
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError, StorageError
 from holdfast.events import log
@@ -41,7 +42,8 @@ def commit_late(folder: Location, *, patience: float = 0.0, strict: bool = False
                 log.info("%s: committed save %s, which all its ranks had finished", folder, save)
                 take_away(folder, save)
                 return record
-        except (HoldfastError, OSError) as error:
+        except (HoldfastError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # The latter of parts that contradict each other in a way that only joining them shows.
             log.warning("%s: save %s is finished but cannot be committed: %s", folder, save, error)
             refused = error if isinstance(error, StorageError) else refused
     if strict and refused is not None:
@@ -63,15 +65,18 @@ def _prove(folder: Location, save: str) -> Manifest | None:
             one = part.decode(storage.read_small(folder / path), str(folder / path))
             found[one.rank] = one
     first = found.get(0)
-    if first is None or first.manifest is None or set(found) != set(range(first.world_size)):
+    if first is None or first.manifest is None or sorted(found) != [*range(len(found))]:
+        return None
+    if len(found) != first.world_size:
         return None
     if any(one.save != save or one.world_size != first.world_size for one in found.values()):
         raise Damaged(f"the parts of save {save} contradict each other")
+    home = Inside(folder)
     for one in found.values():
         for path, nbytes, header_bytes, digest, *_ in [*one.records, *(cite.record for cite in one.cites)]:
-            _prove_file(folder / path, nbytes, header_bytes, digest)
+            _prove_file(home.path(path), nbytes, header_bytes, digest)
     for path, nbytes, digest in first.manifest.attachments:
-        data = storage.read_small(folder / path)
+        data = storage.read_small(home.path(path))
         if len(data) != nbytes or blocks.digest(data) != digest:
             raise Damaged(f"{folder / path} is not what was attached")
     return joined(first.manifest, [Did(found[rank].records, found[rank].cites) for rank in sorted(found)])

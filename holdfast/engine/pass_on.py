@@ -285,6 +285,9 @@ class _Lines:
     def plain(self, index: int) -> Path | None:
         return self._files.plain(index)
 
+    def prove(self, indices: Iterable[int]) -> None:
+        self._files.prove(indices)
+
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         self._files.prepare(indices, stats)
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from holdfast.engine.citations import own_path, told
+from holdfast.engine.inside import Inside
 from holdfast.engine.landing import Streams, narrowed, ready_for_threads, scatter
 from holdfast.engine.memory import move
 from holdfast.engine.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
@@ -66,6 +67,9 @@ class Files(Protocol):
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         """Read together what `piece` will need to know of these files."""
 
+    def prove(self, indices: Iterable[int]) -> None:
+        """Raise Damaged unless these files are there, each as long as it is said to be."""
+
     def piece(
         self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
     ) -> tuple[int, Piece, Sequence[str]]:
@@ -93,18 +97,26 @@ class DataFiles:
     ) -> None:  # fmt: skip
         self.folder, self.records, self._beside = folder, records, beside
         self._signature = signature
+        self._inside = Inside(folder)
         self._headers: dict[int, Header] = {}
         self._elsewhere: dict[int, Location] = {}
+        self._proved: dict[int, Location] = {}
         self._named_beside: dict[str, str] | None = None
 
     def path(self, index: int) -> Location:
         record = self.records[index]
         if self._beside is None:
-            return self.folder / record.path
+            return self._paths(index)
         if index not in self._elsewhere:
-            own = self.folder / record.path
+            own = self._paths(index)
             self._elsewhere[index] = own if size_of(own) == record.bytes else self._in(self._beside, record)
         return self._elsewhere[index]
+
+    def _paths(self, index: int) -> Location:
+        found = self._proved.get(index)
+        if found is None:
+            found = self._proved[index] = self._inside.path(self.records[index].path)
+        return found
 
     def plain(self, index: int) -> Path | None:
         path = self.path(index)
@@ -132,6 +144,25 @@ class DataFiles:
                     self._headers[index] = header
                     stats.add(self.records[index].header_bytes)
 
+    def prove(self, indices: Iterable[int]) -> None:
+        unknown = [index for index in indices if index not in self._headers]
+        self.prepare(unknown, ReadStats())
+        for index in unknown:
+            path = self.path(index)
+            if isinstance(path, Place):
+                self.header(index)
+                continue
+            size = size_of(path)
+            if size != self.records[index].bytes:
+                raise self._of_size(index, size)
+
+    def _of_size(self, index: int, size: int | None) -> Damaged:
+        record, path = self.records[index], self.path(index)
+        borrowed = told(self.folder, record)
+        if size is None:
+            return damaged(path, f"is missing{borrowed}")
+        return damaged(path, f"has {size} bytes, the manifest says {record.bytes}{borrowed}")
+
     def header(self, index: int, stats: ReadStats | None = None) -> Header:
         """The header of a file. Raises Damaged if the file is missing, has another size or another header."""
         found = self._headers.get(index)
@@ -147,9 +178,9 @@ class DataFiles:
             try:
                 data, size = read_start(path, record.header_bytes)
             except FileNotFoundError:
-                raise damaged(path, f"is missing{told(self.folder, record)}") from None
+                raise self._of_size(index, None) from None
             if size != record.bytes:
-                raise damaged(path, f"has {size} bytes, the manifest says {record.bytes}{told(self.folder, record)}")
+                raise self._of_size(index, size)
             if blocks.digest(data) == record.header_digest:
                 break
             if last or not isinstance(path, Place):  # on the way from a store a bit may flip

@@ -200,9 +200,10 @@ def read_start(path: Location, nbytes: int) -> tuple[bytes, int]:
         if isinstance(path, Place):
             got = path.store.get(path.key, 0, nbytes)
             return bytes(got.data), got.nbytes
-        fd = disk.open(path, os.O_RDONLY)
+        fd = disk.open_regular(path)
         try:
-            return disk.read_bytes(fd, nbytes, 0, path), os.fstat(fd).st_size
+            size = os.fstat(fd).st_size
+            return disk.read_bytes(fd, min(nbytes, size), 0, path), size
         finally:
             os.close(fd)
 
@@ -368,7 +369,7 @@ def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
 def open_locked(path: Path) -> int:
     """A descriptor of an existing file that, as a rule, marks it as part of a save under way until it is closed."""
     with naming(path, "open"):
-        fd = disk.open(path, os.O_RDONLY)
+        fd = disk.open_regular(path)
         with suppress(OSError):  # somebody who asks whether it is in use has it locked for a moment
             _lock(fd)
         return fd
@@ -407,9 +408,13 @@ def in_use(path: Path) -> bool:
     """
     try:
         with naming_unless_missing(path, "open"):
-            fd = disk.open(path, os.O_RDONLY)
+            fd = disk.open_regular(path)
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EISDIR):  # no file that a save writes
+            return False
+        raise
     try:
         for _ in range(ASKED):
             with suppress(BlockingIOError):
@@ -452,7 +457,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 def open_to_read(path: Path) -> tuple[int, int | None]:
     """Descriptors of an existing file: through the page cache, and directly (None where that cannot be had)."""
     with naming_unless_missing(path, "open"):
-        cached = disk.open(path, os.O_RDONLY)
+        cached = disk.open_regular(path)
     try:
         return cached, disk.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:

@@ -205,7 +205,7 @@ class Takeover:
             call.settle(
                 "take over",
                 lambda: self._share(left, taken.plan, attempt),
-                lambda shares: self._commit(left, gone, taken.plan, shares),
+                lambda shares: self._commit(call, gone, taken.plan, dict(zip(left, shares, strict=True))),
                 str,
             )
         except HoldfastError as error:
@@ -275,13 +275,13 @@ class Takeover:
         by, rank = self.bequest.owned_by, self.ranks.rank
         return bool(by) and left[0] != 0 and next(r for r in left if by[r] == by[rank]) == rank
 
-    def _commit(self, left: list[int], gone: tuple[int, ...], plan: Plan, shares: list[_Share]) -> str:
-        did = dict(zip(left, shares, strict=True))
+    def _commit(self, call: Call, gone: tuple[int, ...], plan: Plan, did: dict[int, _Share]) -> str:
         identity = Identity(self.save, self.bequest.run, self.step, self.ranks.size, gone)
         drafted = draft(identity, plan, self.state, self._values(did), self.records)
         ranks = [did.get(rank, _Share([], [], [])) for rank in range(self.ranks.size)]
         record = joined(drafted, [Did([*one.files, *one.more], one.cites) for one in ranks])
         replaces = self.overwrite and storage.is_file(self.folder / manifest.FILE_NAME)
+        call.confirm()
         commit(self.folder, record, replaces=replaces)
         return self.save
 

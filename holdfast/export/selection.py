@@ -196,7 +196,7 @@ def nested(selection: Selection, fetch: Callable[[str, int], Any]) -> dict[str, 
     """The state that was selected: nested as it was saved, a `Leaf` for each tensor, a list by rank of what differs."""
     leaves: dict[str, Any] = dict(selection.tensors)
     leaves.update((alias, selection.tensors[name]) for alias, name in selection.aliases.items())
-    leaves.update((path, values.decode(value)) for path, value in selection.values.items())
+    leaves.update((path, values.decoded(value, path, "the selection")) for path, value in selection.values.items())
     for path, source in selection.per_rank.items():
         leaves[path] = [fetch(source, rank) for rank in range(selection.world_size)]
     return nest(leaves, selection.containers)
@@ -206,6 +206,6 @@ def check_values(selection: Selection, check: Callable[[Any], object]) -> None:
     """Raise Unsupported, with its path, for a value that ``check`` refuses: before anything is copied."""
     for path, value in selection.values.items():
         try:
-            check(values.decode(value))
+            check(values.decoded(value, path, "the selection"))
         except Unsupported as error:
             raise Unsupported(f"{path}: {error}; leave it out by only=") from None

@@ -22,6 +22,7 @@ from holdfast.errors import Damaged, Unsupported
 from holdfast.events import log
 from holdfast.foreign import arrays
 from holdfast.foreign.ahead import Ahead
+from holdfast.foreign.inert import expanded
 from holdfast.foreign.pickles import Name, Record
 from holdfast.foreign.sources import File, Memory, Source, Stretch, opened
 from holdfast.foreign.stored import Opaque, Stored
@@ -79,6 +80,9 @@ class ForeignFiles:
         source = self.sources[index]
         return source.path if isinstance(source, File) and isinstance(source.path, Path) else None
 
+    def prove(self, indices: Iterable[int]) -> None:
+        """Every stretch was found to lie within its file when it was made."""
+
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
         """All is known that the reader asks for."""
 
@@ -117,6 +121,8 @@ class Foreign:
 
 def assemble(found: Found, path: Location) -> Foreign:
     """Join what a reader found. Raises Damaged if a tensor has holes, overlaps or bytes outside of its file."""
+    if expanded(dict(found.state), MAX_LEAVES) is None:  # told at once, where walking so far would take minutes
+        raise Damaged(f"{path}: it claims more than {MAX_LEAVES} leaves: it contains itself over and over")
     flat = _Flat(path)
     flat.container("", dict(found.state), 0)
     for name, reason in flat.left_out.items():

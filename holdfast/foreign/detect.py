@@ -13,7 +13,7 @@ from holdfast.engine.memory import no_collection
 from holdfast.engine.storage import storage_error
 from holdfast.engine.stores.listed import Listed
 from holdfast.engine.stores.place import Location, Place
-from holdfast.errors import HoldfastError
+from holdfast.errors import Damaged, HoldfastError
 from holdfast.foreign.assemble import Foreign, assemble
 
 # Each is asked with `read(path)`, which returns None for what is not its format. Those that look for a file of a name
@@ -23,6 +23,9 @@ _READERS = (
     "megatron", "olmo", "deepspeed", "torchsnapshot", "torch_checkpointing", "composer", "hfai", "dcp", "huggingface",
     "rank_files", "full",
 )  # fmt: skip
+
+
+_UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 
 def open_foreign(path: Location) -> Foreign | None:
@@ -50,7 +53,17 @@ def _above_templates(key: str) -> str:
 def _telling(path: Location) -> Iterator[None]:
     try:
         yield
-    except HoldfastError:
-        raise
+    except HoldfastError as error:
+        if str(path) in str(error):
+            raise
+        named = type(error)(f"{path}: {error}")
+        named.file = error.file
+        raise named from None
+    except _UNEXPECTED as error:
+        # What is read here is untrusted. Each reader checks what it takes; what none has thought of is refused too.
+        raise Damaged(
+            f"{path} contradicts itself in a way that its reader does not expect ({type(error).__name__}: "
+            f"{str(error)[:200]}): it was altered, or is of another version"
+        ) from error
     except OSError as error:
         raise storage_error("read", str(path), error.errno, error.strerror or str(error)) from error

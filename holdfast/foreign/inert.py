@@ -78,6 +78,12 @@ _NUMPY = re.compile(
     r"numpy\.(random\..+|dtypes\..+|(bool|str|bytes)_?|(u?int|float|complex)\d+|longdouble|"
     r"core\._internal\._convert_to_stringdtype_kwargs)"
 )
+# Of a known package, and there to run what it is given. No checkpoint names it, but for one that wants it to run.
+_RUNS = re.compile(
+    r"torch\.(load|compile|ops|classes|library|(hub|jit|package|fx|onnx|testing|multiprocessing|_inductor|_dynamo|"
+    r"serialization|utils\.(cpp_extension|bottleneck|collect_env|_config_module|data\.datapipes|model_zoo)|"
+    r"distributed\.(rpc|run|launch(er)?|elastic))\..+)(\..+)?"
+)
 _RECORDS_OF_BUILTINS = frozenset(["builtins.object", "builtins.range", "builtins.slice"])
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "torch.tensor": "torch._tensor"}
 _OLD_NAMES = {"builtins.long": "builtins.int", "builtins.unicode": "builtins.str", "builtins.xrange": "builtins.range"}
@@ -96,6 +102,8 @@ def full_name(module: str, name: str) -> str:
 
 def is_known(full: str) -> bool:
     """Whether a name may come as a record or a plain name."""
+    if _RUNS.fullmatch(full):
+        return False
     return full in _CLASSES or full.partition(".")[0] in _PACKAGES or _NUMPY.fullmatch(full) is not None
 
 

@@ -68,7 +68,7 @@ class File:
             with naming_unless_missing(self.path, "read"):
                 if isinstance(self.path, Place):
                     return bytes(self.path.store.get(self.path.key, begin, begin + nbytes).data)
-                fd = disk.open(self.path, os.O_RDONLY)
+                fd = disk.open_regular(self.path)
                 try:
                     return _read(fd, self.path, begin, nbytes)
                 finally:

@@ -22,6 +22,8 @@ from holdfast.foreign.stored import Opaque, Stored, of_bytes, strided
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import whole
 
+_LIMIT = 1 << 63
+
 _STORAGES = {
     "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
     "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexDouble": "complex128",
@@ -182,7 +184,10 @@ def _wrapper(cls: Any, dtype: Any, size: Any, *_: Any) -> Record:
 def _size(sizes: Any = ()) -> torch.Size:
     if not isinstance(sizes, (tuple, list)):
         raise TypeError(f"a size of a {type(sizes).__name__}")
-    return torch.Size(sizes)  # which takes nothing but integers
+    found = torch.Size(sizes)  # which takes nothing but integers
+    if any(not -_LIMIT <= n < _LIMIT for n in sizes):  # torch takes them, and then cannot even print them
+        raise ValueError("a size beyond all memory")
+    return found
 
 
 def _device(kind: Any, index: Any = None) -> Any:

@@ -14,6 +14,9 @@ from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
 
+MAX_COMPARED = 2_000_000
+"""Pairs of boxes that are looked at before a tiling is given up: some seconds."""
+
 _TEXT = re.compile(r"\[((?:[0-9]+:[0-9]+(?:,[0-9]+:[0-9]+)*)?)\]")
 
 
@@ -195,10 +198,16 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     boxes = [b for b in boxes if b.size]
     if len(set(boxes)) == len(boxes) and grid_of(shape, boxes) is not None:
         return None
-    # Equal volume and no overlap means no hole. Sweep along the first axis so that far boxes are never compared.
+    # Equal volume and no overlap means no hole. Sweep along the axis on which most begin elsewhere, so that far boxes
+    # are never compared.
+    axis = max(range(len(shape)), key=lambda d: len({b.offsets[d] for b in boxes}), default=0)
     active: list[Box] = []
-    for b in sorted(boxes):
-        active = [a for a in active if not a.offsets or a.ends[0] > b.offsets[0]]
+    compared = 0
+    for b in sorted(boxes, key=lambda box: (box.offsets[axis:], box)):
+        compared += len(active)
+        if compared > MAX_COMPARED:
+            return f"{len(boxes)} boxes lie in such a tangle that they cannot be told apart"
+        active = [a for a in active if not a.offsets or a.offsets[axis] + a.lengths[axis] > b.offsets[axis]]
         for a in active:
             if intersect(a, b) or not b.offsets:
                 return f"boxes {a} and {b} overlap"

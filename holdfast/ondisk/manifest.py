@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
@@ -18,13 +18,28 @@ import msgspec
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.ondisk import blocks, dtypes, spans
 from holdfast.ondisk.box import Box, Grid, grid_of, intersect, regular_cuts, tiling_fault, whole
+from holdfast.ondisk.datafile import MAX_HEADER
 from holdfast.ondisk.spans import expand as expand
 from holdfast.ondisk.spans import ranges as ranges
 
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "holdfast", 1
+
+MAX_RANKS = 1 << 24
+"""More than ever saved together; a greater number would only make a reader count to it."""
+
+MAX_CELLS = 1 << 20
+"""Cells of one tensor, which a few characters can claim to be as many as one likes."""
+
+MAX_AXES = 64
+"""As many as torch can work with."""
+
+MAX_DEPTH = 200
+"""Keys in a name: containers within containers, which are walked one within the other."""
+
 _ROW = [str, int, int, str, str]
 _PLAIN_PATH = re.compile(r"[^./\\\0][^/\\\0]*(?:/[^./\\\0][^/\\\0]*)*")  # no part of it begins with a dot
+_ID = re.compile(r"[0-9a-f]{16}")
 _TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\s*$')
 
 
@@ -199,22 +214,39 @@ def decode(data: bytes, where: str) -> Manifest:
         _check(manifest)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise Damaged(f"{where} contradicts itself: {error}") from None
+    except Unsupported as error:
+        raise Unsupported(f"{where}: {error}") from None
     return manifest
 
 
 def _check(manifest: Manifest) -> None:
     for raw in manifest.files:
-        _check_file(raw)
+        check_file(raw)
+    claimed = check_said(manifest)
+    # Each tensor has bytes of its own: what they take together is known before memory for any is asked for.
+    there = sum(int(raw[1]) - int(raw[2]) for raw in manifest.files)
+    if claimed > there:
+        raise ValueError(f"its tensors take {claimed} bytes, its files have {there}")
+
+
+def check_said(manifest: Manifest) -> int:
+    """Raise ValueError for what cannot be, whatever the sizes of files: also of a draft. Bytes of all tensors."""
     if len({raw[0] for raw in manifest.files}) < len(manifest.files):
         raise ValueError("a file is listed twice")
+    for told in (manifest.save, manifest.run):
+        if not _ID.fullmatch(told):  # names of files are made of it
+            raise ValueError(f"a save or a run is called {told[:40]!r}, not by 16 hex digits")
+    if not 1 <= manifest.world_size <= MAX_RANKS:
+        raise ValueError(f"{manifest.world_size} ranks cannot have saved it")
+    _check_names(manifest)
     for path, size, _ in manifest.attachments:
-        _check_path(path, borrowed=False)
-        if not path.startswith("attachments/") or size < 0:
-            raise ValueError(f"attachment {path!r} of {size} bytes cannot be")
-    sound: set[tuple[object, ...]] = set()
+        check_attachment(path, size)
+    sound: dict[tuple[object, ...], int] = {}
+    claimed = 0
     for name, record in manifest.tensors.items():
         key = (record.dtype, record.shape, _frozen(record.cells), record.files)
         if key in sound:  # thousands of tensors are alike in all that is looked at here
+            claimed += sound[key]
             continue
         if not dtypes.known(record.dtype):
             raise Unsupported(f"tensor {name!r} is of dtype {record.dtype!r}, which this torch does not have")
@@ -224,7 +256,8 @@ def _check(manifest: Manifest) -> None:
             fault = str(error)
         if fault:
             raise ValueError(f"tensor {name!r}: {fault}")
-        sound.add(key)
+        sound[key] = record.nbytes
+        claimed += sound[key]
     for alias, name in manifest.aliases.items():
         if name not in manifest.tensors:
             raise ValueError(f"alias {alias!r} names {name!r}, which is no tensor")
@@ -237,13 +270,44 @@ def _check(manifest: Manifest) -> None:
         found = spans.read(files)
         if found.count != manifest.world_size or found.largest >= len(manifest.files):
             raise ValueError(f"value {path!r} of each rank names files {files!r}")
+    return claimed
 
 
-def _check_file(raw: list[str | int]) -> None:
+def _check_names(manifest: Manifest) -> None:
+    kinds: tuple[Mapping[str, Any], ...] = (manifest.tensors, manifest.aliases, manifest.values, manifest.per_rank)
+    above: set[str] = set()
+    for kind in (*kinds, manifest.containers):
+        for path in kind:
+            if path.count("/") >= MAX_DEPTH:
+                raise ValueError(f"{path[:40]!r}… is nested more than {MAX_DEPTH} deep")
+            above.add(path.rpartition("/")[0])  # a few, of thousands of leaves
+    seen: set[str] = set()
+    for path in above:
+        while path and path not in seen:
+            seen.add(path)
+            path = path.rpartition("/")[0]
+    for path in seen:
+        if any(path in kind for kind in kinds):
+            raise ValueError(f"{path[:200]!r} is a leaf, and there are others below it")
+    if len(manifest.values) + len(manifest.per_rank) + len(manifest.tensors) > len(
+        {*manifest.values, *manifest.per_rank, *manifest.tensors}
+    ):
+        raise ValueError("one name is that of two leaves")
+
+
+def check_attachment(path: str, size: int) -> None:
+    """Raise ValueError for an attachment that cannot be, or that lies anywhere but among the attachments."""
+    _check_path(path, borrowed=False)
+    if not path.startswith("attachments/") or size < 0:
+        raise ValueError(f"attachment {path!r} of {size} bytes cannot be")
+
+
+def check_file(raw: Sequence[str | int]) -> None:
+    """Raise ValueError for a row of ``files`` that cannot be, or whose path leads anywhere but to a data file."""
     if len(raw) not in (4, 5) or [type(x) for x in raw] != _ROW[: len(raw)]:
         raise ValueError(f"file {raw} is not [path, bytes, header_bytes, header_digest]")
     _check_path(str(raw[0]), borrowed=len(raw) == 5)
-    if not 8 <= raw[2] <= raw[1]:  # type: ignore[operator]
+    if not 8 <= raw[2] <= min(raw[1], MAX_HEADER + 8):  # type: ignore[operator]
         raise ValueError(f"file {raw} of {raw[1]} bytes cannot have a header of {raw[2]}")
 
 
@@ -261,6 +325,8 @@ def _record_fault(record: TensorRecord, files: int) -> str | None:
     shape, cells = record.shape, record.cells
     if any(n < 0 for n in shape):
         return f"shape {list(shape)} is negative"
+    if len(shape) > MAX_AXES or prod(n or 1 for n in shape) >= 1 << 60:
+        return f"shape {str(list(shape))[:80]} is none that a tensor can have"
     if 0 in shape:
         return None if not record.files else "an empty tensor has files"
     if cells is None:
@@ -286,6 +352,8 @@ def _record_fault(record: TensorRecord, files: int) -> str | None:
         count = len(boxes)
     else:
         return "cells are neither cuts nor boxes"
+    if count > MAX_CELLS:
+        return f"{count} cells are more than {MAX_CELLS}"
     found = spans.read(record.files)
     if found.count != count:
         return f"{count} cells, files {record.files!r}"

@@ -10,12 +10,13 @@ import re
 import msgspec
 
 from holdfast.errors import Damaged
-from holdfast.ondisk.manifest import FileRecord, Manifest, is_sealed, seal
+from holdfast.ondisk.manifest import MAX_RANKS, FileRecord, Manifest, check_file, check_said, is_sealed, seal
 
 FORMAT = "holdfast-part"
 VERSION, CITING = 1, 2
 """A part that cites has a version of its own: who does not know it must not take the rest for the whole."""
 
+_ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"parts/(?P<rank>\d{5,})\.(?P<save>[0-9a-f]{16})\.json")
 
 
@@ -78,11 +79,36 @@ def encode(part: Part) -> bytes:
 
 
 def decode(data: bytes, where: str) -> Part:
-    """Read a part; ``where`` is named in errors. Raises Damaged if it is truncated, altered or of another version."""
+    """Read a part; ``where`` is named in errors.
+
+    Raises Damaged if it is truncated, altered or of another version, or names a file outside of its checkpoint.
+    """
     try:
         found = _decoder.decode(data) if is_sealed(data) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Damaged(f"{where} is no part of a save: {error}") from None
     if found is None or (found.format, found.version) != (FORMAT, CITING if found.cites else VERSION):
         raise Damaged(f"{where} is truncated, altered or of another version")
+    fault = _fault(found)
+    if fault:
+        raise Damaged(f"{where} is no part of a save: {fault}")
     return found
+
+
+def _fault(part: Part) -> str | None:
+    """What is said in it that cannot be: it is believed before there is a manifest that is proved as a whole."""
+    if not _ID.fullmatch(part.save) or not 0 <= part.rank < part.world_size <= MAX_RANKS:
+        return f"rank {part.rank} of {part.world_size} of save {part.save[:40]!r} cannot be"
+    told = part.manifest
+    if told is not None and (told.save, told.world_size) != (part.save, part.world_size):
+        return "its manifest is that of another save"
+    try:
+        for file in part.files:
+            check_file(file)
+        for cite in part.cites:
+            check_file(cite.file)
+        if told is not None:
+            check_said(told)
+    except ValueError as error:
+        return str(error)
+    return None

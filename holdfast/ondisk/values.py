@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from holdfast.errors import Damaged
+
 JSON = Any
 _INT64 = 1 << 63
 _MAX_BITS = 14_000  # Python reads no more than 4300 decimal digits back as an int
@@ -84,6 +86,14 @@ def decode(value: JSON) -> object:
         return _untagged(value.get("$"), value.get("v"))
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{str(value)[:200]} is no value: {error}") from None
+
+
+def decoded(value: JSON, path: str, where: object) -> object:
+    """`decode` of the value at ``path`` of the file ``where``. Raises Damaged, naming both."""
+    try:
+        return decode(value)
+    except ValueError as error:
+        raise Damaged(f"{where}: {path[:200]}: {error}") from None
 
 
 def _untagged(tag: object, inner: Any) -> object:

@@ -62,11 +62,6 @@ REFUSED = {
     "numpy gadget": called(name("numpy.testing._private.utils", "runstring"), text("x"), b"}"),
     "a copyreg extension": called(name("copyreg", "add_extension"), text("os"), text("system"), b"K\x01"),
     "the main script": called(name("__main__", "Config")),
-    "beside an allowed one": called(name("collections.abc", "OrderedDict")),
-}
-
-# Within torch everything may come as a record, and nothing may run.
-INERT = {
     "torch.load": called(name("torch", "load"), text("x")),
     "torch.hub.load": called(name("torch.hub", "load"), text("x"), text("y")),
     "torch.jit.load": called(name("torch.jit", "load"), text("x")),
@@ -74,6 +69,13 @@ INERT = {
     "a walk by getattr": called(called(name("builtins", "getattr"), name("torch.serialization", "os"), text("system"))),
     "an extension of torch": called(name("torch.utils.cpp_extension", "load_inline"), text("x"), text("y")),
     "a subprocess of torch": called(name("torch.utils.collect_env", "run"), text("true")),
+    "beside an allowed one": called(name("collections.abc", "OrderedDict")),
+}
+
+# Within torch all else may come as a record, and nothing may run.
+INERT = {
+    "a class": called(name("torch.optim.lr_scheduler", "LambdaLR"), text("x")),
+    "a function": called(name("torch.nn.init", "normal_"), text("x")),
     "a callback": called(name("torch.storage", "UntypedStorage._new_shared_filename_cpu"), text("x")),
 }
 

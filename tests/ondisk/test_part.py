@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +20,18 @@ MANIFEST = Manifest(
     files=[], tensors={}, values={"step": 7}, containers={}, aliases={}, per_rank={}, attachments=[],
 )  # fmt: skip
 
+names = st.text(st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1, max_size=20)
 files = st.lists(
-    st.tuples(st.text(max_size=20), st.integers(0, 1 << 60), st.integers(0, 1 << 30), st.text(max_size=16))
-)
-parts = st.builds(
-    Part, save=st.just(SAVE), rank=st.integers(0, 1 << 20), world_size=st.integers(1, 1 << 20), files=files,
-    manifest=st.sampled_from([None, MANIFEST]),
+    st.tuples(
+        names.filter(lambda name: name not in (".", "..")).map("model/{}".format), st.integers(1 << 27, 1 << 60),
+        st.integers(8, 100_000_000), st.text(max_size=16),
+    )
+)  # fmt: skip
+parts = st.integers(1, 1 << 20).flatmap(
+    lambda ranks: st.builds(
+        Part, save=st.just(SAVE), rank=st.integers(0, ranks - 1), world_size=st.just(ranks), files=files,
+        manifest=st.sampled_from([None, msgspec.structs.replace(MANIFEST, world_size=ranks)]),
+    )
 )  # fmt: skip
 
 
@@ -42,6 +51,24 @@ def test_a_truncated_or_altered_part_is_refused(one: Part, data: st.DataObject) 
     for wrong in (whole[:at], bytes(altered)):
         with pytest.raises(Damaged, match="the/part"):
             part.decode(wrong, "the/part")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"files": [("../../etc/passwd", 100, 50, "")]}, {"files": [("/dev/zero", 1 << 60, 1 << 59, "")]},
+        {"files": [("a/../b", 100, 50, "")]}, {"files": [("../step-1/model/x", 100, 50, "")]},
+        {"files": [("model/x", 100, 101, "")]}, {"files": [("model/x", 1 << 60, 1 << 59, "")]},
+        {"version": 2, "cites": [part.Cite(("../../x/y", 100, 50, "", SAVE), "0")]},
+        {"save": "../../../../tmp/x"}, {"rank": 1}, {"rank": -1}, {"world_size": 1 << 50},
+        {"manifest": MANIFEST}, {"manifest": msgspec.structs.replace(MANIFEST, world_size=1, save="../x")},
+        {"manifest": msgspec.structs.replace(MANIFEST, world_size=1, attachments=[("attachments/../../x", 1, "")])},
+    ],
+)  # fmt: skip
+def test_a_part_that_leads_elsewhere_or_claims_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    one = msgspec.structs.replace(Part(save=SAVE, rank=0, world_size=1, files=[]), **wrong)
+    with pytest.raises(Damaged, match="the/part is no part"):
+        part.decode(part.encode(one), "the/part")
 
 
 @given(st.binary(max_size=200))

@@ -66,8 +66,10 @@ class Local:
         path = self._followed(key)
         with storage.naming_unless_missing(path, "read"):
             try:
-                fd = disk.open(path, os.O_RDONLY)
-            except NotADirectoryError:
+                fd = disk.open_regular(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.EISDIR, errno.EINVAL):
+                    raise
                 raise FileNotFoundError(errno.ENOENT, "No such file", str(path)) from None
             try:
                 found = os.fstat(fd)

@@ -112,7 +112,8 @@ def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> Place:
     if kind == "az" and "@" in host:
         host, _, account = host.partition("@")
         given = _of_account(account)
-    if "@" in host:
+    if "@" in host or (kind == "az" and ":" in host):  # container:password@account
+        plain = plain if "@" in host else f"{scheme}://…/{path}"
         raise ValueError(f"{plain} has credentials in it: pass them in options, the environment or a credentials file")
     if not host:
         raise ValueError(
