@@ -375,7 +375,7 @@ class Checkpoint:
 
     def verdict(self, found: Findings, *, deep: bool, seconds: float, raises: bool) -> Verified:
         """What was found, told by tensors. Raises Damaged if anything was and it ``raises``."""
-        hurt = (*found.others, *damages(self.manifest, found.faults, self.files.path))
+        hurt = (*found.others, *damages(self.manifest, found.faults, self._data_files.named))
         if hurt and raises:
             raise error_of(self.path, hurt)
         hit = tensors_hit(hurt, self.manifest)

@@ -120,7 +120,7 @@ def load(
 
     def opening() -> Checkpoint:
         events.reached("open", source, ranks.rank)
-        return open_checkpoint(source)
+        return open_checkpoint(source, require=require)
 
     return load_opened(
         opening, into, label, ranks, only=only, rename=rename, cast=cast, missing=missing, verify=verify, share=share,

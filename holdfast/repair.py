@@ -93,17 +93,18 @@ def mended_of(
 ) -> Repaired:  # fmt: skip
     """`repair` of what was ``found`` already."""
     target, record = checkpoint.path, checkpoint.manifest
-    hurt = (*found.others, *damages(record, found.faults, checkpoint.files.path))
+    files = DataFiles(target, record.data_files)
+    hurt = (*found.others, *damages(record, found.faults, files.named))
     mended: list[Mended] = []
     left: list[Damage] = []
     if hurt:
-        itself = Donor(target, record, DataFiles(target, record.data_files))
+        itself = Donor(target, record, files)
         donors = Donors([itself, *_donors(sources, target, record)])
         with events.task("repair", str(target)):
             mended, faults = _mend_files(checkpoint, found.faults, donors, dry_run=dry_run)
             more, left = _mend_attachments(checkpoint, found.others, donors, dry_run=dry_run)
         mended += more
-        left += damages(record, faults, checkpoint.files.path)
+        left += damages(record, faults, files.named)
     for damage in left:
         events.log.warning("%s: could not be repaired: %s", damage, damage.what)
     hit = tensors_hit(left, record)
@@ -161,7 +162,7 @@ def _mend_files(
     left: list[Fault] = []
     for index, some in groupby(sorted(faults), key=lambda fault: fault.file):
         file = record.data_files[index]
-        path = checkpoint.files.path(index)
+        path = target / file.path
         done = mend_file(
             home(target) / file.path, path, index, file, _header(checkpoint, index), list(some), donors, dry_run=dry_run
         )

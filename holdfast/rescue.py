@@ -111,7 +111,7 @@ def _told(
     target: Location, record: Manifest, origin: Literal["parts", "copy", "headers"], lost: list[str]
 ) -> Rescued:  # fmt: skip
     files = DataFiles(target, record.data_files)
-    hurt = damages(record, examine(files, record, ReadStats()), files.path)
+    hurt = damages(record, examine(files, record, ReadStats()), files.named)
     nbytes = sum(file.bytes for file in record.data_files)
     return Rescued(str(target), record.save, record.step, origin, len(record.tensors), nbytes, tuple(lost), tuple(hurt))
 

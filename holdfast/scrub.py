@@ -166,7 +166,7 @@ class Scrubbing:
         files = DataFiles(path, record.data_files)
         faults = examine(files, record, stats, pace=self._pace, threads=1, begin=be_lowly)
         found = Findings(record.save, 0, stats.read, 0, faults, checkpoint.altered_attachments())
-        hurt: Sequence[Damage] = [*found.others, *damages(record, faults, files.path)]
+        hurt: Sequence[Damage] = [*found.others, *damages(record, faults, files.named)]
         if hurt and not _is_still(path, record):
             return None
         if not hurt:

@@ -92,7 +92,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     ]  # fmt: skip
     for key in ("save", "run"):
         assert len(manifest[key]) == 16 and int(manifest[key], 16) >= 0
-    assert set(manifest["producer"]) - {"dropped", "lost"} == {"holdfast", "torch", "python"}
+    assert set(manifest["producer"]) - {"dropped", "lost", "modules", "rescued"} == {"holdfast", "torch", "python"}
     return manifest
 
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -13,9 +14,10 @@ import holdfast
 from holdfast.checkpoint import read_manifest
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
-from holdfast.ondisk import manifest, part
+from holdfast.ondisk import part
 from tests import pool
 from tests.damaging import contents_of, flip
+from tests.test_format import thread_save
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -187,20 +189,19 @@ def test_headers_that_lie_are_found(run: Path) -> None:
         holdfast.rescue(run / "step-2")
 
 
-def test_what_the_first_rank_left(run: Path) -> None:
+def test_what_the_first_rank_left(tmp_path: Path) -> None:
     """Of two ranks the second died before its part was written, or its part is lost; its files are there."""
-    lost = read_manifest(run / "step-2")
-    drafted = [[path, 0, 0, ""] for path, *_ in lost.files]
-    left = part.Part(
-        save=lost.save, rank=0, world_size=2, files=[],
-        manifest=manifest.Manifest(**{**{k: getattr(lost, k) for k in lost.__struct_fields__}, "files": drafted}),
-    )  # fmt: skip
-    (run / "step-2" / "manifest.json").unlink()
-    (run / "step-2" / "parts").mkdir()
-    (run / "step-2" / part.file_name(0, lost.save)).write_bytes(part.encode(left))
-    done = holdfast.rescue(run / "step-2")
-    assert done.origin == "parts" and not done.lost and read_manifest(run / "step-2") == lost
-    assert not (run / "step-2" / "parts").exists()
+    path = tmp_path / "c"
+    thread_save(2, lambda rank: state_of(2), path)
+    lost = read_manifest(path)
+    drafted = msgspec.structs.replace(lost, files=[[file, 0, 0, ""] for file, *_ in lost.files])
+    left = part.Part(save=lost.save, rank=0, world_size=2, files=[], manifest=drafted)
+    (path / "manifest.json").unlink()
+    (path / "parts").mkdir()
+    (path / part.file_name(0, lost.save)).write_bytes(part.encode(left))
+    done = holdfast.rescue(path)
+    assert done.origin == "parts" and not done.lost and read_manifest(path) == lost
+    assert not (path / "parts").exists()
 
 
 def test_in_a_store(run: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,20 @@ def fill_disk(path: str, unreserved: bool) -> None:
         holdfast.save({"model": {"w": torch.ones(4 << 20)}, "step": 2}, path)
     finally:
         storage._reserve = reserve
+
+
+def test_a_save_lets_go_of_the_state_at_once(tmp_path: Path) -> None:
+    """Not when garbage is collected: until then the memory of a whole state would be held."""
+    gc.disable()
+    try:
+        for number, options in enumerate([{}, {"check_replicas": True}, {"degraded": True}, {"overwrite": True}]):
+            tensor = torch.zeros(100, 100)
+            state, living = {"model": {"w": tensor}}, weakref.ref(tensor)
+            holdfast.save(state, tmp_path / str(number % 3), **options)
+            del state, tensor
+            assert living() is None, options
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("unreserved", [False, True], ids=["when reserving", "in a writing thread"])

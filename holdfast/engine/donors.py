@@ -95,8 +95,8 @@ class Donors:
             index = donor.same_file(file)
             if index is None:
                 continue
-            path = donor.files.path(index)
             try:
+                path = donor.files.path(index)
                 data, _ = storage.read_start(path, file.header_bytes)
             except (HoldfastError, FileNotFoundError) as error:
                 log.debug("cannot give a header: %s", error)
@@ -113,7 +113,7 @@ class Donors:
             except HoldfastError as error:  # this one cannot help; what nobody can help with is reported
                 log.info("%s cannot give %d bytes: %s", donor.where, nbytes, error)
                 continue
-            if blocks.block_sum(data) == total:
+            if blocks.is_sum(data, total):
                 return Gift(data, str(donor.files.path(index)))
         return None
 

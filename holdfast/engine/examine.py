@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from holdfast.engine.damage import Fault, contents
 from holdfast.engine.ranges import Range, jobs_of
-from holdfast.engine.read import DataFiles, Files, altered, is_right, threads_for
+from holdfast.engine.read import READERS, DataFiles, Files, altered, is_right, threads_for
 from holdfast.engine.source import ReadStats, Source, source_of
 from holdfast.engine.stores.place import Place
 from holdfast.errors import Damaged, StorageError
@@ -54,11 +54,11 @@ def examine(
     mine = [i for i in numbers if starts[i] < high and low < starts[i + 1]] if deep else own
     inside = contents(record, set(own))
     faults: list[Fault] = []
-    many = threads or threads_for(files, mine)
+    many = threads or _threads_for(files, mine)
     # The pool is left first: no file is closed while a job may still read it.
     with ExitStack() as stack, ThreadPoolExecutor(many, "holdfast-verify", begin) as pool:
         jobs = _Jobs(AHEAD * many, faults)
-        for index, header in _headers(files, mine, stats, pool):
+        for index, header in _headers(files, mine, stats, pool, many):
             if isinstance(header, Damaged):
                 faults.append(Fault(index, what=str(header)))
                 continue
@@ -108,7 +108,7 @@ class _Jobs:
 
 
 def _headers(
-    files: DataFiles, mine: Sequence[int], stats: ReadStats, pool: ThreadPoolExecutor
+    files: DataFiles, mine: Sequence[int], stats: ReadStats, pool: ThreadPoolExecutor, many: int
 ) -> Iterator[tuple[int, Header | Damaged]]:
     """The headers in order, read ahead: of a store each is a request."""
 
@@ -122,7 +122,7 @@ def _headers(
                 raise
             return Damaged(str(error))
 
-    ahead = 2 * threads_for(files, mine) if isinstance(files.folder, Place) else AHEAD
+    ahead = 2 * many if isinstance(files.folder, Place) else AHEAD
     waiting: deque[tuple[int, Future[Header | Damaged]]] = deque()
     for index in mine:
         waiting.append((index, pool.submit(read, index)))
@@ -131,6 +131,13 @@ def _headers(
             yield first, header.result()
     for index, header in waiting:
         yield index, header.result()
+
+
+def _threads_for(files: DataFiles, mine: Sequence[int]) -> int:
+    try:
+        return threads_for(files, mine)
+    except Damaged:  # a link that leads out: told with its file
+        return READERS
 
 
 def _is_bad_device(files: DataFiles, index: int, error: OSError) -> bool:
@@ -185,7 +192,7 @@ def _compared(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
     begin, nbytes = job[0].begin, job[-1].begin + job[-1].nbytes - job[0].begin
     stride = source.stride(begin, nbytes)
     if len(job) == 1 and stride < nbytes:
-        total = blocks.running_sum()
+        total = blocks.running_sum(job[0].sum or "")
         for at in range(0, nbytes, stride):
             total.update(source.fetch(begin + at, min(stride, nbytes - at)).view)
         found = [] if total.hexdigest() == job[0].sum else job

@@ -73,7 +73,9 @@ def mend_file(
     StorageError if the file cannot be written.
     """
     done = Mending([], [fault for fault in faults if fault.key and not fault.nbytes])  # named, and not in the header
-    fits = storage.size_of(path) == file.bytes
+    # What a link leads to is not ours to write to, and may lie outside: the file itself comes back, or nothing does.
+    linked = isinstance(path, Path) and path.is_symlink()
+    fits = not linked and storage.size_of(path) == file.bytes
     first = None
     if header is None or not fits:
         first = donors.header(file)
@@ -83,7 +85,7 @@ def mend_file(
     hit = None if first else {fault.begin for fault in faults}
     blocks = [block for block in _blocks(header) if hit is None or block.begin in hit]
     work = _Work(index, file, str(path), donors, done)
-    if fits and isinstance(path, Path) and not path.is_symlink():
+    if fits and isinstance(path, Path):
         try:
             work.in_place(path, first, blocks, dry_run=dry_run)
             return done

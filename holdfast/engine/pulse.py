@@ -25,6 +25,7 @@ LOOK = 1.5
 """Seconds between two looks at the signs of others, at the most."""
 
 _NOTHING = b"?"  # never a sign
+_IDLE = 1.0  # seconds without work after which the thread that writes signs ends
 
 
 class Sign(msgspec.Struct, array_like=True, frozen=True):
@@ -118,11 +119,15 @@ class _Teller:
     def _run(self) -> None:
         while True:
             with self._changed:
-                # Without work it sleeps until there is some; a daemon, so an interpreter that ends does not wait.
-                self._wakes = min((work.due for work in self._works.values()), default=float("inf"))
+                # A daemon, so an interpreter that ends does not wait; without work for a while it ends itself.
+                idle = not self._works
+                self._wakes = min((work.due for work in self._works.values()), default=time.monotonic() + _IDLE)
                 left = self._wakes - time.monotonic()
                 if left > 0:
-                    self._changed.wait(None if left == float("inf") else left)
+                    self._changed.wait(left)
+                    if idle and not self._works:
+                        self._thread = None
+                        return
                     continue
                 due = [work for work in self._works.values() if work.due <= self._wakes]
             for work in due:

@@ -112,6 +112,10 @@ class DataFiles:
             self._elsewhere[index] = own if size_of(own) == record.bytes else self._in(self._beside, record)
         return self._elsewhere[index]
 
+    def named(self, index: int) -> Location:
+        """Where the file of that number is said to lie, to name it: nothing is looked at, and nothing refused."""
+        return self.folder / self.records[index].path
+
     def _paths(self, index: int) -> Location:
         found = self._proved.get(index)
         if found is None:

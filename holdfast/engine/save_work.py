@@ -86,6 +86,20 @@ class SlotSource(Protocol):
         """All is written: the slot may serve another save. Idempotent."""
 
 
+def _silent(count: int) -> None:
+    """Progress that nobody is shown yet."""
+
+
+@dataclass
+class _Progress:
+    """Whom what is written from now on is told. No method of the save: the writer would keep it, and so the state."""
+
+    tell: Callable[[int], None] = _silent
+
+    def __call__(self, count: int) -> None:
+        self.tell(count)
+
+
 @dataclass
 class SaveWork:
     """One save under way on one rank: `gather`, `plan`, perhaps `stage`, then `settle`, each once and in this order.
@@ -139,7 +153,7 @@ class SaveWork:
     _opened: OpenFiles = field(default_factory=OpenFiles)
     _replaces: bool = False
     _reported: bool = False
-    _progress: Callable[[int], None] = field(default_factory=lambda: _silent)
+    _progress: _Progress = field(default_factory=_Progress)
     _did: Did | None = None
     _watched: Watched = field(default_factory=list)
     _spares: Spares = field(default_factory=Spares)
@@ -326,9 +340,9 @@ class SaveWork:
         return known
 
     def _stage(self, images: list[Image], progress: Callable[[int], None]) -> Writing:
-        self._progress = progress
+        self._progress.tell = progress
         if self._writing is None:
-            self._writing = self._open(lambda count: self._progress(count))
+            self._writing = self._open(self._progress)
         for image in images:
             self._writing.stage(image)
             self._is_staged.add(image.path)
@@ -553,7 +567,3 @@ class SaveWork:
             identity = Identity(self.save_id, self.run_id, self.step, self.ranks.size)
             self._drafted = draft(identity, self._plan, self.collected, joined, self._records)
         return self._drafted
-
-
-def _silent(count: int) -> None:
-    """Progress that nobody is shown yet."""

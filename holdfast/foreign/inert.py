@@ -80,7 +80,7 @@ _NUMPY = re.compile(
 )
 # Of a known package, and there to run what it is given. No checkpoint names it, but for one that wants it to run.
 _RUNS = re.compile(
-    r"torch\.(load|compile|ops|classes|library|(hub|jit|package|fx|onnx|testing|multiprocessing|_inductor|_dynamo|"
+    r"torch\.(load|compile|ops|classes|library|(hub|jit|package|fx|onnx|testing|multiprocessing|_inductor|_dynamo(?!\.decorators\._DimRange$)|"
     r"serialization|utils\.(cpp_extension|bottleneck|collect_env|_config_module|data\.datapipes|model_zoo)|"
     r"distributed\.(rpc|run|launch(er)?|elastic))\..+)(\..+)?"
 )

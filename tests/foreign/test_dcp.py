@@ -178,7 +178,7 @@ def test_strides(tmp_path: Path) -> None:
         checkpoint = holdfast.open(path)
         assert equal(checkpoint.state_dict()["model"], state)
         assert torch.equal(checkpoint.read("model/turned", [(1, 3)]), state["turned"][1:3])
-        assert checkpoint.verify().needed == sum(tensor.nbytes for tensor in state.values())
+        assert checkpoint.verify().nbytes == sum(tensor.nbytes for tensor in state.values())
 
 
 @pytest.mark.parametrize("legacy", [False, True])

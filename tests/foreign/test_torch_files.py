@@ -567,7 +567,7 @@ FROM_TYPE = b"ctorch._tensor\n_rebuild_from_type_v2\n"
 WRONG_CALLS = {
     "no function": (FROM_TYPE, b"K\x01ctorch\nTensor\n)}"),
     "another function": (FROM_TYPE, b"ctorch\nSize\nctorch\nTensor\n)}"),
-    "a function that is not read": (FROM_TYPE, b"ctorch.hub\nload\nctorch\nTensor\n)}"),
+    "a function that is not read": (FROM_TYPE, b"ctorch.functional\neinsum\nctorch\nTensor\n)}"),
     "itself": (FROM_TYPE, FROM_TYPE + b"ctorch\nTensor\n)}"),
     "no class": (FROM_TYPE, b"ctorch._utils\n_rebuild_tensor_v2\nN)}"),
     "no arguments": (FROM_TYPE, b"ctorch._utils\n_rebuild_tensor_v2\nctorch\nTensor\n]}"),
