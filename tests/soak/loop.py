@@ -232,7 +232,7 @@ class Soak:
             self._lose_fast(episode)
         if episode.restart:
             self._restart(episode)
-        self.model.settle({**self.stored.good, **self.found.good})
+        self.model.settle({**self.stored.good, **self.found.good}, self.found.spoiled)
 
     def _read_back(self, episode: Episode) -> None:
         run = episode.run
@@ -262,6 +262,7 @@ class Soak:
         chance = random.Random(f"damage {episode.name}")
         if len(self.found.complete) < 2 and not self.stored.complete:
             return
+        self.model.seen(self.found.good)
         steps = sorted(self.found.complete)
         step = chance.choice(steps[-2:]) if steps else 0
         if not step:

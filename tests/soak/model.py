@@ -58,9 +58,17 @@ class Model:
         for step in list(steps):
             self.must.pop(step, None)
 
-    def settle(self, found: dict[int, Mark]) -> None:
-        """The episode is over, and this is what is there."""
-        self._present = dict(found)
+    def seen(self, found: dict[int, Mark]) -> None:
+        """This is there now; some of it is about to be spoiled."""
+        self._present.update(found)
+
+    def settle(self, found: dict[int, Mark], spoiled: Iterable[int] = ()) -> None:
+        """The episode is over, and this is what is there.
+
+        A step that is ``spoiled`` may be whole again later: if it loses the section that was hit.
+        """
+        hurt = {step: self._present[step] for step in spoiled if step in self._present}
+        self._present = {**hurt, **found}
         self.must = {step: mark for step, mark in found.items() if step in self.must}
         self.may = {}
 
