@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import struct
 import sys
@@ -137,6 +138,8 @@ def listening() -> Iterator[list[str]]:
     """What Python's audit hooks tell of imports, code, processes and files while the block runs."""
     global _heard, _hooked
     if not _hooked:  # a hook cannot be taken away again: there is one for all tests
+        for codec in ("raw_unicode_escape", "unicode_escape", "latin-1", "ascii"):
+            codecs.lookup(codec)  # Python imports each when it is first asked for
         sys.addaudithook(_hear)
         _hooked = True
     _heard = []
