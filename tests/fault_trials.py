@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine import ranks
 from holdfast.testing import at_phase, faults, freeze_at, kill_at
 from tests.kill_trials import forked, read_line, serve_store
 
@@ -374,8 +373,6 @@ def remount(root: Path, how: str) -> None:
 
 def main(folder: str, trials: list[Trial]) -> None:
     torch.set_num_threads(1)
-    if hasattr(ranks, "COMMIT_GRACE"):
-        ranks.COMMIT_GRACE = 1.0
     began = time.monotonic()
     program = Program(Path(folder))
     try:

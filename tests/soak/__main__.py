@@ -21,7 +21,6 @@ import traceback
 from pathlib import Path
 
 from holdfast import manager as manager_module
-from holdfast.engine import ranks
 from holdfast.tiers import uploader
 from tests.soak import mutants
 from tests.soak.loop import Soak
@@ -100,7 +99,6 @@ def _prepare(mutant: str | None) -> None:
     random.seed(0)
     adopt()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    ranks.COMMIT_GRACE = 3.0
     manager_module.SURVIVORS = 30.0
     uploader.FIRST_PAUSE, uploader.LOOK = 0.05, 0.02
     if mutant:
