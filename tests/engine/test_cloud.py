@@ -211,8 +211,8 @@ def test_silence_ends_an_attempt_and_the_next_one_succeeds(moto: Server, proxy: 
 
 def test_an_upload_may_be_slower_than_a_read(moto: Server) -> None:
     # The server says nothing while a part comes in: that is no silence.
-    with Proxy(moto.endpoint, bandwidth=2 * MIB) as slow:
-        store = cloud(moto.through(slow.endpoint), moto.bucket(), {"read_timeout": 0.5, "retry_timeout": 0.1})
+    with Proxy(moto.endpoint, bandwidth=MIB) as slow:
+        store = cloud(moto.through(slow.endpoint), moto.bucket(), {"read_timeout": 1.5, "retry_timeout": 0.1})
         store.put("a", [bytes(3 * MIB)], 3 * MIB)
         assert store.size("a") == 3 * MIB
 
