@@ -25,7 +25,8 @@ Keys = Key | Sequence[Key]
 """One public key or several, any of which will do."""
 
 
-def _ed25519() -> Any:
+def ed25519() -> Any:
+    """The module that makes and reads keys. Raises Unsupported where it is not installed."""
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
@@ -56,7 +57,7 @@ def signer(key: Key | Signer | None) -> Signer | None:
 
 def private_key(key: Key) -> Any:
     """A private key from any form that is taken. The error never shows what it was given."""
-    module = _ed25519()
+    module = ed25519()
     if isinstance(key, module.Ed25519PrivateKey):
         return key
     return _parsed(key, private=True)
@@ -64,7 +65,7 @@ def private_key(key: Key) -> Any:
 
 def public_key(key: Key) -> Any:
     """A public key from any form that is taken; not from a private one, which has no business with a reader."""
-    module = _ed25519()
+    module = ed25519()
     if isinstance(key, module.Ed25519PublicKey):
         return key
     return _parsed(key, private=False)
@@ -73,7 +74,7 @@ def public_key(key: Key) -> Any:
 def _parsed(key: Key, *, private: bool) -> Any:
     from cryptography.hazmat.primitives import serialization
 
-    module, kind = _ed25519(), "private" if private else "public"
+    module, kind = ed25519(), "private" if private else "public"
     data = _bytes_of(key, kind)
     try:
         pem = data.lstrip().startswith(b"-----BEGIN")

@@ -467,15 +467,9 @@ class CheckpointManager:
                 return None
             try:
                 return load(
-                    self.root / name,
-                    state,
-                    only=only,
-                    group=self._group,
-                    deadline=self._deadline,
-                    require=require,
-                    run=None if run == "any" else run,
-                    other_model=other_model,
-                )
+                    self.root / name, state, only=only, group=self._group, deadline=self._deadline, require=require,
+                    run=None if run == "any" else run, other_model=other_model,
+                )  # fmt: skip
             except (Damaged, NotACheckpoint, Untrusted) as error:
                 untrusted = error if isinstance(error, Untrusted) else untrusted
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
@@ -533,7 +527,7 @@ class CheckpointManager:
         that is under way is stopped first.
         """
         if self._scrubbing is not None:
-            self._scrubbing.stop()
+            self._scrubbing.stop(timeout=STOPS)
         steps = self._tiers.store if self._tiers is not None else self._steps
         others = [] if self._tiers is None else [self._tiers.fast]
 

@@ -23,7 +23,7 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.engine.transfer import home
 from holdfast.errors import Unsupported
-from holdfast.keys import Key, private_key, public_key, signer
+from holdfast.keys import Key, ed25519, private_key, public_key, signer
 from holdfast.ondisk import blocks, datafile
 from holdfast.ondisk.manifest import FORMAT, FileRecord
 from holdfast.ondisk.signature import SignedFile
@@ -89,29 +89,21 @@ def generate(path: str | os.PathLike[str]) -> Path:
 
     Both are PEM files. Returns the path of the public one. Raises FileExistsError if either is there.
     """
+    made = ed25519().Ed25519PrivateKey.generate()
     from cryptography.hazmat.primitives import serialization as form
 
-    made = _new()
     private, public = Path(path), Path(f"{os.fspath(path)}.pub")
     secret = made.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
     shown = made.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
     if public.exists():
         raise FileExistsError(f"{public} exists")
     for where, data, mode in ((private, secret, 0o600), (public, shown, 0o644)):
-        fd = disk.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        fd = disk.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             disk.write_all(fd, data, 0, where)
         finally:
             os.close(fd)
     return public
-
-
-def _new() -> Any:
-    try:
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    except ImportError:
-        raise Unsupported("signatures need the package cryptography: pip install 'holdfast[sign]'") from None
-    return Ed25519PrivateKey.generate()
 
 
 def load_key(key: Key, *, private: bool = False) -> Any:

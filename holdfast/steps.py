@@ -125,10 +125,13 @@ class Steps:
         return {name for name in folders if storage.is_file(self.root / name / manifest.FILE_NAME)}
 
     def made_by(self, path: Location) -> Made | None:
-        """Which run made a committed step, and when, from the first bytes of its manifest; None if that is not told."""
+        """Which run made a committed step, and when, from the first bytes of its manifest; None if that is not told.
+
+        Raises StorageError: what cannot be read now is not said to be of another run.
+        """
         try:
             head, _ = storage.read_start(path / manifest.FILE_NAME, HEAD)
-        except (FileNotFoundError, StorageError):
+        except FileNotFoundError:  # deleted meanwhile
             return None
         found = _MADE.search(head)
         return None if found is None else Made(found["run"].decode(), found["created"].decode())
@@ -143,8 +146,16 @@ class Steps:
             for step, path in self.committed().items()
             if path != chosen and path.name not in refused and path.name not in self.broken
         }
+
+        def look(path: Location) -> Made | None:
+            try:
+                return self.made_by(path)
+            except StorageError as error:  # a step that nobody asked for keeps no other from being loaded
+                log.warning("whose run %s is of cannot be told: %s", path, error)
+                return None
+
         with ThreadPoolExecutor(FEW, thread_name_prefix="holdfast-look") as pool:  # in a store each is a request
-            made, *theirs = pool.map(self.made_by, [chosen, *others.values()])
+            made, *theirs = pool.map(look, [chosen, *others.values()])
         for step, other in zip(others, theirs, strict=True):
             if made is not None and other is not None and other.run != made.run and other.created > made.created:
                 raise Mismatch(

@@ -22,6 +22,7 @@ from holdfast.engine.state.structure import heard, kinds_of, told
 from holdfast.engine.stores.local import Local
 from holdfast.engine.stores.place import Place
 from holdfast.ondisk import manifest, part
+from holdfast.testing import faults
 from tests import pool
 
 # Files of another save
@@ -178,6 +179,18 @@ def test_a_run_that_began_afresh_beside_an_older_one(
             loaded = manager.restore(state, run=run)
             assert loaded is not None and loaded.step == step == state["step"]
         assert manager.restore(state, run="0" * 16) is None
+
+
+def test_a_step_that_cannot_be_read_is_not_said_to_be_of_another_run(tmp_path: Path) -> None:
+    """Else a disk that fails for a moment would take training back to an older step."""
+    run = _run(tmp_path, range(1, 4), 1.0)
+    state = {"w": {"x": torch.zeros(4)}, "step": 0}
+    with _manager(tmp_path) as manager:
+        with faults("read", times=0, under=tmp_path / "step-000000003"), pytest.raises(holdfast.StorageError):
+            manager.restore(state, run=run)
+        assert state["step"] == 0
+        loaded = manager.restore(state, run=run)
+        assert loaded is not None and loaded.step == 3
 
 
 def test_a_run_that_is_resumed_stays_the_same_run(tmp_path: Path, _new_process: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -479,3 +480,21 @@ def test_tiers_carry_signatures(tmp_path: Path) -> None:
     with _manager(tmp_path / "store", fast=tmp_path / "fast") as manager:
         loaded = manager.restore(_state(9), require=PUBLIC)
         assert loaded is not None and loaded.step == 2
+
+
+def test_a_degraded_save_cannot_be_signed(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.SaveFailed, match="sign the checkpoint afterwards"):
+        holdfast.save(_state(), tmp_path / "c", sign=KEY, degraded=True)
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_without_the_package_that_signs_it_is_said_which_one_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    for work in (lambda: holdfast.signing.generate(tmp_path / "key"), lambda: holdfast.signing.load_key(bytes(32))):
+        with pytest.raises(holdfast.Unsupported, match=r"holdfast\[sign\]"):
+            work()
+    assert not list(tmp_path.iterdir())

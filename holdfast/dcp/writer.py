@@ -23,17 +23,16 @@ from holdfast.dcp.items import Told, containers, gather, joined
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
 from holdfast.engine import folder, storage
 from holdfast.engine.commit import Identity, commit, complete, draft
-from holdfast.engine.device import Moments, devices_of
 from holdfast.engine.images import images_of
 from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.memory import no_collection
 from holdfast.engine.plan import plan_of
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.ring import Ring
+from holdfast.engine.ring import write_at_once
 from holdfast.engine.state import Collected
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.engine.write import Image, OpenFiles, Writing
+from holdfast.engine.write import Image, OpenFiles
 from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import FileRecord
@@ -178,34 +177,14 @@ def _write(images: list[Image], target: Location, save: str, rank: int) -> list[
         return []
     opened = OpenFiles()
     try:
-        with (
-            Ring(remote=isinstance(target, Place)) as ring,
-            events.task("save", str(target), rank, sum(image.nbytes for image in images)) as task,
-        ):
-            for image in images:
-                storage.make_folder(target / image.section)
-            sources = [source for image in images for source in image.sources]
-            writing = Writing(
-                images, target, save=save, rank=rank, slot=ring.take([image.nbytes for image in images], pinned=False),
-                files=opened, progress=task.advance, after=Moments.now(devices_of(sources)),
-            )  # fmt: skip
-            try:
-                for image in images:
-                    writing.stage(image)
-                writing.land()
-                written = writing.parts()
-                writing.leave([])
-                writing.wait_written()
-                writing.finish()
-            finally:
-                writing.close()
+        with events.task("save", str(target), rank, sum(image.nbytes for image in images)) as task:
+            return write_at_once(images, target, save=save, rank=rank, files=opened, progress=task.advance)
     except BaseException:
         folder.withdraw(opened.paths, target)
         raise
     finally:
         # And so unlocked before the commit: torch does not tell this rank of the outcome.
         opened.close()
-    return [FileRecord(w.path, w.bytes, w.header_bytes, w.header_digest) for w in written]
 
 
 def _size_of(item: WriteItem) -> int:

@@ -20,18 +20,18 @@ from holdfast.engine.agree import Agreement, Bequest
 from holdfast.engine.citing import Did, joined
 from holdfast.engine.commit import Identity, commit, draft, place_attachments
 from holdfast.engine.degraded import Key, TakenOver, kept_by, taken_over, told, writer_of
-from holdfast.engine.device import Copier, Moments, devices_of
+from holdfast.engine.device import Copier, Moments
 from holdfast.engine.folder import withdraw
 from holdfast.engine.images import images_of, memory_of
 from holdfast.engine.layout import OwnedJoin, OwnedValues, join_owned, owned_values
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Call, Ranks
-from holdfast.engine.ring import Ring
+from holdfast.engine.ring import write_at_once
 from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected
 from holdfast.engine.still import Watched, check_sent
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.write import OpenFiles, Writing
+from holdfast.engine.stores.place import Location
+from holdfast.engine.write import OpenFiles
 from holdfast.errors import Failure, HoldfastError, RankLost, error_from
 from holdfast.ondisk import blocks, manifest, names
 from holdfast.ondisk.box import Box
@@ -245,30 +245,12 @@ class Takeover:
         source = memory_of if self.spares is None else self.spares.source
         writer = writer_of(ranks.rank, ranks.size, attempt)
         images = images_of(self.state, plan, ranks, save, writer=writer, source=source)
-        self._opened.paths += [self.folder / path for path, _ in small]
-        for image in images:
-            storage.make_folder(self.folder / image.section)
         self.task.total += sum(image.nbytes for image in images)
-        sources = [tensor for image in images for tensor in image.sources]
-        on_device = any(tensor.device.type != "cpu" for tensor in sources)
-        with Ring(remote=isinstance(self.folder, Place)) as ring:
-            writing = Writing(
-                images, self.folder, save=save, rank=ranks.rank, files=self._opened, progress=self.task.advance,
-                slot=ring.take([image.nbytes for image in images], pinned=on_device),
-                after=Moments.now(devices_of(sources)),
-            )  # fmt: skip
-            try:
-                for image in images:
-                    writing.stage(image)
-                writing.land()
-                written = writing.parts()
-                writing.leave([(self.folder / path, data) for path, data in small])
-                writing.wait_written()
-                writing.finish()
-            finally:
-                writing.close()
+        written = write_at_once(
+            images, self.folder, save=save, rank=ranks.rank, files=self._opened, progress=self.task.advance, small=small
+        )
         check_sent(self.watched)
-        return [FileRecord(w.path, w.bytes, w.header_bytes, w.header_digest) for w in written]
+        return written
 
     def _tells(self, left: list[int]) -> bool:
         """Whether this rank is the first one left that has its values of modules and optimizers."""
