@@ -1,0 +1,1 @@
+"""Questions about checkpoints that need no training: what is there, how large, how different. Never changes one."""
