@@ -41,6 +41,8 @@ class Saving:
 
     def __init__(self, path: Location, step: int | None, base: Saving | Location | None = None) -> None:
         self.path, self.step = path, step
+        self.began = time.time()
+        """When it was begun, in unix seconds."""
         self._began = time.monotonic()
         self._call = self._staged_at = self._written_at = self._ended_at = 0.0
         self._bytes = 0
