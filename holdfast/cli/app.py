@@ -73,10 +73,12 @@ def run(arguments: Sequence[str]) -> int:
         # Not in the standalone mode, in which usage errors, interrupts and closed pipes would get codes of their own.
         code: Any = app(given or ["--help"], prog_name="holdfast", standalone_mode=False)
         sys.stdout.flush()
-    except (output.Closed, BrokenPipeError):
-        # Whoever read has read enough, as `head` does. Nothing is said, and Python shall not try to flush again.
-        os.dup2(disk.open(os.devnull, os.O_WRONLY), 1)
-        return Code.CLOSED
+    except BrokenPipeError:
+        return _closed()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich ends the program by itself, with a code of its own
+            return _closed()
+        raise
     except (Exception, KeyboardInterrupt) as error:
         told = errors.told(error, given)
         if told is None or "--debug" in arguments:
@@ -86,6 +88,12 @@ def run(arguments: Sequence[str]) -> int:
     if code == Code.INTERRUPTED:  # newer typers tell an interrupt in this way
         output.fail(errors.INTERRUPTED, as_json="--json" in arguments)
     return int(code or Code.FINE)
+
+
+def _closed() -> int:
+    """Whoever read has read enough, as `head` does. Nothing is said, and Python shall not try to flush again."""
+    os.dup2(disk.open(os.devnull, os.O_WRONLY), 1)
+    return Code.CLOSED
 
 
 def _in_front(arguments: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
@@ -18,16 +18,6 @@ if TYPE_CHECKING:
     from holdfast.cli.errors import Told
 
 _quiet = False
-
-
-class Closed(Exception):
-    """Nobody reads any more what a command says."""
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> NoReturn:
-        """As rich has it, the program would end here, with a code that means something else."""
-        raise Closed
 
 
 def be_quiet(quiet: bool) -> None:
@@ -44,7 +34,7 @@ def as_json(value: object) -> None:
 def say(text: str) -> None:
     """A line for people; of any length, so that paths can be copied."""
     if not _quiet:
-        _Console(soft_wrap=True, highlight=False).print(escape(text))
+        Console(soft_wrap=True, highlight=False).print(escape(text))
 
 
 def fail(told: Told, *, as_json: bool) -> None:
@@ -67,7 +57,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         found.add_row(*(escape(str(cell)) for cell in row))
     if found.rows and not _quiet:
         # Not on a terminal, a table is as wide as it needs: it is searched and cut by other programs.
-        console = _Console(highlight=False) if sys.stdout.isatty() else _Console(highlight=False, width=1000)
+        console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=1000)
         console.print(found)
 
 
