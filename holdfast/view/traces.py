@@ -1,0 +1,124 @@
+"""A folder of Chrome traces as lanes of a page: what each rank did when, in one save or several.
+
+`holdfast view --timeline` calls it. Never believes a trace: its times may be anything, its files of any size.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.engine import storage
+from holdfast.engine.stores.place import Location
+from holdfast.errors import NotACheckpoint, StorageError
+
+SPANS = 40_000
+"""How many a page holds: of more the longest."""
+
+LARGEST = 256 << 20
+"""Bytes of one trace, unpacked."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """``lanes``: [process, thread] as the trace calls them, in order. ``spans``: [lane, name, begin, length, detail]
+    with ``name`` a place in ``names``, times in seconds from the first on; ``dropped`` short ones are left out."""
+
+    lanes: list[tuple[str, str]]
+    names: list[str]
+    spans: list[tuple[int, int, float, float, str]]
+    dropped: int
+
+
+def read_timeline(folder: Location) -> Timeline:
+    """The traces in a folder (or one file), joined on the clock that they have. Raises StorageError, NotACheckpoint."""
+    events: list[dict[str, Any]] = []
+    found = [folder / path for path in storage.files_below(folder) if path.endswith((".json", ".json.gz", ".trace"))]
+    for path in found or ([folder] if storage.is_file(folder) else []):
+        events += _events(path)
+    if not events:
+        raise NotACheckpoint(f"there is no trace at {folder}: a folder of .json files with Chrome trace events is meant")
+    return _joined(events)
+
+
+def _events(path: Location) -> list[dict[str, Any]]:
+    try:
+        data = storage.read_small(path)
+        if data[:2] == b"\x1f\x8b":
+            data = zlib.decompressobj(31).decompress(data, LARGEST + 1)
+        if len(data) > LARGEST:
+            raise StorageError(f"{path} holds more than {LARGEST >> 20} MiB: view a part of it")
+        told = msgspec.json.decode(data)
+    except FileNotFoundError:
+        raise NotACheckpoint(f"there is no {path}") from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError, zlib.error, gzip.BadGzipFile) as error:
+        raise NotACheckpoint(f"{path} is no trace: {error}") from None
+    rows = told.get("traceEvents") if isinstance(told, dict) else told
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _joined(events: Iterable[Mapping[str, Any]]) -> Timeline:
+    processes: dict[str, str] = {}
+    threads: dict[tuple[str, str], str] = {}
+    order: dict[str, float] = {}
+    spans: list[tuple[tuple[str, str], str, float, float, str]] = []
+    open_ones: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
+    for event in events:
+        kind, process, thread = event.get("ph"), str(event.get("pid", "")), str(event.get("tid", ""))
+        arguments = event.get("args") if isinstance(event.get("args"), dict) else {}
+        assert isinstance(arguments, dict)
+        if kind == "M":
+            label = str(arguments.get("name", ""))
+            if event.get("name") == "process_name":
+                processes[process] = label
+            elif event.get("name") == "thread_name":
+                threads[process, thread] = label
+            elif event.get("name") == "process_sort_index":
+                order[process] = _number(arguments.get("sort_index")) or 0.0
+            continue
+        at, lane, name = _number(event.get("ts")), (process, thread), str(event.get("name", ""))
+        if at is None:
+            continue
+        if kind == "X":
+            spans.append((lane, name, at, max(0.0, _number(event.get("dur")) or 0.0), _detail(arguments)))
+        elif kind == "B":
+            open_ones.setdefault(lane, []).append((name, at, _detail(arguments)))
+        elif kind == "E" and open_ones.get(lane):
+            name, began, detail = open_ones[lane].pop()
+            spans.append((lane, name, began, max(0.0, at - began), detail))
+    kept = sorted(spans, key=lambda span: -span[3])[:SPANS]
+    kept.sort(key=lambda span: span[2])
+    first = min((span[2] for span in kept), default=0.0)
+    lanes = sorted({span[0] for span in kept}, key=lambda lane: (order.get(lane[0], 0.0), _natural(lane)))
+    number = {lane: i for i, lane in enumerate(lanes)}
+    names = {name: i for i, name in enumerate(dict.fromkeys(span[1] for span in kept))}
+    return Timeline(
+        [(processes.get(p) or f"process {p}", threads.get((p, t)) or t) for p, t in lanes],
+        list(names),
+        [(number[lane], names[name], (at - first) / 1e6, length / 1e6, detail) for lane, name, at, length, detail in kept],
+        len(spans) - len(kept),
+    )  # fmt: skip
+
+
+def _natural(lane: tuple[str, str]) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdecimal() and len(part) < 18 else (1, 0, part) for part in lane]
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _detail(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in list(arguments.items())[:8])[:300]
