@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import output, repair, rescue, verify
+from holdfast.cli import du, ls, output, repair, rescue, verify
 from holdfast.cli.codes import Code, code_of
 from holdfast.version import __version__
 
@@ -21,6 +21,8 @@ app = typer.Typer(
     name="holdfast", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Look after checkpoints: verify, repair and rescue them.",
 )  # fmt: skip
+app.command("ls")(ls.ls)
+app.command("du")(du.du)
 app.command("verify")(verify.verify)
 app.command("repair")(repair.repair)
 app.command("rescue")(rescue.rescue)
