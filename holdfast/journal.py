@@ -92,7 +92,8 @@ class Entry:
 @dataclass(frozen=True)
 class Now:
     """Where training was ``at`` that unix time: ``step`` is done, and if ``saving``, that step is being saved since
-    ``since``. The rest as of `Entry`; ``every`` is the rhythm of saves, ``ended`` is True once the manager is closed.
+    ``since``. The rest as of `Entry`; ``every`` is the rhythm of saves, ``mode`` says whether a good metric is small or
+    large, ``ended`` is True once the manager is closed.
     """
 
     step: Count
@@ -104,6 +105,7 @@ class Now:
     step_seconds: float | None = None
     metric: float | None = None
     backlog: Count | None = None
+    mode: Literal["min", "max"] = "min"
     start: str = ""
     ended: bool = False
 

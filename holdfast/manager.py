@@ -373,7 +373,7 @@ class CheckpointManager:
         return Now(
             step, time.time(), self.every, self._ranks.size, saving=None if flying is None else flying.step,
             since=None if flying is None else flying.began,
-            step_seconds=self._figures.step_seconds, metric=as_number(metric),
+            step_seconds=self._figures.step_seconds, metric=as_number(metric), mode=self.keep.mode,
             backlog=self._tiers.backlog() if self._tiers is not None else None,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import errors, output, repair, rescue, verify
+from holdfast.cli import du, errors, ls, output, repair, rescue, verify, watch
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -24,9 +24,12 @@ LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machine
 
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     # They are listed in this order, each under the name of its function.
+    (LOOK, ls.ls),
+    (LOOK, du.du),
     (CHECK, verify.verify),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),
+    (RUN, watch.watch),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")

@@ -29,7 +29,7 @@ def commit_late(folder: Location, *, patience: float = 0.0, strict: bool = False
     if storage.is_file(folder / manifest.FILE_NAME):
         return None
     until = time.monotonic() + patience
-    while _is_written_to(folder):
+    while is_written_to(folder):
         if time.monotonic() > until:
             return None
         time.sleep(0.05)
@@ -51,7 +51,21 @@ def commit_late(folder: Location, *, patience: float = 0.0, strict: bool = False
     return None
 
 
-def _is_written_to(folder: Location) -> bool:
+def is_finished(folder: Location) -> bool:
+    """Whether `commit_late` would commit what lies in ``folder``; nothing is changed. Raises StorageError."""
+    for save in sorted({found for path in storage.files_below(folder) if (found := part.save_of(path))}):
+        try:
+            if _prove(folder, save) is not None:
+                return True
+        except StorageError:
+            raise
+        except (HoldfastError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            log.debug("%s: save %s cannot be committed: %s", folder, save, error)
+    return False
+
+
+def is_written_to(folder: Location) -> bool:
+    """Whether a living process, of this machine as a rule, still writes data files there."""
     if isinstance(folder, Place):
         return False  # a store shows whole files alone; a later look finds the parts that are missing now
     return bool(storage.living(folder, [path for path in storage.files_below(folder) if path.endswith(".safetensors")]))
