@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import errors, output, repair, rescue, verify
+from holdfast.cli import errors, output, repair, rescue, verify, view
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -24,6 +24,7 @@ LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machine
 
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     # They are listed in this order, each under the name of its function.
+    (LOOK, view.view),
     (CHECK, verify.verify),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),

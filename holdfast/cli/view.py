@@ -44,7 +44,9 @@ def view(
 ) -> None:  # fmt: skip
     """Make a page of a checkpoint: what is in it, how large, on which ranks; no network is needed to look at it."""
     if serve and (out or stats):
-        raise ValueError("--serve computes statistics as they are asked for and writes no file: leave out -o and --stats")
+        raise ValueError(
+            "--serve computes statistics as they are asked for and writes no file: leave out -o and --stats"
+        )
     from holdfast.view.traces import read_timeline
 
     checkpoint = holdfast.open(path, require=[Path(key) for key in require] if require else None)

@@ -43,7 +43,9 @@ def read_timeline(folder: Location) -> Timeline:
     for path in found or ([folder] if storage.is_file(folder) else []):
         events += _events(path)
     if not events:
-        raise NotACheckpoint(f"there is no trace at {folder}: a folder of .json files with Chrome trace events is meant")
+        raise NotACheckpoint(
+            f"there is no trace at {folder}: a folder of .json files with Chrome trace events is meant"
+        )
     return _joined(events)
 
 
