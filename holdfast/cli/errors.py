@@ -88,7 +88,7 @@ def _kind(error: BaseException, path: str) -> tuple[str, str]:
             return "missing package", ""
         return "unsupported", "docs/formats.md lists what can be read, docs/errors.md explains this text"
     if isinstance(error, Mismatch):
-        return "mismatch", "holdfast show PATH lists the names that there are"
+        return "mismatch", f"holdfast show {path} lists the names that there are"
     if isinstance(error, RankLost):
         return "rank lost", "look at that rank's log; docs/liveness.md"
     if isinstance(error, SaveFailed):

@@ -39,7 +39,7 @@ def unshard(
 ) -> None:
     """Gather the weights of a model: a file that torch.load reads, or safetensors that from_pretrained reads.
 
-    The names in it are those of the model: model.load_state_dict(torch.load("model.pt")) takes the file.
+    The names in it are those of the model: load_state_dict takes what torch.load makes of the file.
     """
     to = Format.torch if PurePosixPath(target).suffix in _FILES else Format.huggingface
     if everything and to is Format.huggingface:
