@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import errors, output, repair, rescue, verify, view
+from holdfast.cli import convert, copy, errors, gc, output, prune, repair, rescue, unshard, verify, view
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -28,6 +28,11 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (CHECK, verify.verify),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),
+    (CHANGE, convert.convert),
+    (CHANGE, unshard.unshard),
+    (CHANGE, copy.copy),
+    (CHANGE, prune.prune),
+    (CHANGE, gc.gc),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")
