@@ -15,7 +15,22 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import du, errors, ls, output, repair, rescue, verify, watch
+from holdfast.cli import (
+    convert,
+    copy,
+    du,
+    errors,
+    gc,
+    ls,
+    output,
+    prune,
+    repair,
+    rescue,
+    unshard,
+    verify,
+    view,
+    watch,
+)  # fmt: skip
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -26,9 +41,15 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     # They are listed in this order, each under the name of its function.
     (LOOK, ls.ls),
     (LOOK, du.du),
+    (LOOK, view.view),
     (CHECK, verify.verify),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),
+    (CHANGE, convert.convert),
+    (CHANGE, unshard.unshard),
+    (CHANGE, copy.copy),
+    (CHANGE, prune.prune),
+    (CHANGE, gc.gc),
     (RUN, watch.watch),
 )
 

@@ -55,7 +55,9 @@ def told(error: BaseException, arguments: Sequence[str] = ()) -> Told | None:
     code = code_of(error)
     if code is None:
         return None
-    text = str(error) or type(error).__name__
+    # A command is one process: which rank of it failed, and on which host, is clear.
+    cause = getattr(error, "cause", None) if not isinstance(error, SaveFailed) else None
+    text = cause or str(error) or type(error).__name__
     kind, hint = _kind(error, shlex.quote(_subject(error, arguments)))
     return Told(code, kind, text, hint)
 
@@ -86,7 +88,7 @@ def _kind(error: BaseException, path: str) -> tuple[str, str]:
             return "missing package", ""
         return "unsupported", "docs/formats.md lists what can be read, docs/errors.md explains this text"
     if isinstance(error, Mismatch):
-        return "mismatch", "holdfast show PATH lists the names that there are"
+        return "mismatch", f"holdfast show {path} lists the names that there are"
     if isinstance(error, RankLost):
         return "rank lost", "look at that rank's log; docs/liveness.md"
     if isinstance(error, SaveFailed):
@@ -99,10 +101,13 @@ def _kind(error: BaseException, path: str) -> tuple[str, str]:
 
 
 def _of_system(error: OSError, path: str) -> tuple[str, str]:
+    text = str(error)
     if error.errno in (errno.EACCES, errno.EPERM):
         return "no rights", f"holdfast doctor {path} tells which rights are lacking"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space", "free some: holdfast prune RUN and holdfast gc RUN tell what could go"
     if error.errno == errno.EEXIST:
-        return "taken", "give another target, or --overwrite"
+        if "another process" in text or "another save" in text:
+            return "busy", "wait until it has ended, and give the same command again"
+        return "taken", "give a target that is free" + (", or --overwrite" if "holds other" not in text else "")
     return "storage", f"holdfast doctor {path} tells what is wrong there"

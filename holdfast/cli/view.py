@@ -32,7 +32,7 @@ def view(
     stats: Annotated[
         list[str] | None, typer.Option("--stats", help="Read these tensors and show statistics: a name or a glob.")
     ] = None,
-    timeline: Annotated[str | None, typer.Option("--timeline", help="A folder of traces, to be shown too.")] = None,
+    timeline: Annotated[Path | None, typer.Option("--timeline", help="What holdfast.timeline wrote of saves.")] = None,
     require: Annotated[
         list[str] | None, typer.Option("--require", help="A public key that must have signed it, as a file.")
     ] = None,
@@ -44,11 +44,13 @@ def view(
 ) -> None:  # fmt: skip
     """Make a page of a checkpoint: what is in it, how large, on which ranks; no network is needed to look at it."""
     if serve and (out or stats):
-        raise ValueError("--serve computes statistics as they are asked for and writes no file: leave out -o and --stats")
+        raise ValueError(
+            "--serve computes statistics as they are asked for and writes no file: leave out -o and --stats"
+        )
     from holdfast.view.traces import read_timeline
 
     checkpoint = holdfast.open(path, require=[Path(key) for key in require] if require else None)
-    told = read_timeline(storage_of(timeline)) if timeline else None
+    told = read_timeline(timeline) if timeline else None
     if serve:
         _serve(checkpoint, told, port=port, check=check, browser=browser, json=json)
         return
@@ -91,13 +93,6 @@ def _serve(
             served.serve_forever()
         except KeyboardInterrupt:  # the way to end it, and no failure
             return
-
-
-def storage_of(path: str) -> holdfast.Place | Path:
-    """A path or a URL as a location."""
-    from holdfast.engine.stores.urls import location
-
-    return location(path)
 
 
 def _name(path: str) -> str:

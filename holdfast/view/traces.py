@@ -1,22 +1,23 @@
-"""A folder of Chrome traces as lanes of a page: what each rank did when, in one save or several.
+"""A timeline as lanes of a page: what each rank did when, from what `holdfast.timeline` wrote, or any Chrome trace.
 
 `holdfast view --timeline` calls it. Never believes a trace: its times may be anything, its files of any size.
 """
 
 from __future__ import annotations
 
-import gzip
 import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holdfast.engine import storage
-from holdfast.engine.stores.place import Location
 from holdfast.errors import NotACheckpoint, StorageError
+from holdfast.report.recording import SUFFIX
+from holdfast.report.timeline import merge
 
 SPANS = 40_000
 """How many a page holds: of more the longest."""
@@ -36,18 +37,25 @@ class Timeline:
     dropped: int
 
 
-def read_timeline(folder: Location) -> Timeline:
-    """The traces in a folder (or one file), joined on the clock that they have. Raises StorageError, NotACheckpoint."""
-    events: list[dict[str, Any]] = []
-    found = [folder / path for path in storage.files_below(folder) if path.endswith((".json", ".json.gz", ".trace"))]
-    for path in found or ([folder] if storage.is_file(folder) else []):
-        events += _events(path)
+def read_timeline(path: Path) -> Timeline:
+    """What was written down below a folder, joined on one clock; or the trace in one file, or the traces of a folder.
+
+    Raises NotACheckpoint if there is neither, StorageError if it cannot be read.
+    """
+    names = storage.files_below(path)
+    if any(name.endswith(SUFFIX) for name in names):
+        return _joined(merge(path).events)
+    found = [path / name for name in names if name.endswith((".json", ".json.gz"))]
+    events = [event for one in found or ([path] if storage.is_file(path) else []) for event in _events(one)]
     if not events:
-        raise NotACheckpoint(f"there is no trace at {folder}: a folder of .json files with Chrome trace events is meant")
+        raise NotACheckpoint(
+            f"there is no timeline at {path}: a folder that holdfast.timeline (or HOLDFAST_TIMELINE) has filled is "
+            "meant, or a Chrome trace"
+        )
     return _joined(events)
 
 
-def _events(path: Location) -> list[dict[str, Any]]:
+def _events(path: Path) -> list[dict[str, Any]]:
     try:
         data = storage.read_small(path)
         if data[:2] == b"\x1f\x8b":
@@ -57,7 +65,7 @@ def _events(path: Location) -> list[dict[str, Any]]:
         told = msgspec.json.decode(data)
     except FileNotFoundError:
         raise NotACheckpoint(f"there is no {path}") from None
-    except (msgspec.DecodeError, UnicodeError, RecursionError, zlib.error, gzip.BadGzipFile) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError, zlib.error) as error:
         raise NotACheckpoint(f"{path} is no trace: {error}") from None
     rows = told.get("traceEvents") if isinstance(told, dict) else told
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -68,11 +76,10 @@ def _joined(events: Iterable[Mapping[str, Any]]) -> Timeline:
     threads: dict[tuple[str, str], str] = {}
     order: dict[str, float] = {}
     spans: list[tuple[tuple[str, str], str, float, float, str]] = []
-    open_ones: dict[tuple[str, str], list[tuple[str, float, str]]] = {}
     for event in events:
         kind, process, thread = event.get("ph"), str(event.get("pid", "")), str(event.get("tid", ""))
-        arguments = event.get("args") if isinstance(event.get("args"), dict) else {}
-        assert isinstance(arguments, dict)
+        given = event.get("args")
+        arguments: dict[str, Any] = given if isinstance(given, dict) else {}
         if kind == "M":
             label = str(arguments.get("name", ""))
             if event.get("name") == "process_name":
@@ -83,15 +90,9 @@ def _joined(events: Iterable[Mapping[str, Any]]) -> Timeline:
                 order[process] = _number(arguments.get("sort_index")) or 0.0
             continue
         at, lane, name = _number(event.get("ts")), (process, thread), str(event.get("name", ""))
-        if at is None:
+        if at is None or kind != "X":
             continue
-        if kind == "X":
-            spans.append((lane, name, at, max(0.0, _number(event.get("dur")) or 0.0), _detail(arguments)))
-        elif kind == "B":
-            open_ones.setdefault(lane, []).append((name, at, _detail(arguments)))
-        elif kind == "E" and open_ones.get(lane):
-            name, began, detail = open_ones[lane].pop()
-            spans.append((lane, name, began, max(0.0, at - began), detail))
+        spans.append((lane, name, at, max(0.0, _number(event.get("dur")) or 0.0), _detail(arguments)))
     kept = sorted(spans, key=lambda span: -span[3])[:SPANS]
     kept.sort(key=lambda span: span[2])
     first = min((span[2] for span in kept), default=0.0)

@@ -13,7 +13,7 @@
     return at === undefined ? ["", name] : [name.slice(0, at + 1), name.slice(at + 1)];
   };
   const base = data.path.endsWith("/") ? data.path : `${data.path}/`;
-  H.shortPath = (path) => (path.startsWith(base) ? path.slice(base.length) : path).replace(/\.[0-9a-f]{16}(?=\.safetensors$)/, "");
+  H.shortPath = (path) => (path.startsWith(base) ? path.slice(base.length) : path).replace(/\.[0-9a-f]{16}\.safetensors$/, "");
   const keys = (name) => name.split("/").flatMap((part, i) => part.split(".").filter((p) => p !== "").map((p, j) => (i === 0 && j === 0 && !name.includes("/") ? p : p)));
   const made = ([name, dtype, shape, bytes, cells, files], alias) => {
     const elements = shape.reduce((n, length) => n * length, 1);
@@ -33,7 +33,7 @@
 
   // ---- header and facts
 
-  const created = data.created ? new Date(data.created) : null;
+  const created = data.created ? new Date(data.created) : null; // for whoever looks: in the zone of the browser
   H.header(data.title, data.path);
   const stamp = created && !Number.isNaN(created.getTime()) ? H.time(created.getTime() / 1000) : "–";
   const used = data.files.reduce((n, f) => n + f[1], 0);
@@ -43,10 +43,10 @@
     ["State", H.bytes(total), `${H.plural(tensors.length, "tensor")}${tied.length ? `, ${tied.length} tied` : ""}`],
     ["Ranks", H.count(data.ranks), "saved it"],
     ["Files", H.count(data.files.length), H.bytes(used)],
-    ["Format", data.format, data.reading || producer || " "],
+    ["Format", data.format, data.reading || producer || null],
     created ? ["Saved", stamp.split(",")[0], stamp.split(", ")[1]] : null,
-    ["Health", H.badge(data.health.kind, data.health.words), data.health.kind === "bad" ? data.health.note : data.health.kind === "good" ? "sizes and headers" : "see below"],
-    ["Signature", H.badge(data.signature[0], data.signature[1]), data.signature[2] || " "],
+    ["Health", H.badge(data.health.kind, data.health.words), data.health.note],
+    ["Signature", H.badge(data.signature[0], data.signature[1]), data.signature[2] || null],
   ]);
 
   // ---- filter
@@ -65,10 +65,10 @@
   const filter = H.frame(() => {
     try { fits = test(input.value); } catch { fits = () => false; } // half a character class, while it is typed
     narrowed = input.value.trim() !== "";
-    const shown = tensors.filter(fits), bytes = shown.reduce((n, t) => n + (t.alias ? 0 : t.bytes), 0);
+    table.filter(narrowed ? fits : null);
+    const { shown } = table, bytes = shown.reduce((n, t) => n + (t.alias ? 0 : t.bytes), 0);
     told.textContent = narrowed ? `${H.count(shown.length)} of ${H.plural(tensors.length, "tensor")}, ${H.bytes(bytes)}` : `${H.plural(tensors.length, "tensor")}, ${H.bytes(total)}`;
     stored.forEach((t) => { t.pale = !fits(t); });
-    table.show(shown);
     map?.again();
   });
   input.addEventListener("input", filter);
@@ -119,14 +119,14 @@
   }
   H.onTheme(() => { paintKey(); if (chosen) H.panel(panel, chosen, { known, total, names: [] }); });
   const share = (t) => el("span", { class: "share" }, el("i", { style: { width: `${(56 * t.bytes) / largest}px` } }), el("span", null, H.bytes(t.bytes)));
-  const nameCell = (t) => {
-    const [prefix, last] = H.parted(t.name);
-    return el("span", { class: "parted", title: t.name }, el("span", { class: "cut muted" }, prefix), el("b", { class: t.bad ? "bad" : "" }, last), t.alias ? el("em", { class: "muted" }, "tied") : null);
+  const parted = (name, kind = "", more = null) => {
+    const [prefix, last] = H.parted(name);
+    return el("span", { class: "parted", title: name }, prefix ? el("span", { class: "cut muted" }, el("bdi", null, prefix)) : null, el("b", { class: kind }, last), more);
   };
   const table = H.table({
     label: "Tensors", rows: tensors, picked: (t) => choose(t, "table"), sort: [4, -1],
     columns: [
-      { name: "Name", width: "minmax(180px, 1fr)", value: (t) => t.name, cell: nameCell, ascending: true },
+      { name: "Name", width: "minmax(180px, 1fr)", value: (t) => t.name, cell: (t) => parted(t.name, t.bad ? "bad" : "", t.alias ? el("em", { class: "muted" }, "tied") : null), ascending: true },
       { name: "Type", width: "76px", value: (t) => t.dtype, ascending: true },
       { name: "Shape", width: "minmax(110px, 150px)", value: (t) => t.elements, cell: (t) => H.shape(t.shape), right: true },
       { name: "Cells", width: "56px", value: (t) => t.count, cell: (t) => H.count(t.count), right: true },
@@ -149,10 +149,10 @@
     label: "Values", rows: values,
     picked: (v) => { whole.hidden = false; H.empty(whole, el("p", { class: "note mono" }, v.text)); },
     columns: [
-      { name: "Path", width: "minmax(140px, 1fr)", value: (v) => v.path, cell: (v) => el("span", { title: v.path }, v.path), ascending: true },
+      { name: "Path", width: "minmax(140px, 1.4fr)", value: (v) => v.path, cell: (v) => parted(v.path), ascending: true },
       { name: "Rank", width: "52px", value: (v) => v.rank, cell: (v) => (v.rank === null ? "" : String(v.rank)), right: true, ascending: true },
-      { name: "Value", width: "minmax(140px, 1.3fr)", value: (v) => v.text, cell: (v) => el("span", { class: "mono", title: v.text }, v.text), ascending: true },
-      { name: "Type", width: "64px", value: (v) => v.type, cell: (v) => el("span", { class: "muted" }, v.type), ascending: true },
+      { name: "Value", width: "minmax(140px, 1fr)", value: (v) => v.text, cell: (v) => el("span", { class: "mono", title: v.text }, v.text), ascending: true },
+      { name: "Type", width: "76px", value: (v) => v.type, cell: (v) => el("span", { class: "muted" }, v.type), ascending: true },
     ],
   });
   valueTable.node.style.height = `${Math.min(values.length, 9) * 30 + 36}px`;
@@ -163,21 +163,23 @@
 
   main.replaceChildren(...[
     facts,
-    data.health.kind === "good" ? null : el("div", { class: `note ${data.health.kind}` }, el("b", null, `${data.health.words}: `), data.health.note,
+    data.health.kind !== "bad" ? null : el("div", { class: "note bad" }, el("b", null, `${data.health.words}: `), data.health.note,
       data.health.told.length ? list(data.health.told, (words) => el("li", null, words)) : null),
     el("div", { class: "toolbar" }, input, told, colours),
     el("div", { class: "grid halves" },
       el("div", { class: "grid column" },
-        H.card("Bytes", crumbs, el("div", { class: "body" }, field, key)),
+        H.card("State by bytes", crumbs, el("div", { class: "body" }, field, key)),
         H.card("Tensors", el("span", { class: "muted" }, "Enter or a click shows one"), table.node)),
       panel),
-    el("div", { class: "grid pair" },
-      values.length ? H.card("Values", el("span", { class: "muted" }, H.plural(values.length, "value")), valueTable.node, whole) : null,
-      H.card("Saved by", null, el("div", { class: "body" }, H.pairs([
-        producer ? ["Made by", producer] : null, data.run ? ["Run", el("span", { class: "mono" }, data.run)] : null, data.save ? ["Save", el("span", { class: "mono" }, data.save)] : null,
-        created ? ["At", `${stamp} (your clock)`] : null, ["Health", data.health.note], data.signature[2] ? ["Signature", data.signature[2]] : null, ["Page by", `holdfast ${data.by}`]]))),
-      attached.length ? H.card("Attached files", null, el("div", { class: "body" }, list(attached, ([name, bytes]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted" }, H.bytes(bytes)))))) : null,
-      left.length ? H.card("Left out", null, el("div", { class: "body" }, list(left, ([name, why]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted break" }, why))))) : null),
+    el("div", { class: `grid ${values.length + left.length ? "pair" : ""}` },
+      values.length + left.length ? el("div", { class: "grid column" },
+        values.length ? H.card("Values", el("span", { class: "muted" }, H.plural(values.length, "value")), valueTable.node, whole) : null,
+        left.length ? H.card("Left out", el("span", { class: "muted" }, "has no place in a state"), el("div", { class: "body" }, list(left, ([name, why]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted break" }, why))))) : null) : null,
+      el("div", { class: "grid column" },
+        H.card("Made by", null, el("div", { class: "body" }, H.pairs([
+          producer ? ["Software", producer] : null, data.run ? ["Run", el("span", { class: "mono" }, data.run)] : null, data.save ? ["Save", el("span", { class: "mono" }, data.save)] : null,
+          created ? ["At", stamp] : null, ["Check", el("code", { class: "command" }, `holdfast verify ${data.quoted}`)], data.signature[2] ? ["Signature", data.signature[2]] : null, ["This page", `holdfast ${data.by}`]]))),
+        attached.length ? H.card("Attached files", null, el("div", { class: "body" }, list(attached, ([name, bytes]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted" }, H.bytes(bytes)))))) : null)),
     data.timeline ? H.timeline(data.timeline) : null,
   ].filter(Boolean));
   if (root.children.length) {

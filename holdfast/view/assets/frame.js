@@ -109,11 +109,17 @@ const H = (() => {
   }
   const encode = (v) => Math.round(255 * (v <= 0.0031308 ? 12.92 * v : 1.055 * v ** (1 / 2.4) - 0.055));
   const text = (linear) => `rgb(${linear.map(encode).join(", ")})`;
-  const hueOf = (i) => (i < HUES.length ? HUES[i] : (178 + i * 137.508) % 360);
+  const hueOf = (i) => (HUES[i % HUES.length] + 13 * Math.floor(i / HUES.length)) % 360;
+  const mixed = new Map(); // thousands of tiles have the same few colours
+  const mix = (l, c, h) => {
+    const of = `${l.toFixed(3)} ${c} ${h}`;
+    if (!mixed.has(of)) mixed.set(of, text(oklch(l, c, h)));
+    return mixed.get(of);
+  };
   /** The i-th of any number of kinds, as a fill. `shade` from -1 to 1 tells neighbours of one kind apart. */
-  const colour = (i, shade = 0) => text(dark() ? oklch(0.44 + 0.05 * shade, 0.075, hueOf(i)) : oklch(0.85 + 0.035 * shade, 0.075, hueOf(i)));
+  const colour = (i, shade = 0) => mix(dark() ? 0.44 + 0.05 * shade : 0.85 + 0.035 * shade, 0.075, hueOf(i));
   /** The same kind as a line or a dot, seen against the surface. */
-  const stroke = (i) => text(dark() ? oklch(0.78, 0.11, hueOf(i)) : oklch(0.52, 0.11, hueOf(i)));
+  const stroke = (i) => mix(dark() ? 0.78 : 0.52, 0.11, hueOf(i));
   /** 0 … 1 as a fill from next to nothing to much. */
   const ramp = (t) => text(dark() ? oklch(0.27 + 0.48 * t, 0.03 + 0.08 * t, 178 - 40 * t) : oklch(0.96 - 0.46 * t, 0.02 + 0.08 * t, 178 + 20 * t));
   /** -1 … 1 as a fill: less is blue, more is orange, none is grey. */

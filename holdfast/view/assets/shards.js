@@ -100,13 +100,13 @@
     const told = (cell) => [H.el("b", null, name(cell)), H.el("div", null, `[${box(cell)}] · ${H.bytes(bytes(cell))}`), H.el("div", { class: "break" }, files[cell.file]?.[0] ?? "")];
     H.canvas(host, (context, width, tall) => {
       const surface = H.css("--surface");
-      context.font = `${11}px ${H.family("--sans")}`;
+      context.font = `11px ${H.family("--sans")}`;
       context.textBaseline = "middle";
       for (const [i, x, y, w, h] of placed) {
         const fill = H.colour(owner(files, cells[i])), wide = w * width, high = h * tall;
         context.fillStyle = fill;
         context.fillRect(x * width, y * tall, wide, high);
-        if (wide > 5 && high > 5) { context.strokeStyle = surface; context.strokeRect(x * width, y * tall, wide, high); }
+        if (wide > 7 && high > 7) { context.strokeStyle = surface; context.strokeRect(x * width, y * tall, wide, high); }
         if (wide > 52 && high > 16) { context.fillStyle = H.ink(fill); context.fillText(name(cells[i]), x * width + 7, y * tall + Math.min(high / 2, 13)); }
       }
       if (!placed.length) { context.fillStyle = H.css("--muted"); context.fillText("It has no elements.", 4, 14); }

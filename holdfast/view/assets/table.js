@@ -1,7 +1,7 @@
 // A table of any number of rows, of which only those in sight are elements. Uses frame.js.
 "use strict";
 /**
- * H.table({ label, columns, rows, picked, height }) → { node, show(rows), select(row), sorted, focus() }
+ * H.table({ label, columns, rows, picked, sort: [column, 1 or -1] }) → { node, show(rows), filter(test), select(row), refresh(), focus(), shown }
  *
  * columns: { name, width (of a grid column), value (row → what it is sorted by), cell (row → text or node; default value),
  *            right: true for figures, ascending: true if it is sorted upwards first }
@@ -9,7 +9,7 @@
  */
 H.table = ({ label, columns, rows, picked, sort = null }) => {
   const ROW = 30, SPARE = 6;
-  let shown = [...rows], active = 0, chosen = null, sorting = sort, pool = [];
+  let all = [...rows], shown = all, fits = null, active = 0, chosen = null, sorting = sort, pool = [];
   const name = `table-${(H.table.number = (H.table.number ?? 0) + 1)}`;
   const spacer = H.el("div", { style: { width: "1px" } });
   const none = H.el("div", { class: "none", hidden: true }, "Nothing fits.");
@@ -32,8 +32,8 @@ H.table = ({ label, columns, rows, picked, sort = null }) => {
     });
     if (sorting) {
       const [index, direction] = sorting, of = columns[index].value;
-      const keys = new Map(shown.map((row, i) => [row, [of(row), i]]));
-      shown.sort((a, b) => {
+      const keys = new Map(all.map((row, i) => [row, [of(row), i]]));
+      all.sort((a, b) => {
         const [x, i] = keys.get(a), [y, j] = keys.get(b);
         if (x === y) return i - j;
         if (x === null || x === undefined) return 1; // what is not known comes last, either way
@@ -41,6 +41,10 @@ H.table = ({ label, columns, rows, picked, sort = null }) => {
         return (x < y ? -1 : 1) * direction;
       });
     }
+    narrow();
+  }
+  function narrow() {
+    shown = fits ? all.filter(fits) : all;
     active = Math.max(0, chosen === null ? 0 : shown.indexOf(chosen));
     node.setAttribute("aria-rowcount", shown.length + 1);
     spacer.style.height = `${shown.length * ROW}px`;
@@ -104,7 +108,9 @@ H.table = ({ label, columns, rows, picked, sort = null }) => {
   return {
     node,
     /** Show these rows instead, in the order that the columns have. */
-    show(next) { shown = [...next]; pool.forEach((row) => { row.of = undefined; }); body.scrollTop = 0; arrange(); },
+    show(next) { all = [...next]; pool.forEach((row) => { row.of = undefined; }); body.scrollTop = 0; arrange(); },
+    /** Show those rows alone that pass a test. */
+    filter(test) { fits = test; body.scrollTop = 0; narrow(); },
     /** Mark a row and bring it into sight, without calling picked. */
     select(row) { chosen = row; const at = shown.indexOf(row); if (at >= 0) { active = at; reveal(); } else draw(); },
     /** Draw rows anew, whose content has changed. */

@@ -65,7 +65,7 @@
    * told(node) → what its tooltip shows; open(leaf): a leaf was chosen; moved(node): zoomed to a node.
    */
   H.treemap = ({ host, root, label, fill, hit, told, open, moved }) => {
-    let at = root, cells = [], frames = [], tops = [], active = 0, over = null;
+    let at = root, cells = [], frames = [], tops = [], active = 0, over = null, laid = "";
     const outline = H.el("div", { class: "outline", hidden: true });
     host.setAttribute("role", "application");
     host.setAttribute("aria-roledescription", "treemap");
@@ -77,7 +77,7 @@
     function lay(node, x, y, w, h, depth) {
       if (depth === 1) tops.push({ node, x, y, w, h });
       if (node.leaf) { cells.push({ node, x, y, w, h }); return; }
-      const framed = depth > 0 && w >= 58 && h >= 46;
+      const framed = depth > 0 && depth < 6 && w >= 58 && h >= 46;
       if (depth > 0) frames.push({ node, x, y, w, h, framed, depth });
       if (w < 2.5 || h < 2.5) { cells.push({ node, x, y, w, h }); return; }
       const inner = framed ? [x + 3, y + HEAD, w - 6, h - HEAD - 3] : [x, y, w, h];
@@ -86,10 +86,10 @@
     const leafOf = (node) => { while (!node.leaf) node = node.children[0]; return node.leaf; };
 
     function draw(context, width, height) {
-      cells = [];
-      frames = [];
-      tops = [];
-      if (at.leaf) cells.push({ node: at, x: 0, y: 0, w: width, h: height }); else lay(at, 0, 0, width, height, 0);
+      if (laid !== `${width} ${height}`) { // a filter or a theme changes colours alone
+        [cells, frames, tops, laid] = [[], [], [], `${width} ${height}`];
+        lay(at, 0, 0, width, height, 0);
+      }
       const [line, sunken, surface, text, bad] = ["--line", "--sunken", "--surface", "--text", "--bad"].map(H.css);
       const family = H.family("--sans");
       context.textBaseline = "middle";
@@ -172,6 +172,7 @@
     function take(node) { if (node.leaf) open(node.leaf); else go(node); }
     function go(node) {
       at = node;
+      laid = "";
       active = 0;
       over = null;
       H.tip.hide();
