@@ -14,6 +14,11 @@ import typer
 import holdfast
 from holdfast.cli import output
 from holdfast.engine import storage
+from holdfast.engine.ranks import DEADLINE
+from holdfast.engine.stores.around import bounded
+from holdfast.engine.stores.urls import location
+from holdfast.errors import StorageError
+from holdfast.events import log
 
 if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
@@ -23,7 +28,7 @@ _OURS = b'<meta name="generator" content="holdfast '
 
 
 def view(
-    path: Annotated[str, typer.Argument(help="A checkpoint of any format: a path or a URL.")],
+    path: Annotated[str, typer.Argument(help="A checkpoint of any format, or the root of a run: a path or a URL.")],
     out: Annotated[
         str | None, typer.Option("--output", "-o", help="The page to write; - for standard output. [default: NAME.html]")
     ] = None,
@@ -39,24 +44,40 @@ def view(
     check: Annotated[
         bool | None, typer.Option("--check/--no-check", help="Look at headers and sizes. [default: if they are few]")
     ] = None,
+    against: Annotated[str | None, typer.Option("--against", help="Another one: how far the two are apart.")] = None,
     browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:  # fmt: skip
-    """Make a page of a checkpoint: what is in it, how large, on which ranks; no network is needed to look at it."""
+    """Make a page of a checkpoint, of a run, or of what is between two checkpoints; it needs no network to be shown."""
     if serve and (out or stats):
         raise ValueError(
             "--serve computes statistics as they are asked for and writes no file: leave out -o and --stats"
         )
-    from holdfast.view.traces import read_timeline
+    trusted = [Path(key) for key in require] if require else None
+    of_run = against is None and is_root(path)
+    if (of_run or against is not None) and (serve or stats or timeline or check is not None or (of_run and trusted)):
+        raise ValueError(
+            "--serve, --stats, --timeline and --check are for the page of one checkpoint"
+            + (f", and so is --require; {path} is a run" if of_run else ": leave out --against")
+        )
+    if of_run:
+        from holdfast.view.run import run_page
 
-    checkpoint = holdfast.open(path, require=[Path(key) for key in require] if require else None)
-    told = read_timeline(timeline) if timeline else None
-    if serve:
-        _serve(checkpoint, told, port=port, check=check, browser=browser, json=json)
-        return
-    from holdfast.view.checkpoint import checkpoint_page
+        text = run_page(path)
+    elif against is not None:
+        from holdfast.view.diff import diff_page
 
-    text = checkpoint_page(checkpoint, stats=stats or None, timeline=told, look=check)
+        text = diff_page(holdfast.open(path, require=trusted), holdfast.open(against, require=trusted))
+    else:
+        from holdfast.view.checkpoint import checkpoint_page
+        from holdfast.view.traces import read_timeline
+
+        checkpoint = holdfast.open(path, require=trusted)
+        told = read_timeline(timeline) if timeline else None
+        if serve:
+            _serve(checkpoint, told, port=port, check=check, browser=browser, json=json)
+            return
+        text = checkpoint_page(checkpoint, stats=stats or None, timeline=told, look=check)
     if out == "-":
         sys.stdout.write(text)
         return
@@ -93,6 +114,17 @@ def _serve(
             served.serve_forever()
         except KeyboardInterrupt:  # the way to end it, and no failure
             return
+
+
+def is_root(path: str) -> bool:
+    """Whether a path is the root of a run, and no checkpoint itself; a server that lists nothing has none."""
+    from holdfast.view.run import is_run
+
+    try:
+        return is_run(bounded(location(path), DEADLINE))
+    except StorageError as error:  # opening it says what is wrong
+        log.debug("%s: %s", path, error)
+        return False
 
 
 def _name(path: str) -> str:
