@@ -30,9 +30,9 @@ _OURS = b'<meta name="generator" content="holdfast '
 def view(
     path: Annotated[str, typer.Argument(help="A checkpoint of any format, or the root of a run: a path or a URL.")],
     out: Annotated[
-        str | None, typer.Option("--output", "-o", help="The page to write; - for standard output. [default: NAME.html]")
+        str | None, typer.Option("--output", "-o", help="The page; - for standard output, NAME.html by default.")
     ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve it on loopback; statistics are read on demand.")] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve it on loopback, statistics on demand.")] = False,
     port: Annotated[int, typer.Option("--port", help="Of the server; 0 is any free one.", min=0, max=65535)] = 0,
     stats: Annotated[
         list[str] | None, typer.Option("--stats", help="Read these tensors and show statistics: a name or a glob.")
@@ -73,7 +73,7 @@ def view(
         from holdfast.view.traces import read_timeline
 
         checkpoint = holdfast.open(path, require=trusted)
-        told = read_timeline(timeline) if timeline else None
+        told = read_timeline(timeline, of=_name(path)) if timeline else None
         if serve:
             _serve(checkpoint, told, port=port, check=check, browser=browser, json=json)
             return

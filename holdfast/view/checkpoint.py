@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint import Checkpoint, Patterns, matches
-from holdfast.errors import HoldfastError
+from holdfast.checkpoint import Checkpoint, Patterns, matches, near
+from holdfast.errors import HoldfastError, Mismatch
 from holdfast.inspect.statistics import Statistics, statistics
 from holdfast.ondisk import spans
 from holdfast.ondisk.manifest import TensorRecord
@@ -47,7 +46,7 @@ def checkpoint_page(
     data = contents(checkpoint, look=look)
     data |= {"served": served, "timeline": timeline}
     if stats is not None:
-        data["statistics"] = {n: figures(checkpoint, n) for n in checkpoint.records if matches(n, stats)}
+        data["statistics"] = {name: figures(checkpoint, name) for name in _named(checkpoint, stats)}
     return page(f"{_title(checkpoint)} · holdfast", SCRIPTS, data, served=served)
 
 
@@ -84,6 +83,14 @@ def contents(checkpoint: Checkpoint, *, look: bool | None = None) -> dict[str, A
 def figures(checkpoint: Checkpoint, name: str) -> Statistics:
     """The statistics that a page shows of one tensor. Raises KeyError for an unknown name, Damaged, StorageError."""
     return statistics(checkpoint, name, bins=BINS)
+
+
+def _named(checkpoint: Checkpoint, patterns: Patterns) -> list[str]:
+    found = [name for name in checkpoint.records if matches(name, patterns)]
+    if not found:
+        told = patterns if isinstance(patterns, str) else ", ".join(patterns)
+        raise Mismatch(f"{checkpoint.path} has no tensor {told!r}{near(told, checkpoint.records)}")
+    return found
 
 
 def _title(checkpoint: Checkpoint) -> str:
@@ -130,8 +137,3 @@ def _of_rank(checkpoint: Checkpoint, path: str, rank: int) -> tuple[str, str]:
 def _ranks(checkpoint: Checkpoint, path: str) -> int:
     text = checkpoint.manifest.per_rank[path]
     return spans.read(text).count if text else checkpoint.world_size
-
-
-def only(pattern: str | Sequence[str]) -> Patterns:
-    """Patterns as the command line gives them; none at all are all."""
-    return pattern or "*"

@@ -42,7 +42,7 @@ def health_of(checkpoint: Checkpoint, *, look: bool | None = None) -> Health:
         return Health("", "not checked", f"{files} headers were not asked for")
     found = checkpoint.verify(deep=False, raises=False)
     if found.whole:
-        return Health("good", "whole", "sizes and headers; not the bytes")
+        return Health("good", "whole", "by sizes and headers")
     told = tuple(f"{damage}: {damage.what}" for damage in found.damages[:TOLD])
     return Health("bad", "damaged", f"{len(found.tensors)} tensors are hit", told, found.tensors)
 

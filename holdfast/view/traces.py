@@ -29,22 +29,25 @@ LARGEST = 256 << 20
 @dataclass(frozen=True)
 class Timeline:
     """``lanes``: [process, thread] as the trace calls them, in order. ``spans``: [lane, name, begin, length, detail]
-    with ``name`` a place in ``names``, times in seconds from the first on; ``dropped`` short ones are left out."""
+    with ``name`` a place in ``names``, times in seconds from the first on; ``dropped`` short ones are left out.
+    ``window``: from when to when the checkpoint is spoken of that the page is about, if it is."""
 
     lanes: list[tuple[str, str]]
     names: list[str]
     spans: list[tuple[int, int, float, float, str]]
     dropped: int
+    window: tuple[float, float] | None = None
 
 
-def read_timeline(path: Path) -> Timeline:
+def read_timeline(path: Path, *, of: str = "") -> Timeline:
     """What was written down below a folder, joined on one clock; or the trace in one file, or the traces of a folder.
 
+    ``of``: the name of the folder of the checkpoint that the page is about; its spans are what is looked at first.
     Raises NotACheckpoint if there is neither, StorageError if it cannot be read.
     """
     names = storage.files_below(path)
     if any(name.endswith(SUFFIX) for name in names):
-        return _joined(merge(path).events)
+        return _joined(merge(path).events, of)
     found = [path / name for name in names if name.endswith((".json", ".json.gz"))]
     events = [event for one in found or ([path] if storage.is_file(path) else []) for event in _events(one)]
     if not events:
@@ -52,7 +55,7 @@ def read_timeline(path: Path) -> Timeline:
             f"there is no timeline at {path}: a folder that holdfast.timeline (or HOLDFAST_TIMELINE) has filled is "
             "meant, or a Chrome trace"
         )
-    return _joined(events)
+    return _joined(events, of)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -71,11 +74,12 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
-def _joined(events: Iterable[Mapping[str, Any]]) -> Timeline:
+def _joined(events: Iterable[Mapping[str, Any]], of: str) -> Timeline:
     processes: dict[str, str] = {}
     threads: dict[tuple[str, str], str] = {}
     order: dict[str, float] = {}
     spans: list[tuple[tuple[str, str], str, float, float, str]] = []
+    about: list[float] = []
     for event in events:
         kind, process, thread = event.get("ph"), str(event.get("pid", "")), str(event.get("tid", ""))
         given = event.get("args")
@@ -92,19 +96,22 @@ def _joined(events: Iterable[Mapping[str, Any]]) -> Timeline:
         at, lane, name = _number(event.get("ts")), (process, thread), str(event.get("name", ""))
         if at is None or kind != "X":
             continue
-        spans.append((lane, name, at, max(0.0, _number(event.get("dur")) or 0.0), _detail(arguments)))
+        long = max(0.0, _number(event.get("dur")) or 0.0)
+        spans.append((lane, name, at, long, _detail(arguments)))
+        if of and str(arguments.get("path", "")).rstrip("/").rpartition("/")[2] == of:
+            about += (at, at + long)
     kept = sorted(spans, key=lambda span: -span[3])[:SPANS]
     kept.sort(key=lambda span: span[2])
     first = min((span[2] for span in kept), default=0.0)
     lanes = sorted({span[0] for span in kept}, key=lambda lane: (order.get(lane[0], 0.0), _natural(lane)))
     number = {lane: i for i, lane in enumerate(lanes)}
     names = {name: i for i, name in enumerate(dict.fromkeys(span[1] for span in kept))}
-    return Timeline(
-        [(processes.get(p) or f"process {p}", threads.get((p, t)) or t) for p, t in lanes],
-        list(names),
-        [(number[lane], names[name], (at - first) / 1e6, length / 1e6, detail) for lane, name, at, length, detail in kept],
-        len(spans) - len(kept),
-    )  # fmt: skip
+    shown = [
+        (number[lane], names[name], (at - first) / 1e6, long / 1e6, detail) for lane, name, at, long, detail in kept
+    ]
+    told = [(processes.get(p) or f"process {p}", threads.get((p, t)) or t) for p, t in lanes]
+    window = ((min(about) - first) / 1e6, (max(about) - first) / 1e6) if about else None
+    return Timeline(told, list(names), shown, len(spans) - len(kept), window)
 
 
 def _natural(lane: tuple[str, str]) -> list[tuple[int, int, str]]:

@@ -22,6 +22,11 @@ def chromium() -> str | None:
     return named or next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
+def script(name: str) -> str:
+    """A script of scripts/: a function that is evaluated in a page."""
+    return (Path(__file__).parent / "scripts" / f"{name}.js").read_text(encoding="utf-8")
+
+
 def with_script(text: str, code: str) -> str:
     """The page with one more script at its end that its policy allows: to call the frame from a test."""
     proof = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
@@ -58,7 +63,3 @@ class Tab:
 
     def close(self) -> None:
         self.context.close()
-
-
-CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
-"""[[ratio, text, class, colour], …], the worst first."""

@@ -25,6 +25,20 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run a command in this process: its exit code, and what it said."""
+    from holdfast.cli import app
+
+    def running(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = app.run([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return running
+
+
+@pytest.fixture
 def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
     """Makes tabs; at the end none may have had an error, and none may have asked the network (`Tab.network`)."""
     made: list[Tab] = []

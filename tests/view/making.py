@@ -18,7 +18,8 @@ SAVE, RUN = "7c1e09ab52d3f410", "51b2c0de51b2c0de"
 
 
 def drafted(
-    folder: Path, tensors: dict[str, TensorRecord], *, ranks: int = 1, sections: tuple[str, ...] = ("model",), **said: Any
+    folder: Path, tensors: dict[str, TensorRecord], *, ranks: int = 1, sections: tuple[str, ...] = ("model",),
+    **said: Any,
 ) -> Path:  # fmt: skip
     """A folder with the manifest of such a state: ``ranks`` files in each section."""
     claimed = sum(prod(t.shape) * dtypes.itemsize(t.dtype) for t in tensors.values())
@@ -56,7 +57,8 @@ def llama(folder: Path, *, layers: int = 32, width: int = 4096, ranks: int = 64)
         "attention.wq.weight": (width, width), "attention.wk.weight": (width // 4, width),
         "attention.wv.weight": (width // 4, width), "attention.wo.weight": (width, width),
         "feed_forward.w1.weight": (width * 7 // 2, width), "feed_forward.w2.weight": (width, width * 7 // 2),
-        "feed_forward.w3.weight": (width * 7 // 2, width), "attention_norm.weight": (width,), "ffn_norm.weight": (width,),
+        "feed_forward.w3.weight": (width * 7 // 2, width),
+        "attention_norm.weight": (width,), "ffn_norm.weight": (width,),
     }  # fmt: skip
     shapes = {f"layers.{n}.{kind}": shape for n in range(layers) for kind, shape in kinds.items()}
     shapes |= {"tok_embeddings.weight": (128256, width), "norm.weight": (width,), "output.weight": (128256, width)}

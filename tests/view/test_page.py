@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.view.page import as_json, asset, page
-from tests.view.browser import CONTRAST, Tab, with_script
+from tests.view.browser import Tab, script, with_script
 
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
@@ -45,7 +45,7 @@ def test_json_in_a_page_is_text_and_nothing_else() -> None:
 
 def test_hostile_texts_are_shown_as_they_are(tab: Callable[..., Tab], tmp_path: Path) -> None:
     text = page(HOSTILE[0], ["table.js", "chart.js"], {"names": HOSTILE})
-    probe = (Path(__file__).parent / "hostile.js").read_text()
+    probe = script("hostile")
     text = with_script(text, probe)
     one = tab()
     shown = one.open(written(tmp_path / "page.html", text))
@@ -83,7 +83,7 @@ def test_there_is_a_theme_for_day_and_night(tab: Callable[..., Tab], tmp_path: P
     found = {}
     for scheme in ("light", "dark"):
         shown = tab(scheme=scheme).open(path)
-        assert shown.evaluate(CONTRAST)[0][0] >= 4.5
+        assert shown.evaluate(script("contrast"))[0][0] >= 4.5
         found[scheme] = shown.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         shown.click("#theme")
         found[f"{scheme} turned"] = shown.evaluate("getComputedStyle(document.documentElement).backgroundColor")

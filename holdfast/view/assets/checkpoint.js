@@ -37,7 +37,8 @@
   H.header(data.title, data.path);
   const stamp = created && !Number.isNaN(created.getTime()) ? H.time(created.getTime() / 1000) : "–";
   const used = data.files.reduce((n, f) => n + f[1], 0);
-  const producer = Object.entries(data.producer).map(([name, version]) => `${name} ${version}`).join(", ");
+  const makers = Object.entries(data.producer), software = makers.filter(([name]) => /^(?:holdfast|torch)$/.test(name));
+  const producer = (software.length ? software : makers).map(([name, version]) => `${name} ${version}`).join(", ");
   const facts = H.facts([
     ["Step", data.step === null ? "–" : H.count(data.step), data.run ? `run ${data.run.slice(0, 8)}` : "no run named"],
     ["State", H.bytes(total), `${H.plural(tensors.length, "tensor")}${tied.length ? `, ${tied.length} tied` : ""}`],
@@ -62,7 +63,7 @@
     return (t) => glob.test(t.lower);
   }
   let fits = () => true, narrowed = false;
-  const filter = H.frame(() => {
+  function apply() {
     try { fits = test(input.value); } catch { fits = () => false; } // half a character class, while it is typed
     narrowed = input.value.trim() !== "";
     table.filter(narrowed ? fits : null);
@@ -70,11 +71,12 @@
     told.textContent = narrowed ? `${H.count(shown.length)} of ${H.plural(tensors.length, "tensor")}, ${H.bytes(bytes)}` : `${H.plural(tensors.length, "tensor")}, ${H.bytes(total)}`;
     stored.forEach((t) => { t.pale = !fits(t); });
     map?.again();
-  });
+  }
+  const filter = H.frame(apply);
   input.addEventListener("input", filter);
   input.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") { if (input.value) { input.value = ""; filter(); } else input.blur(); event.preventDefault(); }
-    else if (event.key === "ArrowDown" || event.key === "Enter") { table.focus(); event.preventDefault(); }
+    if (event.key === "Escape") { if (input.value) { input.value = ""; apply(); } else input.blur(); event.preventDefault(); }
+    else if (event.key === "ArrowDown" || event.key === "Enter") { apply(); table.focus(); event.preventDefault(); }
   });
 
   // ---- treemap
@@ -134,6 +136,7 @@
     ],
   });
   table.node.id = "tensors";
+  table.node.style.height = `${Math.min(12, Math.max(3, tensors.length)) * 30 + 36}px`;
 
   // ---- what is no tensor
 
@@ -150,10 +153,10 @@
     picked: (v) => { whole.hidden = false; H.empty(whole, el("p", { class: "note mono" }, v.text)); },
     columns: [
       { name: "Path", width: "minmax(140px, 1.4fr)", value: (v) => v.path, cell: (v) => parted(v.path), ascending: true },
-      { name: "Rank", width: "52px", value: (v) => v.rank, cell: (v) => (v.rank === null ? "" : String(v.rank)), right: true, ascending: true },
+      data.perRank.length ? { name: "Rank", width: "52px", value: (v) => v.rank, cell: (v) => (v.rank === null ? "" : String(v.rank)), right: true, ascending: true } : null,
       { name: "Value", width: "minmax(140px, 1fr)", value: (v) => v.text, cell: (v) => el("span", { class: "mono", title: v.text }, v.text), ascending: true },
       { name: "Type", width: "76px", value: (v) => v.type, cell: (v) => el("span", { class: "muted" }, v.type), ascending: true },
-    ],
+    ].filter(Boolean),
   });
   valueTable.node.style.height = `${Math.min(values.length, 9) * 30 + 36}px`;
   const attached = Object.entries(data.attachments), left = Object.entries(data.leftOut);
@@ -177,7 +180,7 @@
         left.length ? H.card("Left out", el("span", { class: "muted" }, "has no place in a state"), el("div", { class: "body" }, list(left, ([name, why]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted break" }, why))))) : null) : null,
       el("div", { class: "grid column" },
         H.card("Made by", null, el("div", { class: "body" }, H.pairs([
-          producer ? ["Software", producer] : null, data.run ? ["Run", el("span", { class: "mono" }, data.run)] : null, data.save ? ["Save", el("span", { class: "mono" }, data.save)] : null,
+          ...makers.map(([name, version]) => [name, version]), data.run ? ["Run", el("span", { class: "mono" }, data.run)] : null, data.save ? ["Save", el("span", { class: "mono" }, data.save)] : null,
           created ? ["At", stamp] : null, ["Check", el("code", { class: "command" }, `holdfast verify ${data.quoted}`)], data.signature[2] ? ["Signature", data.signature[2]] : null, ["This page", `holdfast ${data.by}`]]))),
         attached.length ? H.card("Attached files", null, el("div", { class: "body" }, list(attached, ([name, bytes]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted" }, H.bytes(bytes)))))) : null)),
     data.timeline ? H.timeline(data.timeline) : null,
@@ -190,7 +193,7 @@
     trail(root);
   } else H.empty(field, el("p", { class: "muted" }, "There is no tensor in it."));
   paintKey();
-  filter();
+  apply();
   const first = table.shown[0];
   if (first) choose(first, "start"); else H.empty(panel, el("div", { class: "body" }, el("p", { class: "muted" }, "No tensor is chosen.")));
 

@@ -89,7 +89,7 @@
   H.shards = (tensor, files, itemsize) => {
     const cells = H.cellsOf(tensor), total = H.cellCount(tensor), { down, along, rectangles } = H.projection(tensor.shape, cells);
     const rows = down === null ? 1 : tensor.shape[down], columns = along.reduce((n, d) => n * tensor.shape[d], 1);
-    const height = down === null ? 46 : Math.round(Math.min(250, Math.max(64, (340 * rows) / Math.max(1, columns))));
+    const height = down === null ? 46 : Math.round(Math.min(180, Math.max(64, (340 * rows) / Math.max(1, columns))));
     const host = H.el("div", { class: "boxes", tabindex: 0, role: "application", "aria-roledescription": "drawing of cells", style: { height: `${height}px` } });
     const outline = H.el("div", { class: "outline", hidden: true });
     const placed = cells.flatMap((cell, i) => rectangles(cell).map((r) => [i, ...r])).slice(0, MANY * 2);

@@ -8,8 +8,8 @@
   const pattern = (name) => quoted(name.replace(/[[*?]/g, (sign) => `[${sign}]`));
 
   function figures(found) {
-    const rows = [["Least", H.number(found.min)], ["Greatest", H.number(found.max)], ["Mean", H.number(found.mean)], ["Standard deviation", H.number(found.std)],
-      ["Norm", H.number(found.norm)], ["Zeros", `${H.count(found.zeros)} (${H.percent(found.zeros / (found.count || 1))})`],
+    const rows = [["Least", H.number(found.min)], ["Greatest", H.number(found.max)], ["Mean", H.number(found.mean)], ["Std", H.number(found.std)],
+      ["Norm", H.number(found.norm)], ["Zeros", found.zeros ? `${H.count(found.zeros)} (${H.percent(found.zeros / found.count)})` : "0"],
       ["NaN", el("span", { class: found.nan ? "bad" : "" }, H.count(found.nan))], ["Infinite", el("span", { class: found.inf ? "bad" : "" }, H.count(found.inf))]];
     const chart = el("div", null);
     const node = el("div", { class: "statistics" }, el("dl", { class: "figures" }, rows.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value)))), chart);

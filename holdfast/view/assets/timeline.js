@@ -3,8 +3,15 @@
 {
   const ROW = 18, SIDE = 150, TOP = 22;
 
-  /** told: { lanes: [[process, thread]], names, spans: [[lane, name, begin, length, detail]], dropped }, times in seconds. */
-  H.timeline = ({ lanes, names, spans, dropped }) => {
+  /** A moment in as many digits as tell it from the next one. */
+  function exactly(at, step) {
+    const [unit, word] = step < 1e-4 ? [1e6, "µs"] : step < 0.1 ? [1e3, "ms"] : [1, "s"];
+    const by = step * unit, digits = [0, 1, 2, 3].find((d) => Math.abs(by * 10 ** d - Math.round(by * 10 ** d)) < 1e-6) ?? 3;
+    return `${(at * unit).toFixed(digits)} ${word}`;
+  }
+
+  /** told: { lanes: [[process, thread]], names, spans: [[lane, name, begin, length, detail]], dropped, window: [from, to] or null }, times in seconds. */
+  H.timeline = ({ lanes, names, spans, dropped, window: first }) => {
     // Spans of a lane that lie over each other (one calls the other) get rows of their own.
     const ends = lanes.map(() => []), depth = [];
     spans.forEach(([lane, , begin, length], i) => {
@@ -19,7 +26,11 @@
     lanes.forEach((_, i) => { firsts[i] = rows; rows += Math.max(1, ends[i].length); });
     const whole = Math.max(1e-6, ...spans.map(([, , begin, length]) => begin + length));
     let from = 0, to = whole, top = 0, drawn = [], at = -1;
-    const height = Math.min(420, TOP + rows * ROW + 6);
+    if (first && first[1] > first[0]) { // what the page is about, with a little around it
+      const rim = (first[1] - first[0]) * 0.04;
+      [from, to] = [Math.max(0, first[0] - rim), Math.min(whole, first[1] + rim)];
+    }
+    const height = Math.min(460, TOP + rows * ROW + 6);
     const host = H.el("div", { class: "lanes", tabindex: 0, role: "application", "aria-roledescription": "timeline", style: { height: `${height}px` },
       "aria-label": `Timeline of ${H.plural(spans.length, "span")} in ${H.plural(lanes.length, "lane")}. Plus and minus zoom, left and right move, up and down scroll, comma and full stop step through spans.` });
     const colours = new Map(names.map((_, i) => [i, i]));
@@ -32,6 +43,9 @@
       context.textBaseline = "middle";
       drawn = [];
       let said = null;
+      const scale = H.ticks(from, to, Math.max(2, Math.floor((width - SIDE) / 120))).filter((s) => X(s) >= SIDE - 0.5 && X(s) <= width);
+      context.fillStyle = line;
+      scale.forEach((s) => context.fillRect(Math.round(X(s)), TOP - 4, 1, tall));
       for (let i = 0; i < lanes.length; i += 1) {
         const y = TOP + firsts[i] * ROW - top, high = Math.max(1, ends[i].length) * ROW;
         if (y + high < TOP || y > tall) continue;
@@ -73,16 +87,10 @@
       });
       context.restore();
       context.fillStyle = surface;
-      context.fillRect(0, 0, width, TOP);
+      context.fillRect(0, 0, width, TOP - 4);
       context.fillStyle = muted;
       context.textAlign = "center";
-      for (const s of H.ticks(from, to, Math.max(2, Math.floor((width - SIDE) / 120)))) {
-        if (X(s) < SIDE || X(s) > width) continue;
-        context.fillText(H.seconds(s), Math.min(width - 24, X(s)), TOP / 2);
-        context.fillStyle = line;
-        context.fillRect(Math.round(X(s)), TOP - 4, 1, tall);
-        context.fillStyle = muted;
-      }
+      scale.forEach((s) => context.fillText(exactly(s, scale[1] - scale[0]), Math.min(width - 24, X(s)), TOP / 2 - 1));
       context.textAlign = "left";
       if (at >= 0) {
         const box = drawn.find(([i]) => i === at);
@@ -143,7 +151,7 @@
     }
     const button = (words, does, run) => H.el("button", { type: "button", class: "icon", "aria-label": does, title: does, click: run }, words);
     return H.card("Timeline", [dropped ? H.el("span", { class: "muted" }, `${H.count(dropped)} shorter spans are left out`) : null,
-      H.el("span", { class: "muted" }, H.seconds(whole)), button("−", "Zoom out", () => zoom(1.7)), button("+", "Zoom in", () => zoom(0.6)), button("⟷", "All of it", () => zoom(1e9))],
+      H.el("span", { class: "muted" }, `${H.plural(spans.length, "span")} in ${H.seconds(whole)}`), button("−", "Zoom out", () => zoom(1.7)), button("+", "Zoom in", () => zoom(0.6)), button("⟷", "All of it", () => zoom(1e9))],
     H.el("div", { class: "body" }, host));
   };
 }

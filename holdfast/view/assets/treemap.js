@@ -74,14 +74,15 @@
     const again = H.canvas(host, draw);
     host.append(outline);
 
-    function lay(node, x, y, w, h, depth) {
+    function lay(node, x, y, w, h, depth, above = "") {
+      const name = above ? `${above}.${node.label}` : node.label;
       if (depth === 1) tops.push({ node, x, y, w, h });
-      if (node.leaf) { cells.push({ node, x, y, w, h }); return; }
+      if (node.leaf) { cells.push({ node, name, x, y, w, h }); return; }
       const framed = depth > 0 && depth < 6 && w >= 58 && h >= 46;
       if (depth > 0) frames.push({ node, x, y, w, h, framed, depth });
-      if (w < 2.5 || h < 2.5) { cells.push({ node, x, y, w, h }); return; }
+      if (w < 2.5 || h < 2.5) { cells.push({ node, name, x, y, w, h }); return; }
       const inner = framed ? [x + 3, y + HEAD, w - 6, h - HEAD - 3] : [x, y, w, h];
-      squarify(node.children, ...inner, (child, cx, cy, cw, ch) => { if (cw * ch > 0.2) lay(child, cx, cy, cw, ch, depth + 1); });
+      squarify(node.children, ...inner, (child, cx, cy, cw, ch) => { if (cw * ch > 0.2) lay(child, cx, cy, cw, ch, depth + 1, framed || depth === 0 ? "" : name); });
     }
     const leafOf = (node) => { while (!node.leaf) node = node.children[0]; return node.leaf; };
 
@@ -123,9 +124,10 @@
         if (!cell.named) continue;
         context.font = `${LINE}px ${family}`;
         context.fillStyle = colour ? H.ink(colour) : H.css("--muted");
-        const two = h >= 34;
-        context.fillText(fitted(context, node.label, w - 10), x + 5.5, y + (two ? 12 : Math.min(h / 2, 12) + 0.5));
-        if (two) { context.globalAlpha = colour ? 0.85 : 1; context.fillText(fitted(context, H.bytes(node.bytes), w - 10), x + 5.5, y + 26); context.globalAlpha = 1; }
+        const size = H.bytes(node.bytes), two = h >= 34 && context.measureText(size).width <= w - 9; // half a number says another one
+        const wide = context.measureText(cell.name).width <= w - 9;
+        context.fillText(wide ? cell.name : fitted(context, node.label, w - 9), x + 5.5, y + (two ? 12 : Math.min(h / 2, 12) + 0.5));
+        if (two) context.fillText(size, x + 5.5, y + 26);
       }
       mark();
     }

@@ -1,0 +1,98 @@
+"""Make the pictures of docs/pictures/ anew: a real run on four ranks, its pages, and a browser that looks at them.
+
+    python docs/pictures.py
+
+Needs Chromium (`HOLDFAST_CHROMIUM`, or one of the usual names in PATH) and takes a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.view.browser import FLAGS, Tab, chromium  # noqa: E402
+
+PICTURES = ROOT / "docs" / "pictures"
+LARGEST = 200_000
+
+
+def main() -> None:
+    """Train, make the pages, take the pictures."""
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as work, sync_playwright() as driver:
+        folder = Path(work)
+        train(folder)
+        browser = driver.chromium.launch(executable_path=chromium(), args=list(FLAGS))
+        checkpoint = folder / "step-000000006.html"
+        holdfast(
+            folder, "view", "run/step-000000006", "--stats", "model/*", "--timeline", "timeline", "-o", checkpoint.name
+        )
+        # Nobody needs to see where this folder was.
+        checkpoint.write_text(checkpoint.read_text().replace(str(folder.resolve()), "/ckpt"))
+        for scheme in ("light", "dark"):
+            picture(browser, checkpoint, f"checkpoint-{scheme}", scheme, at_a_tensor)
+        picture(browser, checkpoint, "timeline", "dark", None, ".card:has(.lanes)")
+        browser.close()
+
+
+def train(folder: Path) -> None:
+    """A few steps of the example in FSDP2 on four ranks, saved in the background and written down as a timeline."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
+        str(ROOT / "examples" / "train.py"), "--root", "run", "--layers", "6", "--steps", "6", "--every", "3",
+    ]  # fmt: skip
+    here = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "HOLDFAST_TIMELINE": str(folder / "timeline"),
+    }
+    subprocess.run(command, cwd=folder, env=here, check=True, capture_output=True)
+
+
+def holdfast(folder: Path, *arguments: str) -> None:
+    """The command line."""
+    command = [sys.executable, "-m", "holdfast", *arguments]
+    subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
+def at_a_tensor(page: Any) -> None:
+    """One with a histogram, chosen by way of the filter, which is cleared again."""
+    page.keyboard.press("/")
+    page.keyboard.type("model/*qkv.weight")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    page.keyboard.press("/")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    page.wait_for_timeout(300)
+
+
+def picture(
+    browser: Any, path: Path, name: str, scheme: str, prepare: Callable[[Any], None] | None, only: str = ""
+) -> None:  # fmt: skip
+    """A screenshot of a page, or of one part of it."""
+    tab = Tab(browser, scheme=scheme, width=1200, height=900)
+    page = tab.open(path)
+    if prepare:
+        prepare(page)
+    target = PICTURES / f"{name}.png"
+    page.locator(only).screenshot(path=target) if only else page.screenshot(path=target)
+    tab.close()
+    size = target.stat().st_size
+    sys.stdout.write(f"{target.relative_to(ROOT)}: {size:,} bytes\n")
+    if size > LARGEST:
+        raise SystemExit(f"{target} is larger than {LARGEST:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
