@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import du, ls, output, repair, rescue, verify
+from holdfast.cli import diff, du, ls, output, repair, rescue, show, verify
 from holdfast.cli.codes import Code, code_of
 from holdfast.version import __version__
 
@@ -22,6 +22,8 @@ app = typer.Typer(
     help="Look after checkpoints: verify, repair and rescue them.",
 )  # fmt: skip
 app.command("ls")(ls.ls)
+app.command("show")(show.show)
+app.command("diff")(diff.diff)
 app.command("du")(du.du)
 app.command("verify")(verify.verify)
 app.command("repair")(repair.repair)
