@@ -16,6 +16,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.cli.codes import Code
 from holdfast.cli.show import brief, typed
+from holdfast.errors import Mismatch
 from holdfast.inspect.compare import Difference, compare, compare_names
 
 _ORDER = ("only in a", "only in b", "shape", "dtype", "changed")
@@ -34,9 +35,11 @@ def diff(
     """Compare names, shapes, dtypes and values; exit code 0 if all is the same, 1 if anything differs."""
     left, right = holdfast.open(a), holdfast.open(b)
     every = list(compare_names(left, right, only=tensors) if names_only else compare(left, right, only=tensors))
+    if not every and tensors != "*":  # a slip of the pen must not read like "the same"
+        raise Mismatch(f"neither {a} nor {b} has a name that fits {tensors!r}")
     found = sorted((d for d in every if d.status != "same"), key=_by_size)
     shown = found[:top] if top else found
-    counts = Counter(d.status for d in every)
+    counts = Counter[str](d.status for d in every)
     if json:
         told = [{**{k: getattr(d, k) for k in d.__dataclass_fields__}, "relative": d.relative} for d in shown]
         output.as_json({"a": a, "b": b, "same": not found, "counts": counts, "differences": told})
@@ -55,8 +58,6 @@ def _by_size(found: Difference) -> tuple[int, float, str]:
 
 
 def _summary(counts: Counter[str], *, names_only: bool) -> str:
-    if not counts:
-        return "no name fits"
     if set(counts) == {"same"}:
         what = "names, shapes and dtypes" if names_only else "to the last bit"
         return f"the same, {what}: {counts['same']} names"
