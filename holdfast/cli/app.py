@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import diff, du, ls, output, repair, rescue, show, verify
+from holdfast.cli import diff, du, ls, output, plan, repair, rescue, show, verify
 from holdfast.cli.codes import Code, code_of
 from holdfast.version import __version__
 
@@ -25,6 +25,7 @@ app.command("ls")(ls.ls)
 app.command("show")(show.show)
 app.command("diff")(diff.diff)
 app.command("du")(du.du)
+app.command("plan")(plan.plan)
 app.command("verify")(verify.verify)
 app.command("repair")(repair.repair)
 app.command("rescue")(rescue.rescue)

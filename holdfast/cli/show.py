@@ -40,7 +40,7 @@ def show(
     values: Annotated[bool, typer.Option("--values", help="All values, and those that differ by rank.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Show what a checkpoint holds: modules, tensors, shapes, dtypes, bytes, cuts into pieces; values; attached files."""
+    """Show what a checkpoint holds: modules, tensors, shapes, dtypes, bytes, cuts, values, attached files."""
     checkpoint = holdfast.open(path)
     chosen = [name for name in checkpoint.records if matches(name, tensors or "*")]
     if tensors is not None and not chosen:
