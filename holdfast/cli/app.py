@@ -16,21 +16,25 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from holdfast.cli import (
+    bench,
     convert,
     copy,
+    diff,
     du,
     errors,
     gc,
     ls,
     output,
+    plan,
     prune,
     repair,
     rescue,
+    show,
     unshard,
     verify,
     view,
     watch,
-)  # fmt: skip
+)
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -40,7 +44,10 @@ LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machine
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     # They are listed in this order, each under the name of its function.
     (LOOK, ls.ls),
+    (LOOK, show.show),
+    (LOOK, diff.diff),
     (LOOK, du.du),
+    (LOOK, plan.plan),
     (LOOK, view.view),
     (CHECK, verify.verify),
     (CHECK, repair.repair),
@@ -51,6 +58,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (CHANGE, prune.prune),
     (CHANGE, gc.gc),
     (RUN, watch.watch),
+    (RUN, bench.bench),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")

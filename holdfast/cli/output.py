@@ -39,6 +39,12 @@ def say(text: str) -> None:
         Console(soft_wrap=True, highlight=False).print(escape(text))
 
 
+def aside(text: str) -> None:
+    """What is being done, on standard error, if a person is looking."""
+    if not _quiet and sys.stderr.isatty():
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[dim]{escape(text)}[/]")
+
+
 def fail(told: Told, *, as_json: bool) -> None:
     """What went wrong and what to do next, on standard error: two lines for people, or one object."""
     if as_json:

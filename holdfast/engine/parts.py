@@ -69,11 +69,6 @@ def finished(folder: Location) -> str | None:
     return None
 
 
-def is_finished(folder: Location) -> bool:
-    """Whether `commit_late` would commit what lies in ``folder``; nothing is changed. Raises StorageError."""
-    return finished(folder) is not None
-
-
 def is_written_to(folder: Location) -> bool:
     """Whether a living process, of this machine as a rule, still writes data files there."""
     if isinstance(folder, Place):

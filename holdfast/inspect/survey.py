@@ -19,7 +19,7 @@ from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.engine import disk, storage
 from holdfast.engine.citations import is_cited
-from holdfast.engine.parts import is_finished, is_written_to
+from holdfast.engine.parts import finished, is_written_to
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.read import DataFiles
 from holdfast.engine.sections import dropped_of
@@ -195,7 +195,7 @@ def _uncommitted(path: Location, blank: Step) -> Step | None:
         found = replace(blank, created=_newest(path, ours), nbytes=nbytes, own=nbytes)
         if is_written_to(path):
             return replace(found, health="writing", fault="a living process writes it")
-        if is_finished(path):
+        if finished(path) is not None:
             return replace(found, health="pending", fault="all its ranks had finished: holdfast.recover commits it")
         return replace(found, health="unfinished", fault="not all its ranks had finished: the next manager sweeps it")
     except StorageError as error:

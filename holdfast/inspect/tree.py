@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.ondisk.spans import ranges
@@ -17,12 +17,16 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor: its whole name, its bytes and elements, and what has to be equal for two layers to be alike."""
+    """A tensor: its whole name, its bytes and elements, and what has to be equal for two layers to be alike.
+
+    ``note`` is told of it, if it is the same of all that are folded together.
+    """
 
     name: str
     nbytes: int
     elements: int
     alike: Hashable = None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,20 @@ def _folded(made: list[tuple[Node, Hashable]]) -> list[tuple[Node, Hashable]]:
         if len(group) > 1:
             text = "{" + ranges(sorted(int(_NUMBER.findall(node.label)[0]) for node, _ in group)) + "}"
             label = _NUMBER.sub(lambda _, text=text: text, first.label)  # type: ignore[misc]
-            first = replace(_times(first, len(group)), label=label, count=len(group))
+            first = replace(_joined([node for node, _ in group]), label=label, count=len(group))
         found.append((first, alike))
     return found
 
 
-def _times(node: Node, times: int) -> Node:
-    """A node, and all below it, that stands for so many."""
+def _joined(nodes: Sequence[Node]) -> Node:
+    """Nodes that are alike as one."""
+    first = nodes[0]
+    leaf = first.leaf
+    if leaf is not None and any(node.leaf is not None and node.leaf.note != leaf.note for node in nodes):
+        leaf = replace(leaf, note="")
+    below = zip(*(node.children for node in nodes), strict=True)
     return replace(
-        node, children=tuple(_times(child, times) for child in node.children), tensors=node.tensors * times,
-        nbytes=node.nbytes * times, elements=node.elements * times,
+        first, leaf=leaf, children=tuple(_joined(some) for some in below),
+        tensors=sum(n.tensors for n in nodes), nbytes=sum(n.nbytes for n in nodes),
+        elements=sum(n.elements for n in nodes),
     )  # fmt: skip
