@@ -27,6 +27,7 @@ from holdfast.engine import disk, storage
 from holdfast.engine.storage import JOURNAL
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError
 from holdfast.events import log
 from holdfast.saving import Saving
@@ -120,8 +121,8 @@ class Log(NamedTuple):
 # Reading
 
 
-def read(root: Location) -> list[Entry]:
-    """The journal of the run whose steps lie in ``root``, the oldest entry first; empty if there is none.
+def read(root: str | os.PathLike[str] | Place) -> list[Entry]:
+    """The journal of the run whose steps lie in ``root``, a path or a URL; the oldest entry first, empty if none is.
 
     Raises StorageError.
     """
@@ -131,8 +132,8 @@ def read(root: Location) -> list[Entry]:
 class Reader:
     """A journal that is read again and again: what has not changed is not read twice."""
 
-    def __init__(self, root: Location) -> None:
-        self._folder = patiently(root, ASK) / JOURNAL
+    def __init__(self, root: str | os.PathLike[str] | Place) -> None:
+        self._folder = patiently(location(root), ASK) / JOURNAL
         self._known: dict[str, tuple[int, list[Entry]]] = {}
 
     def read(self) -> Log:

@@ -226,6 +226,8 @@ def span(seconds: float | None) -> str:
     """A length of time as people say it."""
     if seconds is None:
         return "–"
+    if seconds < 0.00095:
+        return f"{seconds * 1e6:.0f} µs"
     if seconds < 0.0995:
         return f"{seconds * 1000:.{0 if seconds >= 0.00995 else 1}f} ms"
     if seconds < 99.5:

@@ -215,5 +215,5 @@ def test_how_a_run_stands() -> None:
 def test_words() -> None:
     assert watching.spark([0.0, 1.0, None, 0.5]) == "▁█×▅" and watching.spark([]) == "" and watching.spark([0.0]) == "▁"
     spans = [0.0004, 0.05, 0.25, 3.14, 45.0, 125.0, 3700.0, 90_000.0, 1e6]
-    told = ["0.4 ms", "50 ms", "0.25 s", "3.1 s", "45 s", "2 min 5 s", "1 h 1 min", "25 h", "11.6 days"]
+    told = ["400 µs", "50 ms", "0.25 s", "3.1 s", "45 s", "2 min 5 s", "1 h 1 min", "25 h", "11.6 days"]
     assert [watching.span(x) for x in spans] == told

@@ -15,7 +15,7 @@ from holdfast.cli.codes import Code
 from holdfast.inspect.compare import Difference, compare
 from holdfast.view import page as page_module
 from holdfast.view.diff import SCRIPTS, contents, diff_page, placed
-from tests.view.browser import CONTRAST, Tab
+from tests.view.browser import Tab, script
 from tests.view.test_run_page import data_of, shown
 
 LAYERS = 6
@@ -82,7 +82,8 @@ def test_what_is_told_of_a_pair(tab: Callable[..., Tab], written: Path) -> None:
     rows = page.inner_text("#names")
     assert "other shape" in rows and "changed" in rows
     page.click("[data-value=odd]")
-    rows = page.inner_text("#names")
+    page.wait_for_function("document.querySelectorAll('#names .row').length === 4")
+    rows = page.text_content("#names")
     assert "only in A" in rows and "only in B" in rows and "other type" in rows and "model/old.weight" in rows
 
 
@@ -96,7 +97,7 @@ def test_the_map_tells_and_opens_a_tensor(tab: Callable[..., Tab], written: Path
     page.keyboard.press("Enter")
     page.wait_for_selector("#detail:not([hidden])")
     assert "attn.q.weight" in page.inner_text("#detail h2")
-    selected = page.inner_text("#names .row[aria-selected=true]")
+    selected = page.text_content("#names .row[aria-selected=true]")
     assert "attn.q.weight" in selected
     page.keyboard.press("Escape")
     page.wait_for_selector("#detail[hidden]", state="attached")
@@ -132,7 +133,7 @@ def test_the_colour_can_say_something_else(tab: Callable[..., Tab], written: Pat
 def test_it_can_be_read(scheme: str, tab: Callable[..., Tab], written: Path) -> None:
     page = shown(tab, written, scheme=scheme)
     page.click("#names .row")
-    assert page.evaluate(CONTRAST)[0][0] >= 4.5
+    assert page.evaluate(script("contrast"))[0][0] >= 4.5
     for width in (1360, 420):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing lies beside the page"

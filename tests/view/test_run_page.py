@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,50 +18,10 @@ from holdfast.cli.codes import Code
 from holdfast.engine.storage import JOURNAL
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
-from holdfast.journal import Entry, Journal, Now
+from holdfast.journal import Journal, Now
 from holdfast.view.run import is_run, run_page
-from tests.view.browser import CONTRAST, Tab
-
-HOSTILE = "</script><script>document.title='owned'</script>\u202e<img src=x onerror=alert(1)>"
-
-
-def told(root: Any, saves: int = 120, *, start: float = 1_700_000_000.0) -> list[Entry]:
-    """The journal of a run of three starts, on 64, 32 and 64 ranks, with two failures and one save that was skipped."""
-    entries, at = [], start
-    cuts = (saves * 3 // 10, saves * 7 // 10)
-    for number in range(1, saves + 1):
-        at += 300.0 + (3600.0 if number in (cuts[0] + 1, cuts[1] + 1) else 0.0)
-        outcome: Any = "saved"
-        if number in (saves // 5, saves * 3 // 5):
-            outcome = "failed"
-        elif number == saves // 2:
-            outcome = "skipped"
-        saved = outcome == "saved"
-        took = 18.0 + number % 5 + (14.0 if number % 37 == 0 else 0.0) if outcome != "skipped" else 0.0
-        ranks = 32 if cuts[0] < number <= cuts[1] else 64
-        loss, error = 2.1 + 6 * math.exp(-number * 5 / saves), "" if saved else f"rank 3: {HOSTILE}"
-        written = 48_200_000_000 if number % 8 == 1 else 40_500_000_000
-        phases = {"staging": took * 0.3, "writing": took * 0.6, "commit": took * 0.1}
-        entries.append(
-            Entry(
-                number * 500, at, at + took if saved else None, took, 0.04 if took else 0.0,
-                48_200_000_000 if saved else 0, ranks, loss, outcome, error, phases, number % 3, written,
-                1.19 if ranks == 32 else 0.62, "aaaa" if number <= cuts[0] else "bbbb" if number <= cuts[1] else "cccc",
-            )
-        )  # fmt: skip
-    journal = Journal(root)
-    for late, name in enumerate(("aaaa", "bbbb", "cccc")):
-        journal.start = name
-        of_it = [entry for entry in entries if entry.start == name]
-        for number, entry in enumerate(of_it):
-            journal.add(entry)
-            if number % 500 == 0:
-                journal.settle(30)
-        last = of_it[-1]
-        where = Now(last.step + 100, at + late, 500, last.ranks, step_seconds=0.62, backlog=1)
-        journal.tell(lambda: where, news=True)
-        journal.settle(30)
-    return entries
+from tests.view.browser import Tab, script
+from tests.view.telling import HOSTILE, told
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +149,7 @@ def test_what_failed_is_marked_and_its_text_is_only_text(tab: Callable[..., Tab]
 def test_it_can_be_read(scheme: str, tab: Callable[..., Tab], written: Path) -> None:
     page = shown(tab, written, scheme=scheme)
     page.click("#saves .row")
-    assert page.evaluate(CONTRAST)[0][0] >= 4.5
+    assert page.evaluate(script("contrast"))[0][0] >= 4.5
     for width in (1360, 420):
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing lies beside the page"

@@ -48,17 +48,12 @@
   const numbers = [...new Set(all.map((t) => t.layer))].filter((v) => v !== null).sort((x, y) => x - y);
   const columns = [...(all.some((t) => t.layer === null) ? [null] : []), ...numbers], column = new Map(columns.map((v, i) => [v, i]));
   const sized = data.kinds.map((kind, k) => [kind, k]);
-  const layered = (k) => all.some((t) => t.kind === k && t.layer !== null);
   // With hundreds of values that are no tensors (rng, lr, …) the map would be all of them: they are in the table.
-  const shownKinds = sized.filter(([, k]) => layered(k) || all.some((t) => t.kind === k && t.bytes > 0)).slice(0, 400);
-  const rowOf = new Map(shownKinds.map(([, k], r) => [k, r]));
-  const cells = new Map();
-  all.forEach((t) => {
-    if (!rowOf.has(t.kind)) return;
-    const key = `${rowOf.get(t.kind)},${column.get(t.layer)}`;
-    if (!cells.has(key)) cells.set(key, []);
-    cells.get(key).push(t);
-  });
+  const mapped = new Set(all.filter((t) => t.layer !== null || t.bytes > 0).map((t) => t.kind));
+  const known = sized.filter(([, k]) => mapped.has(k)).slice(0, 1000);
+  const sectionOf = (kind) => (kind.includes("/") ? kind.slice(0, kind.indexOf("/")) : "state");
+  const sections = [...new Set(known.map(([kind]) => sectionOf(kind)))];
+  let section = known.length > 24 ? sections[0] : "", shownKinds = [], rowOf = new Map(), cells = new Map(), map = null;
   const RANK = { same: 0, changed: 1, dtype: 2, shape: 3, "only in a": 4, "only in b": 4 };
   const leading = (group) => group.reduce((w, t) => (RANK[t.status] > 1 && RANK[t.status] > RANK[w.status] ? t : RANK[w.status] > 1 ? w : (MEASURES[measure].of(t) ?? -1) > (MEASURES[measure].of(w) ?? -1) ? t : w), group[0]);
   const cell = (r, k) => cells.get(`${r},${k}`);
@@ -76,7 +71,7 @@
       t.status === "changed" || t.status === "dtype" ? [el("div", null, `relative change ${figure(t.relative)}`), el("div", null, `cosine ${figure(t.cosine)}`), el("div", null, `largest ${figure(t.largest)}`)] : null,
       t.nonfinite ? el("div", { class: "bad" }, `${H.plural(t.nonfinite, "number")} NaN or infinite`) : null];
   };
-  const field = el("div", { class: "heat", id: "map" }), key = el("div", { class: "scale" });
+  const field = el("div"), key = el("div", { class: "scale" });
   const paintKey = () => {
     const steps = Array.from({ length: 24 }, (_, i) => el("i", { style: { background: H.ramp(0.12 + (0.88 * i) / 23) } }));
     H.empty(key, el("span", { class: "muted" }, `${MEASURES[measure].words}:`), el("i", { class: "none", style: { background: H.css("--line") } }), el("span", { class: "muted" }, "none"),
@@ -85,7 +80,22 @@
     key.title = MEASURES[measure].note;
   };
   const measures = H.segmented("What the colour says", Object.entries(MEASURES).map(([of, m]) => [of, m.words]), measure, (to) => { measure = to; range = spread(); paintKey(); map.again(); });
-  const map = H.heatmap({ host: field, rows: shownKinds.map(([kind]) => kind), columns, cell, fill, sign: (group) => (leading(group).nonfinite ? "!" : STATUS[leading(group).status][2]), told, open: (group) => open(leading(group)), label: "Differences by layer" });
+  function lay() {
+    shownKinds = known.filter(([kind]) => !section || sectionOf(kind) === section);
+    rowOf = new Map(shownKinds.map(([, k], r) => [k, r]));
+    cells = new Map();
+    all.forEach((t) => {
+      if (!rowOf.has(t.kind)) return;
+      const key = `${rowOf.get(t.kind)},${column.get(t.layer)}`;
+      if (!cells.has(key)) cells.set(key, []);
+      cells.get(key).push(t);
+    });
+    const host = el("div", { class: "heat", id: "map" });
+    H.empty(field, host);
+    map = H.heatmap({ host, rows: shownKinds.map(([kind]) => kind), columns, cell, fill, sign: (group) => (leading(group).nonfinite ? "!" : STATUS[leading(group).status][2]), told, open: (group) => open(leading(group)), label: "Differences by layer" });
+  }
+  const which_section = sections.length > 1 && sections.length < 8 ? H.segmented("Which section", [...sections.map((name) => [name, name]), ["", "all"]], section, (to) => { section = to; lay(); }) : null;
+  lay();
   H.onTheme(paintKey);
   paintKey();
 
@@ -115,10 +125,15 @@
 
   // ---- table
 
+  /** The end of a name is what tells neighbours apart: the beginning is what gives way. */
+  function parted(name) {
+    const cuts = [...name.matchAll(/[./]/g)].map((m) => m.index), at = cuts.length > 1 ? cuts.at(-2) + 1 : 0;
+    return el("span", { class: "parted mono", title: name }, el("span", { class: "cut muted" }, name.slice(0, at)), el("b", null, name.slice(at)));
+  }
   const table = H.table({
     label: "Names", picked: open, rows: all, sort: [2, -1],
     columns: [
-      { name: "Name", width: "minmax(180px, 3fr)", ascending: true, value: (t) => t.name, cell: (t) => el("span", { class: "mono", title: t.name }, t.name) },
+      { name: "Name", width: "minmax(180px, 3fr)", ascending: true, value: (t) => t.name, cell: (t) => parted(t.name) },
       { name: "Status", width: "minmax(104px, .8fr)", ascending: true, value: (t) => t.status, cell: (t) => H.badge(STATUS[t.status][0], STATUS[t.status][1]) },
       { name: "Relative", width: "minmax(84px, .7fr)", right: true, value: (t) => t.relative, cell: (t) => figure(t.relative) },
       { name: "Cosine", width: "minmax(84px, .7fr)", right: true, value: (t) => t.cosine, cell: (t) => figure(t.cosine) },
@@ -143,7 +158,7 @@
 
   const halves = el("div", { class: "grid column" },
     el("div", { class: "grid column" },
-      shownKinds.length ? H.card("By layer", [key, measures], el("div", { class: "body" }, field)) : null,
+      known.length ? H.card("By layer", [key, which_section, measures], el("div", { class: "body" }, field)) : null,
       H.card("Names", [words, input, which_], el("div", { class: "body flush sideways" }, table.node))), detail);
   H.empty(main, facts, all.length && all.length === count("same") ? el("p", { class: "note" }, "Both hold the same, to the last bit.") : null, halves);
   H.key("/", "filter by name", () => { input.focus(); });

@@ -39,17 +39,16 @@
   const rated = indices.filter((i) => c.metric[i] !== null && c.outcome[i] === "saved");
   const best = rated.reduce((b, i) => (b === null || (data.mode === "max" ? c.metric[i] > c.metric[b] : c.metric[i] < c.metric[b]) ? i : b), null);
   const STATE = { running: ["good", "running"], saving: ["good", "saving"], ended: ["", "ended"], silent: ["bad", "silent"], unknown: ["", "no journal"] };
-  const bad = data.steps.filter((s) => s[2] === "bad"), ago = (s) => (s === null || s === undefined ? "" : `${H.seconds(s)} ago`);
+  const bad = data.steps.filter((s) => s[2] === "bad"), ago = (s) => (s === null || s === undefined ? "" : `${s < 120 ? `${Math.round(s)} s` : H.seconds(s)} ago`);
   H.header(data.title, data.path, el("span", { class: "muted small" }, `as of ${H.time(data.at)}`));
   const facts = H.facts([
     ["State", H.badge(...STATE[data.state]), data.heard === null ? " " : `heard of ${ago(data.heard)}`],
     ["Step", data.step === null ? "–" : H.count(data.step), lastSaved === undefined ? "none saved" : `${H.count(c.step[lastSaved])} saved ${ago(Math.max(0, data.at - c.began[lastSaved]))}`],
     ["Saves", H.count(counts.saved), [counts.failed ? `${H.count(counts.failed)} failed` : "none failed", counts.skipped ? `, ${H.count(counts.skipped)} skipped` : ""].join("")],
-    ["There now", H.plural(there.size, "step"), bad.length ? `${H.count(bad.length)} damaged` : "none damaged"],
+    ["There now", H.plural(there.size, "step"), bad.length ? `${H.count(bad.length)} damaged` : data.backlog ? `${H.count(data.backlog)} to be uploaded` : "none damaged"],
     ["A save takes", H.seconds(median(c.seconds)), `training waits ${H.seconds(median(c.stall))}`],
     restarts > 1 ? ["Starts", H.count(restarts), `on ${[...new Set(starts.map((s) => s.ranks))].map(H.count).join(", ")} ranks`] : ["Ranks", n ? H.count(c.ranks[n - 1]) : "–", "saved it last"],
     best === null ? null : ["Best metric", H.number(c.metric[best]), `at step ${H.count(c.step[best])}`],
-    data.backlog === null ? null : ["Backlog", H.plural(data.backlog, "step"), "to be uploaded"],
   ]);
 
   // ---- charts
