@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import bench, convert, copy, errors, gc, output, prune, repair, rescue, unshard, verify
+from holdfast.cli import bench, convert, copy, doctor, errors, gc, output, prune, repair, rescue, unshard, verify
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -25,6 +25,7 @@ LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machine
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     # They are listed in this order, each under the name of its function.
     (CHECK, verify.verify),
+    (CHECK, doctor.doctor),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),
     (CHANGE, convert.convert),
