@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import convert, copy, errors, gc, output, prune, repair, rescue, unshard, verify, view
+from holdfast.cli import bench, convert, copy, doctor, errors, gc, output, prune, repair, rescue, unshard, verify, view
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -26,6 +26,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     # They are listed in this order, each under the name of its function.
     (LOOK, view.view),
     (CHECK, verify.verify),
+    (CHECK, doctor.doctor),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),
     (CHANGE, convert.convert),
@@ -33,6 +34,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (CHANGE, copy.copy),
     (CHANGE, prune.prune),
     (CHANGE, gc.gc),
+    (RUN, bench.bench),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")
