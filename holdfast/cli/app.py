@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import convert, copy, errors, gc, output, prune, repair, rescue, unshard, verify
+from holdfast.cli import convert, copy, errors, gc, output, prune, repair, rescue, timeline, unshard, verify
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -32,6 +32,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (CHANGE, copy.copy),
     (CHANGE, prune.prune),
     (CHANGE, gc.gc),
+    (RUN, timeline.timeline),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")
