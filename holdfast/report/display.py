@@ -66,10 +66,11 @@ class Terminal:
     def drop(self, name: str) -> None:
         task = self._tasks.pop(name, None)
         if self._progress is not None and task is not None:
-            self._progress.remove_task(task)
             if not self._tasks:
-                self._progress.stop()
+                self._progress.stop()  # shows it as it is now, once more, and wipes it out
                 self._progress = None
+            else:
+                self._progress.remove_task(task)
 
 
 def _started() -> Progress:
