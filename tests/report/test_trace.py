@@ -158,9 +158,9 @@ def test_a_failed_save_says_why(tmp_path: Path) -> None:
     with (
         holdfast.timeline(tmp_path / "timeline"),
         holdfast.testing.faults("write", error="ENOSPC", under=tmp_path / "a"),
+        pytest.raises(holdfast.SaveFailed),
     ):
-        with pytest.raises(holdfast.SaveFailed):
-            holdfast.save(STATE, tmp_path / "a")
+        holdfast.save(STATE, tmp_path / "a")
     (save,) = [span for span in _spans(tmp_path / "timeline") if span["name"] == "save"]
     assert "No space left" in save["args"]["error"]
 
