@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 
 from holdfast.report import timeline
 from tests.pool import run
+from tests.report.other_clock import REFUSED
 from tests.report.recorded import save_beside_training
 from tests.report.trace_format import check
 
@@ -96,3 +101,42 @@ def test_ranks_of_one_host_need_no_measurement(tmp_path: Path) -> None:
     assert [(one["offset"], one["error"]) for one in lines if one["type"] == "clock"] in (
         [(0.0, 0.0)] * count for count in range(1, 8)
     )
+
+
+@pytest.mark.slow
+def test_a_host_with_another_clock(tmp_path: Path) -> None:
+    """The second rank and its writer process live in a time namespace of their own, as far away as two boots are."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = tmp_path / "save.py"
+    script.write_text(
+        "import torch.distributed as dist\nfrom tests.report.recorded import save_beside_training\n"
+        f"dist.init_process_group('gloo')\nsave_beside_training({str(tmp_path)!r}, 'process', 0.0)\n"
+    )
+    start = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    start["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), start.get("PYTHONPATH", "")])
+    elsewhere = ["-m", "tests.report.other_clock", "-50000" if _uptime() > 60_000 else "50000"]
+    ranks = [
+        subprocess.Popen([sys.executable, *how, str(script)], env={**start, "RANK": str(rank)})
+        for rank, how in enumerate([[], elsewhere])
+    ]
+    if ranks[1].wait(200) == REFUSED:
+        ranks[0].kill()
+        ranks[0].wait()
+        pytest.skip("time namespaces are not permitted here")
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    merged = timeline.merge(tmp_path / "timeline")
+    trace = {"traceEvents": merged.events, "displayTimeUnit": "ms"}
+    check(trace)
+    for path in ("a", "b"):
+        (commit,) = _spans(trace, "commit", path)
+        durable, whole = _spans(trace, "durable", path), _spans(trace, "background save", path)
+        assert len(durable) == 2 and all(_end(span) <= commit["ts"] for span in durable)
+        files = [span for name in ("write file", "sync file") for span in _spans(trace, name, ".safetensors")]
+        inside = _inside_of(whole, [span for span in files if f"/{path}/" in span["args"]["path"]])
+        assert {span["pid"] for span in inside} == {1, 2}  # also of what another process wrote
+
+
+def _uptime() -> float:
+    return float(Path("/proc/uptime").read_text().split()[0])
