@@ -15,7 +15,22 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import bench, convert, copy, doctor, errors, gc, output, prune, repair, rescue, unshard, verify, view
+from holdfast.cli import (
+    bench,
+    convert,
+    copy,
+    doctor,
+    errors,
+    gc,
+    output,
+    prune,
+    repair,
+    rescue,
+    timeline,
+    unshard,
+    verify,
+    view,
+)
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -35,6 +50,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (CHANGE, prune.prune),
     (CHANGE, gc.gc),
     (RUN, bench.bench),
+    (RUN, timeline.timeline),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")
