@@ -88,6 +88,27 @@ def compare(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[D
             yield Difference(name, "only in b", 0)
 
 
+def compare_names(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[Difference]:
+    """`compare` of names, shapes and dtypes alone: nothing is read, and ``same`` says nothing of numbers and values."""
+    left, right = _records(a, only), _records(b, only)
+    others_a, others_b = _values(a, only), _values(b, only)
+    for name, record in left.items():
+        other = right.get(name)
+        if other is None:
+            yield Difference(name, "dtype" if name in others_b else "only in a", record.nbytes)
+        else:
+            shaped: Status = "same" if record.dtype == other.dtype else "dtype"
+            yield Difference(name, shaped if record.shape == other.shape else "shape", record.nbytes)
+    for name, record in right.items():
+        if name not in left:
+            yield Difference(name, "dtype" if name in others_a else "only in b", record.nbytes)
+    for name in {**others_a, **others_b}:
+        if name in others_a and name in others_b:
+            yield Difference(name, "same" if others_a[name] == others_b[name] else "dtype", 0)
+        elif name not in left and name not in right:
+            yield Difference(name, "only in a" if name in others_a else "only in b", 0)
+
+
 def _records(checkpoint: Checkpoint, only: Patterns) -> dict[str, TensorRecord]:
     return {name: record for name, record in checkpoint.records.items() if matches(name, only)}
 

@@ -1,0 +1,155 @@
+"""Where the bytes are: of one checkpoint by section, module and dtype; of a root, with what steps share counted once.
+
+`holdfast du` asks here. Reads manifests and lists files; deletes nothing, though it tells what deleting would free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+
+from holdfast.absent import what_is_in_store, what_is_there
+from holdfast.checkpoint import Checkpoint, Patterns, matches, read_manifest
+from holdfast.engine import storage
+from holdfast.engine.citations import is_cited, sibling_of
+from holdfast.engine.ranks import DEADLINE
+from holdfast.engine.stores.around import bounded
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
+from holdfast.errors import HoldfastError, NotACheckpoint
+from holdfast.events import log
+from holdfast.inspect.survey import ASKERS
+from holdfast.inspect.tree import Leaf, Node, tree
+from holdfast.ondisk import manifest, names
+from holdfast.ondisk.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Some tensors together: how many, of how many elements and bytes."""
+
+    name: str
+    tensors: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The bytes of one checkpoint. Tied tensors count once; values that differ by rank are among the files alone.
+
+    ``tensors``: bytes of all tensors; ``files``: of all data files, ``cited`` of which lie in other checkpoints;
+    ``attached``: of attached files.
+    """
+
+    path: str
+    format: str
+    tensors: int
+    files: int
+    cited: int
+    attached: int
+    by_section: tuple[Amount, ...]
+    by_dtype: tuple[Amount, ...]
+
+
+def usage(checkpoint: Checkpoint, *, only: Patterns = "*") -> Usage:
+    """Where the bytes of a checkpoint of any format are, or of those of its tensors that fit ``only``."""
+    records = {name: r for name, r in checkpoint.manifest.tensors.items() if matches(name, only)}
+    amounts = [(name, r.dtype, prod(r.shape), r.nbytes) for name, r in records.items()]
+    files = checkpoint.manifest.data_files
+    return Usage(
+        str(checkpoint.path), checkpoint.format, sum(r.nbytes for r in records.values()),
+        sum(file.bytes for file in files), sum(file.bytes for file in files if is_cited(file.path)),
+        sum(checkpoint.attachments.values()),
+        _added((names.section_of(name), elements, nbytes) for name, _, elements, nbytes in amounts),
+        _added((dtype, elements, nbytes) for _, dtype, elements, nbytes in amounts),
+    )  # fmt: skip
+
+
+def modules(checkpoint: Checkpoint, *, only: Patterns = "*", fold: bool = True) -> Node:
+    """The tensors of a checkpoint by module; tied ones count where they are stored."""
+    return tree(
+        (
+            Leaf(name, r.nbytes, prod(r.shape), (r.dtype, r.shape))
+            for name, r in checkpoint.manifest.tensors.items()
+            if matches(name, only)
+        ),
+        fold=fold,
+    )
+
+
+def _added(amounts: Iterable[tuple[str, int, int]]) -> tuple[Amount, ...]:
+    found: dict[str, list[int]] = {}
+    for name, elements, nbytes in amounts:
+        total = found.setdefault(name, [0, 0, 0])
+        for at, n in enumerate((1, elements, nbytes)):
+            total[at] += n
+    return tuple(sorted((Amount(name, *total) for name, total in found.items()), key=lambda a: -a.nbytes))
+
+
+@dataclass(frozen=True)
+class StepUsage:
+    """One step of a root. ``nbytes``: all files that it needs; ``shared`` of them are needed by other steps too.
+
+    ``frees``: bytes that deleting this step alone would free: its folder's files that nobody else cites, and files of
+    steps deleted earlier that only this one still cites.
+    """
+
+    name: str
+    nbytes: int
+    shared: int
+    frees: int
+
+
+@dataclass(frozen=True)
+class RootUsage:
+    """The steps of a root. ``nbytes``: all files below it, each once; ``leavings``: of folders without a manifest."""
+
+    path: str
+    nbytes: int
+    leavings: int
+    steps: tuple[StepUsage, ...]
+
+
+def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
+    """What the steps of a root take together, and what each of them alone. Raises NotACheckpoint, StorageError.
+
+    A step whose manifest cannot be read is taken to need all files of its folder.
+    """
+    home = bounded(location(root), DEADLINE)
+    folders = [name for name in storage.folders_in(home) if not name.startswith(".")]
+    with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-usage") as pool:
+        sizes = dict(zip(folders, pool.map(lambda name: storage.sizes_below(home / name), folders), strict=True))
+        steps = [name for name in folders if manifest.FILE_NAME in sizes[name]]
+        needs = dict(zip(steps, pool.map(lambda name: _needs(home, name, sizes[name]), steps), strict=True))
+    if not steps:
+        raise NotACheckpoint(what_is_in_store(home) if isinstance(home, Place) else what_is_there(home))
+    named: dict[tuple[str, str], list[str]] = {}
+    for step, files in needs.items():
+        for file in files:
+            named.setdefault(file, []).append(step)
+    nbytes = {(folder, path): n for folder, found in sizes.items() for path, n in found.items()}
+    told = []
+    for step, files in sorted(needs.items()):
+        shared = [file for file in files if len(named[file]) > 1]
+        # With a step all files of its folder go that nobody else needs, leavings of dead saves too.
+        own = {(step, path) for path in sizes[step]}
+        goes = [file for file in own | files if set(named.get(file, ())) <= {step}]
+        told.append(StepUsage(step, *(sum(nbytes.get(f, 0) for f in some) for some in (files, shared, goes))))
+    leavings = sum(n for (folder, path), n in nbytes.items() if folder not in needs and (folder, path) not in named)
+    return RootUsage(str(home), sum(nbytes.values()), leavings, tuple(told))
+
+
+def _needs(root: Location, name: str, sizes: dict[str, int]) -> set[tuple[str, str]]:
+    """The files that a step needs, as (folder, path): its data files wherever they lie, and the rest of its folder."""
+    try:
+        record: Manifest = read_manifest(root / name)
+    except HoldfastError as error:
+        log.warning("%s: what it needs cannot be told: %s", root / name, error)
+        return {(name, path) for path in sizes}
+    found = {sibling_of(file.path) if is_cited(file.path) else (name, file.path) for file in record.data_files}
+    small = {path for path in sizes if path == manifest.FILE_NAME or path.startswith("attachments/")}
+    return found | {(name, path) for path in small}
