@@ -118,9 +118,8 @@ def test_the_treemap_by_pointer(tab: Callable[..., Tab], large: Path) -> None:
     page.click("text=type")
     assert "bfloat16" in text(page, ".key")
     page.mouse.move(1, 1)
-    page.wait_for_timeout(50)
     page.click("text=size")
-    page.wait_for_function("document.querySelectorAll('.key li').length === 5")
+    page.wait_for_selector(".key li:nth-child(5)")
     assert page.screenshot(clip=box) != before
 
 
@@ -152,7 +151,7 @@ def test_all_of_it_by_keyboard(tab: Callable[..., Tab], large: Path) -> None:
     assert text(page, ".told").startswith("0 of")
     press("Escape")
     page.keyboard.type("model/layers.7.*w?.weight")
-    page.wait_for_function("document.querySelector('.told').textContent.startsWith('7 of 873')")
+    page.wait_for_selector(".told:has-text('7 of 873')")
     press("ArrowDown")
     press("End")
     press("Enter")
