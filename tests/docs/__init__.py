@@ -1,0 +1,1 @@
+"""What the documentation shows is run: every block of every page, every picture's script, the site itself."""

@@ -1,0 +1,104 @@
+"""What pages find where they look: checkpoints of other libraries, a config, a profile, a store of one's own.
+
+Imported by the hidden set-up of pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import torch
+import torch.distributed.checkpoint as dcp_
+from safetensors.torch import save_file
+
+from holdfast.testing import Memory as MyStore
+from tests.docs.tiny import make
+from tests.foreign import deepspeed_made
+
+__all__ = ["MyStore", "config", "dcp", "deepspeed", "huggingface", "olmo", "profile", "script", "served"]
+
+
+def trained() -> dict[str, Any]:
+    """The tiny state, with an optimizer that has stepped; the one that pages import is not touched."""
+    state = make()
+    state["model"](torch.arange(8)).sum().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+    return state
+
+
+def dcp(folder: str) -> None:
+    """As torch.distributed.checkpoint writes a model and its optimizer."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    state = trained()
+    model, optimizer = get_state_dict(state["model"], state["optimizer"])
+    dcp_.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
+
+
+def olmo(folder: str) -> None:
+    """As OLMo's checkpointer of torch's format writes it, of one rank; beside it the link ``latest``."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    state = trained()
+    model, optimizer = get_state_dict(state["model"], state["optimizer"])
+    dcp_.save({"model": model, "optim": optimizer}, checkpoint_id=f"{folder}/model_and_optim", no_dist=True)
+    (Path(folder) / "train").mkdir()
+    torch.save({"global_step": 1000, "world_size": 1}, Path(folder) / "train/rank0.pt")
+    (Path(folder) / "config.yaml").write_text("run_name: made\n")
+    (Path(folder).parent / "latest").symlink_to(Path(folder).name)
+
+
+def deepspeed(folder: str) -> None:
+    """As DeepSpeed's ZeRO 2 writes it on two ranks: global_step3 and latest."""
+    state = trained()
+    names = dict(state["model"].named_parameters())
+    inner = {
+        name: {key: state["optimizer"].state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}
+        for name, parameter in names.items()
+    }
+    run = deepspeed_made.Run({name: p.detach() for name, p in names.items()}, [list(names)], inner)
+    deepspeed_made.write(Path(folder), deepspeed_made.zero12(run, 2))
+
+
+def config(folder: str) -> None:
+    """The files of a Hugging Face model but for its weights."""
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "config.json").write_text(json.dumps({"architectures": ["GPT"], "vocab_size": 128}))
+    (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+def huggingface(url: str) -> None:
+    """A model's folder on a web server."""
+    config("served")
+    save_file({name: t.contiguous() for name, t in trained()["model"].state_dict().items()}, "served/model.safetensors")
+    served("served", url)
+
+
+def served(folder: str, url: str) -> None:
+    """A folder moves to a web server, which here is a bucket that all may read."""
+    for file in sorted(Path(folder).rglob("*")):
+        if file.is_file():
+            there = f"{url.rstrip('/')}/{file.relative_to(folder).as_posix()}"
+            told = Request(
+                there, file.read_bytes(), headers={"x-amz-acl": "public-read", "content-type": "a/b"}, method="PUT"
+            )
+            urlopen(told).close()
+    shutil.rmtree(folder)
+
+
+def profile(name: str) -> None:
+    """A profile of AWS that holds what the environment does."""
+    file = Path("credentials").absolute()
+    file.write_text(f"[{name}]\naws_access_key_id = moto\naws_secret_access_key = moto\nregion = us-east-1\n")
+    os.environ["AWS_SHARED_CREDENTIALS_FILE"] = str(file)
+
+
+def script(name: str) -> None:
+    """A training script of the user's, with ``--root``: DDP, a save at every step, goes on where it was."""
+    Path(name).write_text(Path(__file__).with_name("a_script.py").read_text())
