@@ -112,8 +112,8 @@ def test_the_treemap_by_pointer(tab: Callable[..., Tab], large: Path) -> None:
     page.click(".crumbs button >> nth=0")
     assert text(page, ".crumbs") == "state"
     box = page.locator("#map").bounding_box()
-    page.click("#map", position={"x": box["width"] * 0.73, "y": 60})  # the first moments of the embedding
-    assert page.evaluate(SELECTED).endswith("tok_embeddings.weight/exp_avg")
+    page.click("#map", position={"x": box["width"] * 0.73, "y": 160})  # the second moments of the embedding
+    assert page.evaluate(SELECTED).endswith("tok_embeddings.weight/exp_avg_sq")
     before = page.screenshot(clip=box)
     page.click("text=type")
     assert "bfloat16" in text(page, ".key")
