@@ -14,7 +14,7 @@ SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-all soak fuzz lint bench bench-quick clean
+.PHONY: help demo test test-torch test-all soak fuzz lint docs docs-serve bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -50,6 +50,13 @@ lint: $(READY)  ## ruff, mypy, and the floors of docs/architecture.md
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(READY)  ## the site of the documentation, into site/; every link in it is checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html, or make docs-serve"
+
+docs-serve: $(READY)  ## the same at http://127.0.0.1:8000, anew whenever a page changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve
+
 bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.stall
@@ -76,7 +83,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(PEERS)/bin/python -m benchmarks.cloud --quick
 
 clean:  ## remove what the other targets made, but for the environment in .venv
-	rm -rf demo-run fuzz-found bench-out build dist *.egg-info .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf demo-run fuzz-found bench-out build dist site *.egg-info .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # The environment, made once and looked at again when pyproject.toml changes. torch comes first and by itself: what

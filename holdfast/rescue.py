@@ -107,6 +107,12 @@ def rescue(
     return _told(target, record, origin, lost)
 
 
+def rescuable(folder: Location) -> tuple[Literal["parts", "copy", "headers"], list[str]]:
+    """What `rescue` would make a manifest of, and what would be lost. Changes nothing; raises what `rescue` raises."""
+    _, origin, lost = _chosen(folder, storage.files_below(folder), None, None, None)
+    return origin, lost
+
+
 def _told(
     target: Location, record: Manifest, origin: Literal["parts", "copy", "headers"], lost: list[str]
 ) -> Rescued:  # fmt: skip
@@ -146,7 +152,8 @@ def _chosen(
         made.faults += unread.get(one, [])
         known = _known(target, paths, one, like)
         if known is not None:
-            lacking = _lacking(known[0], found[one])
+            # Files that the save borrowed lie there under the save that wrote them.
+            lacking = _lacking(known[0], [file for files in found.values() for file in files])
             faults += [f"save {one}: {path} is missing or has another header" for path in lacking]
             whole += [] if lacking else [(known[0], known[1], [])]
             continue

@@ -20,6 +20,7 @@ from holdfast.cli import (
     convert,
     copy,
     diff,
+    doctor,
     du,
     errors,
     gc,
@@ -30,6 +31,7 @@ from holdfast.cli import (
     repair,
     rescue,
     show,
+    timeline,
     unshard,
     verify,
     view,
@@ -50,6 +52,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (LOOK, plan.plan),
     (LOOK, view.view),
     (CHECK, verify.verify),
+    (CHECK, doctor.doctor),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),
     (CHANGE, convert.convert),
@@ -59,6 +62,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (CHANGE, gc.gc),
     (RUN, watch.watch),
     (RUN, bench.bench),
+    (RUN, timeline.timeline),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")

@@ -34,8 +34,12 @@ def timeline(
     )
     broken = f", {trace.unfinished} of them unfinished" if trace.unfinished else ""
     unread = f"; {trace.unread} lines could not be read" if trace.unread else ""
-    output.say(f"{target}: {trace.spans} spans of {trace.processes} processes from {trace.began} on{broken}{unread}")
+    output.say(f"{target}: {trace.spans} spans of {_processes(trace.processes)} from {trace.began} on{broken}{unread}")
     output.say("open it in https://ui.perfetto.dev or chrome://tracing")
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _row(phase: Phase) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def commit_late(folder: Location, *, patience: float = 0.0, strict: bool = False
     if storage.is_file(folder / manifest.FILE_NAME):
         return None
     until = time.monotonic() + patience
-    while is_written_to(folder):
+    while _is_written_to(folder):
         if time.monotonic() > until:
             return None
         time.sleep(0.05)
@@ -69,8 +69,7 @@ def finished(folder: Location) -> str | None:
     return None
 
 
-def is_written_to(folder: Location) -> bool:
-    """Whether a living process, of this machine as a rule, still writes data files there."""
+def _is_written_to(folder: Location) -> bool:
     if isinstance(folder, Place):
         return False  # a store shows whole files alone; a later look finds the parts that are missing now
     return bool(storage.living(folder, [path for path in storage.files_below(folder) if path.endswith(".safetensors")]))

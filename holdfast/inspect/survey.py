@@ -19,7 +19,7 @@ from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.engine import disk, storage
 from holdfast.engine.citations import is_cited
-from holdfast.engine.parts import finished, is_written_to
+from holdfast.engine.parts import finished
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.read import DataFiles
 from holdfast.engine.sections import dropped_of
@@ -55,11 +55,16 @@ class Step:
     ``lost``: sections that it has lost since it was saved. ``reading``: which of several readings of the path was
     taken, where a format allows for more than one.
 
-    ``health``: ``whole`` (every file is there, as long as the manifest says; with headers asked for, these are right
-    too), ``opens`` (another format, whose description is consistent), ``partly here`` (on a fast tier of which each
-    node has its own ranks' files), ``pending`` (all ranks had finished, nobody committed: `holdfast.recover` does),
-    ``writing`` (a living process still writes), ``unfinished`` (a save that died: it is swept by the next manager),
-    ``damaged``, ``unreadable`` (not enough rights, a store that does not answer, a newer format); ``fault`` says why.
+    ``health``, of which ``fault`` says why:
+
+    - ``whole``: every file is there, as long as the manifest says; if headers were asked for, these are right too.
+    - ``opens``: another format, whose description is consistent.
+    - ``partly here``: on a fast tier, of which each node has the files of its own ranks.
+    - ``pending``: all ranks had finished, nobody committed: `holdfast.recover` does.
+    - ``writing``: a living process still writes it, or may: a store does not tell.
+    - ``unfinished``: a save that died; the next manager sweeps it.
+    - ``damaged``.
+    - ``unreadable``: not enough rights, a store that does not answer, a format that is newer than this holdfast.
     """
 
     name: str
@@ -110,7 +115,8 @@ def _look(root: Location, tier: str, *, headers: bool) -> list[Step]:
         if itself is not None and not _is_of_a_run(itself, asked):
             return [itself]
     others = (_foreign(root / name, name, tier) for name in [*asked, *_files_in(root)] if name not in named)
-    return [*ours, *(step for step in others if step is not None)]
+    # A file that says which step is the latest is none itself.
+    return [*ours, *(step for step in others if step is not None and not _is_of_a_run(step, asked))]
 
 
 def _is_of_a_run(found: Step, folders: list[str]) -> bool:
@@ -191,12 +197,15 @@ def _uncommitted(path: Location, blank: Step) -> Step | None:
         ours = [name for name in sizes if datafile.save_of(name) or part.save_of(name)]
         if not ours:
             return None
-        nbytes = sum(sizes[name] for name in ours)
+        nbytes = sum(sizes[name] for name in ours if datafile.save_of(name))
         found = replace(blank, created=_newest(path, ours), nbytes=nbytes, own=nbytes)
-        if is_written_to(path):
+        written = bool(storage.living(path, [name for name in ours if datafile.save_of(name)]))
+        if written and not isinstance(path, Place):
             return replace(found, health="writing", fault="a living process writes it")
         if finished(path) is not None:
             return replace(found, health="pending", fault="all its ranks had finished: holdfast.recover commits it")
+        if written:
+            return replace(found, health="writing", fault="too young to tell whether anybody still writes it")
         return replace(found, health="unfinished", fault="not all its ranks had finished: the next manager sweeps it")
     except StorageError as error:
         return replace(blank, fault=str(error))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.ondisk.spans import ranges
 
 _PARTS = re.compile(r"([^/.]*)([/.]|$)")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\{[^}]*\}|(\d+)")  # what is folded already is passed over
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,27 @@ def _closed(label: str, node: _Open, fold: bool) -> tuple[Node, Hashable]:
 def _folded(made: list[tuple[Node, Hashable]]) -> list[tuple[Node, Hashable]]:
     groups: dict[Hashable, list[tuple[Node, Hashable]]] = {}
     for node, alike in made:
-        numbers = _NUMBER.findall(node.label)
         # Only one number may differ; a label without one is alone.
-        key = (_NUMBER.sub("#", node.label), alike) if len(numbers) == 1 else (node.label, None)
+        key = (_with(node.label, "#"), alike) if len(_numbers(node.label)) == 1 else (node.label, None)
         groups.setdefault(key, []).append((node, alike))
     found = []
     for group in groups.values():
         first, alike = group[0]
         if len(group) > 1:
-            text = "{" + ranges(sorted(int(_NUMBER.findall(node.label)[0]) for node, _ in group)) + "}"
-            label = _NUMBER.sub(lambda _, text=text: text, first.label)  # type: ignore[misc]
+            text = ranges(sorted(_numbers(node.label)[0] for node, _ in group))
+            label = _with(first.label, f"{{{text}}}")
             first = replace(_joined([node for node, _ in group]), label=label, count=len(group))
         found.append((first, alike))
     return found
+
+
+def _numbers(label: str) -> list[int]:
+    return [int(found) for found in _NUMBER.findall(label) if found]
+
+
+def _with(label: str, text: str) -> str:
+    """A label with ``text`` in the place of its number."""
+    return _NUMBER.sub(lambda found: text if found[1] else found[0], label)
 
 
 def _joined(nodes: Sequence[Node]) -> Node:

@@ -32,6 +32,7 @@ ALONE = 0.25
 GRACE = 1.0
 """Seconds that a measurement under way gets to end."""
 
+_NOTHING = b"?"  # never a question or an answer
 _BETWEEN = 0.002  # seconds between two looks for a rank that has not begun
 
 
@@ -103,12 +104,12 @@ class Clocks:
     def _answer_one(self, store: Any, prefix: str) -> None:
         for number in range(TIMES):
             question, until = f"{prefix}/{number}", time.monotonic() + ALONE
-            while not store.check([question]):
+            while (kind := _look(store, question)) is None:
                 if time.monotonic() > until or self._stop.is_set():
                     return
             now = time.monotonic()
             store.set(f"{question}/answer", msgspec.msgpack.encode(_Answer(self._part, self.kind, now)))
-            if bytes(store.get(question)) == self.kind.encode():
+            if kind == self.kind.encode():
                 return
 
     # On all others
@@ -122,10 +123,11 @@ class Clocks:
                 asked += [question, f"{question}/answer"]
                 began = time.monotonic()
                 store.set(question, self.kind.encode())
-                if not self._await(store, f"{question}/answer", began + (ALONE if number else PATIENCE)):
-                    break
+                answer = self._await(store, f"{question}/answer", began + (ALONE if number else PATIENCE))
                 ended = time.monotonic()
-                found = msgspec.msgpack.decode(bytes(store.get(f"{question}/answer")), type=_Answer)
+                if answer is None:
+                    break
+                found = msgspec.msgpack.decode(answer, type=_Answer)
                 if found.kind == self.kind:
                     best = Measured(found.part, 0.0, 0.0, began)
                     break
@@ -139,15 +141,21 @@ class Clocks:
         if best is not None:
             self._tell(best)
 
-    def _await(self, store: Any, key: str, until: float) -> bool:
+    def _await(self, store: Any, key: str, until: float) -> bytes | None:
         quick = time.monotonic() + ALONE
-        while not store.check([key]):
+        while (found := _look(store, key)) is None:
             now = time.monotonic()
             if now > until or self._stop.is_set():
-                return False
+                return None
             if now > quick:
                 self._stop.wait(_BETWEEN)
-        return True
+        return found
+
+
+def _look(store: Any, key: str) -> bytes | None:
+    """What stands there now. Never waits for it, as `get` would if the key were deleted after a `check`."""
+    found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    return None if found == _NOTHING else found
 
 
 def _own(store: Any) -> Any:

@@ -388,6 +388,11 @@ def _throttled(root: Location, bandwidth: float | None) -> Place:
 _running: weakref.WeakSet[Uploader] = weakref.WeakSet()
 
 
+def running() -> list[Uploader]:
+    """The uploaders of this process."""
+    return list(_running)
+
+
 def _stop_all() -> None:
     """An interpreter that ends does not wait for uploads: the next start continues them."""
     for uploader in list(_running):

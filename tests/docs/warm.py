@@ -6,6 +6,8 @@ input does. Forks before it has any thread; never runs a page itself.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -14,10 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def main(path: str) -> int:
@@ -41,14 +45,22 @@ def main(path: str) -> int:
 
 def preload() -> None:
     """What takes long to import, or is imported late. Nothing here may start a thread."""
-    import torch
-    import torch._dynamo  # otherwise by the first step of an optimizer
-    import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
-
-    import tests.docs.run_page  # noqa: F401
-
-    torch.set_num_threads(1)
+    for module in (
+        "torch",
+        "torch._dynamo",  # otherwise by the first step of an optimizer
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch.distributed.checkpoint.state_dict",
+        "holdfast.cli.app",
+        "holdfast.dcp",
+        "holdfast.testing",
+        "tests.docs.made",
+        "tests.docs.run_page",
+    ):
+        import_module(module)
+    import_module("torch").set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
 def answer(asked: socket.socket) -> int:
@@ -65,7 +77,7 @@ def answer(asked: socket.socket) -> int:
         os.environ.clear()
         os.environ.update(told["environment"])
         os.chdir(told["folder"])
-        return status_of(lambda: WORDS[told["word"]](told["args"]))
+        end(status_of(lambda: WORDS[told["word"]](told["args"])))
     ended = os.pidfd_open(pid)
     while True:
         ready, _, _ = select.select([ended, asked], [], [])
@@ -100,6 +112,15 @@ def status_of(work: Callable[[], Any]) -> int:
         traceback.print_exc()
         code = 1
     return int(code or 0)
+
+
+def end(status: int) -> NoReturn:
+    """What an interpreter does at its end, but for taking apart all that was imported, which takes seconds here."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def holdfast_(args: Sequence[str]) -> Any:
@@ -149,7 +170,7 @@ def torchrun(args: Sequence[str]) -> int:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID=str(port))
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0")
             os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-            sys.exit(status_of(lambda: python(args)))
+            end(status_of(lambda: python(args)))
         pids[pid] = rank
     failed = 0
 

@@ -112,15 +112,14 @@ def test_the_treemap_by_pointer(tab: Callable[..., Tab], large: Path) -> None:
     page.click(".crumbs button >> nth=0")
     assert text(page, ".crumbs") == "state"
     box = page.locator("#map").bounding_box()
-    page.click("#map", position={"x": box["width"] * 0.73, "y": 60})  # the first moments of the embedding
-    assert page.evaluate(SELECTED).endswith("tok_embeddings.weight/exp_avg")
+    page.click("#map", position={"x": box["width"] * 0.73, "y": 160})  # the second moments of the embedding
+    assert page.evaluate(SELECTED).endswith("tok_embeddings.weight/exp_avg_sq")
     before = page.screenshot(clip=box)
     page.click("text=type")
     assert "bfloat16" in text(page, ".key")
     page.mouse.move(1, 1)
-    page.wait_for_timeout(50)
     page.click("text=size")
-    page.wait_for_function("document.querySelectorAll('.key li').length === 5")
+    page.wait_for_selector(".key li:nth-child(5)")
     assert page.screenshot(clip=box) != before
 
 
@@ -152,7 +151,7 @@ def test_all_of_it_by_keyboard(tab: Callable[..., Tab], large: Path) -> None:
     assert text(page, ".told").startswith("0 of")
     press("Escape")
     page.keyboard.type("model/layers.7.*w?.weight")
-    page.wait_for_function("document.querySelector('.told').textContent.startsWith('7 of 873')")
+    page.wait_for_selector(".told:has-text('7 of 873')")
     press("ArrowDown")
     press("End")
     press("Enter")

@@ -42,13 +42,11 @@ def test_what_holdfast_wrote_is_shown(tab: Callable[..., Tab], tmp_path: Path) -
     before = page.screenshot(clip=box)
     page.click("text=+")
     page.mouse.move(1, 1)
-    page.wait_for_function(
-        "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-    )
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert page.screenshot(clip=box) != before
     page.click("[aria-label='All of it']")
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 31)
-    page.wait_for_function("!document.querySelector('.tip').hidden")
+    page.wait_for_selector(".tip:not([hidden])")
     assert "from" in page.text_content(".tip")
 
 

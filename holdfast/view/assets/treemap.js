@@ -84,13 +84,15 @@
       const inner = framed ? [x + 3, y + HEAD, w - 6, h - HEAD - 3] : [x, y, w, h];
       squarify(node.children, ...inner, (child, cx, cy, cw, ch) => { if (cw * ch > 0.2) lay(child, cx, cy, cw, ch, depth + 1, framed || depth === 0 ? "" : name); });
     }
+    function arrange(width, height) {
+      if (laid === `${width} ${height}`) return; // a filter or a theme changes colours alone
+      [cells, frames, tops, laid] = [[], [], [], `${width} ${height}`];
+      lay(at, 0, 0, width, height, 0);
+    }
     const leafOf = (node) => { while (!node.leaf) node = node.children[0]; return node.leaf; };
 
     function draw(context, width, height) {
-      if (laid !== `${width} ${height}`) { // a filter or a theme changes colours alone
-        [cells, frames, tops, laid] = [[], [], [], `${width} ${height}`];
-        lay(at, 0, 0, width, height, 0);
-      }
+      arrange(width, height);
       const [line, sunken, surface, text, bad] = ["--line", "--sunken", "--surface", "--text", "--bad"].map(H.css);
       const family = H.family("--sans");
       context.textBaseline = "middle";
@@ -175,6 +177,7 @@
     function go(node) {
       at = node;
       laid = "";
+      arrange(host.clientWidth, host.clientHeight); // at once: the next key may come before the next frame
       active = 0;
       over = null;
       H.tip.hide();

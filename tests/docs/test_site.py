@@ -1,0 +1,87 @@
+"""The site builds without a warning, needs no network, and the reference leaves no public name out."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+PUBLIC = ["holdfast", "holdfast.testing"]
+"""Modules whose every public name has an entry in the reference."""
+TOLD_IN_PART = {"holdfast.dcp": {"save", "async_save", "load", "Writer", "Reader"}}
+"""Those of which most is torch's own."""
+WITHOUT_AN_ENTRY = {"holdfast.__version__"}
+
+_ENTRY = re.compile(r"^::: (?P<home>[\w.]+)\n    options:\n      heading: (?P<name>[\w.]+)$", re.MULTILINE)
+_FETCHED = re.compile(
+    r"<(?:link|script|img|source|iframe|video)\b[^>]*?(?:href|src)=[\"']?(?:https?:)?//", re.IGNORECASE
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    told = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=told, capture_output=True, text=True)
+    assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    return folder
+
+
+def test_the_site_needs_no_network(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert not _FETCHED.search(page.read_text()), page
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(?:https?:)?//", style.read_text()), style
+
+
+def test_what_is_there_for_the_tests_is_not_in_the_site(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert "tests.docs" not in page.read_text(), page
+
+
+def test_the_reference_has_every_public_name() -> None:
+    told = {}
+    for page in (ROOT / "docs/api").glob("*.md"):
+        told |= {entry["name"]: entry["home"] for entry in _ENTRY.finditer(page.read_text())}
+    public = {f"{module}.{name}" for module in PUBLIC for name in importlib.import_module(module).__all__}
+    public |= {f"{module}.{name}" for module, names in TOLD_IN_PART.items() for name in names}
+    assert not public - set(told) - WITHOUT_AN_ENTRY
+    for name, home in told.items():
+        assert found(name) is found(home), f"{name} is not {home}"
+
+
+def test_an_overview_of_the_reference_has_every_name() -> None:
+    text = (ROOT / "docs/api/index.md").read_text()
+    names = importlib.import_module("holdfast").__all__
+    assert not [name for name in names if f"`{name}`" not in text and f"holdfast.{name}" not in WITHOUT_AN_ENTRY]
+
+
+def found(name: str) -> object:
+    """What a dotted name means: of an attribute and a module of one name the attribute, unless more follows."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        if cut == len(parts) and cut > 1:  # a function that hides the module of its name
+            value = getattr(importlib.import_module(".".join(parts[:-1])), parts[-1], value)
+        for part in parts[cut:]:
+            value = getattr(value, part)
+        return value
+    raise LookupError(name)
+
+
+def test_pages_that_the_code_names_are_there() -> None:
+    named = re.compile(r"\bdocs/[\w/-]+\.md\b")
+    for path in (ROOT / "holdfast").rglob("*.py"):
+        for page in named.findall(path.read_text()):
+            assert (ROOT / page).is_file(), f"{path} names {page}"
