@@ -196,7 +196,8 @@ def _data_files(target: Location, paths: list[str]) -> tuple[dict[str, list[Data
             first, nbytes = storage.read_start(target / path, 8)
             data, _ = storage.read_start(target / path, datafile.header_length(first, nbytes))
             record = FileRecord(path, nbytes, len(data), blocks.digest(data))
-            found.setdefault(save, []).append(described(record, datafile.parse_header(data, nbytes)))
+            one = described(record, datafile.parse_header(data, nbytes))
+            found.setdefault(save, []).append(one)
         except ValueError as error:
             unread.setdefault(save, []).append(f"{target / path} cannot be used: {error}")
     return found, unread
