@@ -107,9 +107,12 @@ def rescue(
     return _told(target, record, origin, lost)
 
 
-def rescuable(folder: Location) -> tuple[Literal["parts", "copy", "headers"], list[str]]:
+def rescuable(
+    folder: Location, like: Location | None = None
+) -> tuple[Literal["parts", "copy", "headers"], list[str]]:  # fmt: skip
     """What `rescue` would make a manifest of, and what would be lost. Changes nothing; raises what `rescue` raises."""
-    _, origin, lost = _chosen(folder, storage.files_below(folder), None, None, None)
+    neighbour = None if like is None else read_manifest(like)
+    _, origin, lost = _chosen(folder, storage.files_below(folder), neighbour, None, None)
     return origin, lost
 
 

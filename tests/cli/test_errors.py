@@ -25,8 +25,8 @@ def _newest(root: Path) -> Path:
 
 
 def _without_manifest(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
-    (_newest(root) / "manifest.json").unlink()
-    return ["verify", _newest(root)]
+    (root / "step-000000100" / "manifest.json").unlink()
+    return ["verify", root / "step-000000100"]
 
 
 def _half(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
@@ -53,16 +53,6 @@ def _foreign(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
     return ["verify", root.parent / "notes"]
 
 
-def _of_the_future(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
-    from holdfast.ondisk import blocks
-
-    path = _newest(root) / "manifest.json"
-    data = path.read_bytes().replace(b'"version":1', b'"version":9')
-    path.write_bytes(data)
-    assert blocks is not None
-    return ["verify", _newest(root)]
-
-
 def _no_obstore(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
     from holdfast.engine.stores import urls
 
@@ -70,7 +60,7 @@ def _no_obstore(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
     return ["verify", "s3://bucket/step"]
 
 
-def _no_cryptography(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+def _no_zstandard(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
     for name in ("zstandard", "compression.zstd", "backports.zstd"):
         patch.setitem(sys.modules, name, None)
     return ["verify", GOLDEN / "dcp_fsdp2_zstd_2r" / "ckpt"]
@@ -111,7 +101,7 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     "damaged manifest": (_damaged_manifest, Code.DAMAGED, "damaged", "holdfast rescue "),
     "missing shard": (_missing_shard, Code.DAMAGED, "damaged", "bring back"),
     "missing obstore": (_no_obstore, Code.MISMATCH, "missing package", "pip install"),
-    "missing zstandard": (_no_cryptography, Code.MISMATCH, "missing package", "pip install"),
+    "missing zstandard": (_no_zstandard, Code.MISMATCH, "missing package", "pip install"),
     "no such scheme": (lambda r, p: ["verify", "s4://bucket/x"], Code.USAGE, "usage", "docs/stores.md"),
     "a slash lost": (lambda r, p: ["verify", "s3:/bucket/x"], Code.USAGE, "usage", "docs/stores.md"),
     "no bucket": (lambda r, p: ["verify", "s3://"], Code.USAGE, "usage", "docs/stores.md"),
