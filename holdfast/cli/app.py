@@ -20,6 +20,7 @@ from holdfast.cli import (
     convert,
     copy,
     diff,
+    doctor,
     du,
     errors,
     gc,
@@ -47,6 +48,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (LOOK, du.du),
     (LOOK, plan.plan),
     (CHECK, verify.verify),
+    (CHECK, doctor.doctor),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),
     (CHANGE, convert.convert),
@@ -106,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich ends the program by itself, with a code of its own
             return _closed()
-        raise
+        return int(ended.code or 0)  # completion ends in this way
     except (Exception, KeyboardInterrupt) as error:
         told = errors.told(error, given)
         if told is None or "--debug" in arguments:
