@@ -16,7 +16,6 @@ from datetime import datetime
 from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import read_manifest
 from holdfast.engine import storage
-from holdfast.engine.parts import is_written_to
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
@@ -130,7 +129,7 @@ class Past:
             files = [path for path in sizes if datafile.save_of(path)]
             parts = [path for path in sizes if part.save_of(path)]
             is_told = now is not None and now.saving is not None and _ends_with(name, now.saving)
-            if not is_told and not (files and self._lives(folder)):
+            if not is_told and not (files and self._lives(folder, files)):
                 continue
             found.append(
                 Underway(
@@ -142,9 +141,11 @@ class Past:
             found.append(Underway("", now.saving, now.since, 0, 0, ranks))  # nothing is on the disk yet, or to be seen
         return found
 
-    def _lives(self, folder: Location) -> bool:
+    def _lives(self, folder: Location, files: list[str]) -> bool:
+        if isinstance(folder, Place):
+            return False  # a store does not tell who still writes; training does
         try:
-            return is_written_to(folder)
+            return bool(storage.living(folder, files))
         except StorageError:  # committed, or swept, while we looked
             return False
 
