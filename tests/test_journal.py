@@ -130,6 +130,7 @@ def save_and_die(root: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow  # a pool of its own, which is not used again
 def test_a_killed_run_leaves_what_was_written(tmp_path: Path) -> None:
     assert pool.attempt(1, save_and_die, str(tmp_path))[0].kinds == ["Killed"]
     pool.close(1)
@@ -275,7 +276,7 @@ def test_what_is_no_entry_is_passed_over(bad: bytes, kept: Path) -> None:
 
 def test_every_torn_end_is_passed_over(kept: Path) -> None:
     whole = kept.read_bytes()
-    for cut in range(len(whole)):
+    for cut in {*range(0, len(whole), 5), whole.index(b"\n"), whole.index(b"\n") + 1, len(whole) - 1}:
         kept.write_bytes(whole[:cut])
         assert len(read(kept.parent.parent)) == (cut >= whole.index(b"\n")) + (cut >= len(whole) - 1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from playwright.sync_api import expect
 
 import holdfast
 from holdfast.cli.app import run
@@ -82,7 +83,7 @@ def test_what_is_told_of_a_pair(tab: Callable[..., Tab], written: Path) -> None:
     rows = page.inner_text("#names")
     assert "other shape" in rows and "changed" in rows
     page.click("[data-value=odd]")
-    page.wait_for_function("document.querySelectorAll('#names .row').length === 4")
+    expect(page.locator("#names .row")).to_have_count(4)
     rows = page.text_content("#names")
     assert "only in A" in rows and "only in B" in rows and "other type" in rows and "model/old.weight" in rows
 
@@ -171,4 +172,4 @@ def test_ten_thousand_names(tab: Callable[..., Tab], pair: tuple[Path, Path], tm
     page = shown(tab, path)
     assert "of 10,000 names" in page.inner_text(".facts")
     page.fill("#filter", "layers.7.part3.")
-    page.wait_for_function("document.querySelectorAll('#names .row').length === 1")
+    expect(page.locator("#names .row")).to_have_count(1)
