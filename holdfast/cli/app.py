@@ -15,7 +15,25 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import bench, convert, copy, doctor, errors, gc, output, prune, repair, rescue, unshard, verify
+from holdfast.cli import (
+    bench,
+    convert,
+    copy,
+    diff,
+    doctor,
+    du,
+    errors,
+    gc,
+    ls,
+    output,
+    plan,
+    prune,
+    repair,
+    rescue,
+    show,
+    unshard,
+    verify,
+)
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -24,6 +42,11 @@ LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machine
 
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     # They are listed in this order, each under the name of its function.
+    (LOOK, ls.ls),
+    (LOOK, show.show),
+    (LOOK, diff.diff),
+    (LOOK, du.du),
+    (LOOK, plan.plan),
     (CHECK, verify.verify),
     (CHECK, doctor.doctor),
     (CHECK, repair.repair),
