@@ -107,9 +107,12 @@ def rescue(
     return _told(target, record, origin, lost)
 
 
-def rescuable(folder: Location) -> tuple[Literal["parts", "copy", "headers"], list[str]]:
+def rescuable(
+    folder: Location, like: Location | None = None
+) -> tuple[Literal["parts", "copy", "headers"], list[str]]:  # fmt: skip
     """What `rescue` would make a manifest of, and what would be lost. Changes nothing; raises what `rescue` raises."""
-    _, origin, lost = _chosen(folder, storage.files_below(folder), None, None, None)
+    neighbour = None if like is None else read_manifest(like)
+    _, origin, lost = _chosen(folder, storage.files_below(folder), neighbour, None, None)
     return origin, lost
 
 
@@ -196,7 +199,8 @@ def _data_files(target: Location, paths: list[str]) -> tuple[dict[str, list[Data
             first, nbytes = storage.read_start(target / path, 8)
             data, _ = storage.read_start(target / path, datafile.header_length(first, nbytes))
             record = FileRecord(path, nbytes, len(data), blocks.digest(data))
-            found.setdefault(save, []).append(described(record, datafile.parse_header(data, nbytes)))
+            one = described(record, datafile.parse_header(data, nbytes))
+            found.setdefault(save, []).append(one)
         except ValueError as error:
             unread.setdefault(save, []).append(f"{target / path} cannot be used: {error}")
     return found, unread

@@ -112,7 +112,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich ends the program by itself, with a code of its own
             return _closed()
-        raise
+        return int(ended.code or 0)  # completion ends in this way
     except (Exception, KeyboardInterrupt) as error:
         told = errors.told(error, given)
         if told is None or "--debug" in arguments:

@@ -109,4 +109,4 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
         return typed(checkpoint.records[name].dtype, checkpoint.records[name].shape)
     if name in checkpoint.manifest.values:
         return brief(checkpoint.value(name))
-    return f"a value of each of {checkpoint.world_size} ranks" if name in checkpoint.differing else "none"
+    return f"differs by rank, of {checkpoint.world_size}" if name in checkpoint.differing else "none"

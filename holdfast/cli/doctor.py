@@ -17,7 +17,6 @@ from holdfast.doctor import checkpoints, folders, machine, stores
 from holdfast.doctor.finding import Finding
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import StorageError
 from holdfast.ondisk import manifest
 
 Here = TypeVar("Here", Path, Place)
@@ -60,17 +59,19 @@ def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Fi
             return
     else:
         yield "folder", folders.findings(_around(place), write=write)
-    if not isinstance(place, Place) and place.is_dir() and not any(place.iterdir()):
-        return  # a folder for what is to come
     try:
-        yield "checkpoint", checkpoints.diagnose(path)
-    except StorageError as error:
+        if isinstance(place, Place) or not place.is_dir() or any(place.iterdir()):  # else a folder for what is to come
+            yield "checkpoint", checkpoints.diagnose(path)
+    except OSError as error:
         yield "checkpoint", [Finding("checkpoint", "fail", str(error), "see above", "storage")]
 
 
 def _around(place: Here) -> Here:
     """The folder in which is tried what can be done: nothing is written into a checkpoint."""
-    return place.parent if (place / manifest.FILE_NAME).is_file() else place
+    try:
+        return place.parent if (place / manifest.FILE_NAME).is_file() else place
+    except PermissionError:  # which is what will be told of it
+        return place
 
 
 _MARKS = {"ok": "[green]ok[/]  ", "warn": "[yellow]warn[/]", "fail": "[bold red]FAIL[/]"}

@@ -45,7 +45,7 @@ def du(
 
 
 def _show(total: Usage) -> None:
-    cited = f", {output.size(total.cited)} of them cited from other steps" if total.cited else ""
+    cited = f", {output.size(total.cited)} of them borrowed from older steps" if total.cited else ""
     attached = f"; {output.size(total.attached)} attached" if total.attached else ""
     output.say(f"{total.path} ({total.format}): {output.size(total.tensors)} of tensors in files of "
                f"{output.size(total.files)}{cited}{attached}")  # fmt: skip

@@ -83,14 +83,13 @@ def _kind(error: BaseException, path: str, command: str) -> tuple[str, str]:
     if isinstance(error, Untrusted):
         return "not trusted", "check whose key it should be: docs/signing.md"
     if isinstance(error, Damaged):
-        return (
-            "damaged",
-            f"holdfast verify {quoted} lists all that is hit; holdfast repair {quoted} --from COPY mends it",
-        )
+        if "cannot be rescued" in text:
+            return "damaged", "take an older step of the run, or a copy of this one"
+        return "damaged", advice(path) or f"holdfast verify {quoted} lists all that is hit"
     if isinstance(error, NotACheckpoint):
-        return "no checkpoint", advice(path) or f"holdfast doctor {shlex.quote(path)} tells what is there"
+        return "no checkpoint", advice(path) or f"holdfast doctor {quoted} tells what is there"
     if isinstance(error, Unsupported):
-        if install := re.search(r'pip install "?[\w\[\]=<>.-]+"?', text):
+        if install := re.search(r"pip install ['\"]?[\w\[\]=<>.-]+['\"]?", text):
             return "missing package", install[0]
         return "unsupported", "docs/formats.md lists what can be read, docs/errors.md explains this text"
     if isinstance(error, Mismatch):

@@ -119,11 +119,10 @@ def _neighbours(place: Location) -> list[Location]:
 
 
 def _ours(place: Location) -> list[Finding]:
-    like = next((f" --like {shlex.quote(str(path))}" for path in reversed(_neighbours(place))), "")
     try:
         record = read_manifest(place)
     except Damaged as error:
-        return [_damaged(str(error), _command("rescue", place) + like)]
+        return [_damaged(str(error), _rescue(place)[1])]
     except Unsupported as error:
         return [Finding(NAME, "fail", str(error), "pip install --upgrade holdfast", "damaged")]
     except NotACheckpoint:
@@ -175,20 +174,37 @@ def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
     save = finished(place)
     if save is not None:
         return _missing(f"{place}: all ranks finished save {save}, and nobody committed it", _command("rescue", place))
+    told, mend = _rescue(place)
+    if not told:
+        told = f"a save that died before all of it was written{_absent(place, files)}; it is no checkpoint"
+        mend += f"; {_command('gc', place)} shows what can be deleted"
+    return _missing(f"{place}: {told}", mend)
+
+
+def _rescue(place: Location) -> tuple[str, str]:
+    """What can be made of data files without a manifest (empty if nothing can), and the command that does it."""
     older = _neighbours(place)
-    like = f" --like {shlex.quote(str(older[-1]))}" if older else ""
+    for like in [None, *older[-1:]]:
+        try:
+            origin, lost = rescuable(place, like)
+        except (Damaged, Mismatch, NotACheckpoint, Unsupported):
+            continue  # with a step of the run beside it more can be told
+        if origin == "headers" and like is None and older and _fits(place, older[-1]):
+            continue  # it knows what headers do not
+        told = "its manifest.json is missing, and its data files are whole"
+        if origin == "headers":
+            told += f"; made from their headers it lacks or takes over {'; '.join(lost) or 'nothing'}"
+        return told, _command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
+    use = f"take an older step ({older[-1]}), as a restore of the run does" if older else "take another checkpoint"
+    return "", f"{use}; or, if there is a copy of this one: {_command('rescue', place)} --like COPY"
+
+
+def _fits(place: Location, like: Location) -> bool:
     try:
-        origin, lost = rescuable(place)
-    except Mismatch as error:
-        return _missing(str(error), _command("rescue", place) + (like or " --like STEP"))
-    except (Damaged, NotACheckpoint):
-        told = f"{place}: a save that died before all of it was written{_absent(place, files)}; it is no checkpoint"
-        use = f"take an older step ({older[-1]}), as a restore of the run does; " if older else ""
-        return _missing(told, f"{use}{_command('gc', place)} shows what can be deleted")
-    told = f"{place}: its manifest.json is missing, and its data files are whole"
-    if origin == "headers" and lost:
-        told += f"; without --like {'; '.join(lost)}"
-    return _missing(told, _command("rescue", place) + (like if origin == "headers" else ""))
+        rescuable(place, like)
+    except (Damaged, Mismatch, NotACheckpoint, Unsupported):
+        return False
+    return True
 
 
 def _absent(place: Location, files: Sequence[str]) -> str:

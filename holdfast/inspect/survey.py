@@ -18,7 +18,6 @@ from typing import Literal
 from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.engine import disk, storage
-from holdfast.engine.citations import is_cited
 from holdfast.engine.parts import finished
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.read import DataFiles
@@ -51,7 +50,7 @@ class Step:
 
     ``name``: of the folder or file below the root, empty for the root itself. ``step``: None if it is not told.
     ``created``: RFC 3339 in UTC; of formats that do not tell it the time of the newest file, None in a store.
-    ``nbytes``: all files that it needs; ``own`` of them are its own, the rest is cited from older steps.
+    ``nbytes``: all files that it needs; ``own`` of them it wrote itself, the rest is borrowed from older steps.
     ``lost``: sections that it has lost since it was saved. ``reading``: which of several readings of the path was
     taken, where a format allows for more than one.
 
@@ -162,7 +161,7 @@ def _ours(path: Location, name: str, tier: str, *, headers: bool) -> Step | None
     found = replace(
         blank, step=blank.step if record.step is None else record.step, created=record.created,
         nbytes=sum(file.bytes for file in files) + attached,
-        own=sum(file.bytes for file in files if not is_cited(file.path)) + attached,
+        own=sum(file.bytes for file in files if file.save is None) + attached,
         world_size=record.world_size, run=record.run, lost=tuple(dropped_of(record)),
     )  # fmt: skip
     try:

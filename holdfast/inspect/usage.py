@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
 from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import Checkpoint, Patterns, matches, read_manifest
-from holdfast.engine import storage
+from holdfast.engine import disk, storage
 from holdfast.engine.citations import is_cited, sibling_of
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.stores.around import bounded
@@ -41,7 +42,7 @@ class Amount:
 class Usage:
     """The bytes of one checkpoint. Tied tensors count once; values that differ by rank are among the files alone.
 
-    ``tensors``: bytes of all tensors; ``files``: of all data files, ``cited`` of which lie in other checkpoints;
+    ``tensors``: bytes of all tensors; ``files``: of all data files, ``cited`` of which were written by earlier saves;
     ``attached``: of attached files.
     """
 
@@ -62,7 +63,7 @@ def usage(checkpoint: Checkpoint, *, only: Patterns = "*") -> Usage:
     files = checkpoint.manifest.data_files
     return Usage(
         str(checkpoint.path), checkpoint.format, sum(r.nbytes for r in records.values()),
-        sum(file.bytes for file in files), sum(file.bytes for file in files if is_cited(file.path)),
+        sum(file.bytes for file in files), sum(file.bytes for file in files if file.save is not None),
         sum(checkpoint.attachments.values()),
         _added((names.section_of(name), elements, nbytes) for name, _, elements, nbytes in amounts),
         _added((dtype, elements, nbytes) for _, dtype, elements, nbytes in amounts),
@@ -122,34 +123,52 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
     home = bounded(location(root), DEADLINE)
     folders = [name for name in storage.folders_in(home) if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-usage") as pool:
-        sizes = dict(zip(folders, pool.map(lambda name: storage.sizes_below(home / name), folders), strict=True))
-        steps = [name for name in folders if manifest.FILE_NAME in sizes[name]]
-        needs = dict(zip(steps, pool.map(lambda name: _needs(home, name, sizes[name]), steps), strict=True))
+        found = dict(zip(folders, pool.map(lambda name: _files(home / name), folders), strict=True))
+        steps = [name for name in folders if manifest.FILE_NAME in found[name]]
+        needs = dict(zip(steps, pool.map(lambda name: _needs(home, name, found), steps), strict=True))
     if not steps:
         raise NotACheckpoint(what_is_in_store(home) if isinstance(home, Place) else what_is_there(home))
-    named: dict[tuple[str, str], list[str]] = {}
+    nbytes = {file: n for files in found.values() for file, n in files.values()}
+    needed: dict[Hashable, set[str]] = {}
     for step, files in needs.items():
         for file in files:
-            named.setdefault(file, []).append(step)
-    nbytes = {(folder, path): n for folder, found in sizes.items() for path, n in found.items()}
+            needed.setdefault(file, set()).add(step)
+    held: dict[Hashable, set[str]] = {}  # by which steps' folders, whether these need it or not
+    for step in steps:
+        for file, _ in found[step].values():
+            held.setdefault(file, set()).add(step)
     told = []
     for step, files in sorted(needs.items()):
-        shared = [file for file in files if len(named[file]) > 1]
+        shared = {file for file in files if len(needed[file]) > 1}
         # With a step all files of its folder go that nobody else needs, leavings of dead saves too.
-        own = {(step, path) for path in sizes[step]}
-        goes = [file for file in own | files if set(named.get(file, ())) <= {step}]
-        told.append(StepUsage(step, *(sum(nbytes.get(f, 0) for f in some) for some in (files, shared, goes))))
-    leavings = sum(n for (folder, path), n in nbytes.items() if folder not in needs and (folder, path) not in named)
+        own = {file for file, _ in found[step].values()}
+        goes = {file for file in own | files if needed.get(file, set()) | held.get(file, set()) <= {step}}
+        told.append(StepUsage(step, *(sum(nbytes.get(file, 0) for file in some) for some in (files, shared, goes))))
+    leavings = sum(n for file, n in nbytes.items() if file not in needed and file not in held)
     return RootUsage(str(home), sum(nbytes.values()), leavings, tuple(told))
 
 
-def _needs(root: Location, name: str, sizes: dict[str, int]) -> set[tuple[str, str]]:
-    """The files that a step needs, as (folder, path): its data files wherever they lie, and the rest of its folder."""
+def _files(folder: Location) -> dict[str, tuple[Hashable, int]]:
+    """The files of a folder: what tells each from all others, whatever names it has, and its bytes."""
+    sizes = storage.sizes_below(folder)
+    if isinstance(folder, Place):
+        return {path: (f"{folder}/{path}", n) for path, n in sizes.items()}
+    found: dict[str, tuple[Hashable, int]] = {}
+    for path, n in sizes.items():
+        with suppress(FileNotFoundError):  # deleted meanwhile
+            stat = disk.stat(folder / path)
+            found[path] = (stat.st_dev, stat.st_ino), n  # a step that borrows on disk has hard links
+    return found
+
+
+def _needs(root: Location, name: str, found: Mapping[str, Mapping[str, tuple[Hashable, int]]]) -> set[Hashable]:
+    """The files that a step needs: its data files wherever they lie, and the rest of its folder."""
+    own = found[name]
     try:
         record: Manifest = read_manifest(root / name)
     except HoldfastError as error:
         log.warning("%s: what it needs cannot be told: %s", root / name, error)
-        return {(name, path) for path in sizes}
-    found = {sibling_of(file.path) if is_cited(file.path) else (name, file.path) for file in record.data_files}
-    small = {path for path in sizes if path == manifest.FILE_NAME or path.startswith("attachments/")}
-    return found | {(name, path) for path in small}
+        return {file for file, _ in own.values()}
+    places = [sibling_of(file.path) if is_cited(file.path) else (name, file.path) for file in record.data_files]
+    places += [(name, path) for path in own if path == manifest.FILE_NAME or path.startswith("attachments/")]
+    return {found[folder][path][0] for folder, path in places if path in found.get(folder, {})}

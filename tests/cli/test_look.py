@@ -174,7 +174,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 
 
-QUICK = ("dcp_fsdp2_tp_2x2", "ds_zero1_bf16opt_2r", "torchsave_zip_tied_views")
+QUICK = ("dcp_fsdp2_tp_2x2", "torchsave_zip_tied_views")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,9 @@ from tests.inspect import plan_trials
 
 
 def on_disk(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    """Bytes of all files below, those with several names once."""
+    stats = [path.stat() for path in root.rglob("*") if path.is_file()]
+    return sum({stat.st_ino: stat.st_size for stat in stats}.values())
 
 
 def test_sections_and_types(tmp_path: Path) -> None:
@@ -40,24 +42,30 @@ def test_sections_and_types(tmp_path: Path) -> None:
     assert usage(checkpoint, only="optimizer").tensors == 400
 
 
-def grown(root: Path) -> None:
+def grown(root: Path, *, links: bool) -> None:
     """Five steps that share; the first is deleted, but lends files on."""
     save_on(state_of(1), root / "step-1")
-    save_on(state_of(2, model=1), root / "step-2", root / "step-1")
-    save_on(state_of(3, model=1, optimizer=1), root / "step-3", root / "step-2")
-    save_on(state_of(4, head=5), root / "step-4", root / "step-1")
-    save_on(state_of(5, head=5, embedding=9), root / "step-5", root / "step-4")
+    save_on(state_of(2, model=1), root / "step-2", root / "step-1", links=links)
+    save_on(state_of(3, model=1, optimizer=1), root / "step-3", root / "step-2", links=links)
+    save_on(state_of(4, head=5), root / "step-4", root / "step-1", links=links)
+    save_on(state_of(5, head=5, embedding=9), root / "step-5", root / "step-4", links=links)
     delete_checkpoint(root / "step-1")
 
 
-def test_what_deleting_frees(tmp_path: Path) -> None:
-    grown(tmp_path / "run")
+def copied(source: Path, target: Path) -> None:
+    """With hard links between files as they are."""
+    subprocess.run(["cp", "-a", source, target], check=True)
+
+
+@pytest.mark.parametrize("links", [False, True], ids=["cited", "linked"])
+def test_what_deleting_frees(tmp_path: Path, links: bool) -> None:
+    grown(tmp_path / "run", links=links)
     found = usage_of_root(tmp_path / "run")
     assert found.nbytes == on_disk(tmp_path / "run") and found.leavings == 0
     assert [step.name for step in found.steps] == ["step-2", "step-3", "step-4", "step-5"]
     freed = {}
     for step in found.steps:
-        shutil.copytree(tmp_path / "run", tmp_path / step.name)
+        copied(tmp_path / "run", tmp_path / step.name)
         delete_checkpoint(tmp_path / step.name / step.name)
         freed[step.name] = found.nbytes - on_disk(tmp_path / step.name)
     assert {step.name: step.frees for step in found.steps} == freed

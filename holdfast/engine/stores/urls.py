@@ -104,7 +104,7 @@ def _of_file_url(rest: str, text: str) -> str:
 
 def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> Place:
     if scheme not in SCHEMES:
-        near = get_close_matches(scheme, SCHEMES, n=1)
+        near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.5)
         meant = f" (did you mean {near[0]}://?)" if near else ""
         raise ValueError(f"holdfast has no store for {scheme}://{meant}: there are {', '.join(SCHEMES)} and file")
     rest, _, query = rest.partition("?")
