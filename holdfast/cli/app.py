@@ -15,7 +15,21 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from holdfast.cli import convert, copy, errors, gc, output, prune, repair, rescue, timeline, unshard, verify
+from holdfast.cli import (
+    bench,
+    convert,
+    copy,
+    doctor,
+    errors,
+    gc,
+    output,
+    prune,
+    repair,
+    rescue,
+    timeline,
+    unshard,
+    verify,
+)
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
 from holdfast.version import __version__
@@ -25,6 +39,7 @@ LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machine
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     # They are listed in this order, each under the name of its function.
     (CHECK, verify.verify),
+    (CHECK, doctor.doctor),
     (CHECK, repair.repair),
     (CHECK, rescue.rescue),
     (CHANGE, convert.convert),
@@ -32,6 +47,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (CHANGE, copy.copy),
     (CHANGE, prune.prune),
     (CHANGE, gc.gc),
+    (RUN, bench.bench),
     (RUN, timeline.timeline),
 )
 
@@ -84,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich ends the program by itself, with a code of its own
             return _closed()
-        raise
+        return int(ended.code or 0)  # completion ends in this way
     except (Exception, KeyboardInterrupt) as error:
         told = errors.told(error, given)
         if told is None or "--debug" in arguments:

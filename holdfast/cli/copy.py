@@ -12,6 +12,7 @@ import typer
 import holdfast
 from holdfast.cli import output
 from holdfast.cli.convert import bytes_of
+from holdfast.copy import Copied
 
 
 def copy(
@@ -27,7 +28,7 @@ def copy(
     limit = None if bandwidth is None else float(bytes_of(bandwidth))
     done = holdfast.copy(source, target, overwrite=overwrite, bandwidth=limit)
     if json:
-        output.as_json(done)
+        output.as_json({**_plain(done), "steps": {name: _plain(one) for name, one in done.steps.items()}})
         return
     output.table(
         ("step", "copied", "were there", ""),
@@ -42,3 +43,9 @@ def copy(
     output.say(
         f"{done.target}: {what}; {stats.files} files, {output.size(stats.nbytes)} copied{there}, {done.seconds:.1f} s"
     )
+
+
+def _plain(done: Copied) -> dict[str, object]:
+    stats = {"files": done.stats.files, "nbytes": done.stats.nbytes, "skipped": done.stats.skipped}
+    told = {"source": done.source, "target": done.target, "committed": done.committed, "seconds": done.seconds}
+    return {**told, **stats}

@@ -1,13 +1,14 @@
 """What an error is to a caller: its exit code, its kind, and what to do next.
 
-`app` calls `told` with whatever a command raised. Never looks at a disk or a store again: what an error carries is all
-that there is.
+`app` calls `told` with whatever a command raised. Looks again only where a local path holds no checkpoint, and changes
+nothing.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import typer
 
 from holdfast.cli.codes import Code, code_of
+from holdfast.doctor.checkpoints import advice
 from holdfast.errors import (
     Damaged,
     Mismatch,
@@ -58,7 +60,8 @@ def told(error: BaseException, arguments: Sequence[str] = ()) -> Told | None:
     # A command is one process: which rank of it failed, and on which host, is clear.
     cause = getattr(error, "cause", None) if not isinstance(error, SaveFailed) else None
     text = cause or str(error) or type(error).__name__
-    kind, hint = _kind(error, shlex.quote(_subject(error, arguments)))
+    command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
+    kind, hint = _kind(error, _subject(error, arguments), command)
     return Told(code, kind, text, hint)
 
 
@@ -75,34 +78,40 @@ def _subject(error: BaseException, arguments: Sequence[str]) -> str:
     return max(named, key=len, default=getattr(error, "file", None) or (words[0] if words else "PATH"))
 
 
-def _kind(error: BaseException, path: str) -> tuple[str, str]:
-    text = str(error)
+def _kind(error: BaseException, path: str, command: str) -> tuple[str, str]:
+    text, quoted = str(error), shlex.quote(path)
     if isinstance(error, Untrusted):
         return "not trusted", "check whose key it should be: docs/signing.md"
     if isinstance(error, Damaged):
-        return "damaged", f"holdfast verify {path} lists all that is hit; holdfast repair {path} --from COPY mends it"
+        if "cannot be rescued" in text:
+            return "damaged", "take an older step of the run, or a copy of this one"
+        return "damaged", advice(path) or f"holdfast verify {quoted} lists all that is hit"
     if isinstance(error, NotACheckpoint):
-        return "no checkpoint", f"holdfast doctor {path} tells what is there and what to do"
+        return "no checkpoint", advice(path) or f"holdfast doctor {quoted} tells what is there"
     if isinstance(error, Unsupported):
-        if "pip install" in text:
-            return "missing package", ""
+        if install := re.search(r"pip install ['\"]?[\w\[\]=<>.-]+['\"]?", text):
+            return "missing package", install[0]
         return "unsupported", "docs/formats.md lists what can be read, docs/errors.md explains this text"
     if isinstance(error, Mismatch):
-        return "mismatch", f"holdfast show {path} lists the names that there are"
+        return "mismatch", f"holdfast show {quoted} lists the names that there are"
     if isinstance(error, RankLost):
         return "rank lost", "look at that rank's log; docs/liveness.md"
     if isinstance(error, SaveFailed):
         return "failed", "docs/errors.md explains this text"
     if isinstance(error, OSError):
-        return _of_system(error, path)
+        return _of_system(error, quoted)
     if isinstance(error, ValueError):
-        return "usage", "holdfast COMMAND --help tells what can be given"
+        if "://" in text:
+            return "usage", "docs/stores.md tells how places in stores are written"
+        return "usage", f"holdfast {command} --help tells what can be given"
     return "failed", "docs/errors.md explains this text"
 
 
 def _of_system(error: OSError, path: str) -> tuple[str, str]:
     text = str(error)
-    if error.errno in (errno.EACCES, errno.EPERM):
+    if "credentials" in text and error.errno == errno.EACCES:
+        return "no credentials", f"holdfast doctor {path} tells whose credentials are used; docs/stores.md"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "no rights", f"holdfast doctor {path} tells which rights are lacking"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "no space", "free some: holdfast prune RUN and holdfast gc RUN tell what could go"

@@ -37,6 +37,23 @@ def say(text: str) -> None:
         Console(soft_wrap=True, highlight=False).print(escape(text))
 
 
+def plain(text: str) -> str:
+    """A text for `marked`, in which brackets are brackets."""
+    return escape(text)
+
+
+def marked(text: str) -> None:
+    """A line with rich's marks."""
+    if not _quiet:
+        Console(soft_wrap=True, highlight=False).print(text)
+
+
+def aside(text: str) -> None:
+    """What is being done, on standard error, if a person is looking."""
+    if not _quiet and sys.stderr.isatty():
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[dim]{escape(text)}[/]")
+
+
 def fail(told: Told, *, as_json: bool) -> None:
     """What went wrong and what to do next, on standard error: two lines for people, or one object."""
     if as_json:
