@@ -212,7 +212,7 @@ class Steps:
     def metric(self, path: Location) -> float | None:
         """The metric that a step was saved with; None if it was saved without."""
         if path.name not in self._metrics or not isinstance(path, Place):
-            self._metrics[path.name] = _metric(path)
+            self._metrics[path.name] = metric_of(path)
         return self._metrics[path.name]
 
     # What saves under way need
@@ -443,7 +443,8 @@ def lacking_files(folder: Location, record: Manifest) -> dict[int, str]:
     return found
 
 
-def _metric(path: Location) -> float | None:
+def metric_of(path: Location) -> float | None:
+    """The metric that a manager noted with a step; None if it noted none, or it cannot be read."""
     try:
         return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=_Notes).metric
     except (HoldfastError, KeyError, msgspec.MsgspecError):

@@ -24,6 +24,7 @@ class Code(IntEnum):
 
     FINE = 0
     DAMAGED = 1
+    DIFFERENT = 1  # of `holdfast diff`, as `diff` has it; that something is damaged is said on standard error
     USAGE = 2
     NOT_A_CHECKPOINT = 3
     STORAGE = 4
