@@ -6,6 +6,7 @@ Never raises into the engine, never prints, costs one list check when nobody lis
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -180,6 +181,20 @@ def _show(span: Span) -> None:
             observer(span)
         except Exception:  # an observer must never fail the save it observes
             log.exception("an observer of holdfast failed")
+
+
+_last: list[Callable[[], object]] = []
+
+
+def at_exit(then: Callable[[], object]) -> None:
+    """Call ``then()`` when the interpreter ends, after the saves that are under way then."""
+    _last.append(then)
+
+
+@atexit.register  # handlers run from the last to the first, and this module is imported before whatever saves
+def _end() -> None:
+    for then in _last:
+        then()
 
 
 class Moved:

@@ -76,12 +76,11 @@ class Hearing:
     def __init__(self, heard: Callable[[int, str, Share], None]) -> None:
         self._heard, self._socket = heard, _socket()
         self._closed = False
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-            with suppress(OSError):  # another bar of this user listens there: then this one shows its own share
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-                self._socket.bind(_address())
-                self._socket.settimeout(PAUSE)
-                threading.Thread(target=self._run, name="holdfast-progress", daemon=True).start()
+        with suppress(OSError):  # another bar of this user listens there: then this one shows its own share
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(_address())
+            self._socket.settimeout(PAUSE)
+            threading.Thread(target=self._run, name="holdfast-progress", daemon=True).start()
 
     def close(self) -> None:
         """Listen no more; does not wait for the thread."""

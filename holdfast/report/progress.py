@@ -50,10 +50,9 @@ class Bars:
             if event.kind == "end":
                 self._end(name, event)
             elif event.kind == "advance" and event.seconds >= PATIENCE and event.total:
-                self._move(name, Share(event.done, event.total))
+                self._move(name, Share(event.done, event.total), local_rank(event.rank))
 
-    def _move(self, name: str, share: Share) -> None:
-        rank = local_rank()
+    def _move(self, name: str, share: Share, rank: int) -> None:
         if os.environ.get(VARIABLE) == "0":
             return
         if rank:
@@ -101,13 +100,15 @@ class Bars:
 
 def _whose(heard: int) -> str:
     """What is said of a bar that is not the whole node's, or that is."""
-    world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if world == 1:
-        return ""
-    return "this rank's share" if heard == 1 else f"{heard} of {world} ranks of this node" if heard < world else "node"
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not told.isdecimal():  # no launcher that says so: perhaps this process is alone
+        return f"{heard} ranks of this node" if heard > 1 else ""
+    if heard >= int(told):
+        return "node" if heard > 1 else ""
+    return f"{heard} of {told} ranks of this node" if heard > 1 else "this rank's share"
 
 
-def local_rank() -> int:
-    """Which rank of its node this process is, as its launcher says; 0 without one."""
-    found = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0")
-    return int(found) if found.isdecimal() else 0
+def local_rank(rank: int) -> int:
+    """Which rank of its node this process is, as its launcher says; without one its ``rank`` among those at work."""
+    found = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "")
+    return int(found) if found.isdecimal() else rank

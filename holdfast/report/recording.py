@@ -112,7 +112,10 @@ class Recorder:
         if known and self._rank != known[meeting.rank]:
             self._rank = known[meeting.rank]
             self._write(Who(self._rank, max(known) + 1))
-        self._clocks.measure(meeting)
+        try:
+            self._clocks.measure(meeting)
+        except RuntimeError as error:  # no thread can be started: the time of day has to do
+            log.debug("no clock can be measured: %s", error)
 
     def _write(self, line: msgspec.Struct) -> None:
         self._lines.put(line)

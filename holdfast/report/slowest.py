@@ -36,6 +36,7 @@ def slowest(parts: list[Part], clock: Callable[[Part, float], float]) -> list[Ph
     """A row for each phase, in the order in which they begin. Spans that have not ended are left out."""
     seconds: dict[tuple[str, str], dict[str, dict[int, float]]] = {}  # (of, phase) → which save → part → seconds
     first: dict[tuple[str, str], float] = {}
+    begins: dict[str, float] = {}
     for index, part in enumerate(parts):
         wholes: dict[str, list[Line]] = {}
         for line in sorted(part.spans.values(), key=lambda line: line.began):
@@ -49,10 +50,12 @@ def slowest(parts: list[Part], clock: Callable[[Part, float], float]) -> list[Ph
             row = (whole.name if whole else "", line.name)
             times = seconds.setdefault(row, {}).setdefault(_occasion(line, whole, same), {})
             times[index] = times.get(index, 0.0) + line.ended - line.began
-            after = clock(part, line.began) - (clock(part, whole.began) if whole else 0.0)
+            began = clock(part, line.began)
+            after = began - (clock(part, whole.began) if whole else 0.0)
             first[row] = min(first.get(row, after), after)
+            begins[row[0]] = min(begins.get(row[0], began), began)
     found = []
-    for row in sorted(seconds, key=lambda row: (row[0], first[row])):
+    for row in sorted(seconds, key=lambda row: (begins[row[0]], row[0], first[row])):
         occasions = seconds[row]
         longest, index, occasion = max((s, i, name) for name, by in occasions.items() for i, s in by.items())
         winners = [max(by, key=lambda i: by[i]) for by in occasions.values()]

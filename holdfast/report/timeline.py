@@ -6,12 +6,13 @@ it is asked for: what records and what joins is imported then.
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from holdfast import events
 
 if TYPE_CHECKING:
     from holdfast.report.trace import Trace
@@ -55,4 +56,4 @@ def from_environment() -> None:
     if folder:
         block = timeline(folder)
         block.__enter__()
-        atexit.register(block.__exit__, None, None, None)
+        events.at_exit(lambda: block.__exit__(None, None, None))

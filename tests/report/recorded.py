@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,16 +23,18 @@ PATIENCE = 60.0
 
 def save_beside_training(folder: str, worker: str, skew: float) -> float:
     """Two background saves and a load, in a timeline; a step of the optimizer waits for the first. Its stall."""
-    rank, real, wall, kind = dist.get_rank(), time.monotonic, time.time, clocks.clock_kind
-    if skew:
-        clocks.clock_kind = lambda: f"{kind()}/{rank == SKEWED}"
-    if skew and rank == SKEWED:
-        time.monotonic = lambda: real() + skew
-        time.time = lambda: wall() - 77.0  # so that it is of no help
-    try:
+    rank = dist.get_rank()
+    with ExitStack() as patches:
+        for name in ("GRACE", "ALONE"):  # a busy machine is no reason to measure nothing
+            patches.enter_context(patch.object(clocks, name, PATIENCE))
+        if skew:
+            kind = f"{clocks.clock_kind()}/{rank == SKEWED}"
+            patches.enter_context(patch.object(clocks, "clock_kind", lambda: kind))
+        if skew and rank == SKEWED:
+            real, wall = time.monotonic, time.time
+            patches.enter_context(patch.object(time, "monotonic", lambda: real() + skew))
+            patches.enter_context(patch.object(time, "time", lambda: wall() - 77.0))  # so that it is of no help
         return _save_beside_training(Path(folder), worker)
-    finally:
-        time.monotonic, time.time, clocks.clock_kind = real, wall, kind
 
 
 def _save_beside_training(folder: Path, worker: str) -> float:

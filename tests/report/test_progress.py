@@ -182,6 +182,23 @@ def test_a_bar_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown[-1] == {"text/plain": "", "text/html": ""}
 
 
+@pytest.mark.parametrize(
+    ("world", "heard", "said"),
+    [("", 1, ""), ("", 2, "2 ranks of this node"), ("1", 1, ""), ("8", 1, "this rank's share"),
+     ("8", 3, "3 of 8 ranks of this node"), ("8", 8, "node")],
+)  # fmt: skip
+def test_whose_bytes_a_bar_shows(world: str, heard: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if world:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", world)
+    assert progress._whose(heard) == said
+
+
+def test_without_a_launcher_the_first_rank_shows_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [progress.local_rank(rank) for rank in (0, 3)] == [0, 3]
+    monkeypatch.setenv("SLURM_LOCALID", "2")
+    assert progress.local_rank(0) == 2
+
+
 def test_ipython_at_a_terminal_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -191,6 +208,7 @@ def test_ipython_at_a_terminal_is_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
     assert "save /ckpt/step-7" in terminal.getvalue() and not shown
 
 
+@pytest.mark.slow
 def test_a_bar_in_a_real_notebook(tmp_path: Path) -> None:
     pytest.importorskip("ipykernel")
     client = pytest.importorskip("jupyter_client")

@@ -77,9 +77,16 @@ def test_saves_of_four_ranks_on_one_clock(tmp_path: Path, worker: str, skew: flo
         assert len(_spans(trace, name, "b")) == 4, name
 
 
-def test_who_was_the_slowest(tmp_path: Path) -> None:
-    run(2, save_beside_training, str(tmp_path), "thread", 0.0)
-    merged = timeline.merge(tmp_path / "timeline")
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The timeline of two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    run(2, save_beside_training, str(folder), "thread", 0.0)
+    return folder / "timeline"
+
+
+def test_who_was_the_slowest(of_two: Path) -> None:
+    merged = timeline.merge(of_two)
     rows = {(phase.of, phase.name): phase for phase in merged.phases}
     seconds = {}
     for event in merged.events:
@@ -95,9 +102,8 @@ def test_who_was_the_slowest(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_ranks_of_one_host_need_no_measurement(tmp_path: Path) -> None:
-    run(2, save_beside_training, str(tmp_path), "thread", 0.0)
-    lines = [json.loads(text) for path in (tmp_path / "timeline").iterdir() for text in path.read_text().splitlines()]
+def test_ranks_of_one_host_need_no_measurement(of_two: Path) -> None:
+    lines = [json.loads(text) for path in of_two.iterdir() for text in path.read_text().splitlines()]
     assert [(one["offset"], one["error"]) for one in lines if one["type"] == "clock"] in (
         [(0.0, 0.0)] * count for count in range(1, 8)
     )
