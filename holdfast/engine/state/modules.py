@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -116,6 +117,13 @@ def _unsharded_spans(flat: Any) -> list[tuple[int, int, int]]:
             spans.append((0, numel, at))
         at += numel
     return spans
+
+
+def holds_gradients_back(module: nn.Module) -> bool:
+    """Whether FSDP2 was told not to reduce gradients: it then keeps their sums where no parameter shows them."""
+    states: list[Any] = [s._get_fsdp_state() for _, s in named_modules(module) if isinstance(s, FSDPModule)]
+    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]
+    return any(group is not None and not group.reduce_grads for group in groups)
 
 
 def _plain_fqn(fqn: str) -> str:
