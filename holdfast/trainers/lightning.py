@@ -116,6 +116,8 @@ class HoldfastCheckpoint(Checkpoint):
         if not inside:
             iter(fetcher)
             loop.epoch_loop.restarting = False  # else it would take the epoch before for one to be ended
+            if loop.restarted_on_epoch_start:
+                loop.epoch_progress.current.ready += 1  # the epoch that begins, which it does not count again
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -181,8 +181,9 @@ def fit_and_stop(root: Path, after: int, name: str) -> tuple[list[str], int]:
             if len(module.losses) == after:
                 os.kill(os.getpid(), getattr(signal, name))
 
-    saves, count, module = HoldfastCheckpoint(root, every=100), Count(), Net()
+    saves, count = HoldfastCheckpoint(root, every=100), Count()
     trainer = make_trainer("alone", [saves, count, Signalled()])
+    module = Net()
     torch.manual_seed(50)
     before = signal.getsignal(signal.SIGTERM)
     with suppress(SIGTERMException):
