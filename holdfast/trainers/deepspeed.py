@@ -7,6 +7,7 @@ DeepSpeed's own checkpoints, and never makes a step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from math import prod
 from typing import Any, NamedTuple
 
@@ -132,7 +133,8 @@ class _Zero:
         if id(flat) not in self._room:
             like = torch.zeros_like(flat, requires_grad=True)
             like.grad = torch.zeros_like(flat)
-            settings = {k: v for k, v in self._base.param_groups[group].items() if k in self._base.defaults}
+            takes = signature(type(self._base)).parameters
+            settings = {k: v for k, v in self._base.param_groups[group].items() if k in takes and k != "params"}
             trial = type(self._base)([like], **settings)
             trial.step()
             self._room[id(flat)] = {

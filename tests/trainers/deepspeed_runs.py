@@ -16,6 +16,7 @@ from torch import nn
 import holdfast
 from holdfast.trainers.deepspeed import engine_state
 from tests.trainers.lives import die
+from tests.trainers.scripts import play
 
 WIDTH = 8
 # An allreduce over shared memory that DeepSpeed would compile first, for minutes; without it torch's own is taken.
@@ -87,3 +88,17 @@ def train(root: Path, stage: int, dtype: str, steps: int, dies_after: int = 0) -
                     die()
         manager.save(steps, state)
     return losses
+
+
+def resave(root: Path, stage: int, dtype: str) -> None:
+    """Load the newest step below ``root`` into an engine that never made one, and save that as ``again``."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    state = {**engine_state(make_engine(stage, dtype)), "rng": holdfast.RNG(), "step": 0}
+    with holdfast.CheckpointManager(root, every=2, deadline=60) as manager:
+        assert manager.restore(state) is not None
+    holdfast.save(state, root / "again")
+
+
+def play_deepspeed(root: Path, dies_at: str) -> list[str]:
+    """`examples/deepspeed_engine.py`."""
+    return play("deepspeed_engine.py", root, [], {}, dies_at)

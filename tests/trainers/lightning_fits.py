@@ -26,6 +26,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 import holdfast
 from holdfast.trainers.lightning import HoldfastCheckpoint, HoldfastCheckpointIO
 from tests.trainers.lives import die
+from tests.trainers.scripts import play
 
 WIDTH = 8
 
@@ -207,3 +208,9 @@ def fit_with_plugin(root: Path, kind: str, goes_on_from: str, epochs: int = 3) -
     if goes_on_from:
         trainer.validate(module, datamodule=data, ckpt_path=saves.last_model_path, verbose=False)
     return module.losses, weights
+
+
+def play_lightning(root: Path, dies_at: str) -> list[str]:
+    """`examples/lightning_fit.py`, as torchrun would start it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    return play("lightning_fit.py", root, [], {}, dies_at)

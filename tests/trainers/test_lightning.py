@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from tests.trainers.lightning_fits import fit, fit_and_stop, fit_with_plugin
+from tests.trainers.lightning_fits import fit, fit_and_stop, fit_with_plugin, play_lightning
 from tests.trainers.lives import KILLED, differences, live
 
 
@@ -98,3 +98,11 @@ def test_the_plugin_goes_on(tmp_path: Path) -> None:
     live(2, fit_with_plugin, tmp_path / "parts", "ddp", "", 1)
     again = live(2, fit_with_plugin, tmp_path / "parts", "ddp", "last.ckpt", 2)
     assert [weights for _, weights in again] == [weights for _, weights in whole]
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path) -> None:
+    whole = live(2, play_lightning, tmp_path / "whole", "")
+    assert live(2, play_lightning, tmp_path / "killed", "step 14:") == KILLED
+    again = live(2, play_lightning, tmp_path / "killed", "")
+    assert len(whole[0]) == 24 and len(again[0]) in (14, 19) and again[0] == whole[0][-len(again[0]) :]
