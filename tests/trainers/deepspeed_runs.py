@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 from pathlib import Path
 from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
+import numpy
 import torch
 from torch import nn
 
@@ -68,7 +70,8 @@ def train(root: Path, stage: int, dtype: str, steps: int, dies_after: int = 0) -
     deepspeed.init_distributed("gloo", verbose=False)
     engine = make_engine(stage, dtype)
     rank = torch.distributed.get_rank()
-    torch.manual_seed(5 + rank)
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(5 + rank)
     state = {**engine_state(engine), "rng": holdfast.RNG(), "step": 0}
     losses = []
     with holdfast.CheckpointManager(root, every=2, keep=holdfast.Keep(last=20), deadline=60) as manager:
