@@ -25,7 +25,7 @@ from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.device import Moments
 from holdfast.engine.memory import no_collection
-from holdfast.engine.ranks import DEADLINE, Call, ranks_of
+from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.engine.save_work import REHEARSAL, SaveWork
 from holdfast.engine.state import Recall
 from holdfast.engine.still import Held, check_still, hold_still
@@ -73,7 +73,7 @@ class Saver:
     def __init__(
         self, *, worker: Literal["process", "thread"] = "process", slots: int = 1,
         busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
-        group: dist.ProcessGroup | None = None, deadline: float = DEADLINE, degraded: bool = False,
+        group: dist.ProcessGroup | Ranks | None = None, deadline: float = DEADLINE, degraded: bool = False,
         check_replicas: bool | Patterns = False, sign: Key | Literal[True] | None = None,
     ) -> None:  # fmt: skip
         if worker not in ("process", "thread") or busy not in ("wait", "skip") or slots < 1:

@@ -354,11 +354,14 @@ _known: dict[tuple[int, ...], tuple[Any, Ranks]] = {}
 _alone = Ranks(0, 1)
 
 
-def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
+def ranks_of(group: dist.ProcessGroup | Ranks | None = None) -> Ranks:
     """The ranks of ``group`` (default: the default process group; without one, this process alone).
 
-    Works for any backend: only the group's store is used. Raises Mismatch if this rank is not in the group.
+    ``Ranks(0, 1)`` stands for this process alone, whatever groups there are. Works for any backend: only the group's
+    store is used. Raises Mismatch if this rank is not in the group.
     """
+    if isinstance(group, Ranks):
+        return group
     if not (dist.is_available() and dist.is_initialized()):
         return _alone
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]

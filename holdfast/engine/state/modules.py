@@ -116,6 +116,13 @@ def _unsharded_spans(flat: Any) -> list[tuple[int, int, int]]:
     return spans
 
 
+def holds_gradients_back(module: nn.Module) -> bool:
+    """Whether FSDP2 was told not to reduce gradients: it then keeps their sums where no parameter shows them."""
+    states = [cast(Any, s)._get_fsdp_state() for _, s in named_modules(module) if hasattr(s, "_get_fsdp_state")]
+    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]
+    return any(group is not None and not group.reduce_grads for group in groups)
+
+
 def _plain_fqn(fqn: str) -> str:
     wrappers = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
     return ".".join(key for key in fqn.split(".") if key not in wrappers)

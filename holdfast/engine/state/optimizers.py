@@ -135,6 +135,10 @@ def _collect_parameter(
         _collect_leaf(path, named, str(key), value, parameter, ranks, into, _setter(optimizer, parameter, key))
     if saved is None or has:
         return
+    if named.flat is not None and not is_flat_parameter(parameter) and not parameter.numel():
+        # FSDP1 has left this rank nothing of it, so that it is never stepped here: state made here would grow stale,
+        # and might be what the next save takes.
+        return
     for key, value in _from_saved(path, group, parameter, named, saved).items():
         put = _setter(optimizer, parameter, key)
         if isinstance(value, torch.Tensor):

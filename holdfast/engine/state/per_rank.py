@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -74,9 +74,13 @@ class RNG:
     Put ``holdfast.RNG()`` into the state. On another world size a rank that existed at the save goes on with its
     own streams; a new rank gets streams seeded from rank 0's state and its own number, so that no two ranks draw
     the same and the same restart draws the same. ``elsewhere`` overrides that rule, as in `PerRank`.
+
+    What draws after a restore and did not at the save puts the streams out of step: above all the iterator of a loader
+    that goes on inside of its epoch, which takes a seed when it is made. `rewind` mends that.
     """
 
     elsewhere: Elsewhere | None = None
+    _loaded: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all generators, in plain values."""
@@ -96,6 +100,7 @@ class RNG:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set every generator that both the state and this process have."""
+        self._loaded = state
         if "seed" in state:
             _seed_all(state["seed"])
             return
@@ -110,6 +115,11 @@ class RNG:
         if accelerator is not None:
             for i, saved in enumerate(state.get("devices", [])[: accelerator.device_count()]):
                 accelerator.set_rng_state(_byte_tensor(saved), i)
+
+    def rewind(self) -> None:
+        """Set the generators once more to what was last loaded; nothing happens if nothing was."""
+        if self._loaded is not None:
+            self.load_state_dict(self._loaded)
 
     def rule(self) -> Elsewhere:
         """The rule for another world size."""

@@ -20,7 +20,7 @@ from holdfast.engine.state.kinds import is_dtensor, is_sharded_tensor
 from holdfast.engine.state.leaves import Entry, View
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk import dtypes, names
-from holdfast.ondisk.box import Box, inside, whole
+from holdfast.ondisk.box import Box, flat_boxes, inside, whole
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -52,9 +52,29 @@ class Shard:
             )
 
 
+@dataclass(frozen=True)
+class FlatShard:
+    """This rank's stretch of a tensor of ``shape`` that was flattened and cut: ``tensor`` holds the elements from
+    ``start`` on, in one dimension; it may be empty. The stretches of all ranks must tile it.
+
+    Raises ValueError if the stretch leaves the tensor.
+    """
+
+    tensor: torch.Tensor
+    shape: Sequence[int]
+    start: int
+
+    def __post_init__(self) -> None:
+        if self.tensor.dim() != 1 or not 0 <= self.start <= prod(self.shape) - self.tensor.numel():
+            raise ValueError(
+                f"a stretch of shape {list(self.tensor.shape)} from {self.start} on does not lie in a flattened tensor "
+                f"of shape {list(self.shape)}"
+            )
+
+
 def is_tensor_leaf(value: object) -> bool:
     """Whether the walk hands ``value`` to `entries_of`."""
-    return isinstance(value, (torch.Tensor, Shard)) or is_sharded_tensor(value)
+    return isinstance(value, (torch.Tensor, Shard, FlatShard)) or is_sharded_tensor(value)
 
 
 def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
@@ -65,6 +85,8 @@ def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
         yield _dtensor(name, value, ranks)
     elif isinstance(value, Shard):
         yield _explicit(name, value, ranks)
+    elif isinstance(value, FlatShard):
+        yield _flat(name, value, ranks)
     elif is_sharded_tensor(value):
         yield _sharded_tensor(name, value, ranks)
     elif isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
@@ -193,6 +215,14 @@ def _explicit(name: str, shard: Shard, ranks: Ranks) -> Entry:
     box = Box(tuple(shard.offsets), tuple(shard.tensor.shape))
     views = [View(box, shard.tensor.detach())]
     return boxed(name, dtype_name(name, shard.tensor), tuple(shard.shape), views, ranks)
+
+
+def _flat(name: str, shard: FlatShard, ranks: Ranks) -> Entry:
+    views, at, memory = [], 0, shard.tensor.detach()
+    for box in flat_boxes(tuple(shard.shape), shard.start, shard.start + memory.numel()):
+        views.append(View(box, memory[at : at + box.size].view(box.lengths)))
+        at += box.size
+    return boxed(name, dtype_name(name, memory), tuple(shard.shape), views, ranks)
 
 
 def boxed(name: str, dtype: str, shape: tuple[int, ...], views: list[View], ranks: Ranks) -> Entry:

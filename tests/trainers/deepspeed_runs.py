@@ -1,0 +1,107 @@
+"""Real DeepSpeed engines on CPU ranks; run by `test_deepspeed.py`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed
+import numpy
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.trainers.deepspeed import engine_state
+from tests.trainers.lives import die
+from tests.trainers.scripts import play
+
+WIDTH = 8
+# An allreduce over shared memory that DeepSpeed would compile first, for minutes; without it torch's own is taken.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 13), nn.GELU(), nn.Dropout(0.1), nn.Linear(13, WIDTH))
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)) * self.scale[0]
+
+
+def settings(stage: int, dtype: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    if dtype != "fp32":
+        found[dtype] = {
+            "enabled": True,
+            **({"initial_scale_power": 4, "loss_scale_window": 3} if dtype == "fp16" else {}),
+        }
+    return found
+
+
+def make_engine(stage: int, dtype: str) -> Any:
+    deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    net = Net()
+    groups = [{"params": net.body.parameters(), "weight_decay": 0.1}, {"params": net.head.parameters(), "lr": 0.02}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return deepspeed.initialize(
+        model=net, optimizer=optimizer, lr_scheduler=schedule, config=settings(stage, dtype), dist_init_required=True
+    )[0]
+
+
+def train(root: Path, stage: int, dtype: str, steps: int, dies_after: int = 0) -> list[str]:
+    """Train to ``steps`` steps of the optimizer, saved every 2; the losses of this life, as exact texts."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    engine = make_engine(stage, dtype)
+    rank = torch.distributed.get_rank()
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(5 + rank)
+    state = {**engine_state(engine), "rng": holdfast.RNG(), "step": 0}
+    losses = []
+    with holdfast.CheckpointManager(root, every=2, keep=holdfast.Keep(last=20), deadline=60) as manager:
+        manager.restore(state)
+        for step in range(state["step"] + 1, steps + 1):
+            for micro in range(2):
+                x = torch.sin(torch.arange(4.0 * WIDTH).view(4, WIDTH) * (step + micro + rank))
+                loss = engine(x.to(next(engine.module.parameters()).dtype)).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+            losses.append(loss.item().hex())
+            state["step"] = step
+            manager.step(step, state)
+            if step == dies_after:
+                manager.wait()
+                if rank == 0:
+                    die()
+        manager.save(steps, state)
+    return losses
+
+
+def resave(root: Path, stage: int, dtype: str) -> None:
+    """Load the newest step below ``root`` into an engine that never made one, and save that as ``again``."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    state = {**engine_state(make_engine(stage, dtype)), "rng": holdfast.RNG(), "step": 0}
+    with holdfast.CheckpointManager(root, every=2, deadline=60) as manager:
+        assert manager.restore(state) is not None
+    holdfast.save(state, root / "again")
+
+
+def play_deepspeed(root: Path, dies_at: str) -> list[str]:
+    """`examples/deepspeed_engine.py`."""
+    return play("deepspeed_engine.py", root, [], {}, dies_at)

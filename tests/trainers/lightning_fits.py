@@ -1,0 +1,216 @@
+"""Real Lightning on ranks: a small module with a loader that has a position; run by `test_lightning.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+import holdfast
+from holdfast.trainers.lightning import HoldfastCheckpoint, HoldfastCheckpointIO
+from tests.trainers.lives import die
+from tests.trainers.scripts import play
+
+WIDTH = 8
+
+
+class Samples(Dataset):
+    def __init__(self, count: int = 24, noise: float = 0.01) -> None:
+        self.count, self.noise = count, noise
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(float(WIDTH)) * (index + 1)) + self.noise * torch.rand(WIDTH)
+
+
+class Data(pl.LightningDataModule):
+    """A module of data with a state of its own: how many batches went through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved, self.noise = 0, 0.01
+
+    def on_before_batch_transfer(self, batch: torch.Tensor, dataloader_idx: int) -> torch.Tensor:
+        self.moved += self.trainer.training
+        return batch
+
+    def train_dataloader(self) -> StatefulDataLoader:
+        world = self.trainer.world_size
+        if isinstance(self.trainer.strategy, SingleDeviceStrategy):
+            return StatefulDataLoader(Samples(noise=self.noise), batch_size=2, shuffle=True)
+        # Lightning's own wrapper around a shuffling sampler has an order that no state tells.
+        sampler = StatefulDistributedSampler(
+            Samples(noise=self.noise), num_replicas=world, rank=self.trainer.global_rank, seed=3
+        )
+        return StatefulDataLoader(Samples(noise=self.noise), batch_size=2, sampler=sampler)
+
+    def val_dataloader(self) -> StatefulDataLoader:
+        return StatefulDataLoader(Samples(4, self.noise), batch_size=2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moved": self.moved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moved = state["moved"]
+
+
+class Net(pl.LightningModule):
+    def __init__(self, *, sharded: bool = False, plateau: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, WIDTH))
+        self.losses: list[str] = []
+        self.added = 0
+
+    def configure_model(self) -> None:
+        if self.hparams["sharded"]:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.net(batch), batch.flip(-1))
+        self.losses.append(loss.item().hex())
+        self.added += 1
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        loss = nn.functional.mse_loss(self.net(batch), batch.flip(-1))
+        self.log("val", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.hparams["plateau"]:
+            scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
+        cycle = OneCycleLR(optimizer, 0.02, total_steps=100)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = self.added
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.added = checkpoint["added"]
+
+
+class Count(Callback):
+    """A callback with a state."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Dies(Callback):
+    """Ends the last rank after so many batches of this life."""
+
+    def __init__(self, after: int, saves: HoldfastCheckpoint | None) -> None:
+        self.after, self.saves = after, saves
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Net, batch: Any, batch_idx: int) -> None:
+        if len(module.losses) == self.after:
+            if self.saves is not None and self.saves.manager is not None:
+                self.saves.manager.wait()
+            if trainer.global_rank == trainer.world_size - 1:
+                die()
+
+
+def make_trainer(kind: str, callbacks: list[Callback], **options: Any) -> pl.Trainer:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    world = int(os.environ["WORLD_SIZE"])
+    strategy: Any = {
+        "alone": "auto",
+        "ddp": DDPStrategy(process_group_backend="gloo"),
+        "fsdp2": ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo"),
+    }[kind]
+    pl.seed_everything(3, verbose=False)
+    return pl.Trainer(
+        accelerator="cpu", devices=world, strategy=strategy, callbacks=callbacks, logger=False,
+        enable_progress_bar=False, use_distributed_sampler=False, enable_model_summary=False,
+        **{"max_epochs": 3, **options},
+    )  # fmt: skip
+
+
+def fit(
+    root: Path, kind: str, every: int, dies_after: int = 0, elsewhere: Any = "error", plateau: bool = False,
+    options: dict[str, Any] | None = None,
+) -> tuple[list[str], int]:  # fmt: skip
+    """The losses of this life, as exact texts, and how many batches a callback counts over all lives."""
+    saves = HoldfastCheckpoint(root, every=every, keep=holdfast.Keep(last=30), elsewhere=elsewhere, deadline=60)
+    count = Count()
+    trainer = make_trainer(kind, [saves, count, *([Dies(dies_after, saves)] if dies_after else [])], **(options or {}))
+    rank = trainer.global_rank
+    module = Net(sharded=kind == "fsdp2", plateau=plateau)
+    torch.manual_seed(50 + rank)
+    trainer.fit(module, datamodule=Data())
+    assert module.added == count.seen
+    return module.losses, int(count.seen)
+
+
+def fit_and_stop(root: Path, after: int, name: str) -> tuple[list[str], int]:
+    """`fit` on one rank that gets a signal after so many batches of this life."""
+
+    class Signalled(Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Net, batch: Any, batch_idx: int) -> None:
+            if len(module.losses) == after:
+                os.kill(os.getpid(), getattr(signal, name))
+
+    saves, count = HoldfastCheckpoint(root, every=100), Count()
+    trainer = make_trainer("alone", [saves, count, Signalled()])
+    module = Net()
+    torch.manual_seed(50)
+    before = signal.getsignal(signal.SIGTERM)
+    with suppress(SIGTERMException):
+        trainer.fit(module, datamodule=Data())
+    assert signal.getsignal(signal.SIGTERM) == before
+    return module.losses, int(count.seen)
+
+
+def fit_with_plugin(root: Path, kind: str, goes_on_from: str, epochs: int = 3) -> tuple[list[str], str]:
+    """`ModelCheckpoint` as ever, on the plugin; the losses, and the weights at the end."""
+    saves = ModelCheckpoint(root, save_last=True, monitor="val", mode="max", save_top_k=1)
+    saves.filename = "{epoch}-{step}"
+    # The same generators everywhere: the plugin saves none, as Lightning does not.
+    trainer = make_trainer(kind, [saves], plugins=[HoldfastCheckpointIO()], max_epochs=epochs)
+    module = Net(plateau=True)
+    module.net[2].p = 0.0
+    data = Data()
+    data.noise = 0.0
+    trainer.fit(module, datamodule=data, ckpt_path=root / goes_on_from if goes_on_from else None)
+    weights = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in module.parameters())).hexdigest()
+    if goes_on_from:
+        trainer.validate(module, datamodule=data, ckpt_path=saves.last_model_path, verbose=False)
+    return module.losses, weights
+
+
+def play_lightning(root: Path, dies_at: str) -> list[str]:
+    """`examples/lightning_fit.py`, as torchrun would start it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"
+    return play("lightning_fit.py", root, [], {}, dies_at)
