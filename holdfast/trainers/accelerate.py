@@ -36,15 +36,16 @@ def state_of(
     and ``custom``, others ``model_1`` and so on; then there are ``scaler``, ``rng`` and ``accelerator`` (its count of
     micro-batches). ``also`` adds objects and values of your own.
 
-    With ``loaders`` a loader goes on after the batches that it had given out, see `Position`; one that accelerate made
-    a ``StatefulDataLoader`` keeps its own state.
+    With ``loaders`` a loader goes on after the batches that it had given out, see `Position`.
 
     Raises Unsupported if the Accelerator leaves the state to an engine (DeepSpeed, Megatron-LM, XLA), or a loader
     cannot be resumed.
     """
     kind = accelerator.distributed_type
     if kind in [getattr(DistributedType, name, None) for name in _ENGINES]:
-        raise Unsupported(f"an Accelerator with {kind.value} keeps its state in an engine of its own: see docs/trainers.md")
+        raise Unsupported(
+            f"an Accelerator with {kind.value} keeps its state in an engine: hand that to holdfast instead"
+        )
     found: dict[str, Any] = {}
     _number(found, "model", accelerator._models)
     _number(found, "optimizer", [getattr(wrapper, "optimizer", wrapper) for wrapper in accelerator._optimizers])
@@ -78,7 +79,7 @@ def _position_of(loader: Any) -> PerRank:
 
 
 class _MicroBatches:
-    """How far gradient accumulation is. Gradients are in no checkpoint, so between two steps there is nothing to save."""
+    """How far gradient accumulation is. Gradients are in no checkpoint, so between two steps nothing can be saved."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

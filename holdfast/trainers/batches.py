@@ -89,7 +89,8 @@ class Position:
     """
 
     def __init__(self, loader: Any) -> None:
-        self.loader = loader
+        # No cycle of references: a loader that is dropped ends its workers at once.
+        self._loader = weakref.ref(loader)
         self._streams = isinstance(loader.dataset, torch.utils.data.IterableDataset)
         self._stateful = bool(getattr(loader, "use_stateful_dataloader", False))
         self._here = not loader.num_workers  # whether this process fetches and collates
@@ -101,8 +102,7 @@ class Position:
         if not self._streams and loader.batch_sampler is not None:
             _pass_through(loader.batch_sampler, self._batches)
         # accelerate asks the loader inside for an iterator by this name, so what is set on the object is found.
-        iterate = loader.base_dataloader.__iter__
-        loader.base_dataloader.__iter__ = lambda: self._begin(iterate)
+        loader.base_dataloader.__iter__ = self._begin
 
     @classmethod
     def of(cls, loader: Any) -> Position:
@@ -117,6 +117,14 @@ class Position:
         if found is None:
             found = loader.__dict__["_holdfast_position"] = cls(loader)
         return found  # type: ignore[no-any-return]
+
+    @property
+    def loader(self) -> Any:
+        """The prepared loader."""
+        loader = self._loader()
+        if loader is None:
+            raise RuntimeError("the loader of this state is gone: keep it for as long as its state is saved")
+        return loader
 
     @property
     def epoch(self) -> int:
@@ -155,34 +163,38 @@ class Position:
             given = given * len(states) // world_size
         return {**states[0], "given": given, "draws": None}
 
-    def _begin(self, iterate: Any) -> Iterator[Any]:
+    def _begin(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         self._epoch, self._fetched, self._ended = int(self.loader.iteration), 0, False
         if resume is None:
-            reading = _Reading(self, iterate(), None)
+            reading = _Reading(self, self._iterate(), None)
         else:
             now = RNG().state_dict()
-            inner = self._after(resume, iterate)
+            inner = self._after(resume)
             reading = _Reading(self, iter(()) if resume["ended"] else inner, resume["draws"])
             self._fetched = resume["given"]
             RNG().load_state_dict(now)  # what shuffles and seeds workers was drawn when the epoch began
         self._reading = weakref.ref(reading)
         return reading
 
-    def _after(self, resume: dict[str, Any], iterate: Any) -> Iterator[Any]:
+    def _iterate(self) -> Iterator[Any]:
+        inside = self.loader.base_dataloader
+        return type(inside).__iter__(inside)  # type: ignore[no-any-return]
+
+    def _after(self, resume: dict[str, Any]) -> Iterator[Any]:
         if resume["loader"] is not None:
             self.loader.load_state_dict(resume["loader"])
-            return iterate()  # type: ignore[no-any-return]
+            return self._iterate()
         self._skip = resume["given"]
-        inner: Iterator[Any] = iterate()
+        inner = self._iterate()
+        self._skip = 0
         if self._streams and not resume["ended"]:
             for _ in range(resume["given"]):
                 next(inner, None)
         return inner
 
     def _batches(self, inner: Iterator[Any]) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        return islice(inner, skip, None)
+        return islice(inner, self._skip, None)
 
     def _stopped(self, *, empty: bool) -> None:
         self._ended = True

@@ -111,7 +111,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                 f"{' (it has no ' + ', '.join(lacking) + ')' if lacking else ''}: it takes a transformers.Trainer"
             )
         if trainer.is_deepspeed_enabled:
-            raise Unsupported("a Trainer with DeepSpeed keeps its state in an engine: see docs/trainers.md")
+            raise Unsupported(
+                "a Trainer with DeepSpeed keeps its state in an engine, which saves it itself: use Trainer's own checkpoints"
+            )
         if trainer.args.load_best_model_at_end:
             raise ValueError(
                 "load_best_model_at_end reads Trainer's own checkpoints: leave it out, keep the best step with "
