@@ -1,4 +1,4 @@
-"""A training loop with Hugging Face Accelerate, on as many processes as you like, with DDP or FSDP2.
+"""A training loop with Hugging Face Accelerate, on as many processes as you like, with DDP, or FSDP2 on GPUs.
 
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --root runs/loop --kill-at 7
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --root runs/loop
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--every", type=int, default=2, help="save every so many steps")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--workers", type=int, default=0, help="processes that load data")
-    parser.add_argument("--fsdp", action="store_true", help="shard the model (FSDP2) in place of DDP")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model (FSDP2), on GPUs")
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="die without a word after this step")
     args = parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""Fine-tune a small Llama with the Hugging Face Trainer, on as many processes as you like, with DDP or FSDP2.
+"""Fine-tune a small Llama with the Hugging Face Trainer, on as many processes as you like, with DDP, or FSDP2 on GPUs.
 
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --root runs/trainer --kill-at 7
     torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py --root runs/trainer
@@ -60,15 +60,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--every", type=int, default=2, help="save every so many steps")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--workers", type=int, default=0, help="processes that load data")
-    parser.add_argument("--fsdp", action="store_true", help="shard the model (FSDP2) in place of DDP")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model (FSDP2), on GPUs")
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="die without a word after this step")
     args = parser.parse_args(argv)
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, attention_dropout=0.1,
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attention_dropout=0.1,
         )  # fmt: skip
     )
     watch = Watch(args.kill_at)

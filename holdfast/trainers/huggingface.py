@@ -239,7 +239,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             return  # its epoch's end comes next, and whoever resumes does not evaluate that again
         due = trainer.control.should_training_stop or (self._asked if self.every is None else step % self.every == 0)
         if due:
-            trainer.store_flos()
             self._asked = False
         metric = self._metric[1] if self._metric is not None and self._metric[0] == step else None
         manager.step(step, self._state(), metric=metric, due=due)
@@ -294,7 +293,9 @@ class _Progress:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._callback._trainer
-        state: dict[str, Any] = {"state": "", "draws": self._callback._draws.state_dict()}
+        state: dict[str, Any] = {
+            "state": "", "draws": self._callback._draws.state_dict(), "flos": float(trainer.current_flos),
+        }  # fmt: skip
         if trainer.is_world_process_zero():
             told = dataclasses.asdict(trainer.state)
             told["stateful_callbacks"] = _states_of([*trainer.callback_handler.callbacks, trainer.control])
@@ -308,7 +309,8 @@ class _Progress:
         self.taken = state
 
     def hand_back(self, trainer: Any) -> None:
-        """Losses that were summed up since the last line of the log, so that the next line is what it would be."""
+        """What was summed up since the last line of the log, so that the next line is what it would be."""
+        trainer.current_flos = self.taken["flos"]
         if "loss" in self.taken and hasattr(trainer, "_tr_loss"):
             trainer._tr_loss.copy_(self.taken["loss"])
             trainer._globalstep_last_logged = self.taken["logged"]
