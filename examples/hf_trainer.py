@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             num_attention_heads=2,
             num_key_value_heads=1,
             attention_dropout=0.1,
-        )  # fmt: skip
+        )
     )
     watch = Watch(args.kill_at)
     trainer = Trainer(

@@ -3,8 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/lora.py --root runs/lora --steps 6
     torchrun --standalone --nproc-per-node 1 examples/lora.py --root runs/lora --steps 9   # goes on, on one process
 
-With ``incremental=True`` the frozen weights are written once, by the first checkpoint; each later one writes the adapter
-and its optimizer, and cites the rest. Each is a whole checkpoint all the same. Needs no network: the weights are random.
+With ``incremental=True`` the frozen weights are written once, by the first checkpoint; each later one writes the
+adapter and its optimizer, and cites the rest. Each is a whole checkpoint all the same. Needs no network: the weights
+are random.
 """
 
 from __future__ import annotations

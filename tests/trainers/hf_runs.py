@@ -1,4 +1,4 @@
-"""Runs of Trainer and of Accelerate loops, whole or broken off, told in plain data; in this process or in one of a pool."""
+"""Runs of Trainer and of Accelerate loops, whole or broken off, told in plain data; here or in a process of a pool."""
 
 from __future__ import annotations
 
