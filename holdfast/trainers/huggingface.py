@@ -112,7 +112,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             )
         if trainer.is_deepspeed_enabled:
             raise Unsupported(
-                "a Trainer with DeepSpeed leaves its state to an engine, which saves it itself: use Trainer's checkpoints"
+                "a Trainer with DeepSpeed leaves its state to an engine that saves it itself: use Trainer's checkpoints"
             )
         if trainer.args.load_best_model_at_end:
             raise ValueError(
