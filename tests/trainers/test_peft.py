@@ -127,6 +127,7 @@ def run_example(root, *options):
     return module.main([f"--root={root}", *options])
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_written_once_and_two_ranks_go_on_on_three(tmp_path):
     whole = pool.run(2, run_example, str(tmp_path / "run"), "--steps=6")[0]
     assert whole["resumed"] == 0
