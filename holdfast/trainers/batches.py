@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -97,6 +97,8 @@ class Position:
         self._epoch, self._fetched, self._ended = 0, 0, False
         self._before: Any = None  # the generators before the last fetch
         self._skip = 0
+        self._shuffles = None if self._streams else _generator_of(loader)
+        self._order: bytes | None = None  # its state when the epoch began
         self._reading: Any = lambda: None
         self._resume: dict[str, Any] | None = None
         if not self._streams and loader.batch_sampler is not None:
@@ -140,8 +142,9 @@ class Position:
         if under_way:
             given = self._fetched if self._ended else max(self._fetched - 1, 0)
         ended = under_way and self._ended
+        order = self._order if given and not ended else _state_of(self._shuffles)
         return {
-            "epoch": int(self.loader.iteration), "given": given, "ended": ended,
+            "order": order, "epoch": int(self.loader.iteration), "given": given, "ended": ended,
             "draws": _plain(self._before) if self._here and given and not ended else None,
             "loader": self.loader.state_dict() if self._stateful and given and not ended else None,
         }  # fmt: skip
@@ -166,6 +169,9 @@ class Position:
     def _begin(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         self._epoch, self._fetched, self._ended = int(self.loader.iteration), 0, False
+        if resume is not None and resume["order"] is not None and self._shuffles is not None:
+            self._shuffles.set_state(torch.frombuffer(bytearray(resume["order"]), dtype=torch.uint8))
+        self._order = _state_of(self._shuffles)
         if resume is None:
             reading = _Reading(self, self._iterate(), None)
         else:
@@ -238,6 +244,21 @@ def _pass_through(sampler: Any, change: Callable[[Iterator[Any]], Iterator[Any]]
     """
     kind = type(sampler)
     sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": lambda this: change(kind.__iter__(this))})
+
+
+def _generator_of(loader: Any) -> torch.Generator | None:
+    """What a loader is shuffled by: a sampler that draws from the program's own generator gets one for itself."""
+    sampler = loader.get_sampler()
+    if not isinstance(sampler, torch.utils.data.RandomSampler) or hasattr(sampler, "initial_seed"):
+        return None  # accelerate's seedable sampler needs its epoch alone
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(torch.initial_seed())
+    return cast("torch.Generator", sampler.generator)
+
+
+def _state_of(generator: torch.Generator | None) -> bytes | None:
+    return bytes(generator.get_state().tolist()) if generator is not None else None
 
 
 def _generators() -> tuple[Any, ...]:

@@ -215,14 +215,14 @@ class Average:
 
 def loop(
     root: Any, broken_at: int | None = None, workers: int = 0, accumulate: int = 2, fsdp: bool = False,
-    stateful: bool = False, stream: bool = False,
+    stateful: bool = False, stream: bool = False, seedable: bool = False,
 ) -> dict[str, Any] | None:  # fmt: skip
     """A loop to its end, or until it is broken off; None where it broke."""
     fresh()
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=accumulate,
         dataloader_config=DataLoaderConfiguration(
-            use_stateful_dataloader=stateful, dispatch_batches=False, use_seedable_sampler=True
+            use_stateful_dataloader=stateful, dispatch_batches=False, use_seedable_sampler=seedable
         ),
     )  # fmt: skip
     if fsdp:

@@ -28,7 +28,9 @@ def test_a_loop_goes_on_bit_for_bit(tmp_path, broken_at):
     same(*hf_runs.loop_and_resumed(tmp_path, broken_at, {}), broken_at)
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 1}, {"workers": 2}, {"stream": True}, {"stateful": True}])
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 1}, {"workers": 2}, {"stream": True}, {"stateful": True}, {"seedable": True}]
+)
 def test_so_does_one_with_other_loaders(tmp_path, options):
     same(*hf_runs.loop_and_resumed(tmp_path, 9, options), 9)
 
