@@ -8,6 +8,7 @@ those of rank 0 are in it.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
@@ -28,6 +29,21 @@ def digest_of_run(model: nn.Module, optimizer: torch.optim.Optimizer, state: Map
         return None
     whole = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()}
     return digest_of({**whole, "model": model_state, "optimizer": optimizer_state})
+
+
+def digest_of_rank(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """The digest of what this rank trains on with, its random generators included. Called on every rank alike."""
+    steps = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+    whole = _gathered({"model": model.state_dict(), "optimizer": steps})
+    return digest_of({**whole, "torch": torch.get_rng_state(), "python": random.getstate()})
+
+
+def _gathered(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _gathered(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_gathered(value) for value in node]
+    return node.full_tensor() if hasattr(node, "full_tensor") else node
 
 
 def digest_of_checkpoint(path: str | PathLike[str]) -> str:

@@ -207,19 +207,23 @@ class CheckpointManager:
         if self._saver is not None:
             self._saver.prepare(state)
 
-    def step(self, step: int, state: Mapping[str, Any], *, metric: float | None = None) -> Saving | None:
+    def step(
+        self, step: int, state: Mapping[str, Any], *, metric: float | None = None, due: bool | None = None
+    ) -> Saving | None:
         """Tell that ``step`` steps are done; begins to save if it is time, and returns the save if it did.
 
         Does not wait for the save, but for the one before it if no slot is free. ``metric`` is what ``Keep(best=…)``
-        compares. Raises SaveFailed for an earlier save that failed; training may go on, and the steps before stay.
+        compares. ``due``, alike on all ranks, says that it is time, or is not, in place of ``every``. Raises SaveFailed
+        for an earlier save that failed; training may go on, and the steps before stay.
         """
+        due = step % self.every == 0 if due is None else due
         self._figures.arrived(step)
         self._at = (step, metric)
         self._calls += 1
         try:
             if self._hear(step):
                 return self._save_last(step, state, metric)
-            if step % self.every or step == self._saved:
+            if not due or step == self._saved:
                 return None
             return self._begin(step, state, metric)
         finally:

@@ -89,6 +89,13 @@ def test_rhythm_and_retention(worker: Any, tmp_path: Path) -> None:
         assert latest is not None and latest.step == 12 and not manager.should_stop
 
 
+def test_due_says_so_in_place_of_the_rhythm(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=2, worker="none", keep=Keep(last=9)) as manager:
+        for step in range(1, 7):
+            manager.step(step, _state(step), due={1: True, 2: False, 6: False}.get(step))
+    assert manager.steps() == [1, 4]
+
+
 def test_best_by_metric(tmp_path: Path) -> None:
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 9.0, 6: 0.5, 7: float("nan"), 8: 4.0}
     with CheckpointManager(tmp_path / "min", every=1, keep=Keep(last=1, best=2)) as manager:

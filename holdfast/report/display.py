@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import sys
 import time
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -112,8 +113,7 @@ class Cell:
 
     def show(self, name: str, done: int, total: int, whose: str) -> None:
         if name not in self._bars:
-            from IPython.display import display  # type: ignore[import-not-found]  # it runs us, or we were not here
-
+            display: Any = import_module("IPython.display").display  # it runs us, or we were not here
             pace = _Pace(done)
             handle = display(_cell(pace.told(name, done, total, whose), done, total), raw=True, display_id=True)
             self._bars[name] = handle, pace

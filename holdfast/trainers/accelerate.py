@@ -1,0 +1,96 @@
+"""holdfast in a loop of Hugging Face Accelerate: everything that an Accelerator knows, as one state.
+
+Users call `state_of` and hand the state to a `CheckpointManager`, to `save` or to `load`. Never calls the
+Accelerator's own `save_state`, and gathers nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.engine.state import RNG, PerRank
+from holdfast.errors import Unsupported
+from holdfast.trainers.batches import Position
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError("holdfast.trainers.accelerate needs accelerate: pip install accelerate") from error
+
+_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA")
+
+
+def state_of(
+    accelerator: Accelerator, *, also: Mapping[str, Any] | None = None, loaders: bool = True
+) -> dict[str, Any]:
+    """The state of a loop: all that was prepared by ``accelerator`` or registered with it for checkpointing.
+
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        state = state_of(accelerator, also={"step": 0})
+        manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
+        manager.restore(state)  # in place: go on with epoch_of(loader) and state["step"]
+
+    Call it once, after `prepare`. The first of each kind is called ``model``, ``optimizer``, ``scheduler``, ``loader``
+    and ``custom``, others ``model_1`` and so on; then there are ``scaler``, ``rng`` and ``accelerator`` (its count of
+    micro-batches). ``also`` adds objects and values of your own.
+
+    With ``loaders`` a loader goes on after the batches that it had given out, see `Position`.
+
+    Raises Unsupported if the Accelerator leaves the state to an engine (DeepSpeed, Megatron-LM, XLA), or a loader
+    cannot be resumed.
+    """
+    kind = accelerator.distributed_type
+    if kind in [getattr(DistributedType, name, None) for name in _ENGINES]:
+        raise Unsupported(
+            f"an Accelerator with {kind.value} keeps its state in an engine: hand that to holdfast instead"
+        )
+    found: dict[str, Any] = {}
+    _number(found, "model", accelerator._models)
+    _number(found, "optimizer", [getattr(wrapper, "optimizer", wrapper) for wrapper in accelerator._optimizers])
+    _number(found, "scheduler", [getattr(wrapper, "scheduler", wrapper) for wrapper in accelerator._schedulers])
+    if loaders:
+        _number(found, "loader", [_position_of(loader) for loader in accelerator._dataloaders])
+    _number(found, "custom", accelerator._custom_objects)
+    if accelerator.scaler is not None:
+        found["scaler"] = accelerator.scaler
+    found["accelerator"] = _MicroBatches(accelerator)
+    found["rng"] = RNG()
+    taken = sorted(found.keys() & (also or {}).keys())
+    if taken:
+        raise ValueError(f"also={{{taken[0]!r}: …}} has a name that the state of an Accelerator has already")
+    return {**found, **(also or {})}
+
+
+def epoch_of(loader: Any) -> int:
+    """The epoch, from 0, that the next iteration over a prepared ``loader`` is of: after a load, where it goes on."""
+    position = loader.__dict__.get("_holdfast_position")
+    return position.epoch if position is not None else int(loader.iteration)
+
+
+def _number(into: dict[str, Any], name: str, found: list[Any]) -> None:
+    into.update({name if not number else f"{name}_{number}": one for number, one in enumerate(found)})
+
+
+def _position_of(loader: Any) -> PerRank:
+    position = Position.of(loader)
+    return PerRank(position, elsewhere=position.elsewhere)
+
+
+class _MicroBatches:
+    """How far gradient accumulation is. Gradients are in no checkpoint, so between two steps nothing can be saved."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        if not self._accelerator.sync_gradients:
+            raise Unsupported(
+                "a state was to be saved between two micro-batches of one optimizer step, and gradients are not saved: "
+                "call the manager where accelerator.sync_gradients is true"
+            )
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]

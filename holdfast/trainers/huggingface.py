@@ -1,0 +1,327 @@
+"""holdfast in the Hugging Face Trainer: a callback that takes the place of Trainer's own checkpoints.
+
+Users make a `HoldfastCallback` and attach it to their Trainer. Never writes or reads one of Trainer's checkpoints,
+and leaves to Trainer what it does well: telling from its state which batches come next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from holdfast.checkpoint import Patterns
+from holdfast.engine.ranks import DEADLINE
+from holdfast.engine.state import RNG, PerRank
+from holdfast.engine.stores.place import Place
+from holdfast.errors import Unsupported
+from holdfast.events import log
+from holdfast.keep import Keep, Upload
+from holdfast.keys import Key, Keys
+from holdfast.load import Loaded
+from holdfast.manager import CheckpointManager
+from holdfast.trainers.batches import Draws
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_callback import ExportableState
+except ImportError as error:
+    raise ImportError('holdfast.trainers.huggingface needs transformers: pip install "transformers[torch]"') from error
+
+_HOOKED = (
+    "_maybe_log_save_evaluate", "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "_load_scaler", "_load_rng_state",
+)  # fmt: skip
+_OF_ITS_RANK = ("is_local_process_zero", "is_world_process_zero")
+
+
+class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
+    """Saves the whole state of a Trainer in the background, and lets ``trainer.train()`` go on where it was.
+
+        trainer = Trainer(model, TrainingArguments(..., save_strategy="no"), train_dataset=dataset)
+        HoldfastCallback("/ckpt/run1", every=500).attach(trainer)
+        trainer.train()  # goes on after the newest whole step of /ckpt/run1, if there is one
+
+    Saved are model, optimizer, scheduler, gradient scaler, `TrainerState` with the states of callbacks, loss not yet
+    logged, and the random generators of each rank; ``also`` adds objects or values of your own under their names. A
+    step is saved after it was logged and evaluated; the last one of an epoch after the epoch was. The last step of the
+    training is always saved.
+
+    ``every`` optimizer steps; without it, whenever Trainer would have saved by itself (``save_strategy``,
+    ``save_steps``), in place of that. ``metric`` of `Keep` is what an evaluation of the step gave for
+    ``metric_for_best_model``, the loss if none is named. All other arguments are those of `CheckpointManager`, and
+    ``run``, ``other_model`` and ``require`` those of its `restore`. See docs/trainers-huggingface.md.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str] | Place, *, every: int | None = None, keep: Keep = Keep(),
+        also: Mapping[str, Any] | None = None, run: str | None = None, other_model: bool = False,
+        require: Keys | None = None, name: str = "step-{step:09d}",
+        fast: str | os.PathLike[str] | None = None, upload: Upload = Upload(), keep_fast: Keep = Keep(last=2),
+        incremental: bool = False, files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
+        deadline: float = DEADLINE, worker: Literal["process", "thread", "none"] = "process", slots: int = 1,
+        busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
+        on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
+        signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
+        mtbf: float | None = None, degraded: bool = False, check_replicas: bool | Patterns = False,
+        sign: Key | Literal[True] | None = None,
+    ) -> None:  # fmt: skip
+        if every is not None and every < 1:
+            raise ValueError(f"every={every} must be at least 1, or None for Trainer's own save_strategy")
+        # The group of ranks exists once Trainer has made it, so the manager is made when training begins.
+        self._make = partial(
+            CheckpointManager, root, every=every or 1, keep=keep, name=name, fast=fast, upload=upload,
+            keep_fast=keep_fast, incremental=incremental, files=files, deadline=deadline, worker=worker, slots=slots,
+            busy=busy, memory_limit=memory_limit, on_failure=on_failure, grace=grace, signals=signals, poll=poll,
+            mtbf=mtbf, degraded=degraded, check_replicas=check_replicas, sign=sign,
+        )  # fmt: skip
+        self.every, self._also = every, dict(also or {})
+        self._run, self._other_model, self._require = run, other_model, require
+        self.manager: CheckpointManager | None = None
+        self.restored: Loaded | None = None
+        self.should_stop = False
+        self._trainer: Any = None
+        self._asked = False  # by Trainer itself, since the last save
+        self._event = ""
+        self._metric: tuple[int, float] | None = None
+        self._folder, self._expected = "", -1
+        self._progress = _Progress(self)
+        self._rng: dict[str, Any] | None = None
+        self._draws = Draws()
+
+    # Attaching
+
+    def attach(self, trainer: Any) -> HoldfastCallback:
+        """Take over the checkpoints of ``trainer``, a `transformers.Trainer`; returns the callback.
+
+        Raises Unsupported if it is not one that can be resumed so, ValueError if its arguments ask for what only
+        Trainer's own checkpoints give.
+        """
+        lacking = [name for name in _HOOKED[:4] if not callable(getattr(trainer, name, None))]
+        if not isinstance(trainer, Trainer) or lacking:
+            raise Unsupported(
+                f"{type(trainer).__qualname__} cannot be resumed by HoldfastCallback"
+                f"{' (it has no ' + ', '.join(lacking) + ')' if lacking else ''}: it takes a transformers.Trainer"
+            )
+        if trainer.is_deepspeed_enabled:
+            raise Unsupported(
+                "a Trainer with DeepSpeed leaves its state to an engine that saves it itself: use Trainer's checkpoints"
+            )
+        if trainer.args.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end reads Trainer's own checkpoints: leave it out, keep the best step with "
+                "Keep(best=1), and load it with holdfast.load(path, {'model': model}, only='model')"
+            )
+        if self._trainer is not None and self._trainer is not trainer:
+            raise ValueError("this HoldfastCallback is attached to another Trainer already: make one for each")
+        if self.every is None and str(trainer.args.save_strategy) in ("no", "SaveStrategy.NO"):
+            raise ValueError('nothing says when to save: give every=, or a save_strategy other than "no"')
+        if self._trainer is None:
+            self._trainer = trainer
+            self._hook(trainer)
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        return self
+
+    def _hook(self, trainer: Any) -> None:
+        # Callbacks see neither the Trainer nor the moment after logging and evaluating, and cannot load anything.
+        train, finish_step, loader = trainer.train, trainer._maybe_log_save_evaluate, trainer.get_train_dataloader
+        load_model, load_rng = trainer._load_from_checkpoint, trainer._load_rng_state
+        load_optimizer, load_scaler = trainer._load_optimizer_and_scheduler, getattr(trainer, "_load_scaler", None)
+
+        def resuming_train(
+            resume_from_checkpoint: str | bool | None = None, trial: Any = None,
+            ignore_keys_for_eval: list[str] | None = None,
+        ) -> Any:  # fmt: skip
+            if trial is not None:
+                raise Unsupported("HoldfastCallback does not take part in a hyperparameter search: attach it after")
+            return self._train(partial(train, ignore_keys_for_eval=ignore_keys_for_eval), resume_from_checkpoint)
+
+        def finish_step_and_save(*args: Any, **kwargs: Any) -> None:
+            finish_step(*args, **kwargs)
+            self._finished(trainer)
+
+        def unless_ours(load: Callable[..., Any], instead: Callable[[], None]) -> Callable[..., Any]:
+            def loading(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+                return instead() if checkpoint == self._folder else load(checkpoint, *args, **kwargs)
+
+            return loading
+
+        def ask(*_: Any, **__: Any) -> None:
+            self._asked = True
+
+        trainer.train, trainer._maybe_log_save_evaluate = resuming_train, finish_step_and_save
+        trainer._save_checkpoint = ask
+        trainer.get_train_dataloader = lambda: self._draws.watch(loader())
+        trainer._load_from_checkpoint = unless_ours(load_model, lambda: None)
+        trainer._load_optimizer_and_scheduler = unless_ours(load_optimizer, self._restore)
+        trainer._load_rng_state = unless_ours(load_rng, self._restore_rng)
+        if load_scaler is not None:
+            trainer._load_scaler = unless_ours(load_scaler, lambda: None)
+
+    # Going on
+
+    def _train(self, train: Callable[..., Any], asked: str | bool | None) -> Any:
+        self.should_stop, self.restored, self._rng = False, None, None
+        with self._make() as self.manager, TemporaryDirectory(prefix="holdfast-") as self._folder:
+            found = None
+            if asked is not False:
+                found = self.manager.restore(
+                    {"trainer": PerRank(self._progress, elsewhere="first")}, only="trainer", run=self._run,
+                    other_model=self._other_model, require=self._require,
+                )  # fmt: skip
+            if found is None:
+                return train(resume_from_checkpoint=asked)
+            while True:
+                self._expect(found)
+                try:
+                    return train(resume_from_checkpoint=self._folder)
+                except _OlderStep as other:
+                    log.warning("training goes on from step %s, as the one after it cannot be read", other.found.step)
+                    found = other.found
+
+    def _expect(self, found: Loaded) -> None:
+        """Put the TrainerState of a step where Trainer looks for it: from it alone it tells where in the data it is."""
+        self._expected = found.step if found.step is not None else -1
+        state = TrainerState(**json.loads(found.checkpoint.per_rank("trainer", 0)["state"]))
+        state.save_to_json(str(Path(self._folder) / TRAINER_STATE_NAME))
+
+    def _restore(self) -> None:
+        """Everything at once, into what Trainer has prepared: so models may be sharded, and nothing is gathered."""
+        if self.manager is None:
+            raise RuntimeError("HoldfastCallback restores while trainer.train() runs, and never else")
+        loaded = self.manager.restore(
+            self._state(), run=self._run, other_model=self._other_model, require=self._require
+        )
+        if loaded is None or loaded.step != self._expected:
+            raise _OlderStep(loaded) if loaded is not None else RuntimeError(f"{self.manager.root} has lost its steps")
+        self.restored = loaded
+        self._rng = RNG().state_dict()  # what is drawn until training begins, to shuffle and to skip, does not count
+        self._draws.resume(self._progress.taken.get("draws"), self._rng)
+
+    def _restore_rng(self) -> None:
+        if self._rng is not None and not self._draws.restored:
+            RNG().load_state_dict(self._rng)
+
+    def _state(self) -> dict[str, Any]:
+        trainer = self._trainer
+        state = {
+            "model": trainer.model,
+            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            "scheduler": trainer.lr_scheduler,
+            "rng": RNG(),
+            "trainer": PerRank(self._progress, elsewhere="first"),
+            "step": trainer.state.global_step,
+        }
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        if scaler is not None:
+            state["scaler"] = scaler
+        taken = sorted(state.keys() & self._also.keys())
+        if taken:
+            raise ValueError(f"also={{{taken[0]!r}: …}} has a name that the state of a Trainer has already")
+        return {**state, **self._also}
+
+    # Saving
+
+    def _finished(self, trainer: Any) -> None:
+        """A step, or an epoch, is done: it was logged and evaluated."""
+        step, manager = trainer.state.global_step, self.manager
+        if manager is None or step == 0 or self.should_stop:
+            return
+        if self._event == "step" and (trainer.control.should_training_stop or float(trainer.state.epoch).is_integer()):
+            return  # its epoch's end comes next, and whoever resumes does not evaluate that again
+        due = trainer.control.should_training_stop or (self._asked if self.every is None else step % self.every == 0)
+        if due:
+            self._asked = False
+        metric = self._metric[1] if self._metric is not None and self._metric[0] == step else None
+        manager.step(step, self._state(), metric=metric, due=due)
+        if manager.should_stop:
+            self.should_stop = trainer.control.should_training_stop = True
+
+    # Trainer's events
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Trainer has just set these to zero."""
+        if self.manager is None:
+            raise RuntimeError("call HoldfastCallback(…).attach(trainer) before trainer.train()")
+        if self.restored is not None:
+            self._progress.hand_back(self._trainer)
+        else:
+            self.manager.prepare(self._state())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Remember which kind of end comes next."""
+        self._event = "step"
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """An epoch that a signal ended is not evaluated: time is short, and it is not over."""
+        self._event = "epoch"
+        if self.should_stop:
+            control.should_evaluate = control.should_log = control.should_save = False
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl,
+        metrics: Mapping[str, float] | None = None, **_: Any,
+    ) -> None:  # fmt: skip
+        """What ``Keep(best=…)`` compares."""
+        name = (args.metric_for_best_model or "loss").removeprefix("eval_")
+        value = (metrics or {}).get(f"eval_{name}")
+        self._metric = (state.global_step, float(value)) if value is not None else self._metric
+
+
+class _OlderStep(Exception):
+    """The newest step, whose TrainerState Trainer has read, proved damaged: an older one was restored."""
+
+    def __init__(self, found: Loaded) -> None:
+        super().__init__(f"step {found.step} was restored in place of a newer one that cannot be read")
+        self.found = found
+
+
+class _Progress:
+    """What Trainer itself counts and logs: in plain values, its long log from the first rank alone."""
+
+    def __init__(self, callback: HoldfastCallback) -> None:
+        self._callback = callback
+        self.taken: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._callback._trainer
+        state: dict[str, Any] = {
+            "state": "", "draws": self._callback._draws.state_dict(), "flos": float(trainer.current_flos),
+        }  # fmt: skip
+        if trainer.is_world_process_zero():
+            told = dataclasses.asdict(trainer.state)
+            told["stateful_callbacks"] = _states_of([*trainer.callback_handler.callbacks, trainer.control])
+            state["state"] = json.dumps({key: value for key, value in told.items() if key not in _OF_ITS_RANK})
+        if hasattr(trainer, "_tr_loss"):
+            state["loss"] = trainer._tr_loss.detach()
+            state["logged"] = trainer._globalstep_last_logged
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state
+
+    def hand_back(self, trainer: Any) -> None:
+        """What was summed up since the last line of the log, so that the next line is what it would be."""
+        trainer.current_flos = self.taken["flos"]
+        if "loss" in self.taken and hasattr(trainer, "_tr_loss"):
+            trainer._tr_loss.copy_(self.taken["loss"])
+            trainer._globalstep_last_logged = self.taken["logged"]
+            # The mean loss that train() returns is of its own steps.
+            trainer._total_loss_scalar = -trainer.accelerator.gather(trainer._tr_loss).mean().item()
+
+
+def _states_of(callbacks: list[Any]) -> dict[str, Any]:
+    """The states of callbacks by class, as Trainer reads them; a list where a class has several."""
+    found: dict[str, list[Any]] = {}
+    for callback in callbacks:
+        if isinstance(callback, ExportableState):
+            found.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
