@@ -248,7 +248,10 @@ def _pass_through(sampler: Any, change: Callable[[Iterator[Any]], Iterator[Any]]
 
 def _generator_of(loader: Any) -> torch.Generator | None:
     """What a loader is shuffled by: a sampler that draws from the program's own generator gets one for itself."""
-    sampler = loader.get_sampler()
+    inner = loader.batch_sampler
+    while hasattr(inner, "batch_sampler"):  # a shard of one
+        inner = inner.batch_sampler
+    sampler = getattr(inner, "sampler", None)
     if not isinstance(sampler, torch.utils.data.RandomSampler) or hasattr(sampler, "initial_seed"):
         return None  # accelerate's seedable sampler needs its epoch alone
     if sampler.generator is None:
