@@ -10,7 +10,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 STYLE = """<style>
 .page { fill: #ffffff; stroke: #d0d7de } text { font: 13px system-ui, sans-serif; fill: #24292f; text-anchor: middle }
-.small { font-size: 11.5px; fill: #57606a } .left { text-anchor: start } .right { text-anchor: end } .strong { font-weight: 600 }
+.small { font-size: 11.5px; fill: #57606a } .left { text-anchor: start } .right { text-anchor: end }
+.strong { font-weight: 600 }
 .state { fill: #ddf4ff; stroke: #4c78a8 } .file { fill: #dafbe1; stroke: #3f8f5f }
 .commit { fill: #fff1d6; stroke: #b9770e }
 .dead { fill: none; stroke: #8c959f; stroke-dasharray: 4 3 } .line { stroke: #57606a; fill: none }
@@ -62,7 +63,7 @@ def travels() -> str:
             box("file", 300, y, 250, 36, f"model/0000{rank}-of-00004…"),
         ]
     parts += [
-        box("commit", 300, 236, 250, 36, "manifest.json: which box is where"),
+        box("commit", 300, 236, 250, 36, "manifest.json: who has what"),
         said(820, 28, "loaded on 2 ranks: the columns", "right"),
     ]
     for rank in range(2):
