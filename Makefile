@@ -14,7 +14,7 @@ SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all soak fuzz lint docs docs-serve bench bench-quick clean
+.PHONY: help demo test test-torch test-all soak fuzz lint docs docs-serve bench bench-quick clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -24,7 +24,14 @@ demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on wi
 	$(BIN)/python examples/demo.py
 
 test: lint  ## lint and all tests that take seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
+
+test-torch: $(READY)  ## the fast tests on another torch, in an environment of its own: make test-torch TORCH=torch==2.7.1
+	test "$(TORCH)" != "torch==2.13.0" || (echo "say which: make test-torch TORCH=torch==2.7.1"; exit 2)
+	$(PYTHON) -m venv .venv/$(TORCH)
+	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
+	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet -e ".[dev]"
+	OMP_NUM_THREADS=1 .venv/$(TORCH)/bin/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
 
 test-all: lint  ## lint and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest

@@ -63,7 +63,7 @@ def test_a_file_of_another_save_is_found(how: str, tmp_path: Path) -> None:
         USES[how](one, tmp_path / "to")
     if how not in ("copy", "sign", "convert"):
         saves = [holdfast.open(path).manifest.save for path in (other, one)]
-        assert f"is a file of another save: {saves[0]}, not {saves[1]}" in str(caught.value)
+        assert f"is a file of another save, as its header says: {saves[0]}, not {saves[1]}" in str(caught.value)
     assert not (tmp_path / "to" / "manifest.json").exists()
 
 

@@ -233,7 +233,7 @@ def _whose(data: bytes, record: FileRecord) -> str:
         return altered
     expected, save = datafile.save_of(own_path(record.path)), metadata.get("save")
     if save is not None and expected is not None and save != expected:
-        return f"is a file of another save: {save}, not {expected}"
+        return f"is a file of another save, as its header says: {save}, not {expected}"
     if not datafile.is_named(own_path(record.path), metadata):
         return (
             f"is a file of rank {metadata.get('rank')}, section {metadata.get('section')!r}, under another one's name"

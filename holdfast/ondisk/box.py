@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 MAX_COMPARED = 2_000_000
-"""Pairs of boxes that are looked at before a tiling is given up: some seconds."""
+"""Boxes and pairs of boxes that are looked at before a tiling is given up: some seconds."""
 
 _TEXT = re.compile(r"\[((?:[0-9]+:[0-9]+(?:,[0-9]+:[0-9]+)*)?)\]")
 
@@ -198,19 +198,53 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     boxes = [b for b in boxes if b.size]
     if len(set(boxes)) == len(boxes) and grid_of(shape, boxes) is not None:
         return None
-    # Equal volume and no overlap means no hole. Sweep along the axis on which most begin elsewhere, so that far boxes
-    # are never compared.
-    axis = max(range(len(shape)), key=lambda d: len({b.offsets[d] for b in boxes}), default=0)
-    active: list[Box] = []
-    compared = 0
-    for b in sorted(boxes, key=lambda box: (box.offsets[axis:], box)):
-        compared += len(active)
-        if compared > MAX_COMPARED:
-            return f"{len(boxes)} boxes lie in such a tangle that they cannot be told apart"
-        active = [a for a in active if not a.offsets or a.offsets[axis] + a.lengths[axis] > b.offsets[axis]]
-        for a in active:
-            if intersect(a, b) or not b.offsets:
-                return f"boxes {a} and {b} overlap"
-        active.append(b)
+    # Equal volume and no overlap means no hole.
+    fault = _overlap(boxes, len(shape))
+    if fault is not None:
+        return fault
     missing = prod(shape) - sum(b.size for b in boxes)
     return f"{missing} of {prod(shape)} elements are in no box" if missing else None
+
+
+def _overlap(boxes: list[Box], ndim: int) -> str | None:
+    """Which two of ``boxes`` overlap, or None if none do.
+
+    What is cut from edge to edge is taken apart there, along one axis after the other: what lies on two sides of a cut
+    cannot overlap. Most tilings come apart wholly, shares of a flat tensor among thousands of ranks too; only
+    what is left in one tangle is compared, up to a bound, as boxes may come from a hostile file.
+    """
+    left, looked = [boxes], 0
+    while left:
+        group = left.pop()
+        looked += len(group)
+        parts = next((parts for axis in range(ndim) if len(parts := _cut_apart(group, axis)) > 1), None)
+        if parts is not None:
+            left += (part for part in parts if len(part) > 1)
+        else:
+            # A sweep along the axis on which most begin elsewhere, so that far boxes are never compared.
+            axis = max(range(ndim), key=lambda d: len({b.offsets[d] for b in group}), default=0)
+            active: list[Box] = []
+            for b in sorted(group, key=lambda box: (box.offsets[axis:], box)):
+                looked += len(active)
+                if looked > MAX_COMPARED:
+                    break
+                active = [a for a in active if not a.offsets or a.offsets[axis] + a.lengths[axis] > b.offsets[axis]]
+                for a in active:
+                    if intersect(a, b) or not b.offsets:
+                        return f"boxes {a} and {b} overlap"
+                active.append(b)
+        if looked > MAX_COMPARED:
+            return f"{len(boxes)} boxes lie in such a tangle that they cannot be told apart"
+    return None
+
+
+def _cut_apart(boxes: list[Box], axis: int) -> list[list[Box]]:
+    """``boxes`` in groups between which a cut across ``axis`` goes through none of them."""
+    parts: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offsets[axis]):
+        if box.offsets[axis] >= end:
+            parts.append([])
+        parts[-1].append(box)
+        end = max(end, box.offsets[axis] + box.lengths[axis])
+    return parts

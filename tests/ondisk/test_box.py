@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -251,3 +252,23 @@ def test_tilings_of_nothing_and_of_one_number() -> None:
     assert tiling_fault((), []) is not None
     assert "overlap" in str(tiling_fault((), [whole(()), whole(())]))
     assert "outside" in str(tiling_fault((2,), [Box((0, 0), (2, 1))]))
+
+
+def test_a_flat_tensor_shared_by_thousands_tiles() -> None:
+    """Shares of a flat tensor begin and end in the middle of rows: thousands of boxes, and no grid."""
+    shape, ranks = (128, 256, 1000), 3997
+    ends = [prod(shape) * i // ranks for i in range(ranks + 1)]
+    shares = [box for start, stop in pairwise(ends) for box in flat_boxes(shape, start, stop)]
+    assert len(shares) > 2 * ranks
+    assert tiling_fault(shape, shares) is None
+    assert "in no box" in str(tiling_fault(shape, shares[1:]))
+    assert "overlap" in str(tiling_fault(shape, [*shares, Box((7, 7, 7), (1, 1, 1))]))
+
+
+def test_what_does_not_come_apart_is_compared() -> None:
+    """Five boxes around each other, which no cut from edge to edge divides."""
+    pinwheel = [Box(*b) for b in (((0, 0), (2, 1)), ((0, 1), (1, 2)), ((1, 2), (2, 1)), ((2, 0), (1, 2)))]
+    middle = Box((1, 1), (1, 1))
+    assert tiling_fault((3, 3), [*pinwheel, middle]) is None
+    assert tiling_fault((3, 3), pinwheel) == "1 of 9 elements are in no box"
+    assert "overlap" in str(tiling_fault((3, 3), [*pinwheel, Box((1, 1), (2, 1))]))

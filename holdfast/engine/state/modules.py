@@ -12,12 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.engine.ranks import Ranks
+from holdfast.engine.state.kinds import is_checkpoint_wrapper, is_compiled, is_fsdp1
 from holdfast.engine.state.leaves import Entry, View
 from holdfast.engine.state.tensors import boxed, dtype_name
 from holdfast.errors import Unsupported
@@ -43,11 +41,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     inner: Any = module
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         inner = module.module
-    elif isinstance(module, FSDP1):
+    elif is_fsdp1(module):
         inner = module._fsdp_wrapped_module
-    elif isinstance(module, CheckpointWrapper):
+    elif is_checkpoint_wrapper(module):
         inner = module._checkpoint_wrapped_module
-    elif isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+    elif is_compiled(module):
         inner = module._orig_mod
     return cast(nn.Module, inner)
 
@@ -88,7 +86,7 @@ def flat_parameters(module: nn.Module) -> dict[Any, list[FlatPart]]:
     """FSDP1: each flat parameter with the original parameters of which this rank's shard holds elements."""
     found: dict[Any, list[FlatPart]] = {}
     for prefix, sub in named_modules(module):
-        handle = getattr(sub, "_handle", None) if isinstance(sub, FSDP1) else None
+        handle = getattr(sub, "_handle", None) if is_fsdp1(sub) else None
         if handle is None:
             continue
         flat = handle.flat_param
@@ -183,6 +181,8 @@ def _state_dict(module: nn.Module) -> dict[str, Any]:
     with torch.no_grad():
         if all(unwrapped(sub) is sub for sub in inner.modules()):
             return inner.state_dict()
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         return get_model_state_dict(module)
 
 
@@ -221,6 +221,8 @@ def put_loose(module: nn.Module, key: str, value: Any) -> None:
             if f"{prefix}{EXTRA_STATE}" == key and unwrapped(sub) is sub:
                 sub.set_extra_state(value)
                 return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
     set_model_state_dict(module, {key: value}, options=StateDictOptions(strict=False))
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._flat_param import FlatParameter
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import modules
+from holdfast.engine.state.kinds import is_dtensor, is_flat_parameter
 from holdfast.engine.state.leaves import Collected, Entry, Group, Saved, Slot
 from holdfast.engine.state.modules import FlatPart
 from holdfast.engine.state.tensors import entries_of, local_views, placed
@@ -156,7 +155,7 @@ def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
 
 
 def _own_shape(parameter: torch.Tensor) -> torch.Size:
-    return modules.local_flat(parameter).shape if isinstance(parameter, FlatParameter) else parameter.shape
+    return modules.local_flat(parameter).shape if is_flat_parameter(parameter) else parameter.shape
 
 
 def _setter(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Callable[[Any], None]:
@@ -215,10 +214,10 @@ def _entries(
     plain = parameter is not None and type(value) is torch.Tensor and value.dim() > 0
     if plain and part is not None and value.shape != part.shape:
         # Orig parameters of FSDP1 have state for their own elements alone, flat ones for the whole local shard.
-        flat = isinstance(parameter, FlatParameter)
+        flat = is_flat_parameter(parameter)
         _check_local(name, value, (modules.local_flat(parameter).numel() if flat else part.stop - part.start,))
         return [modules.flat_entry(name, part if flat else _at_start(part), value, ranks)]
-    if plain and isinstance(parameter, DTensor) and parameter._local_tensor.shape != parameter.shape:
+    if plain and is_dtensor(parameter) and parameter._local_tensor.shape != parameter.shape:
         _check_local(name, value, parameter._local_tensor.shape)
         # An optimizer that works on local tensors keeps plain ones; by its looks alone it would pass for a replica.
         spread, position = placed(name, parameter, ranks)
@@ -255,7 +254,7 @@ def _from_saved(
             dtype, shape = saved.tensors[name]
             global_shape = tuple(parameter.shape) if named.flat is None else _flat_shape(named, fqn)
             if shape == global_shape and (shape or not isinstance(found.get(key), torch.Tensor)):
-                data = modules.local_flat(parameter) if isinstance(parameter, FlatParameter) else parameter
+                data = modules.local_flat(parameter) if is_flat_parameter(parameter) else parameter
                 found.setdefault(key, torch.zeros_like(data.detach(), dtype=dtypes.torch_dtype(dtype)))
             else:
                 beside = bool(group.get("capturable") or group.get("fused"))

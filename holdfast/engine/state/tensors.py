@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as ShardPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.spread import WHOLE, Boxes, Placed, Split, placed_runs
+from holdfast.engine.state.kinds import is_dtensor, is_sharded_tensor
 from holdfast.engine.state.leaves import Entry, View
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import Box, inside, whole
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -53,18 +54,18 @@ class Shard:
 
 def is_tensor_leaf(value: object) -> bool:
     """Whether the walk hands ``value`` to `entries_of`."""
-    return isinstance(value, (torch.Tensor, Shard, ShardedTensor))
+    return isinstance(value, (torch.Tensor, Shard)) or is_sharded_tensor(value)
 
 
 def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
     """The entry of a tensor leaf, or one for each part of a subclass that flattens. Raises Unsupported by name."""
     if type(value) in _PLAIN:
         yield _plain(name, value)  # type: ignore[arg-type]
-    elif isinstance(value, DTensor):
+    elif is_dtensor(value):
         yield _dtensor(name, value, ranks)
     elif isinstance(value, Shard):
         yield _explicit(name, value, ranks)
-    elif isinstance(value, ShardedTensor):
+    elif is_sharded_tensor(value):
         yield _sharded_tensor(name, value, ranks)
     elif isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         raise Unsupported(f"{name} is an uninitialized parameter; run one forward pass before saving")
@@ -114,6 +115,10 @@ def _placed(
     rank: int,
 ) -> tuple[Placed, int | None]:  # fmt: skip
     # Thousands of tensors share a mesh and placements, and asking a mesh for its ranks makes a tensor each time.
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as ShardPlacement
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     strides = _strides_of(order, tuple(mesh.mesh.shape))
     splits: list[Split | None] = []
     for axis, placement in enumerate(placements):

@@ -1,0 +1,41 @@
+"""What `import holdfast` and a save in one process load, and what they leave for those who need it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+SLOW = (
+    "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "sympy",
+    "rich", "typer", "obstore", "cryptography", "safetensors", "transformers", "numpy.testing", "opentelemetry",
+    "http.server", "holdfast.cli", "holdfast.dcp", "holdfast.trainers", "holdfast.view",
+)  # fmt: skip
+"""What takes long to import, or is there for few."""
+
+
+def _loaded_by(script: str, tmp_path: Path) -> set[str]:
+    # torch comes first: what it brings along is none of ours.
+    text = f"import sys, torch\nbefore = set(sys.modules)\n{script}\nprint(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_importing_holdfast_loads_nothing_slow(tmp_path: Path) -> None:
+    loaded = _loaded_by("import holdfast", tmp_path)
+    assert "holdfast.manager" in loaded
+    assert not [name for name in SLOW if name in loaded]
+
+
+def test_saving_and_loading_in_one_process_loads_nothing_slow(tmp_path: Path) -> None:
+    """No step is taken: torch's optimizers load most of it themselves then."""
+    script = """
+import holdfast
+model = torch.nn.Linear(4, 4)
+state = {"model": model, "tensors": [torch.ones(3)], "rng": holdfast.RNG(), "step": 1}
+holdfast.save(state, "one")
+holdfast.load("one", state)
+"""
+    loaded = _loaded_by(script, tmp_path)
+    assert not [name for name in SLOW if name in loaded]
