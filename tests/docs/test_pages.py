@@ -13,7 +13,7 @@ from tests.docs.ask import ask
 from tests.docs.pages import ROOT, RUN, blocks_of, modules, pages
 from tests.servers import Server
 
-MOST_NOT_RUN = 0.25
+MOST_NOT_RUN = 0.2
 """Of all blocks, those that may say why they do not run."""
 
 NEEDS_A_STORE = re.compile(r"\b(s3|gs|az|abfss|r2|weka|https)://")
