@@ -107,6 +107,15 @@ def rescue(
     return _told(target, record, origin, lost)
 
 
+def rescuable(
+    folder: Location, like: Location | None = None
+) -> tuple[Literal["parts", "copy", "headers"], list[str]]:  # fmt: skip
+    """What `rescue` would make a manifest of, and what would be lost. Changes nothing; raises what `rescue` raises."""
+    neighbour = None if like is None else read_manifest(like)
+    _, origin, lost = _chosen(folder, storage.files_below(folder), neighbour, None, None)
+    return origin, lost
+
+
 def _told(
     target: Location, record: Manifest, origin: Literal["parts", "copy", "headers"], lost: list[str]
 ) -> Rescued:  # fmt: skip
@@ -146,7 +155,8 @@ def _chosen(
         made.faults += unread.get(one, [])
         known = _known(target, paths, one, like)
         if known is not None:
-            lacking = _lacking(known[0], found[one])
+            # Files that the save borrowed lie there under the save that wrote them.
+            lacking = _lacking(known[0], [file for files in found.values() for file in files])
             faults += [f"save {one}: {path} is missing or has another header" for path in lacking]
             whole += [] if lacking else [(known[0], known[1], [])]
             continue
@@ -189,7 +199,8 @@ def _data_files(target: Location, paths: list[str]) -> tuple[dict[str, list[Data
             first, nbytes = storage.read_start(target / path, 8)
             data, _ = storage.read_start(target / path, datafile.header_length(first, nbytes))
             record = FileRecord(path, nbytes, len(data), blocks.digest(data))
-            found.setdefault(save, []).append(described(record, datafile.parse_header(data, nbytes)))
+            one = described(record, datafile.parse_header(data, nbytes))
+            found.setdefault(save, []).append(one)
         except ValueError as error:
             unread.setdefault(save, []).append(f"{target / path} cannot be used: {error}")
     return found, unread

@@ -209,9 +209,10 @@ class Steps:
             except (HoldfastError, OSError) as error:
                 log.warning("%s cannot be looked at: %s", path, error)
 
-    def _metric(self, path: Location) -> float | None:
+    def metric(self, path: Location) -> float | None:
+        """The metric that a step was saved with; None if it was saved without."""
         if path.name not in self._metrics or not isinstance(path, Place):
-            self._metrics[path.name] = _metric(path)
+            self._metrics[path.name] = metric_of(path)
         return self._metrics[path.name]
 
     # What saves under way need
@@ -280,6 +281,12 @@ class Steps:
         with self._gently():
             self._retire(self.committed(), kept, upto, ())
 
+    def prune(self, kept: Kept) -> None:
+        """`retire` of all steps, for somebody who has to know that it was done. Raises StorageError, Unsupported."""
+        with self._sweeping:
+            committed = self.committed()
+            self._retire(committed, kept, max(committed, default=0), ())
+
     def clean(self, spare: Container[Location]) -> None:
         """Delete what dead saves left, but not in the folders to ``spare``. Failures cost space alone."""
         with self._gently():
@@ -287,7 +294,7 @@ class Steps:
 
     def _rated(self, keep: Keep, committed: dict[int, Location]) -> dict[int, float | None]:
         rated = keep.best and len(committed) > keep.last
-        metrics = {step: self._metric(path) for step, path in committed.items()} if rated else {}
+        metrics = {step: self.metric(path) for step, path in committed.items()} if rated else {}
         return {step: metrics.get(step) for step in committed}
 
     def _retire(self, committed: dict[int, Location], kept: Kept, upto: int, spare: Collection[Location]) -> None:
@@ -436,7 +443,8 @@ def lacking_files(folder: Location, record: Manifest) -> dict[int, str]:
     return found
 
 
-def _metric(path: Location) -> float | None:
+def metric_of(path: Location) -> float | None:
+    """The metric that a manager noted with a step; None if it noted none, or it cannot be read."""
     try:
         return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=_Notes).metric
     except (HoldfastError, KeyError, msgspec.MsgspecError):

@@ -1,6 +1,6 @@
 """Exit codes: one for each reaction that a caller can have.
 
-Every command ends with one of these. They are documented in docs/repair.md, and never change their meaning.
+Every command ends with one of these. They are documented in docs/cli.md, and never change their meaning.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Code(IntEnum):
 
     FINE = 0
     DAMAGED = 1
+    DIFFERENT = 1  # of `holdfast diff`, as `diff` has it; that something is damaged is said on standard error
     USAGE = 2
     NOT_A_CHECKPOINT = 3
     STORAGE = 4
@@ -31,6 +32,7 @@ class Code(IntEnum):
     RANK_LOST = 6
     FAILED = 7
     INTERRUPTED = 130
+    CLOSED = 141
 
 
 _BY_KIND: tuple[tuple[type[BaseException], Code], ...] = (

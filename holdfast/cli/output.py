@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from holdfast.cli.errors import Told
+
+_quiet = False
+
+
+def be_quiet(quiet: bool) -> None:
+    """From now on say nothing but errors and JSON, or all again."""
+    global _quiet
+    _quiet = quiet
 
 
 def as_json(value: object) -> None:
@@ -22,12 +33,36 @@ def as_json(value: object) -> None:
 
 def say(text: str) -> None:
     """A line for people; of any length, so that paths can be copied."""
-    Console(soft_wrap=True, highlight=False).print(escape(text))
+    if not _quiet:
+        Console(soft_wrap=True, highlight=False).print(escape(text))
 
 
-def fail(text: str) -> None:
-    """What went wrong, on standard error."""
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error[/]: {escape(text)}")
+def plain(text: str) -> str:
+    """A text for `marked`, in which brackets are brackets."""
+    return escape(text)
+
+
+def marked(text: str) -> None:
+    """A line with rich's marks."""
+    if not _quiet:
+        Console(soft_wrap=True, highlight=False).print(text)
+
+
+def aside(text: str) -> None:
+    """What is being done, on standard error, if a person is looking."""
+    if not _quiet and sys.stderr.isatty():
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[dim]{escape(text)}[/]")
+
+
+def fail(told: Told, *, as_json: bool) -> None:
+    """What went wrong and what to do next, on standard error: two lines for people, or one object."""
+    if as_json:
+        sys.stderr.write(msgspec.json.encode({"error": told}).decode() + "\n")
+        return
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(f"[bold red]error[/]: {escape(told.text)}")
+    if told.next:
+        console.print(f"[bold]next[/]:  {escape(told.next)}")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -37,7 +72,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         found.add_column(column, overflow="fold")
     for row in rows:
         found.add_row(*(escape(str(cell)) for cell in row))
-    if found.rows:
+    if found.rows and not _quiet:
         # Not on a terminal, a table is as wide as it needs: it is searched and cut by other programs.
         console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=1000)
         console.print(found)

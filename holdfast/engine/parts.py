@@ -51,6 +51,24 @@ def commit_late(folder: Location, *, patience: float = 0.0, strict: bool = False
     return None
 
 
+def finished(folder: Location) -> str | None:
+    """The save in ``folder`` that all its ranks had finished, and that `commit_late` would commit; None if none is.
+
+    Raises StorageError.
+    """
+    if storage.is_file(folder / manifest.FILE_NAME):
+        return None
+    for save in sorted({found for path in storage.files_below(folder) if (found := part.save_of(path))}):
+        try:
+            if _prove(folder, save) is not None:
+                return save
+        except StorageError:
+            raise
+        except (HoldfastError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            log.debug("%s: save %s is no whole one: %s", folder, save, error)  # as `commit_late` finds
+    return None
+
+
 def _is_written_to(folder: Location) -> bool:
     if isinstance(folder, Place):
         return False  # a store shows whole files alone; a later look finds the parts that are missing now

@@ -122,7 +122,25 @@ def read_line(
     Every holder calls it. Raises what this rank itself failed of, once the others know; what another one failed of is
     left to that one to tell.
     """
-    return _Passing(line, relay, views, names, records, _Lines(files), verify, advance).run()
+    return _Passing(line, relay, views, names, records, Lines(files), verify, advance).run()
+
+
+def wanted_of(
+    line: Line, window: Sequence[Placing], names: Sequence[str], records: Sequence[TensorRecord], memory: torch.Tensor
+) -> list[Wanted]:
+    """What a reader reads into the ``memory`` of a window, from the files as `Lines`."""
+    wanted = []
+    for number, offset in window:
+        atom = line.atoms[number]
+        tensor = line.items[atom.item].tensor
+        name, record = names[tensor], records[tensor]
+        view = memory[offset : offset + atom.nbytes].view(dtypes.torch_dtype(record.dtype))
+        if atom.at < 0:
+            wanted.append(Wanted(name, record, atom.share, view.view(atom.share.lengths)))
+        else:
+            flat = _Flat(record.dtype, (atom.cell.size,), None, str(atom.file), atom.cell, record)
+            wanted.append(Wanted(name, flat, Box((atom.at,), (atom.elements,)), view))
+    return wanted
 
 
 class _Passing:
@@ -192,17 +210,7 @@ class _Passing:
         """Fill a window from storage; the bytes that could not be checked."""
         reader = self.line.seat.reader or 0
         memory = self.slices[parity, reader] if self.apart is None else self.apart[parity]
-        wanted = []
-        for number, offset in window:
-            atom = self.line.atoms[number]
-            tensor = self.line.items[atom.item].tensor
-            name, record = self.names[tensor], self.records[tensor]
-            view = memory[offset : offset + atom.nbytes].view(dtypes.torch_dtype(record.dtype))
-            if atom.at < 0:
-                wanted.append(Wanted(name, record, atom.share, view.view(atom.share.lengths)))
-            else:
-                flat = _Flat(record.dtype, (atom.cell.size,), None, str(atom.file), atom.cell, record)
-                wanted.append(Wanted(name, flat, Box((atom.at,), (atom.elements,)), view))
+        wanted = wanted_of(self.line, window, self.names, self.records, memory)
         stats = read_boxes(self.files, wanted, verify=self.verify)
         self.took.stats.read += stats.read
         self.took.stats.requests += stats.requests
@@ -273,7 +281,7 @@ class _Flat(TensorRecord, frozen=True):
     inside: TensorRecord
 
 
-class _Lines:
+class Lines:
     """The files of a checkpoint, for cells that are read as lines."""
 
     def __init__(self, files: Files) -> None:

@@ -264,14 +264,8 @@ def read_boxes(
     as that adds less than 4 % in all (the rest is counted as unverified); ``"blocks"`` reads and checks whole blocks
     always; False checks none.
     """
-    stats, wanted = ReadStats(), list(wanted)
-    plans: dict[int, list[Share]] = {}
-    files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
-    for want in wanted:
-        stats.needed += want.view.numel() * dtypes.itemsize(want.record.dtype)
-        for share in _shares(files, want, stats):
-            plans.setdefault(share.file, []).append(share)
-    round_up = rounds_up((share for shares in plans.values() for share in shares), verify, stats.needed)
+    stats = ReadStats()
+    plans, round_up = shares_of(files, wanted, verify, stats)
     pending: deque[Future[None]] = deque()
     opened: deque[tuple[int, ExitStack]] = deque()  # each with the number of jobs after which it is not needed
     finished = 0
@@ -292,10 +286,7 @@ def read_boxes(
         for index in sorted(plans):
             one = stack.enter_context(ExitStack())
             source = source_of(files.path(index), one.enter_context(files.opened(index)), stats)
-            shares = sorted(plans[index], key=lambda share: share.piece.begin)
-            gap = source.gap
-            ranges = (r for share in shares for r in ranges_of(share, verify, round_up=round_up, gap=gap))
-            for job in jobs_of(ranges, gap=source.gap, straight=source.straight):
+            for job in jobs_for(plans[index], verify, round_up=round_up, gap=source.gap, straight=source.straight):
                 for r in job:
                     if verify and r.sum is None:
                         stats.unverified += r.wanted
@@ -308,6 +299,29 @@ def read_boxes(
             opened.append((finished + len(pending), one))
         settle(0)
     return stats
+
+
+def shares_of(
+    files: Files, wanted: Iterable[Wanted], verify: Verify, stats: ReadStats
+) -> tuple[dict[int, list[Share]], bool]:
+    """What is taken from each file, and whether blocks that are wanted in part are read whole; headers are read."""
+    wanted = list(wanted)
+    found: dict[int, list[Share]] = {}
+    files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
+    for want in wanted:
+        stats.needed += want.view.numel() * dtypes.itemsize(want.record.dtype)
+        for share in _shares(files, want, stats):
+            found.setdefault(share.file, []).append(share)
+    return found, rounds_up((share for shares in found.values() for share in shares), verify, stats.needed)
+
+
+def jobs_for(
+    shares: Iterable[Share], verify: Verify, *, round_up: bool, gap: int, straight: bool
+) -> Iterator[list[Range]]:  # fmt: skip
+    """The requests that bring the shares of one file, in its order."""
+    ordered = sorted(shares, key=lambda share: share.piece.begin)
+    ranges = (r for share in ordered for r in ranges_of(share, verify, round_up=round_up, gap=gap))
+    return jobs_of(ranges, gap=gap, straight=straight)
 
 
 def threads_for(files: Files, indices: Iterable[int]) -> int:

@@ -7,7 +7,7 @@ read. Where nobody shares nothing is told but a digest, and no process group is 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from holdfast.engine.ranges import Share, Verify, rounds_up
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.read import Files, Wanted, read_boxes
 from holdfast.engine.relay import Lost, Relay, meet
-from holdfast.engine.share_plan import SHORTEST, Held, Item, Wants, as_told, may_be_shared, shared_items
+from holdfast.engine.share_plan import SHORTEST, Held, Holders, Item, Wants, as_told, may_be_shared, shared_items
 from holdfast.engine.source import ReadStats
 from holdfast.engine.spread import Placed, Spread, Whole, boxes_held
 from holdfast.events import log
@@ -28,10 +28,12 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.box import Box, intersect
 from holdfast.ondisk.datafile import Piece
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import Manifest, TensorRecord
 
 How = Literal["auto", "off"]
 """Whether ranks that want the same bytes share the reading of them."""
+
+MakesLine = Callable[[Holders, list[Item], Sequence[TensorRecord], int, Sequence[int]], Line]
 
 LEAST = 64 << 20
 """Ranks that would not all together read so many bytes less do not share: connecting takes as long."""
@@ -156,17 +158,25 @@ class Sharing:
         lines: list[Line] = []
 
         def gain() -> tuple[int, int]:
-            own = {item: wants.spreads[index] for item, index in self.items.items()}
-            for holders, items in shared_items(all_wants, choice.wants_of, self.ranks.rank, own).items():
-                if sum(map(self._bytes, items)) >= SHORTEST:
-                    lines.append(line_of(holders, items, self.records, self.ranks.rank, choice.host_of))
-            return sum(line.nbytes - line.own for line in lines), sum(map(self._bytes, self.items))
+            lines.extend(self.lines_among(all_wants, choice))
+            return self.gain_of(lines)
 
-        if not call.exchange("share", gain, _is_worth_it, bool):
+        if not call.exchange("share", gain, is_worth_it, bool):
             return
         if not call.exchange("connect", lambda: self._connect(call, choice.name, lines), all, bool):
             self.close()
             self.lines = []
+
+    def lines_among(self, all_wants: Sequence[Wants], choice: Choice, make: MakesLine = line_of) -> Iterator[Line]:
+        """What this rank has in common with others, given what they want; ``make`` makes a line of each set of them."""
+        own = {item: self.wants.spreads[index] for item, index in self.items.items()} if self.wants else {}
+        for holders, items in shared_items(all_wants, choice.wants_of, self.ranks.rank, own).items():
+            if sum(map(self._bytes, items)) >= SHORTEST:
+                yield make(holders, items, self.records, self.ranks.rank, choice.host_of)
+
+    def gain_of(self, lines: Sequence[Line]) -> tuple[int, int]:
+        """Bytes that this rank need not read if these are shared, and bytes that it wants in all."""
+        return sum(line.nbytes - line.own for line in lines), sum(map(self._bytes, self.items))
 
     def _connect(self, call: Call, name: str, lines: list[Line]) -> bool:
         try:
@@ -202,7 +212,7 @@ class Sharing:
                     views[item].append(want.view)
                 else:
                     rest.append(want)
-            verify = "blocks" if self._rounds_up(verify) else verify
+            verify = "blocks" if self.rounds_up(verify) else verify
         try:
             for line, relay in self.lines:
                 came = read_line(line, relay, views, self.names, self.records, files, verify=verify, advance=advance)
@@ -231,7 +241,7 @@ class Sharing:
     def _bytes(self, item: Item) -> int:
         return item.box.size * dtypes.itemsize(self.records[item.tensor].dtype)
 
-    def _rounds_up(self, verify: Verify) -> bool:
+    def rounds_up(self, verify: Verify) -> bool:
         """Whether all blocks that are wanted in part are read whole: as it would be if this rank read everything."""
         if verify is not True:
             return False
@@ -247,7 +257,8 @@ class Sharing:
         return bool(cuts) and rounds_up(cuts, verify, needed)
 
 
-def _is_worth_it(notes: list[tuple[int, int]]) -> bool:
+def is_worth_it(notes: list[tuple[int, int]]) -> bool:
+    """Whether what all ranks together need not read is worth connecting them."""
     gain, needed = (sum(column) for column in zip(*notes, strict=True))
     return bool(gain >= max(LEAST, PART * needed))
 

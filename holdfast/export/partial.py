@@ -21,7 +21,7 @@ from holdfast.engine.folder import refuse_cited, taken
 from holdfast.errors import StorageError
 from holdfast.events import log
 
-_OURS = ("lock", "plan", ".plan.*.tmp", "content", "journal", "old")
+OURS = ("lock", "plan", ".plan.*.tmp", "content", "journal", "old")
 
 
 class Row(msgspec.Struct, array_like=True):
@@ -94,7 +94,7 @@ class Partial:
             storage.make_folder(self.folder)
             with storage.naming(self.folder, "lock"), suppress(FileNotFoundError):
                 # Not found: whoever had it has just finished, and took the folder away. Then it is made again.
-                odd = sorted(p.name for p in self.folder.iterdir() if not any(fnmatch(p.name, ours) for ours in _OURS))
+                odd = sorted(p.name for p in self.folder.iterdir() if not any(fnmatch(p.name, ours) for ours in OURS))
                 if odd:
                     raise taken(f"{self.folder}, where it would grow, holds other files ({odd[0]})")
                 self._lock = self._locked(self.folder / "lock")

@@ -129,9 +129,11 @@ class ConvertWork:
         asked, checkpoint = self.asked, self.checkpoint
         wanted = select(checkpoint, lambda name: matches(name, asked.only))
         if not wanted.origin:
-            known = [*checkpoint.records, *checkpoint.manifest.values]
-            hint = near(asked.only, known) if isinstance(asked.only, str) else ""
-            raise Mismatch(f"{checkpoint.path} has nothing that fits only={asked.only!r}{hint}")
+            leaves = [*checkpoint.records, *checkpoint.manifest.values]
+            known = [*dict.fromkeys(names.section_of(name) for name in leaves), *leaves]
+            patterns = [asked.only] if isinstance(asked.only, str) else asked.only
+            hints = "".join(near(pattern, known) for pattern in patterns)
+            raise Mismatch(f"{checkpoint.path} has nothing that fits only={asked.only!r}{hints}")
         self.converted.skipped = wanted.skipped
         if asked.to == "huggingface":
             wanted = self._model(wanted)

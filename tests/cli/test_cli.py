@@ -119,7 +119,7 @@ def test_each_error_has_its_code(error: BaseException, code: int | None) -> None
 
 def test_every_command_has_help() -> None:
     runner = CliRunner()
-    for name in ("verify", "repair", "rescue"):
+    for name in ("verify", "doctor", "repair", "rescue", "convert", "unshard", "copy", "prune", "gc", "bench"):
         told = runner.invoke(application.app, [name, "--help"])
         assert told.exit_code == 0 and "--json" in told.output
     assert holdfast.__version__ in runner.invoke(application.app, ["--version"]).output

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -103,7 +104,9 @@ def _of_file_url(rest: str, text: str) -> str:
 
 def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> Place:
     if scheme not in SCHEMES:
-        raise ValueError(f"holdfast has no store for {scheme}://: there are {', '.join(SCHEMES)} and file")
+        near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.5)
+        meant = f" (did you mean {near[0]}://?)" if near else ""
+        raise ValueError(f"holdfast has no store for {scheme}://{meant}: there are {', '.join(SCHEMES)} and file")
     rest, _, query = rest.partition("?")
     host, _, path = rest.partition("/")
     plain = f"{scheme}://{host.rpartition('@')[2]}/{path}"

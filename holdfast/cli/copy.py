@@ -1,0 +1,51 @@
+"""``holdfast copy``: checkpoints from one place to another, every block proved on the way.
+
+Called by `app`. Never changes the source.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import holdfast
+from holdfast.cli import output
+from holdfast.cli.convert import bytes_of
+from holdfast.copy import Copied
+
+
+def copy(
+    source: Annotated[str, typer.Argument(help="A checkpoint of holdfast, or the folder of a run: a path or a URL.")],
+    target: Annotated[str, typer.Argument(help="Where the copy is to be: a path or a URL.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another checkpoint that is there.")] = False,
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="SIZE", help="At most so many bytes a second: 200MB.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Copy a checkpoint, or all steps of a run; the same command goes on from where one was interrupted."""
+    limit = None if bandwidth is None else float(bytes_of(bandwidth))
+    done = holdfast.copy(source, target, overwrite=overwrite, bandwidth=limit)
+    if json:
+        output.as_json({**_plain(done), "steps": {name: _plain(one) for name, one in done.steps.items()}})
+        return
+    output.table(
+        ("step", "copied", "were there", ""),
+        (
+            (name, output.size(one.stats.nbytes), one.stats.skipped, "new" if one.committed else "the same was there")
+            for name, one in done.steps.items()
+        ),
+    )
+    stats = done.stats
+    there = f", {stats.skipped} files were there" if stats.skipped else ""
+    what = f"{len(done.steps)} steps" if done.steps else "copied" if done.committed else "the same checkpoint was there"
+    output.say(
+        f"{done.target}: {what}; {stats.files} files, {output.size(stats.nbytes)} copied{there}, {done.seconds:.1f} s"
+    )
+
+
+def _plain(done: Copied) -> dict[str, object]:
+    stats = {"files": done.stats.files, "nbytes": done.stats.nbytes, "skipped": done.stats.skipped}
+    told = {"source": done.source, "target": done.target, "committed": done.committed, "seconds": done.seconds}
+    return {**told, **stats}

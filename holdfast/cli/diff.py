@@ -1,0 +1,112 @@
+"""``holdfast diff``: what differs between two checkpoints, whatever their formats.
+
+Called by `app`. Changes nothing. Ends with 0 if they are the same and with 1 if they are not, as `diff` does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+import holdfast
+from holdfast.checkpoint import Checkpoint
+from holdfast.cli import output
+from holdfast.cli.codes import Code
+from holdfast.cli.show import brief, typed
+from holdfast.errors import Mismatch
+from holdfast.inspect.compare import Difference, compare, compare_names
+
+_ORDER = ("only in a", "only in b", "shape", "dtype", "changed")
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint of any format: a path or a URL.")],
+    b: Annotated[str, typer.Argument(help="Another one, of any format.")],
+    tensors: Annotated[str, typer.Option("--tensors", metavar="GLOB", help="Only names that fit.")] = "*",
+    names_only: Annotated[
+        bool, typer.Option("--names-only", help="Names, shapes and dtypes; reads no tensor.")
+    ] = False,
+    top: Annotated[int, typer.Option("--top", min=0, help="How many to show, the largest first; 0: all.")] = 50,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Compare names, shapes, dtypes and values; exit code 0 if all is the same, 1 if anything differs."""
+    left, right = holdfast.open(a), holdfast.open(b)
+    every = list(compare_names(left, right, only=tensors) if names_only else compare(left, right, only=tensors))
+    if not every and tensors != "*":  # a slip of the pen must not read like "the same"
+        raise Mismatch(f"neither {a} nor {b} has a name that fits {tensors!r}")
+    found = sorted((d for d in every if d.status != "same"), key=_by_size)
+    shown = found[:top] if top else found
+    counts = Counter[str](d.status for d in every)
+    if json:
+        told = [{**{k: getattr(d, k) for k in d.__dataclass_fields__}, "relative": d.relative} for d in shown]
+        output.as_json({"a": a, "b": b, "same": not found, "counts": counts, "differences": told})
+    else:
+        _show(left, right, shown)
+        if len(shown) < len(found):
+            output.say(f"… and {len(found) - len(shown)} more (--top 0 shows all)")
+        output.say(_summary(counts, names_only=names_only))
+    raise typer.Exit(Code.DIFFERENT if found else Code.FINE)
+
+
+def _by_size(found: Difference) -> tuple[int, float, str]:
+    """Names first, then what has changed most; where nothing is finite it may have changed by anything."""
+    relative = found.relative
+    return _ORDER.index(found.status), -float("inf") if relative is None else -relative, found.name
+
+
+def _summary(counts: Counter[str], *, names_only: bool) -> str:
+    if set(counts) == {"same"}:
+        what = "names, shapes and dtypes" if names_only else "to the last bit"
+        return f"the same, {what}: {counts['same']} names"
+    return ", ".join(f"{counts[status]} {_WORDS[status]}" for status in (*_ORDER, "same") if counts[status])
+
+
+_WORDS = {
+    "only in a": "only in the first", "only in b": "only in the second", "shape": "of another shape",
+    "dtype": "of another type", "changed": "changed", "same": "the same",
+}  # fmt: skip
+
+
+def _show(a: Checkpoint, b: Checkpoint, found: list[Difference]) -> None:
+    values = [d for d in found if d.name not in a.records and d.name not in b.records]
+    tensors = [d for d in found if d.name in a.records or d.name in b.records]
+    names = [d for d in tensors if d.status != "changed"]
+    output.table(
+        ("name", "is", "first", "second"),
+        ((d.name, _WORDS[d.status], _kind(a, d.name), _kind(b, d.name)) for d in names),
+    )
+    numbers = [d for d in tensors if d.norm is not None or d.status == "changed"]
+    columns: dict[str, Callable[[Difference], object]] = {
+        "tensor": lambda d: d.name,
+        "relative": lambda d: _number(d.relative),
+        "largest": lambda d: _number(d.largest),
+        "mean": lambda d: _number(d.mean),
+        "cosine": lambda d: "" if d.cosine is None else f"{d.cosine:.9f}",
+        "norm first": lambda d: _number(d.norm_a),
+        "norm second": lambda d: _number(d.norm_b),
+        "NaN or Inf": lambda d: d.nonfinite or "",
+    }
+    if not any(d.nonfinite for d in numbers):
+        del columns["NaN or Inf"]
+    if names and numbers:
+        output.say("")
+    output.table(tuple(columns), ([cell(d) for cell in columns.values()] for d in numbers))
+    if tensors and values:
+        output.say("")
+    output.table(("value", "first", "second"), ((d.name, _kind(a, d.name), _kind(b, d.name)) for d in values))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _kind(checkpoint: Checkpoint, name: str) -> str:
+    """What a checkpoint has under a name, in a few words."""
+    if name in checkpoint.records:
+        return typed(checkpoint.records[name].dtype, checkpoint.records[name].shape)
+    if name in checkpoint.manifest.values:
+        return brief(checkpoint.value(name))
+    return f"differs by rank, of {checkpoint.world_size}" if name in checkpoint.differing else "none"

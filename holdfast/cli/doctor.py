@@ -1,0 +1,85 @@
+"""``holdfast doctor``: what is wrong with this machine, a folder, a store or a checkpoint, and how to mend it.
+
+Called by `app`. Never shows a secret, and leaves nothing where it has looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from holdfast.cli import output
+from holdfast.cli.codes import Code
+from holdfast.doctor import checkpoints, folders, machine, stores
+from holdfast.doctor.finding import Finding
+from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.urls import location
+from holdfast.ondisk import manifest
+
+Here = TypeVar("Here", Path, Place)
+
+_CODES = {"damaged": Code.DAMAGED, "no checkpoint": Code.NOT_A_CHECKPOINT, "storage": Code.STORAGE}
+
+
+def doctor(
+    path: Annotated[
+        str | None, typer.Argument(help="A folder, a place in a store, or a checkpoint: a path or a URL.")
+    ] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Do not try to write there.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Look for what is wrong, and say how to mend it; the exit code tells of the first thing that failed."""
+    sections: dict[str, list[Finding]] = {}
+    for section, found in _looked(path, write=not read_only):
+        sections[section] = list(found)
+        if not json:
+            _show(section, sections[section])
+    everything = [one for found in sections.values() for one in found]
+    failed = [one for one in everything if one.verdict == "fail"]
+    if json:
+        output.as_json({"well": not failed, **sections})
+    else:
+        warned = sum(one.verdict == "warn" for one in everything)
+        output.say(f"{len(everything)} looked at: {len(failed)} wrong, {warned} to know of")
+    raise typer.Exit(_CODES.get(failed[0].kind, Code.FAILED) if failed else Code.FINE)
+
+
+def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Finding] | list[Finding]]]:
+    yield "machine", machine.findings()
+    if path is None:
+        return
+    place = location(path)
+    if isinstance(place, Place):
+        found = list(stores.findings(_around(place), write=write))
+        yield "store", found
+        if any(one.verdict == "fail" for one in found):
+            return
+    else:
+        yield "folder", folders.findings(_around(place), write=write)
+    try:
+        if isinstance(place, Place) or not place.is_dir() or any(place.iterdir()):  # else a folder for what is to come
+            yield "checkpoint", checkpoints.diagnose(path)
+    except OSError as error:
+        yield "checkpoint", [Finding("checkpoint", "fail", str(error), "see above", "storage")]
+
+
+def _around(place: Here) -> Here:
+    """The folder in which is tried what can be done: nothing is written into a checkpoint."""
+    try:
+        return place.parent if (place / manifest.FILE_NAME).is_file() else place
+    except PermissionError:  # which is what will be told of it
+        return place
+
+
+_MARKS = {"ok": "[green]ok[/]  ", "warn": "[yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
+
+
+def _show(section: str, found: list[Finding]) -> None:
+    output.marked(f"[bold]{section}[/]")
+    for one in found:
+        output.marked(f"  {_MARKS[one.verdict]} {output.plain(one.name)}: {output.plain(one.text)}")
+        if one.mend:
+            output.marked(f"       [dim]->[/] {output.plain(one.mend)}")

@@ -1,0 +1,122 @@
+"""What an error is to a caller: its exit code, its kind, and what to do next.
+
+`app` calls `told` with whatever a command raised. Looks again only where a local path holds no checkpoint, and changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from holdfast.cli.codes import Code, code_of
+from holdfast.doctor.checkpoints import advice
+from holdfast.errors import (
+    Damaged,
+    Mismatch,
+    NotACheckpoint,
+    RankLost,
+    SaveFailed,
+    Unsupported,
+    Untrusted,
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """An error as commands tell it. ``kind`` is one of a few words that programs can rely on; ``next`` may be empty."""
+
+    code: Code
+    kind: str
+    text: str
+    next: str = ""
+
+
+INTERRUPTED = Told(Code.INTERRUPTED, "interrupted", "interrupted", "")
+
+_USAGE: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""What wrong arguments are: click's, or that of the copy of click which newer typers carry."""
+
+
+def told(error: BaseException, arguments: Sequence[str] = ()) -> Told | None:
+    """What a caller is told of an error that a user can cause; None for any other, which is a fault of ours.
+
+    ``arguments`` are those of the program: what to do next names the one that the error is about.
+    """
+    if isinstance(error, (KeyboardInterrupt, typer.Abort)):
+        return INTERRUPTED
+    if isinstance(error, _USAGE):
+        return _usage(error)
+    code = code_of(error)
+    if code is None:
+        return None
+    # A command is one process: which rank of it failed, and on which host, is clear.
+    cause = getattr(error, "cause", None) if not isinstance(error, SaveFailed) else None
+    text = cause or str(error) or type(error).__name__
+    command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
+    kind, hint = _kind(error, _subject(error, arguments), command)
+    return Told(code, kind, text, hint)
+
+
+def _usage(error: Any) -> Told:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "holdfast"
+    return Told(Code.USAGE, "usage", error.format_message(), f"{path} --help")
+
+
+def _subject(error: BaseException, arguments: Sequence[str]) -> str:
+    """The path that an error is about, as the user wrote it."""
+    words = [word for word in arguments if not word.startswith("-")][1:]
+    named = [word for word in words if word in str(error) or os.path.abspath(word) in str(error)]
+    return max(named, key=len, default=getattr(error, "file", None) or (words[0] if words else "PATH"))
+
+
+def _kind(error: BaseException, path: str, command: str) -> tuple[str, str]:
+    text, quoted = str(error), shlex.quote(path)
+    if isinstance(error, Untrusted):
+        return "not trusted", "check whose key it should be: docs/signing.md"
+    if isinstance(error, Damaged):
+        if "cannot be rescued" in text:
+            return "damaged", "take an older step of the run, or a copy of this one"
+        return "damaged", advice(path) or f"holdfast verify {quoted} lists all that is hit"
+    if isinstance(error, NotACheckpoint):
+        return "no checkpoint", advice(path) or f"holdfast doctor {quoted} tells what is there"
+    if isinstance(error, Unsupported):
+        if install := re.search(r"pip install ['\"]?[\w\[\]=<>.-]+['\"]?", text):
+            return "missing package", install[0]
+        return "unsupported", "docs/formats.md lists what can be read, docs/errors.md explains this text"
+    if isinstance(error, Mismatch):
+        return "mismatch", f"holdfast show {quoted} lists the names that there are"
+    if isinstance(error, RankLost):
+        return "rank lost", "look at that rank's log; docs/liveness.md"
+    if isinstance(error, SaveFailed):
+        return "failed", "docs/errors.md explains this text"
+    if isinstance(error, OSError):
+        return _of_system(error, quoted)
+    if isinstance(error, ValueError):
+        if "://" in text:
+            return "usage", "docs/stores.md tells how places in stores are written"
+        return "usage", f"holdfast {command} --help tells what can be given"
+    return "failed", "docs/errors.md explains this text"
+
+
+def _of_system(error: OSError, path: str) -> tuple[str, str]:
+    text = str(error)
+    if "credentials" in text and error.errno == errno.EACCES:
+        return "no credentials", f"holdfast doctor {path} tells whose credentials are used; docs/stores.md"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "no rights", f"holdfast doctor {path} tells which rights are lacking"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "no space", "free some: holdfast prune RUN and holdfast gc RUN tell what could go"
+    if error.errno == errno.EEXIST:
+        if "another process" in text or "another save" in text:
+            return "busy", "wait until it has ended, and give the same command again"
+        return "taken", "give a target that is free" + (", or --overwrite" if "holds other" not in text else "")
+    return "storage", f"holdfast doctor {path} tells what is wrong there"

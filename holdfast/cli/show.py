@@ -1,0 +1,206 @@
+"""``holdfast show``: what a checkpoint holds, from the manifest alone; with ``--stats`` its numbers too.
+
+Called by `app`. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from math import prod
+from typing import Annotated, Any
+
+import typer
+
+import holdfast
+from holdfast.checkpoint import Checkpoint, matches
+from holdfast.cli import output
+from holdfast.engine.sections import dropped_of
+from holdfast.errors import HoldfastError, Mismatch
+from holdfast.inspect.layout import Layouts
+from holdfast.inspect.statistics import Statistics, statistics_of_all
+from holdfast.inspect.tree import Leaf, tree
+from holdfast.inspect.usage import usage
+
+SHOWN = 16
+"""Values that are shown unless all are asked for."""
+
+RANKS = 64
+"""Ranks whose values are read to tell how many of them differ."""
+
+
+def show(
+    path: Annotated[str, typer.Argument(help="A checkpoint of any format: a path or a URL.")],
+    tensors: Annotated[
+        str | None, typer.Option("--tensors", metavar="GLOB", help="List these tensors, one on each line.")
+    ] = None,
+    depth: Annotated[int | None, typer.Option("--depth", min=1, help="How many levels of modules to show.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Read the tensors: min, max, mean, NaN. Lists them.")] = False,
+    layout: Annotated[bool, typer.Option("--layout", help="List each cell of the tensors with its file.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="All values, and those that differ by rank.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Show what a checkpoint holds: modules, tensors, shapes, dtypes, bytes, cuts, values, attached files."""
+    checkpoint = holdfast.open(path)
+    chosen = [name for name in checkpoint.records if matches(name, tensors or "*")]
+    if tensors is not None and not chosen:
+        raise Mismatch(f"{checkpoint.path} has no tensor whose name fits {tensors!r}; holdfast show lists them")
+    layouts = Layouts(checkpoint)
+    found = {s.name: s for s in statistics_of_all(checkpoint, chosen)} if stats else {}
+    if json:
+        output.as_json(_told(checkpoint, chosen, layouts, found, cells=layout))
+        return
+    _show_head(checkpoint)
+    if tensors is not None or stats or layout:
+        _show_tensors(checkpoint, chosen, layouts, found)
+    else:
+        _show_tree(checkpoint, layouts, depth)
+    if layout:
+        for name in chosen:
+            output.table((name, "file"), layouts.boxes(name))
+    if tensors is None:
+        _show_rest(checkpoint, everything=values)
+
+
+def _show_head(checkpoint: Checkpoint) -> None:
+    record = checkpoint.manifest
+    step = "" if checkpoint.step is None else f", step {checkpoint.step}"
+    run = f", run {checkpoint.run}" if checkpoint.run else ""
+    made = f", saved {record.created}" if record.created else ""
+    ranks = f" by {checkpoint.world_size} rank{'s' if checkpoint.world_size > 1 else ''}"
+    output.say(f"{checkpoint.path}: {checkpoint.format}{step}{made}{ranks if made else f', saved{ranks}'}{run}")
+    if checkpoint.reading:
+        output.say(f"read as: {checkpoint.reading}")
+    total = usage(checkpoint)
+    cited = f", {output.size(total.cited)} of them borrowed from older steps" if total.cited else ""
+    output.say(f"{len(record.tensors)} tensors of {output.size(total.tensors)} in {len(record.files)} files{cited}; "
+               + ", ".join(f"{a.name} {output.size(a.nbytes)}" for a in total.by_dtype))  # fmt: skip
+    made_by = {key: text for key, text in record.producer.items() if key != "kinds" and len(text) < 100}
+    if made_by:
+        output.say("made by " + ", ".join(f"{key} {text}" for key, text in made_by.items()))
+    lost = dropped_of(record)
+    if lost:
+        output.say(f"lost since it was saved: {', '.join(lost)}")
+    output.say("")
+
+
+def _show_tree(checkpoint: Checkpoint, layouts: Layouts, depth: int | None) -> None:
+    records = checkpoint.manifest.tensors
+    top = tree(
+        Leaf(name, r.nbytes, prod(r.shape), (r.dtype, r.shape), str(layouts.of(name))) for name, r in records.items()
+    )
+    rows = []
+    for level, node in top.walk(deepest=depth):
+        ended = depth is not None and level + 1 == depth
+        kind, times = "", "" if node.tensors == 1 else f"{node.tensors} tensors"
+        if node.leaf is not None:
+            kind = typed(records[node.leaf.name].dtype, records[node.leaf.name].shape)
+            times = "" if node.tensors == 1 else f"×{node.tensors}"
+        elif not ended and not level:
+            times = f"{node.tensors} tensors"
+        cut = "" if node.leaf is None else node.leaf.note or "varies"
+        rows.append(("  " * level + node.label, kind, times, output.size(node.nbytes), cut))
+    output.table(("tensor", "type", "", "bytes", "cut"), rows)
+
+
+def typed(dtype: str, shape: tuple[int, ...]) -> str:
+    """``bfloat16 [4096, 1024]``."""
+    return f"{dtype} {list(shape)}"
+
+
+def _show_tensors(
+    checkpoint: Checkpoint, chosen: list[str], layouts: Layouts, found: dict[str, Statistics]
+) -> None:  # fmt: skip
+    columns = ["tensor", "type", "bytes", "cut"]
+    if found:
+        columns += ["min", "max", "mean", "std", "NaN", "Inf", "zeros"]
+
+    def row(name: str) -> Iterator[Any]:
+        record = checkpoint.records[name]
+        tied = checkpoint.saved_name(name)
+        yield name if tied == name else f"{name} = {tied}"
+        yield from (typed(record.dtype, record.shape), output.size(record.nbytes), layouts.of(name))
+        if found:
+            s = found[name]
+            yield from ("" if x is None else f"{x:.4g}" for x in (s.min, s.max, s.mean, s.std))
+            yield from (s.nan, s.inf, s.zeros)
+
+    output.table(columns, (list(row(name)) for name in chosen))
+
+
+def _show_rest(checkpoint: Checkpoint, *, everything: bool) -> None:
+    record = checkpoint.manifest
+    if record.aliases:
+        output.say("")
+        output.table(("tied", "to"), record.aliases.items())
+    paths = list(record.values)
+    if paths:
+        output.say("")
+        shown = paths if everything else _first(paths)
+        output.table(("value", "is"), ((path, brief(checkpoint.value(path), everything)) for path in shown))
+        if len(shown) < len(paths):
+            output.say(f"… and {len(paths) - len(shown)} more values (--values shows all)")
+    if checkpoint.differing:
+        output.say("")
+        told = ((path, _by_rank(checkpoint, path) if everything else "") for path in checkpoint.differing)
+        output.table(("value of each rank", f"{checkpoint.world_size} ranks"), told)
+    if checkpoint.attachments:
+        output.say("")
+        output.table(("attached", "bytes"), ((name, output.size(n)) for name, n in checkpoint.attachments.items()))
+    if checkpoint.left_out:
+        output.say("")
+        output.table(("left out", "why"), checkpoint.left_out.items())
+
+
+def _first(paths: list[str]) -> list[str]:
+    """Those nearest to the top, in their order: the step before the settings of each parameter group."""
+    nearest = sorted(paths, key=lambda path: path.count("/"))[:SHOWN]
+    return [path for path in paths if path in set(nearest)]
+
+
+def brief(value: object, everything: bool = False) -> str:
+    """A value as text, cut short unless all of it is asked for."""
+    text = repr(value)
+    return text if everything or len(text) <= 70 else f"{text[:69]}…"
+
+
+def _by_rank(checkpoint: Checkpoint, path: str) -> str:
+    """What the first rank has, and how many of them have something else."""
+    ranks = range(min(checkpoint.world_size, RANKS))
+    try:
+        found = [repr(checkpoint.per_rank(path, rank)) for rank in ranks]
+    except (HoldfastError, LookupError) as error:
+        return f"cannot be read: {error}"
+    kinds = len(set(found))
+    first = found[0] if len(found[0]) <= 60 else f"{found[0][:59]}…"
+    return f"{kinds} different; rank 0: {first}" if kinds > 1 else f"the same on all that were read: {first}"
+
+
+def _told(
+    checkpoint: Checkpoint, chosen: list[str], layouts: Layouts, found: dict[str, Statistics], *, cells: bool
+) -> dict[str, object]:
+    record = checkpoint.manifest
+
+    def one(name: str) -> dict[str, object]:
+        its, layout = checkpoint.records[name], layouts.of(name)
+        told: dict[str, object] = {"name": name, "dtype": its.dtype, "shape": its.shape, "nbytes": its.nbytes,
+                                   "cells": layout.cells, "grid": layout.grid, "ranks": layout.ranks}  # fmt: skip
+        if checkpoint.saved_name(name) != name:
+            told["tied"] = checkpoint.saved_name(name)
+        if cells:
+            told["boxes"] = layouts.boxes(name)
+        if found:
+            told["stats"] = {key: asdict(found[name])[key] for key in _STATS}
+        return told
+
+    return {
+        "path": str(checkpoint.path), "format": checkpoint.format, "reading": checkpoint.reading,
+        "step": checkpoint.step, "run": checkpoint.run or None, "created": record.created or None,
+        "world_size": checkpoint.world_size, "producer": record.producer, "lost": dropped_of(record),
+        "nbytes": checkpoint.nbytes, "files": len(record.files), "tensors": [one(name) for name in chosen],
+        "values": record.values, "per_rank": checkpoint.differing, "attachments": checkpoint.attachments,
+        "left_out": checkpoint.left_out,
+    }  # fmt: skip
+
+
+_STATS = ("count", "nan", "inf", "zeros", "min", "max", "mean", "std", "norm")

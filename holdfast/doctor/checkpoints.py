@@ -1,0 +1,264 @@
+"""What is at a path that does not open, or does not load; and which command to give next.
+
+`doctor` calls `diagnose`, the command line `advice` for what it cannot open. Never changes anything.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from holdfast.checkpoint import Checkpoint, open_checkpoint, read_manifest
+from holdfast.doctor.finding import Finding
+from holdfast.engine import storage
+from holdfast.engine.folder import is_leaving, may_hold_leavings
+from holdfast.engine.parts import finished
+from holdfast.engine.sections import dropped_of
+from holdfast.engine.stores.around import bounded
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
+from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
+from holdfast.ondisk import datafile, manifest, part
+from holdfast.rescue import rescuable
+from holdfast.steps import fault_of, lacking_files
+
+NAME = "checkpoint"
+DEADLINE = 60.0
+"""Seconds to wait for any one answer of a store."""
+
+FEW = 5
+"""Steps, files or neighbours that are named."""
+
+
+def diagnose(path: str | Path | Place) -> list[Finding]:
+    """What is at ``path``, and what is wrong with it. Raises StorageError."""
+    place = bounded(location(path), DEADLINE)
+    above = _checkpoint_around(place)
+    if above is not None:
+        told = f"{place} is a part of the checkpoint {above}"
+        return [_missing(told, f"give its folder: {_command('show', above)}")]
+    if isinstance(place, Path) and not place.exists():
+        return [_nothing_at(place)]
+    if storage.is_file(place / manifest.FILE_NAME):
+        return _ours(place)
+    steps = _steps_in(place)
+    if steps:
+        return _run(place, steps)
+    files = storage.files_below(place)
+    if any(datafile.save_of(name) or name.startswith("parts/") for name in files if is_leaving(name)):
+        return [_uncommitted(place, files)]
+    return _foreign(place, files)
+
+
+def advice(path: str) -> str:
+    """What to do about a local ``path`` that does not open; empty if that cannot be told."""
+    try:
+        found = [] if isinstance(location(path), Place) else diagnose(path)  # in a store looking around costs requests
+    except (HoldfastError, OSError, ValueError):
+        return ""
+    return next((one.mend for one in found if one.mend), "")
+
+
+def _command(word: str, *paths: object) -> str:
+    return " ".join(["holdfast", word, *(shlex.quote(str(path)) for path in paths)])
+
+
+def _missing(text: str, mend: str) -> Finding:
+    return Finding(NAME, "fail", text, mend, "no checkpoint")
+
+
+def _damaged(text: str, mend: str) -> Finding:
+    return Finding(NAME, "fail", text, mend, "damaged")
+
+
+def _checkpoint_around(place: Location) -> Location | None:
+    """The checkpoint that a file or folder is a part of."""
+    for above in (place.parent, place.parent.parent):
+        if place != above and storage.is_file(above / manifest.FILE_NAME):
+            inside = str(place.relative_to(above))  # type: ignore[arg-type]
+            files = storage.files_below(above)
+            if inside in files or any(name.startswith(f"{inside}/") for name in files if not name.startswith("../")):
+                return None if storage.is_file(place / manifest.FILE_NAME) else above
+    return None
+
+
+def _nothing_at(place: Path) -> Finding:
+    partial = place.with_name(f"{place.name}.partial")
+    if partial.is_dir():
+        told = f"there is nothing at {place} yet: a conversion to it is under way, or broke off"
+        return _missing(
+            told, f"give the same command again, which goes on from there; or {_command('gc', place.parent)}"
+        )
+    above = next(path for path in place.parents if path.exists())
+    first = place.relative_to(above).parts[0]
+    kin = sorted(path.name for path in above.iterdir()) if above.is_dir() else []
+    near = get_close_matches(first, kin, n=1, cutoff=0.6)
+    told = f"there is nothing at {place}"
+    if near:
+        meant = above.joinpath(near[0], *place.relative_to(above).parts[1:])
+        return _missing(told, f"did you mean {meant}? {_command('ls', above)} lists what is there")
+    return _missing(told, f"{_command('ls', above)} lists what is there")
+
+
+def _steps_in(root: Location) -> list[Location]:
+    names = storage.folders_in(root) if isinstance(root, Place) or root.is_dir() else []
+    return [root / name for name in sorted(names) if storage.is_file(root / name / manifest.FILE_NAME)]
+
+
+def _neighbours(place: Location) -> list[Location]:
+    """Checkpoints beside one, the newest last."""
+    try:
+        return [path for path in _steps_in(place.parent) if path != place]
+    except StorageError:  # a web server, or no right to look there: then it has none that we could name
+        return []
+
+
+# Ours
+
+
+def _ours(place: Location) -> list[Finding]:
+    try:
+        record = read_manifest(place)
+    except Damaged as error:
+        return [_damaged(str(error), _rescue(place)[1])]
+    except Unsupported as error:
+        return [Finding(NAME, "fail", str(error), "pip install --upgrade holdfast", "damaged")]
+    except NotACheckpoint:
+        return _foreign(place, storage.files_below(place))
+    mend = f"{_command('repair', place)} --from COPY (another copy of it, or the folder of its run: {place.parent})"
+    found = [_damaged(text, mend) for text in list(lacking_files(place, record).values())[:FEW]]
+    if not found:
+        hurt = Checkpoint(place).verify(deep=False, raises=False).damages
+        found = [_damaged(f"{one}: {one.what}", mend) for one in hurt[:FEW]]
+    lost = dropped_of(record)
+    if lost:
+        told = f"it has lost {', '.join(lost)} since it was saved"
+        found.append(Finding(NAME, "warn", told, 'load what is left with only=, such as only="model"'))
+    if not any(one.verdict == "fail" for one in found):
+        nbytes = sum(file.bytes for file in record.data_files)
+        step = "" if record.step is None else f" of step {record.step}"
+        told = f"{place}{step}: {len(record.tensors)} tensors, {nbytes} bytes, whole by its manifest and headers"
+        found.insert(0, Finding(NAME, "ok", f"{told}; {_command('verify', place)} reads every byte"))
+    files = storage.files_below(place)
+    named = {file.path for file in record.data_files}
+    if may_hold_leavings([path for path in files if path not in named or path == manifest.FILE_NAME]):
+        found.append(Finding(NAME, "warn", "files lie beside it that it does not name", _command("gc", place)))
+    return found
+
+
+def _run(root: Location, steps: Sequence[Location]) -> list[Finding]:
+    newest = steps[-1]
+    told = f"{root} is the folder of a run, with {len(steps)} checkpoints: the newest is {newest.name}"
+    found = [Finding(NAME, "ok", told, f"{_command('ls', root)} lists them")]
+    for step in steps[-FEW:]:
+        fault = fault_of(step)
+        if fault is not None:
+            found.append(_damaged(f"{step.name}: {fault}", _command("doctor", step)))
+    for name in sorted(set(storage.folders_in(root)) - {step.name for step in steps}):
+        files = storage.files_below(root / name)
+        if any(datafile.save_of(path) for path in files):
+            one = _uncommitted(root / name, files)
+            found.append(Finding(NAME, "warn", one.text, one.mend, one.kind))
+    return found
+
+
+def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
+    if storage.living(place, [path for path in files if datafile.save_of(path)]):
+        if isinstance(place, Place):
+            told = f"{place} holds no manifest.json, and files younger than six hours: a save may be under way"
+        else:
+            told = f"a save to {place} is under way"
+        return Finding(NAME, "warn", told, "wait: it is a checkpoint once its manifest.json is there", "no checkpoint")
+    save = finished(place)
+    if save is not None:
+        return _missing(f"{place}: all ranks finished save {save}, and nobody committed it", _command("rescue", place))
+    told, mend = _rescue(place)
+    if not told:
+        told = f"a save that died before all of it was written{_absent(place, files)}; it is no checkpoint"
+        mend += f"; {_command('gc', place)} shows what can be deleted"
+    return _missing(f"{place}: {told}", mend)
+
+
+def _rescue(place: Location) -> tuple[str, str]:
+    """What can be made of data files without a manifest (empty if nothing can), and the command that does it."""
+    older = _neighbours(place)
+    for like in [None, *older[-1:]]:
+        try:
+            origin, lost = rescuable(place, like)
+        except (Damaged, Mismatch, NotACheckpoint, Unsupported):
+            continue  # with a step of the run beside it more can be told
+        if origin == "headers" and like is None and older and _fits(place, older[-1]):
+            continue  # it knows what headers do not
+        told = "its manifest.json is missing, and its data files are whole"
+        if origin == "headers":
+            told += f"; made from their headers it lacks or takes over {'; '.join(lost) or 'nothing'}"
+        return told, _command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
+    use = f"take an older step ({older[-1]}), as a restore of the run does" if older else "take another checkpoint"
+    return "", f"{use}; or, if there is a copy of this one: {_command('rescue', place)} --like COPY"
+
+
+def _fits(place: Location, like: Location) -> bool:
+    try:
+        rescuable(place, like)
+    except (Damaged, Mismatch, NotACheckpoint, Unsupported):
+        return False
+    return True
+
+
+def _absent(place: Location, files: Sequence[str]) -> str:
+    """Which ranks never finished, if others left word of it."""
+    there: set[int] = set()
+    world = 0
+    for path in files:
+        if part.save_of(path) is not None and path.endswith(".json"):
+            try:
+                one = part.decode(storage.read_small(place / path), str(place / path))
+            except (Damaged, Unsupported, FileNotFoundError):
+                continue  # half a part: its rank had not finished
+            there.add(one.rank)
+            world = max(world, one.world_size)
+    lacking = sorted(set(range(world)) - there)
+    if not lacking:
+        return ""
+    named = ", ".join(map(str, lacking[:FEW])) + (", …" if len(lacking) > FEW else "")
+    return f" ({len(there)} of {world} ranks had finished, not {named})"
+
+
+# Other formats
+
+
+def _foreign(place: Location, files: Sequence[str]) -> list[Finding]:
+    formats = "docs/formats.md says what its reader expects"
+    try:
+        opened = open_checkpoint(str(place) if isinstance(place, Path) else place)
+        hurt = opened.verify(deep=False, raises=False).damages
+    except NotACheckpoint as error:
+        return [_elsewhere(place, str(error))]
+    except Damaged as error:
+        return [
+            _damaged(str(error), f"bring back the files that are missing or cut, from where it was copied; {formats}")
+        ]
+    except Unsupported as error:
+        return [Finding(NAME, "fail", str(error), formats, "damaged")]
+    if hurt:
+        return [_damaged(f"{one}: {one.what}", "bring back that file from where it was copied") for one in hurt[:FEW]]
+    told = f"{place} is read as {opened.format}: {len(opened.tensors)} tensors, all files are there"
+    return [Finding(NAME, "ok", f"{told}; {_command('verify', place)} reads every byte")]
+
+
+def _elsewhere(place: Location, told: str) -> Finding:
+    """A checkpoint of another format may lie one folder up, or down."""
+    near = [place.parent, *(place / name for name in (storage.folders_in(place) if not _is_file(place) else [])[:FEW])]
+    for other in near:
+        try:
+            opened = open_checkpoint(str(other) if isinstance(other, Path) else other)
+        except (HoldfastError, OSError):
+            continue  # nothing to be opened there either
+        return _missing(f"{place} is no checkpoint, {other} is one ({opened.format})", _command("show", other))
+    return _missing(told, "docs/formats.md lists what can be read; convert others with the program that wrote them")
+
+
+def _is_file(place: Location) -> bool:
+    return storage.is_file(place)

@@ -1,0 +1,188 @@
+"""A folder on a local or network disk: whether a checkpoint can be saved there, safely and quickly.
+
+`doctor` calls `findings`. Writes one small file in a folder of its own, and deletes it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast.doctor.finding import Finding
+from holdfast.engine import disk
+from holdfast.engine.courier import SECTOR
+
+_KINDS = {
+    "overlay": "a container's own layer: it is gone with the container; mount a volume",
+    "tmpfs": "memory: it is gone when the machine restarts, and takes the memory of training",
+    "ramfs": "memory: it is gone when the machine restarts, and takes the memory of training",
+    "9p": "shared with a host: links and locks may not be as on a disk",
+    "fuse.gcsfuse": "a bucket dressed as a disk, without atomic renames: give its URL (gs://) instead",
+    "fuse.s3fs": "a bucket dressed as a disk, without atomic renames: give its URL (s3://) instead",
+    "fuse.mountpoint-s3": "a bucket dressed as a disk, without renames: give its URL (s3://) instead",
+    "fuse.goofys": "a bucket dressed as a disk, without atomic renames: give its URL (s3://) instead",
+}
+SKEW = 2.0
+
+
+def findings(folder: Path, *, write: bool = True) -> Iterator[Finding]:
+    """What is found at ``folder``, or the one above it that is there."""
+    above = next(path for path in [folder, *folder.parents] if path.exists())
+    if not above.is_dir():
+        above = above.parent
+    yield _kind(above)
+    yield _room(above)
+    rights = _rights(above)
+    yield rights
+    if rights.verdict == "ok" and write:
+        yield from _tried(above)
+
+
+def _kind(folder: Path) -> Finding:
+    device, kind, options = mounted(folder)
+    told = f"{kind} ({device}) for {folder}"
+    if "ro" in options.split(","):
+        return _fail("file system", f"{told}, mounted read-only", "mount it writable, or save elsewhere")
+    if kind in _KINDS:
+        return Finding("file system", "warn", f"{told}: {_KINDS[kind]}", "fine for trying things out", "storage")
+    return Finding("file system", "ok", told)
+
+
+def mounted(folder: Path) -> tuple[str, str, str]:
+    """Device, kind and options of the mount that a folder is on."""
+    real = os.path.realpath(folder)
+    best = ("?", "unknown", "")
+    longest = -1
+    for line in Path("/proc/mounts").read_text().splitlines():
+        device, at, kind, options, *_ = line.split()
+        at = at.replace("\\040", " ")
+        if (real == at or real.startswith(at.rstrip("/") + "/")) and len(at) >= longest:
+            best, longest = (device, kind, options), len(at)
+    return best
+
+
+def _room(folder: Path) -> Finding:
+    found = os.statvfs(folder)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    told = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB"
+    clear = f"holdfast prune {folder} and holdfast gc {folder} tell what could go"
+    if total and free < 0.02 * total:
+        return Finding("free space", "warn", told, clear, "storage")
+    if found.f_files and found.f_favail < 1000:
+        return Finding("free space", "warn", f"{told}, but only {found.f_favail} more files", clear, "storage")
+    return Finding("free space", "ok", told)
+
+
+def _rights(folder: Path) -> Finding:
+    found = disk.stat(folder)
+    told = f"{folder} is of user {found.st_uid}, mode {found.st_mode & 0o7777:o}, and we are user {os.geteuid()}"
+    lacking = [
+        name for name, way in (("read", os.R_OK), ("write", os.W_OK), ("enter", os.X_OK)) if not _may(folder, way)
+    ]
+    if lacking:
+        mend = f"as its owner: chmod u+rwx {folder}, or chown {os.geteuid()} {folder}"
+        return _fail("rights", f"{told}: it may not {', '.join(lacking)}", mend)
+    return Finding("rights", "ok", told)
+
+
+def _may(folder: Path, way: int) -> bool:
+    return os.access(folder, way, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _fail(name: str, text: str, mend: str) -> Finding:
+    return Finding(name, "fail", text, mend, "storage")
+
+
+def _tried(folder: Path) -> Iterator[Finding]:
+    """What a file system can do is known once it was tried."""
+    work = folder / f".holdfast-doctor-{secrets.token_hex(4)}"
+    try:
+        disk.make_folder(work)
+    except OSError as error:
+        yield _fail("writing", f"{folder}: {error.strerror}", "docs/errors.md; another folder")
+        return
+    try:
+        yield from _each(work)
+    finally:
+        disk.delete_all(work)
+
+
+def _each(work: Path) -> Iterator[Finding]:
+    file = work / "file"
+    began = time.time()
+    try:
+        fd = disk.open(file, os.O_RDWR | os.O_CREAT)
+        try:
+            disk.write_all(fd, b"x" * SECTOR, 0, file)
+            disk.sync(fd, file)
+        finally:
+            os.close(fd)
+        disk.sync_folder(work)
+    except OSError as error:
+        yield _fail("writing", f"{work.parent}: {error.strerror}", _when_refused(error))
+        return
+    yield Finding("writing", "ok", "a file can be made, written and synced")
+    skew = disk.stat(file).st_mtime - time.time()
+    if abs(skew) > SKEW + (time.time() - began):
+        told = f"files get times {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine's clock"
+        yield Finding("clock", "warn", told, "synchronise both clocks (chronyc makestep, ntpd)", "storage")
+    else:
+        yield Finding("clock", "ok", "files get this machine's time")
+    slower = "saves and loads go through the page cache: slower, and it pushes other files out of memory"
+    yield _ability("direct I/O", lambda: _directly(file), slower)
+    yield _ability("reserving space", lambda: _reserve(file), "a full disk is found late, while a save is written")
+    yield _ability("hard links", lambda: disk.link(file, work / "link"), "incremental saves cite what they could link")
+    yield _ability("locks", lambda: _lock(file), "saves under way cannot be told from dead ones: one writer at a time")
+    yield _ability("new names only", lambda: _rename(file, work / "other"), "commits take a slower way that is as safe")
+
+
+def _when_refused(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free space or raise the quota"
+    return "look at dmesg, and at the health of the disk or the mount"
+
+
+def _ability(name: str, do: Callable[[], object], without: str) -> Finding:
+    try:
+        do()
+    except OSError as error:
+        mend = f"nothing is unsafe; another file system can do it (this one: {error.strerror})"
+        return Finding(name, "warn", f"not here: {without}", mend, "storage")
+    return Finding(name, "ok", "works")
+
+
+def _directly(file: Path) -> None:
+    memory = mmap.mmap(-1, SECTOR)
+    fd = disk.open(file, os.O_RDWR | os.O_DIRECT)
+    try:
+        disk.write_all(fd, memory, 0, file)
+        disk.read(fd, memory, 0, file)
+    finally:
+        os.close(fd)
+
+
+def _reserve(file: Path) -> None:
+    fd = disk.open(file, os.O_RDWR)
+    try:
+        disk.reserve(fd, 2 * SECTOR, file)
+    finally:
+        os.close(fd)
+
+
+def _lock(file: Path) -> None:
+    fd = disk.open(file, os.O_RDWR)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)
+
+
+def _rename(file: Path, target: Path) -> None:
+    if not disk.rename(file, target):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))

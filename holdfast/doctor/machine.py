@@ -1,0 +1,150 @@
+"""The machine and its Python: versions, memory, limits. What holdfast would do without, and what it cannot do.
+
+`doctor` calls `findings`. Never allocates more than a page of a device's memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import resource
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from holdfast.doctor.finding import Finding
+from holdfast.version import __version__
+
+OLDEST_TORCH = (2, 6)
+FILES_WANTED = 4096
+SHM_WANTED = 64 << 20
+
+_EXTRAS = (
+    ("obstore", "cloud", "URLs (s3://, gs://, az://, https://)"),
+    ("cryptography", "sign", "signed checkpoints"),
+    ("zstandard", "zstd", "DCP checkpoints that are compressed"),
+)
+
+
+def findings() -> Iterator[Finding]:
+    """All of it, in the order in which it is shown."""
+    yield _python()
+    yield _torch()
+    yield Finding("holdfast", "ok", f"{__version__}, from {Path(__file__).parents[1]}")
+    yield from (_extra(*extra) for extra in _EXTRAS)
+    yield _device()
+    yield _memory()
+    yield _locked()
+    yield _huge_pages()
+    yield _shared()
+    yield _files()
+    yield _nameless()
+
+
+def _python() -> Finding:
+    told = f"{platform.python_version()} on {platform.system()} {platform.release()}"
+    if sys.platform != "linux":
+        return Finding("python", "fail", told, "holdfast runs on Linux only")
+    return Finding("python", "ok", told)
+
+
+def _torch() -> Finding:
+    found = str(torch.__version__)
+    if tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit()) < OLDEST_TORCH:
+        return Finding("torch", "fail", f"{found} is too old", 'pip install --upgrade "torch>=2.6"')
+    return Finding("torch", "ok", found)
+
+
+def _extra(package: str, extra: str, serves: str) -> Finding:
+    try:
+        return Finding(package, "ok", metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return Finding(package, "warn", f"not installed: needed for {serves}", f'pip install "holdfast[{extra}]"')
+
+
+def _device() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("accelerator", "ok", "none: pinned memory is not needed")
+    names = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    try:
+        torch.empty(mmap.PAGESIZE, dtype=torch.uint8).pin_memory()
+    except RuntimeError as error:
+        return Finding(
+            "accelerator", "fail", f"{names}; memory cannot be pinned ({str(error).splitlines()[0]})",
+            "raise the limit on locked memory (ulimit -l unlimited; docker run --ulimit memlock=-1)",
+        )  # fmt: skip
+    return Finding("accelerator", "ok", f"{names}; memory can be pinned")
+
+
+def _memory() -> Finding:
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    told = f"{_size(total)}, {_size(free)} free; a background save takes as much as a rank writes"
+    limit = _cgroup_limit()
+    return Finding("memory", "ok", told if limit is None or limit > total else f"{told}; limited to {_size(limit)}")
+
+
+def _cgroup_limit() -> int | None:
+    try:
+        told = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:  # another kind of control groups, or none
+        return None
+    return int(told) if told.isdigit() else None
+
+
+def _locked() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    told = "no limit" if soft == resource.RLIM_INFINITY else _size(soft)
+    if torch.cuda.is_available() and 0 <= soft < 64 << 20:
+        mend = "ulimit -l unlimited, or docker run --ulimit memlock=-1: staging memory is pinned"
+        return Finding("locked memory", "warn", told, mend)
+    return Finding("locked memory", "ok", told)
+
+
+def _huge_pages() -> Finding:
+    try:
+        told = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return Finding("huge pages", "ok", "not told by this system")
+    chosen = told.partition("[")[2].partition("]")[0]
+    if chosen == "never":
+        mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: copies into staging memory get quicker"
+        return Finding("huge pages", "warn", "never", mend)
+    return Finding("huge pages", "ok", chosen)
+
+
+def _shared() -> Finding:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding("/dev/shm", "warn", str(error), "mount it: ranks of one machine pass on what they read by it")
+    free = found.f_bavail * found.f_frsize
+    told = f"{_size(found.f_blocks * found.f_frsize)}, {_size(free)} free"
+    if free < SHM_WANTED:
+        return Finding("/dev/shm", "warn", told, "docker run --shm-size=8g; DataLoader workers need it too")
+    return Finding("/dev/shm", "ok", told)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < FILES_WANTED:
+        mend = f"ulimit -n {min(65536, hard) if hard > 0 else 65536}: a load of many shards has as many files open"
+        return Finding("open files", "warn", f"at most {soft}", mend)
+    return Finding("open files", "ok", f"at most {soft}")
+
+
+def _nameless() -> Finding:
+    try:
+        os.close(os.memfd_create("holdfast-doctor"))
+    except OSError as error:
+        mend = 'Saver(worker="thread"), or let the sandbox allow memfd_create'
+        return Finding("writer process", "fail", f"memory cannot be shared with it: {error.strerror}", mend)
+    return Finding("writer process", "ok", "memory can be shared with it")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

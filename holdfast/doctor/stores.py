@@ -1,0 +1,117 @@
+"""A place in a store: who we are to it, its clock, and each verb that a save or a load needs.
+
+`doctor` calls `findings`. Writes one tiny file, and deletes it again. Never shows a secret: credentials by where they
+come from.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from holdfast.doctor.finding import Finding
+from holdfast.engine.stores.conditions import honours_conditions
+from holdfast.engine.stores.credentials import s3
+from holdfast.engine.stores.credentials_azure import azure
+from holdfast.engine.stores.credentials_google import google
+from holdfast.engine.stores.deadline import Deadline
+from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.profiles import NoCredentials
+from holdfast.engine.stores.wiring import asked_clock
+
+DEADLINE = 30.0
+SKEW = 60.0
+"""Seconds; stores refuse what is signed some minutes away from their own time."""
+
+_PUBLIC = {"gs": "https://storage.googleapis.com", "s3": "https://s3.amazonaws.com"}
+
+
+def findings(place: Place, *, write: bool = True) -> Iterator[Finding]:
+    """What is found at ``place``; what follows on a failure is not tried."""
+    spec = _spec_of(place)
+    scheme, options = str(spec.get("scheme", "")), spec.get("options", {})
+    endpoint = str(options.get("endpoint_url") or _PUBLIC.get(scheme, ""))
+    yield _credentials(scheme, options)
+    if endpoint:
+        yield _clock(endpoint)
+    patient = Place(Deadline(place.store, DEADLINE), place.key)
+    if scheme in ("http", "https"):
+        yield _verb("reading", patient.is_file)
+        return
+    listed = _verb("listing", lambda: patient.store.list(patient.key, deep=False))
+    yield listed
+    if listed.verdict == "ok" and write:
+        yield from _tried(patient)
+
+
+def _spec_of(place: Place) -> Mapping[str, Any]:
+    store: Any = place.store
+    while (inside := getattr(store, "store", None)) is not None:
+        store = inside
+    found = getattr(store, "spec", {})
+    return found if isinstance(found, Mapping) else {}
+
+
+def _credentials(scheme: str, options: Mapping[str, Any]) -> Finding:
+    ways: dict[str, Callable[[], Any]] = {"gs": lambda: google(options), "az": lambda: azure(options)}
+    if scheme in ("s3", "r2", "weka"):
+        ways[scheme] = lambda: s3(scheme, options)
+    if scheme not in ways:
+        return Finding("credentials", "ok", "none are sent")
+    try:
+        found = ways[scheme]()
+    except NoCredentials as error:
+        return Finding("credentials", "fail", str(error), "docs/stores.md has a page for each cloud", "storage")
+    return Finding("credentials", "ok", f"from {found.source}")
+
+
+def _clock(endpoint: str) -> Finding:
+    ahead = asked_clock(endpoint)
+    if ahead is None:
+        told = f"{endpoint} tells no time, or cannot be reached"
+        return Finding("clock", "warn", told, "check the endpoint, and this machine's network", "storage")
+    if abs(ahead) > SKEW:
+        told = f"this machine is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {endpoint}"
+        return Finding("clock", "fail", told, "set this machine's clock (chronyc makestep, ntpd)", "storage")
+    return Finding("clock", "ok", f"within {max(abs(ahead), 1):.0f} s of {endpoint}")
+
+
+def _verb(name: str, do: Callable[[], object]) -> Finding:
+    try:
+        do()
+    except OSError as error:
+        # What a store refuses is told with what to do about it, behind a semicolon or a full stop.
+        return Finding(name, "fail", str(error), "docs/stores.md lists the rights that are needed", "storage")
+    return Finding(name, "ok", "works")
+
+
+def _tried(place: Place) -> Iterator[Finding]:
+    store, key = place.store, (place / f".holdfast-doctor-{secrets.token_hex(8)}").key
+    data = b"holdfast doctor was here; this can be deleted at any time\n"
+    made = _verb("writing", lambda: store.put(key, [data], len(data)))
+    yield made
+    if made.verdict != "ok":
+        return
+    try:
+        yield _verb("reading", lambda: _same(bytes(store.get(key).data), data))
+        yield _condition(place)
+    finally:
+        deleted = _verb("deleting", lambda: store.delete([key]))
+    yield deleted
+
+
+def _same(found: bytes, written: bytes) -> None:
+    if found != written:
+        raise OSError("what was written is not what is read")
+
+
+def _condition(place: Place) -> Finding:
+    honoured: list[bool] = []
+    tried = _verb("conditional writes", lambda: honoured.append(honours_conditions(place.store, place.key)))
+    if tried.verdict == "ok" and not honoured[0]:
+        told = "this store writes over what is there: commits use claims instead, which take some seconds"
+        return Finding(
+            "conditional writes", "warn", told, "let one run alone write to a folder; docs/stores.md", "storage"
+        )
+    return tried

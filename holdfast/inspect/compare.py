@@ -1,0 +1,302 @@
+"""Two checkpoints name by name: what is only in one, what has another shape or type, and how far the numbers are apart.
+
+`holdfast diff` and the page of a diff ask here. Formats and the cut into files make no difference. Reads both in boxes;
+tensors of two checkpoints of holdfast whose sums are equal are not read at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from holdfast.checkpoint import Checkpoint, Patterns, matches
+from holdfast.engine.source import ReadStats
+from holdfast.inspect.reading import BOX, boxes_of, groups, has_numbers, numbers, read_box, read_together
+from holdfast.inspect.statistics import norm_of
+from holdfast.ondisk import dtypes, spans, values
+from holdfast.ondisk.box import Box
+from holdfast.ondisk.manifest import TensorRecord
+
+Status = Literal["same", "changed", "shape", "dtype", "only in a", "only in b"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a name differs between checkpoints ``a`` and ``b``; ``nbytes`` are those in ``a``, or in ``b`` if only there.
+
+    ``same`` means to the last bit. ``shape``: the shapes differ, or the number of ranks of a value by rank. ``dtype``:
+    only the types do (the numbers are compared all the same), or it is a tensor in one and a value in the other.
+
+    ``largest`` and ``mean`` are of the absolute differences, ``norm`` is the root of the sum of their squares;
+    ``norm_a`` and ``norm_b`` are those of the numbers themselves, ``cosine`` is that of the angle between them.
+    Elements where either is NaN or infinite are left out of all of these; ``nonfinite`` counts those of them that
+    differ. Floats are None where they say nothing, as for values. What is the same is not reckoned with: its
+    ``cosine``, ``norm_a`` and ``norm_b`` are None, and the rest is 0.
+    """
+
+    name: str
+    status: Status
+    nbytes: int
+    largest: float | None = None
+    mean: float | None = None
+    cosine: float | None = None
+    norm_a: float | None = None
+    norm_b: float | None = None
+    norm: float | None = None
+    nonfinite: int = 0
+
+    @property
+    def relative(self) -> float | None:
+        """``norm`` as a part of the larger of ``norm_a`` and ``norm_b``: 0 to 2; None if there is no ``norm``."""
+        if self.norm is None:
+            return None
+        larger = max(self.norm_a or 0.0, self.norm_b or 0.0)
+        return self.norm / larger if larger else 0.0
+
+
+def compare(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[Difference]:
+    """Every name that is in either and fits ``only``: tensors in the order of ``a``, then those of ``b``, then values.
+
+    Takes some 128 MiB whatever the size of a tensor. What equal sums prove is that the same was saved: whether the
+    bytes are still that is a question for `holdfast.verify`. Raises Damaged for altered bytes among those it reads.
+    """
+    left, right = _records(a, only), _records(b, only)
+    others_a, others_b = _values(a, only), _values(b, only)
+    both = {name: record for name, record in left.items() if name in right}
+    apart = _tensors(a, b, both)
+    for name, record in left.items():
+        if name in both:
+            yield next(apart)
+        else:
+            yield Difference(name, "dtype" if name in others_b else "only in a", record.nbytes)
+    for name, record in right.items():
+        if name not in left:
+            yield Difference(name, "dtype" if name in others_a else "only in b", record.nbytes)
+    for name in others_a:
+        if name in others_b:
+            yield Difference(name, _apart(a, b, name, others_a[name], others_b[name]), 0)
+        elif name not in right:
+            yield Difference(name, "only in a", 0)
+    for name in others_b:
+        if name not in others_a and name not in left:
+            yield Difference(name, "only in b", 0)
+
+
+def compare_names(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[Difference]:
+    """`compare` of names, shapes and dtypes alone: nothing is read, and ``same`` says nothing of numbers and values."""
+    left, right = _records(a, only), _records(b, only)
+    others_a, others_b = _values(a, only), _values(b, only)
+    for name, record in left.items():
+        other = right.get(name)
+        if other is None:
+            yield Difference(name, "dtype" if name in others_b else "only in a", record.nbytes)
+        else:
+            shaped: Status = "same" if record.dtype == other.dtype else "dtype"
+            yield Difference(name, shaped if record.shape == other.shape else "shape", record.nbytes)
+    for name, record in right.items():
+        if name not in left:
+            yield Difference(name, "dtype" if name in others_a else "only in b", record.nbytes)
+    for name in {**others_a, **others_b}:
+        if name in others_a and name in others_b:
+            yield Difference(name, "same" if others_a[name] == others_b[name] else "dtype", 0)
+        elif name not in left and name not in right:
+            yield Difference(name, "only in a" if name in others_a else "only in b", 0)
+
+
+def _records(checkpoint: Checkpoint, only: Patterns) -> dict[str, TensorRecord]:
+    return {name: record for name, record in checkpoint.records.items() if matches(name, only)}
+
+
+# Tensors
+
+
+def _tensors(a: Checkpoint, b: Checkpoint, both: Mapping[str, TensorRecord]) -> Iterator[Difference]:
+    """The differences of tensors that both have, in order; small ones are read together."""
+    # Tied tensors are looked at once.
+    first: dict[tuple[str, str], str] = {}
+    for name in both:
+        first.setdefault((a.saved_name(name), b.saved_name(name)), name)
+    same = _proved_same(a, b, first.values())
+
+    def to_read(name: str) -> bool:
+        key = a.saved_name(name), b.saved_name(name)
+        return first[key] == name and name not in same and both[name].shape == b.records[name].shape
+
+    done: dict[str, Difference] = {}
+    for group in groups((name, _bytes_read(a, b, name) if to_read(name) else 0) for name in both):
+        small = [name for name in group if to_read(name) and _bytes_read(a, b, name) <= BOX]
+        x, y = (read_together(a, small), read_together(b, small)) if small else ({}, {})
+        for name in group:
+            earlier = first[a.saved_name(name), b.saved_name(name)]
+            if earlier != name:
+                yield replace(done[earlier], name=name)
+                continue
+            nbytes = both[name].nbytes
+            if both[name].shape != b.records[name].shape:
+                done[name] = Difference(name, "shape", nbytes)
+            elif name in same:
+                done[name] = _nothing(name, nbytes)
+            elif name in x:
+                done[name] = _told(a, b, name, iter([(x[name], y[name])]))
+            else:
+                done[name] = _streamed(a, b, name)
+            yield done[name]
+
+
+def _bytes_read(a: Checkpoint, b: Checkpoint, name: str) -> int:
+    return max(a.records[name].nbytes, b.records[name].nbytes)
+
+
+def _nothing(name: str, nbytes: int) -> Difference:
+    return Difference(name, "same", nbytes, largest=0.0, mean=0.0, norm=0.0)
+
+
+def _proved_same(a: Checkpoint, b: Checkpoint, asked: Iterable[str]) -> set[str]:
+    """The names whose cells and sums are equal in both; none unless both are holdfast's, as others have no sums."""
+    if a.format != "holdfast" or b.format != "holdfast":
+        return set()
+    names = [n for n in asked if (a.records[n].dtype, a.records[n].shape) == (b.records[n].dtype, b.records[n].shape)]
+    stats = ReadStats()
+    for checkpoint in (a, b):
+        texts = {checkpoint.records[name].files for name in names}
+        checkpoint.files.prepare({index for text in texts for index in spans.read(text)}, stats)
+    return {name for name in names if _sums(a, name) == _sums(b, name)}
+
+
+def _sums(checkpoint: Checkpoint, name: str) -> list[tuple[Box, Any]]:
+    """Each cell of a tensor with the sums of its blocks; one that has none is equal to no other."""
+    record, found = checkpoint.records[name], []
+    for cell, index in record.boxes():
+        _, _, sums = checkpoint.files.piece(index, checkpoint.saved_name(name), cell, record, ReadStats())
+        found.append((cell, tuple(sums) if sums else object()))
+    return found
+
+
+def _streamed(a: Checkpoint, b: Checkpoint, name: str) -> Difference:
+    record, other = a.records[name], b.records[name]
+    boxes = boxes_of(record.shape, max(dtypes.itemsize(record.dtype), dtypes.itemsize(other.dtype)))
+    if record.dtype != other.dtype:
+        return _told(a, b, name, (_pair(a, b, name, box) for box in boxes))
+    # Most tensors differ at once or not at all: what was equal before the first difference is read again for the norms.
+    equal: list[Box] = []
+    for box in boxes:
+        x, y = _pair(a, b, name, box)
+        if not _equal(x, y):
+            rest = (_pair(a, b, name, each) for some in (equal, boxes) for each in some)
+            return _told(a, b, name, chain([(x, y)], rest))
+        equal.append(box)
+    return _nothing(name, record.nbytes)
+
+
+def _pair(a: Checkpoint, b: Checkpoint, name: str, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+    return read_box(a, name, box), read_box(b, name, box)
+
+
+def _told(a: Checkpoint, b: Checkpoint, name: str, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Difference:
+    """What the parts of a tensor tell, of which any may be equal."""
+    record, other = a.records[name], b.records[name]
+    alike = record.dtype == other.dtype
+    comparable = has_numbers(record.dtype) and has_numbers(other.dtype) and _packed(record) == _packed(other)
+    apart, equal = _Apart(), alike
+    for x, y in pairs:
+        same = alike and _equal(x, y)
+        equal = equal and same
+        if comparable:
+            for p, q in zip(numbers(x), numbers(y), strict=True):
+                apart.add(p, q)
+    if equal:
+        return _nothing(name, record.nbytes)
+    status: Status = "changed" if alike else "dtype"
+    return apart.told(name, status, record.nbytes) if comparable else Difference(name, status, record.nbytes)
+
+
+def _packed(record: TensorRecord) -> bool:
+    return record.dtype == "float4_e2m1fn_x2"  # two numbers an element
+
+
+def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors of one type hold the same bits: also of NaN, and of zeros with a sign."""
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+class _Apart:
+    """How far numbers are apart, stretch by stretch."""
+
+    def __init__(self) -> None:
+        self.count = self.nonfinite = 0
+        self.largest = self.total = self.dot = self.norm_a = self.norm_b = self.norm = 0.0
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        if x.is_complex() != y.is_complex():
+            x, y = x.to(torch.complex128), y.to(torch.complex128)
+        finite = torch.isfinite(x) & torch.isfinite(y)
+        if not bool(finite.all()):
+            p, q = x[~finite], y[~finite]
+            self.nonfinite += int((~((p == q) | (p.isnan() & q.isnan()))).sum())
+            x, y = x[finite], y[finite]
+        if not x.numel():
+            return
+        off = (x - y).abs()
+        self.count += x.numel()
+        self.largest = max(self.largest, float(off.max()))
+        self.total += float(off.sum())
+        self.dot += float(torch.dot(x, y)) if not x.is_complex() else torch.vdot(x, y).real.item()
+        self.norm_a = math.hypot(self.norm_a, norm_of(x))
+        self.norm_b = math.hypot(self.norm_b, norm_of(y))
+        self.norm = math.hypot(self.norm, norm_of(off))
+
+    def told(self, name: str, status: Status, nbytes: int) -> Difference:
+        if not self.count:
+            return Difference(name, status, nbytes, nonfinite=self.nonfinite)
+        product = self.norm_a * self.norm_b
+        cosine = min(1.0, max(-1.0, self.dot / product)) if 1e-290 < product < math.inf else None
+        return Difference(
+            name, status, nbytes, self.largest, self.total / self.count, cosine, self.norm_a, self.norm_b, self.norm,
+            self.nonfinite,
+        )  # fmt: skip
+
+
+# Values
+
+
+def _values(checkpoint: Checkpoint, only: Patterns) -> dict[str, bool]:
+    """Every value by its path, and whether it differs by rank."""
+    found = dict.fromkeys(checkpoint.manifest.values, False) | dict.fromkeys(checkpoint.differing, True)
+    return {path: by_rank for path, by_rank in found.items() if matches(path, only)}
+
+
+def _apart(a: Checkpoint, b: Checkpoint, path: str, by_rank_a: bool, by_rank_b: bool) -> Status:
+    if by_rank_a != by_rank_b:
+        return "dtype"
+    if not by_rank_a:
+        same = _text(a.manifest.values[path]) == _text(b.manifest.values[path])
+        return "same" if same else "changed"
+    if a.world_size != b.world_size:
+        return "shape"
+    for rank in range(a.world_size):
+        if not _same_tree(a.per_rank(path, rank), b.per_rank(path, rank)):
+            return "changed"
+    return "same"
+
+
+def _text(value: Any) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")  # Python holds 1, 1.0 and True for equal
+
+
+def _same_tree(x: Any, y: Any) -> bool:
+    held: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    texts = []
+    for value, tensors in zip((x, y), held, strict=True):
+
+        def put(tensor: torch.Tensor, tensors: list[torch.Tensor] = tensors) -> str:
+            tensors.append(tensor)
+            return f"{tensor.dtype} {list(tensor.shape)}"
+
+        texts.append(_text(values.encode_tree(value, put)))
+    return texts[0] == texts[1] and all(_equal(p, q) for p, q in zip(*held, strict=True))

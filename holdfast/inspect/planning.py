@@ -1,0 +1,239 @@
+"""What a load on some mesh would read, rank by rank: by the planning of the reader itself, without ranks or a GPU.
+
+`holdfast plan` asks here. Reads headers of data files, because a plan needs to know where pieces lie; never a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from holdfast.checkpoint import Checkpoint, Patterns, matches
+from holdfast.engine.memory import buffer
+from holdfast.engine.pass_on import LONGEST, Line, Lines, line_of, wanted_of
+from holdfast.engine.ranges import GAP, Verify
+from holdfast.engine.ranks import Ranks
+from holdfast.engine.read import Files, Wanted, jobs_for, shares_of
+from holdfast.engine.relay import seat_of
+from holdfast.engine.share import Choice, Offer, Sharing, is_worth_it, who_shares
+from holdfast.engine.share_plan import Holders, Item, Wants
+from holdfast.engine.source import ReadStats
+from holdfast.engine.spread import Spread, boxes_held
+from holdfast.engine.stores.place import Place
+from holdfast.errors import Mismatch
+from holdfast.inspect.mesh import Mesh, Rule
+from holdfast.ondisk import dtypes
+from holdfast.ondisk.box import Box
+from holdfast.ondisk.manifest import TensorRecord
+
+
+@dataclass(frozen=True)
+class RankReads:
+    """What one rank does in a load: bytes ``needed`` for its shards, ``read`` from storage, ``received`` from others.
+
+    ``requests`` are those of a file system or store that has nothing in a cache, ``files`` how many files it opens.
+    """
+
+    rank: int
+    node: int
+    needed: int
+    read: int
+    received: int
+    requests: int
+    files: int
+
+
+@dataclass(frozen=True)
+class NodeReads:
+    """The sums over the ranks of one node."""
+
+    node: int
+    needed: int
+    read: int
+    requests: int
+    files: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A load that was not made. ``state``: bytes of all tensors that it is about, each once.
+
+    ``shares``: whether ranks would read together what several want (``share="auto"``).
+    """
+
+    path: str
+    mesh: str
+    node_size: int
+    state: int
+    shares: bool
+    ranks: tuple[RankReads, ...]
+    nodes: tuple[NodeReads, ...]
+
+    @property
+    def needed(self) -> int:
+        """Bytes that all ranks together need."""
+        return sum(rank.needed for rank in self.ranks)
+
+    @property
+    def read(self) -> int:
+        """Bytes that all ranks together read."""
+        return sum(rank.read for rank in self.ranks)
+
+    @property
+    def requests(self) -> int:
+        return sum(rank.requests for rank in self.ranks)
+
+    @property
+    def balance(self) -> float:
+        """The most that a rank reads as a multiple of the mean: 1 is even."""
+        return max(rank.read for rank in self.ranks) * len(self.ranks) / self.read if self.read else 1.0
+
+
+def plan(
+    checkpoint: Checkpoint, mesh: Mesh, *, rules: Sequence[Rule] = (), only: Patterns = "*", node_size: int = 8,
+    share: bool = True, verify: Verify = True,
+) -> Plan:  # fmt: skip
+    """What `holdfast.load` would read on ``mesh``, with ``node_size`` ranks on each node.
+
+    For targets in host memory, of the saved dtypes. Tied tensors are read once; values, and the manifest, which every
+    rank reads, are left out. Raises Mismatch if no tensor fits ``only``, ValueError for rules that do not fit, Damaged.
+    """
+    records = {name: record for name, record in checkpoint.manifest.tensors.items() if matches(name, only)}
+    if not records:
+        raise Mismatch(f"{checkpoint.path} has no tensor whose name fits {only!r}")
+    return _Planning(checkpoint, mesh, records, rules, node_size, verify).plan(share=share)
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """A rank as far as `Sharing` looks at it before ranks talk."""
+
+    rank: int
+    size: int
+    host: str
+
+
+class _Planning:
+    def __init__(
+        self, checkpoint: Checkpoint, mesh: Mesh, records: dict[str, TensorRecord], rules: Sequence[Rule],
+        node_size: int, verify: Verify,
+    ) -> None:  # fmt: skip
+        self.checkpoint, self.mesh, self.records, self.node_size = checkpoint, mesh, records, node_size
+        self.verify = checkpoint.verifying(verify)
+        # Equal spreads are one object: the reader works out once what it knows by identity.
+        known: dict[Spread, Spread] = {}
+        found = {name: mesh.spread(name, record.shape, rules) for name, record in records.items()}
+        self.spreads = {name: known.setdefault(spread, spread) for name, spread in found.items()}
+        self.headers = [file.header_bytes for file in checkpoint.manifest.data_files]
+        # Views of memory that nobody touches: plans only look where they would lie.
+        largest = max(record.nbytes for record in records.values())
+        self.memory = torch.frombuffer(buffer(max(largest, 2 * LONGEST)).view, dtype=torch.uint8)
+        self._lines: dict[tuple[Holders, tuple[Item, ...]], Line] = {}
+
+    def plan(self, *, share: bool) -> Plan:
+        size = self.mesh.ranks
+        choice, told = self._agreed() if share and size > 1 else (Choice(), [])
+        ranks = []
+        for rank in range(size):
+            sharing = self._sharing(rank)
+            lines = list(sharing.lines_among(told or [_wants(sharing)], choice, self._line)) if choice.name else []
+            ranks.append(self._rank(rank, sharing, lines))
+        nodes = [
+            NodeReads(
+                node, *(sum(getattr(rank, what) for rank in some) for what in ("needed", "read", "requests", "files"))
+            )
+            for node in range(-(-size // self.node_size))
+            for some in [[rank for rank in ranks if rank.node == node]]
+        ]
+        state = sum(record.nbytes for record in self.records.values())
+        where = str(self.checkpoint.path)
+        return Plan(where, str(self.mesh), self.node_size, state, bool(choice.name), tuple(ranks), tuple(nodes))
+
+    def _sharing(self, rank: int) -> Sharing:
+        """What a rank wants, offered to the others."""
+        wanted, spreads = [], []
+        for name, record in self.records.items():
+            spread = self.spreads[name]
+            for box in boxes_held(record.shape, spread, rank):
+                wanted.append(Wanted(name, record, box, self._view(record, box)))
+                spreads.append(spread)
+        seat = _Seat(rank, self.mesh.ranks, f"node {rank // self.node_size}")
+        sharing = Sharing(cast(Ranks, seat), self.checkpoint.manifest, wanted)
+        self._offer = sharing.offer(spreads)
+        return sharing
+
+    def _view(self, record: TensorRecord, box: Box) -> torch.Tensor:
+        nbytes = box.size * dtypes.itemsize(record.dtype)
+        return self.memory[:nbytes].view(dtypes.torch_dtype(record.dtype)).view(box.lengths)
+
+    def _agreed(self) -> tuple[Choice, list[Wants]]:
+        """What all ranks would agree on: who shares, and what those want who tell it; an empty choice if none does."""
+        offers: list[Offer] = []
+        wants: dict[str, Wants] = {}
+        for rank in range(self.mesh.ranks):
+            sharing = self._sharing(rank)
+            offers.append(self._offer)
+            wants.setdefault(self._offer.wants, _wants(sharing))
+        choice = who_shares(offers)
+        told = [wants[offers[rank].wants] for rank in choice.tell]
+        if not choice.name:
+            return choice, []
+        gains = []
+        for rank in range(self.mesh.ranks):
+            sharing = self._sharing(rank)
+            gains.append(sharing.gain_of(list(sharing.lines_among(told or [_wants(sharing)], choice, self._line))))
+        return (choice, told) if is_worth_it(gains) else (Choice(), [])
+
+    def _line(
+        self, holders: Holders, items: list[Item], records: Sequence[TensorRecord], rank: int, host_of: Sequence[int]
+    ) -> Line:
+        """`line_of`, made once for all of its holders."""
+        key = holders, tuple(items)
+        if key not in self._lines:
+            self._lines[key] = line_of(holders, items, records, rank, host_of)
+        return replace(self._lines[key], seat=seat_of(holders, rank, host_of))
+
+    def _rank(self, rank: int, sharing: Sharing, lines: Sequence[Line]) -> RankReads:
+        shared = {item for line in lines for item in line.items}
+        number = {name: i for i, name in enumerate(sharing.names)}
+        rest = [want for want in sharing.wanted if Item(number[want.name], want.box) not in shared]
+        verify: Verify = "blocks" if shared and sharing.rounds_up(self.verify) else self.verify
+        tally = _Tally(self.headers)
+        for line in lines:
+            reader = line.seat.reader
+            for window in line.windows[reader] if reader is not None else []:
+                wanted = wanted_of(line, window, sharing.names, sharing.records, self.memory)
+                tally.add(Lines(self.checkpoint.files), wanted, verify)
+        tally.add(self.checkpoint.files, rest, verify)
+        needed = sum(want.box.size * dtypes.itemsize(want.record.dtype) for want in sharing.wanted)
+        received = sum(line.nbytes - line.own for line in lines)
+        return RankReads(rank, rank // self.node_size, needed, tally.read, received, tally.requests, len(tally.files))
+
+
+def _wants(sharing: Sharing) -> Wants:
+    return sharing.wants or Wants("", [], [])
+
+
+class _Tally:
+    """What one rank asks of storage."""
+
+    def __init__(self, headers: Sequence[int]) -> None:
+        self.headers, self.files = headers, set[int]()
+        self.read = self.requests = 0
+
+    def add(self, files: Files, wanted: Sequence[Wanted], verify: Verify) -> None:
+        shares, round_up = shares_of(files, wanted, verify, ReadStats())
+        for index, some in shares.items():
+            if index not in self.files:
+                self.files.add(index)
+                header = self.headers[index] if index < len(self.headers) else 0  # of what needs unpacking, none
+                self.read += header
+                self.requests += header > 0
+            stored = isinstance(files.path(index), Place)
+            gap = 16 * GAP if stored else GAP
+            for job in jobs_for(some, verify, round_up=round_up, gap=gap, straight=not stored):
+                self.read += job[-1].begin + job[-1].nbytes - job[0].begin
+                self.requests += 1

@@ -1,0 +1,256 @@
+"""What lies at a root: the steps of a run, or other people's checkpoints, how old, how large, and in what health.
+
+`holdfast ls` and the page of a run ask here. Reads manifests and lists files; opens no data file unless it is asked for
+headers, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from holdfast.absent import what_is_in_store, what_is_there
+from holdfast.checkpoint import open_checkpoint, read_manifest
+from holdfast.engine import disk, storage
+from holdfast.engine.parts import finished
+from holdfast.engine.ranks import DEADLINE
+from holdfast.engine.read import DataFiles
+from holdfast.engine.sections import dropped_of
+from holdfast.engine.source import ReadStats
+from holdfast.engine.stores.around import bounded
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
+from holdfast.events import log
+from holdfast.ondisk import datafile, manifest, part
+from holdfast.ondisk.manifest import Manifest
+from holdfast.steps import lacking_files, metric_of
+from holdfast.tiers.nodes import MARK
+
+ASKERS = 16
+"""Folders of a store that are looked into at once."""
+
+MOST_FILES = 1000
+"""Single files of a root that are looked at, each of which may be a checkpoint of torch.save or safetensors."""
+
+_NUMBERED = re.compile(r"(?:^|step|iter|iteration|checkpoint|ckpt|ba)[-_=]?(?P<step>\d{1,17})(?=\D|$)", re.IGNORECASE)
+
+Health = Literal["whole", "opens", "partly here", "pending", "writing", "unfinished", "damaged", "unreadable"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One checkpoint of a root.
+
+    ``name``: of the folder or file below the root, empty for the root itself. ``step``: None if it is not told.
+    ``created``: RFC 3339 in UTC; of formats that do not tell it the time of the newest file, None in a store.
+    ``nbytes``: all files that it needs; ``own`` of them it wrote itself, the rest is borrowed from older steps.
+    ``lost``: sections that it has lost since it was saved. ``reading``: which of several readings of the path was
+    taken, where a format allows for more than one.
+
+    ``health``, of which ``fault`` says why:
+
+    - ``whole``: every file is there, as long as the manifest says; if headers were asked for, these are right too.
+    - ``opens``: another format, whose description is consistent.
+    - ``partly here``: on a fast tier, of which each node has the files of its own ranks.
+    - ``pending``: all ranks had finished, nobody committed: `holdfast.recover` does.
+    - ``writing``: a living process still writes it, or may: a store does not tell.
+    - ``unfinished``: a save that died; the next manager sweeps it.
+    - ``damaged``.
+    - ``unreadable``: not enough rights, a store that does not answer, a format that is newer than this holdfast.
+    """
+
+    name: str
+    path: str
+    tier: str
+    format: str
+    health: Health
+    step: int | None = None
+    created: str | None = None
+    nbytes: int = 0
+    own: int = 0
+    world_size: int | None = None
+    run: str | None = None
+    metric: float | None = None
+    lost: tuple[str, ...] = ()
+    fault: str = ""
+    reading: str = ""
+
+
+def survey(
+    root: str | os.PathLike[str] | Place, *, fast: str | os.PathLike[str] | None = None, headers: bool = False
+) -> list[Step]:  # fmt: skip
+    """Every checkpoint at or right below ``root``, and with ``fast`` on that fast tier too, oldest step first.
+
+    ``headers``: read the header of each data file and compare it with the manifest. Raises NotACheckpoint if there is
+    none at all, saying what is there instead, and StorageError if the root cannot be listed.
+    """
+    home = bounded(location(root), DEADLINE)
+    tiers: list[tuple[str, Location]] = [("store" if fast is not None else "", home)]
+    if fast is not None:
+        tiers.append(("fast", location(fast)))
+    found = [step for tier, folder in tiers for step in _look(folder, tier, headers=headers)]
+    if not found:
+        raise NotACheckpoint(what_is_in_store(home) if isinstance(home, Place) else what_is_there(home))
+    return sorted(found, key=lambda s: (s.step is None, s.step or 0, s.name, s.tier))
+
+
+def _look(root: Location, tier: str, *, headers: bool) -> list[Step]:
+    if storage.is_file(root / manifest.FILE_NAME) or (isinstance(root, Path) and root.is_file()):
+        return [_seen(root, "", tier, headers=headers)]
+    folders = storage.folders_in(root)
+    asked = [name for name in folders if not name.startswith(".")]
+    with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
+        ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), asked) if step]
+    named = {step.name for step in ours}
+    if not ours:
+        itself = _ours(root, "", tier, headers=headers) or _foreign(root, "", tier)
+        if itself is not None and not _is_of_a_run(itself, asked):
+            return [itself]
+    others = (_foreign(root / name, name, tier) for name in [*asked, *_files_in(root)] if name not in named)
+    # A file that says which step is the latest is none itself.
+    return [*ours, *(step for step in others if step is not None and not _is_of_a_run(step, asked))]
+
+
+def _is_of_a_run(found: Step, folders: list[str]) -> bool:
+    """Whether opening the root of a run opened one of its steps: the reader says which it took."""
+    return any(name in found.reading for name in folders if re.search(r"\d", name))
+
+
+def _files_in(root: Location) -> list[str]:
+    if isinstance(root, Place):
+        with storage.naming(root, "list"):
+            listed = root.store.list(root.key, deep=False).files
+        names = [entry.key.rpartition("/")[2] for entry in listed]
+    else:
+        names = [entry.name for entry in disk.listed(root) if entry.is_file()] if root.is_dir() else []
+    return [name for name in sorted(names) if not name.startswith(".")][:MOST_FILES]
+
+
+def _seen(path: Location, name: str, tier: str, *, headers: bool) -> Step:
+    found = _ours(path, name, tier, headers=headers) or _foreign(path, name, tier)
+    if found is None:
+        raise NotACheckpoint(what_is_in_store(path) if isinstance(path, Place) else what_is_there(path))
+    return found
+
+
+# Ours
+
+
+def _ours(path: Location, name: str, tier: str, *, headers: bool) -> Step | None:
+    """A step of ours, whatever state it is in; None if nothing there is ours."""
+    if isinstance(path, Path) and not path.is_dir():
+        return None
+    blank = Step(name, str(path), tier, manifest.FORMAT, "unreadable", step=_number_of(path.name))
+    try:
+        record = read_manifest(path)
+    except NotACheckpoint:
+        return _uncommitted(path, blank)
+    except Damaged as error:
+        return replace(blank, health="damaged", fault=str(error))
+    except HoldfastError as error:
+        return replace(blank, fault=str(error))
+    files = record.data_files
+    attached = sum(nbytes for _, nbytes, _ in record.attachments)
+    found = replace(
+        blank, step=blank.step if record.step is None else record.step, created=record.created,
+        nbytes=sum(file.bytes for file in files) + attached,
+        own=sum(file.bytes for file in files if file.save is None) + attached,
+        world_size=record.world_size, run=record.run, lost=tuple(dropped_of(record)),
+    )  # fmt: skip
+    try:
+        health, fault = _health(path, record, headers=headers)
+        return replace(found, health=health, fault=fault, metric=metric_of(path))
+    except (HoldfastError, OSError) as error:
+        return replace(found, fault=str(error))
+
+
+def _health(path: Location, record: Manifest, *, headers: bool) -> tuple[Health, str]:
+    lacking = lacking_files(path, record)
+    if lacking:
+        fault = next(iter(lacking.values()))
+        absent = all(" is missing" in text for text in lacking.values())
+        partly = absent and len(lacking) < len(record.files) and storage.is_file(path.parent / MARK)
+        return ("partly here" if partly else "damaged"), fault
+    if headers:
+        files = DataFiles(path, record.data_files)
+        try:
+            files.prepare(range(len(record.files)), ReadStats())
+            for index in range(len(record.files)):
+                files.header(index)
+        except Damaged as error:
+            return "damaged", str(error)
+    return "whole", ""
+
+
+def _uncommitted(path: Location, blank: Step) -> Step | None:
+    """A save that nobody committed; None if no file there is one of a save of ours."""
+    try:
+        sizes = storage.sizes_below(path)
+        ours = [name for name in sizes if datafile.save_of(name) or part.save_of(name)]
+        if not ours:
+            return None
+        nbytes = sum(sizes[name] for name in ours if datafile.save_of(name))
+        found = replace(blank, created=_newest(path, ours), nbytes=nbytes, own=nbytes)
+        written = bool(storage.living(path, [name for name in ours if datafile.save_of(name)]))
+        if written and not isinstance(path, Place):
+            return replace(found, health="writing", fault="a living process writes it")
+        if finished(path) is not None:
+            return replace(found, health="pending", fault="all its ranks had finished: holdfast.recover commits it")
+        if written:
+            return replace(found, health="writing", fault="too young to tell whether anybody still writes it")
+        return replace(found, health="unfinished", fault="not all its ranks had finished: the next manager sweeps it")
+    except StorageError as error:
+        return replace(blank, fault=str(error))
+
+
+# Other people's
+
+
+def _foreign(path: Location, name: str, tier: str) -> Step | None:
+    """A checkpoint of another format; None if there is none."""
+    blank = Step(name, str(path), tier, "", "unreadable", step=_number_of(path.name))
+    try:
+        checkpoint = open_checkpoint(path)
+    except NotACheckpoint:
+        return None
+    except (Damaged, Unsupported) as error:
+        return replace(blank, health="damaged" if isinstance(error, Damaged) else "unreadable", fault=str(error))
+    except HoldfastError as error:
+        return replace(blank, fault=str(error))
+    except OSError as error:
+        log.debug("%s is passed over: %s", path, error)
+        return None
+    files = [file.path for file in checkpoint.manifest.data_files]
+    return replace(
+        blank, format=checkpoint.format, health="opens", created=_newest_of(files),
+        step=blank.step if checkpoint.step is None else checkpoint.step, nbytes=checkpoint.nbytes,
+        own=checkpoint.nbytes, world_size=checkpoint.world_size, reading=checkpoint.reading,
+    )  # fmt: skip
+
+
+def _number_of(name: str) -> int | None:
+    """The step that the name of a folder tells: the number after a word that people call steps by, or all of it."""
+    found = _NUMBERED.search(name)
+    return int(found["step"]) if found else None
+
+
+def _newest(path: Location, files: list[str]) -> str | None:
+    return None if isinstance(path, Place) else _newest_of([str(path / file) for file in files])
+
+
+def _newest_of(files: list[str]) -> str | None:
+    """When the newest of these local files was written, as RFC 3339; None if none of them is a local file."""
+    times = []
+    for file in files:
+        with suppress(OSError, ValueError):  # a place in a store, or a part of an archive
+            times.append(disk.stat(file).st_mtime)
+    if not times:
+        return None
+    return datetime.fromtimestamp(max(times), timezone.utc).isoformat(timespec="seconds")

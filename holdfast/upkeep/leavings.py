@@ -1,0 +1,197 @@
+"""What dead saves, copies, conversions and benchmarks left behind: found, told, and deleted when asked to.
+
+``holdfast gc`` calls it. Goes by the rules of the manager's own sweep: never deletes what a living process may still
+need, what a checkpoint names or cites, or what holdfast did not write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+
+from holdfast.absent import what_is_in_store, what_is_there
+from holdfast.checkpoint import read_manifest
+from holdfast.engine import disk, storage
+from holdfast.engine.citations import Citations, cited_in
+from holdfast.engine.folder import is_leaving
+from holdfast.engine.parts import finished
+from holdfast.engine.stores.around import patiently
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
+from holdfast.errors import Damaged, NotACheckpoint, Unsupported
+from holdfast.events import log
+from holdfast.export.partial import OURS
+from holdfast.ondisk import datafile, manifest, signature
+from holdfast.ondisk.manifest import Manifest
+
+DEADLINE = 600.0
+"""Seconds to wait for any one answer of a store."""
+
+BENCH = ".holdfast-bench-"
+"""What folders of ``holdfast bench`` begin with; each holds a file ``lock``, which a living one has locked."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What can go of one folder: so many files and bytes, of what (``what``)."""
+
+    path: str
+    what: str
+    files: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Spared:
+    """What looks like a leaving and stays, and ``why``."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What `collect` did, or would do."""
+
+    root: str
+    done: bool
+    leavings: tuple[Leaving, ...]
+    spared: tuple[Spared, ...]
+    nbytes: int
+
+
+def collect(root: str | Path | Place, *, dry_run: bool = True, deadline: float = DEADLINE) -> Collected:
+    """Delete what dead processes left at ``root``, a checkpoint or a folder of them; with ``dry_run`` only tell it.
+
+    Whatever a living process has locked stays, in a store whatever is younger than six hours. A save that all its ranks
+    had finished stays: `holdfast.rescue` commits it. Raises NotACheckpoint if there is nothing at all, StorageError.
+    """
+    place = patiently(location(root), deadline)
+    if not (storage.files_below(place) or (isinstance(place, Path) and place.is_dir())):
+        raise NotACheckpoint(what_is_in_store(place) if isinstance(place, Place) else what_is_there(place))
+    leavings: list[Leaving] = []
+    spared: list[Spared] = []
+    for look in _looks(place):
+        found = look()
+        if isinstance(found, Spared):
+            spared.append(found)
+        elif found is not None:
+            paths, leaving = found
+            leavings.append(leaving)
+            if not dry_run:
+                _delete(Path(leaving.path) if isinstance(place, Path) else place, paths)
+    return Collected(str(place), not dry_run, tuple(leavings), tuple(spared), sum(one.nbytes for one in leavings))
+
+
+Found = tuple[list[Location], Leaving] | Spared | None
+"""Files (or whole folders) that can go and what is said of them; or why they stay; or nothing."""
+
+
+def _looks(place: Location) -> Iterator[Callable[[], Found]]:
+    """A look into each folder, made when it is called: right before what it finds is deleted."""
+    if storage.is_file(place / manifest.FILE_NAME) or _is_step(place):
+        yield partial(_step, place, partial(cited_in, place))
+        return
+    names = storage.folders_in(place)
+    citations = Citations(place)
+    for name in names:
+        folder = place / name
+        if isinstance(folder, Path) and folder.is_symlink():
+            continue  # it may lead out of the root
+        if name.startswith(BENCH):
+            yield partial(_bench, folder)
+        elif name.endswith(".partial") and isinstance(folder, Path):
+            yield partial(_conversion, folder)
+        else:
+            yield partial(_step, folder, partial(_cited, citations, names, name))
+
+
+def _cited(citations: Citations, names: Collection[str], name: str) -> Collection[str]:
+    return citations.by(other for other in names if other != name).get(name, set())
+
+
+def _is_step(place: Location) -> bool:
+    """Whether a folder without a manifest is what a save left, and not the root of a run."""
+    return any(datafile.save_of(path) and path.count("/") == 1 for path in storage.files_below(place))
+
+
+def _step(folder: Location, cited: Callable[[], Collection[str]]) -> Found:
+    try:
+        record: Manifest | None = read_manifest(folder)
+    except NotACheckpoint:
+        record = None
+    except Damaged:
+        return Spared(str(folder), f"its manifest is damaged: holdfast rescue {folder}")
+    except Unsupported as error:
+        return Spared(str(folder), str(error))
+    sizes = storage.sizes_below(folder)
+    ours = [path for path in sizes if is_leaving(path)]
+    if record is not None:
+        named = {file.path for file in record.data_files}
+        ours = [path for path in ours if path not in named and signature.save_of(path) != record.save]
+    if not ours:
+        return None
+    if storage.living(folder, ours):
+        why = "younger than six hours: a save may be under way" if isinstance(folder, Place) else "a save is under way"
+        return Spared(str(folder), why)
+    if record is None:
+        save = finished(folder)
+        if save is not None:
+            return Spared(str(folder), f"all ranks had finished save {save}: holdfast rescue {folder} commits it")
+        if all(path in ours or path.startswith("attachments/") for path in sizes) and any(map(_is_of_save, ours)):
+            ours = list(sizes)
+    kept = cited()
+    going = [path for path in ours if path not in kept]
+    if not going:
+        return None
+    what = "a save that never committed" if record is None else "files beside a checkpoint that no manifest names"
+    return _found(folder, what, going, sizes)
+
+
+def _is_of_save(path: str) -> bool:
+    return datafile.save_of(path) is not None or path.startswith(("parts/", ".manifest."))
+
+
+def _found(folder: Location, what: str, going: Collection[str], sizes: dict[str, int]) -> Found:
+    nbytes = sum(sizes[path] for path in going)
+    return [folder / path for path in going], Leaving(str(folder), what, len(going), nbytes)
+
+
+def _conversion(folder: Path) -> Found:
+    """What a conversion that was killed left: the same call would go on from there."""
+    if not all(any(fnmatch(path.name, ours) for ours in OURS) for path in folder.iterdir()):
+        return None  # somebody else's
+    target = folder.with_name(folder.name.removesuffix(".partial"))
+    if any(storage.in_use(path) for path in [folder / "lock", *(folder / "journal").glob("*")]):
+        return Spared(str(folder), "a conversion is under way")
+    if (folder / "old").exists() and not target.exists():
+        return Spared(
+            str(folder), f"it holds what was at {target} before: convert to it again, or move it back by hand"
+        )
+    sizes = storage.sizes_below(folder)
+    told = f"a conversion to {target.name} that broke off (the same call would go on from it)"
+    return [folder], Leaving(str(folder), told, len(sizes), sum(sizes.values()))
+
+
+def _bench(folder: Location) -> Found:
+    sizes = storage.sizes_below(folder)
+    if storage.living(folder, ["lock"]):
+        return Spared(str(folder), "a benchmark is under way, or was a short while ago")
+    if isinstance(folder, Path):
+        return [folder], Leaving(str(folder), "a benchmark that was killed", len(sizes), sum(sizes.values()))
+    return _found(folder, "a benchmark that was killed", list(sizes), sizes)
+
+
+def _delete(folder: Location, paths: list[Location]) -> None:
+    log.info("%s: deleting %d leavings", folder, len(paths))
+    if isinstance(folder, Path) and paths == [folder]:
+        with storage.naming(folder, "delete"):
+            disk.delete_all(folder)
+        return
+    storage.delete(*paths)
+    if isinstance(folder, Path) and not storage.is_file(folder / manifest.FILE_NAME):
+        storage.delete_empty_folders(folder)
+    storage.delete_if_empty(folder / "parts")

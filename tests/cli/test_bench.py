@@ -1,0 +1,60 @@
+"""The benchmark: what it says, that it leaves nothing, and its advice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from holdfast.cli.bench import seconds_of, told_time
+from holdfast.cli.codes import Code
+from holdfast.cli.convert import bytes_of
+from holdfast.interval import advise
+from holdfast.upkeep import bench as benching
+from tests.cli.conftest import Run
+from tests.servers import Server
+from tests.stores import bucket_of
+
+
+def test_a_folder(tmp_path: Path, run: Run) -> None:
+    code, out, _ = run("bench", tmp_path / "a" / "b", "--size", "20MB", "--state-size", "2GB", "--mtbf", "8h", "--json")
+    told = json.loads(out)
+    assert code == Code.FINE and not list(tmp_path.iterdir())
+    assert [row["what"] for row in told["rows"]] == ["raw write", "raw read", "small files", "save", "load"]
+    assert all(row["rate"] > 0 for row in told["rows"]) and told["nbytes"] == 16 << 20
+    save = next(row for row in told["rows"] if row["what"] == "save")
+    stall = told["stall"] * 2e9 / told["nbytes"]
+    expected = advise(8 * 3600.0, stall=stall, save=2e9 / save["rate"], step=1.0)
+    assert told["advice"]["seconds"] == pytest.approx(expected.seconds)
+    code, out, _ = run("bench", tmp_path, "--size", "8MB", "--step-time", "2s")
+    assert code == Code.FINE and "save every" in out and "steps)" in out and not list(tmp_path.iterdir())
+
+
+def test_a_store(moto: Server) -> None:
+    with bucket_of(moto) as bucket:
+        done = benching.bench(bucket.at("bench"), 8 << 20, rounds=1)
+        assert len(done.rows) == 5 and not bucket.files() and not bucket.uploads()
+
+
+def test_what_is_too_large_is_refused_before(tmp_path: Path, run: Run) -> None:
+    code, _, err = run("bench", tmp_path / "b", "--size", "900TB")
+    assert code == Code.STORAGE and "--size" in err and not list(tmp_path.iterdir())
+
+
+def test_sizes_and_times() -> None:
+    assert [bytes_of(text) for text in ("7", "5GB", "512 MiB", "1.5k", "2t")] == [
+        7,
+        5 * 10**9,
+        512 << 20,
+        1500,
+        2 * 10**12,
+    ]
+    assert [seconds_of(text) for text in ("90", "30m", "8h", "1.5d")] == [90, 1800, 28800, 129600]
+    for text in ("", "GB", "-1", "5 apples", "0"):
+        with pytest.raises(typer.BadParameter):
+            bytes_of(text)
+        with pytest.raises(typer.BadParameter):
+            seconds_of(text)
+    assert [told_time(seconds) for seconds in (5, 600, 7200, 400000)] == ["5 s", "10 min", "2 h", "4.63 days"]

@@ -1,0 +1,100 @@
+"""Commands that make or delete checkpoints: what they do, what they say, and that a dry run does nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import holdfast
+from holdfast.cli.codes import Code
+from tests.cli.conftest import Run, state_of
+from tests.damaging import contents_of
+from tests.foreign.truth import GOLDEN
+
+
+def test_convert(steps: Path, run: Run) -> None:
+    source, target = steps / "step-000000200", steps.parent / "out"
+    code, out, err = run(
+        "convert", source, target / "hf", "--to", "huggingface", "--dtype", "bf16", "--rename", "w=weight",
+        "--extras", GOLDEN / "FIXTURES.md",
+    )  # fmt: skip
+    assert code == Code.FINE and "2 tensors" in out and "left out" in out, err
+    found = load_file(target / "hf" / "model.safetensors")
+    assert set(found) == {"frozen", "weight"} and found["weight"].dtype == torch.bfloat16
+    assert (target / "hf" / "FIXTURES.md").is_file()
+    code, out, _ = run("convert", source, target / "ours", "--only", "model", "--only", "step", "--step", 7, "--json")
+    told = json.loads(out)
+    assert code == Code.FINE and told["to"] == "holdfast" and told["skipped"] == ["optimizer/m"]
+    assert holdfast.open(target / "ours").step == 7
+    assert run("convert", source, target / "ours")[0] == Code.STORAGE
+    assert run("convert", source, target / "ours", "--overwrite", "--verify", "blocks")[0] == Code.FINE
+    assert len(holdfast.open(target / "ours").tensors) == 3
+    assert run("convert", GOLDEN / "dcp_fsdp2_4r" / "ckpt", target / "foreign", "--to", "dcp")[0] == Code.FINE
+
+
+def test_unshard_takes_weights_alone(steps: Path, run: Run) -> None:
+    source, target = steps / "step-000000200", steps.parent
+    assert run("unshard", source, target / "model.pt")[0] == Code.FINE
+    expected = state_of(200)["model"]
+    found = torch.load(target / "model.pt", weights_only=True)
+    assert set(found) == {"frozen", "w"} and torch.equal(found["w"], expected["w"])  # type: ignore[index]
+    code, out, _ = run("unshard", source, target / "all.pt", "--all", "--json")
+    assert code == Code.FINE and json.loads(out)["skipped"] == []
+    assert torch.load(target / "all.pt", weights_only=True)["step"] == 200
+    assert run("unshard", source, target / "hf", "--dtype", "float16")[0] == Code.FINE
+    assert load_file(target / "hf" / "model.safetensors")["w"].dtype == torch.float16
+    assert run("unshard", source, target / "optimizer.pt", "--section", "optimizer")[0] == Code.FINE
+    assert set(torch.load(target / "optimizer.pt", weights_only=True)) == {"m"}
+    assert run("unshard", source, target / "hf2", "--all")[0] == Code.USAGE
+
+
+def test_unshard_of_other_formats_fits_the_model(tmp_path: Path, run: Run) -> None:
+    for name in ("dcp_fsdp2_4r", "ds_zero3_fp32_2r", "composer_pt"):
+        source = GOLDEN / name / "ckpt"
+        code, _, err = run("unshard", source, tmp_path / f"{name}.pt")
+        assert code == Code.FINE, err
+        found = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        names = {tensor for tensor in holdfast.open(source).tensors if tensor.startswith("model/")}
+        assert {f"model/{key}" for key, value in found.items() if isinstance(value, torch.Tensor)} == names
+
+
+def test_copy(steps: Path, run: Run) -> None:
+    target = steps.parent / "copies"
+    code, out, _ = run("copy", steps, target, "--bandwidth", "1GB")
+    assert code == Code.FINE and "5 steps" in out and holdfast.open(target / "step-000000500").verify() is not None
+    code, out, _ = run("copy", steps, target, "--json")
+    told = json.loads(out)
+    assert code == Code.FINE and told["nbytes"] == 0 and len(told["steps"]) == 5 and not told["committed"]
+
+
+def test_prune(steps: Path, run: Run) -> None:
+    before = contents_of(steps)
+    code, out, _ = run("prune", steps, "--keep-last", 1, "--keep-best", 1, "--optimizer-last", 1)
+    assert code == Code.FINE and "--yes" in out and contents_of(steps) == before
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("step-")}
+    assert "no rule keeps it" in lines["step-000000100"] and "borrowed" in lines["step-000000100"]
+    assert "best 1" in lines["step-000000300"] and "loses its optimizer" in lines["step-000000300"]
+    assert "newest" in lines["step-000000500"]
+    code, out, _ = run("prune", steps, "--keep-last", 1, "--keep-best", 1, "--optimizer-last", 1, "--yes", "--json")
+    told = json.loads(out)
+    assert code == Code.FINE and told["done"]
+    assert sorted(path.name for path in steps.iterdir() if path.is_dir()) == ["step-000000300", "step-000000500"]
+    assert "optimizer/m" not in holdfast.open(steps / "step-000000300").tensors
+    holdfast.verify(steps / "step-000000300")
+    holdfast.verify(steps / "step-000000500")
+
+
+def test_gc(steps: Path, run: Run) -> None:
+    assert "no leavings" in run("gc", steps)[1]
+    (steps / "step-000000500" / "manifest.json").unlink()
+    code, out, _ = run("gc", steps)
+    assert code == Code.FINE and "never committed" in out and "--yes" in out
+    assert any((steps / "step-000000500").iterdir())
+    code, out, _ = run("gc", steps, "--yes", "--json")
+    told = json.loads(out)
+    assert code == Code.FINE and told["done"] and told["leavings"][0]["files"] == 4
+    assert not (steps / "step-000000500").exists()
+    holdfast.verify(steps / "step-000000400")

@@ -1,0 +1,155 @@
+"""The doctor: what it finds on a machine, in a folder, in a store and in broken checkpoints, and what it prescribes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.cli.codes import Code
+from holdfast.doctor import folders, machine, stores
+from tests.cli.conftest import Run
+from tests.damaging import flip
+from tests.foreign.truth import GOLDEN
+from tests.servers import Server
+from tests.servers.faults import Fault
+from tests.stores import bucket_of, is_same
+
+
+def _checkpoint(run: Run, path: object) -> tuple[int, list[dict[str, Any]]]:
+    code, out, err = run("doctor", path, "--json")
+    assert out, err
+    return code, json.loads(out)["checkpoint"]
+
+
+def test_a_machine_and_a_folder(tmp_path: Path, run: Run) -> None:
+    code, out, _ = run("doctor", tmp_path, "--json")
+    told = json.loads(out)
+    assert code == Code.FINE and told["well"] and "checkpoint" not in told
+    names = {one["name"] for one in told["machine"]}
+    assert {"python", "torch", "holdfast", "obstore", "memory", "/dev/shm", "open files", "locked memory"} <= names
+    names = {one["name"] for one in told["folder"]}
+    assert {"file system", "free space", "rights", "writing", "clock", "direct I/O", "hard links", "locks"} <= names
+    assert not list(tmp_path.iterdir())
+    assert "torch" in run("doctor")[1]
+
+
+def test_what_is_wrong_with_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (256, 4096))
+    monkeypatch.setattr(machine, "_EXTRAS", (("no-such-package", "cloud", "URLs"),))
+    found = {one.name: one for one in machine.findings()}
+    assert found["torch"].verdict == "fail" and "pip install" in found["torch"].mend
+    assert found["open files"].verdict == "warn" and "ulimit -n 4096" in found["open files"].mend
+    assert found["no-such-package"].verdict == "warn" and "holdfast[cloud]" in found["no-such-package"].mend
+
+
+def test_what_is_wrong_with_a_folder(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {one.name: one for one in folders.findings(small_disk)}
+    assert found["file system"].verdict == "warn" and "memory" in found["file system"].text
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    try:
+        found = {one.name: one for one in folders.findings(small_disk)}
+        assert found["file system"].verdict == "fail" and "read-only" in found["file system"].text
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    behind = namedtuple("behind", "st_mtime")(1.0)
+    monkeypatch.setattr(
+        folders.disk, "stat", lambda path, real=folders.disk.stat: behind if path.name == "file" else real(path)
+    )
+    found = {one.name: one for one in folders.findings(small_disk)}
+    assert found["clock"].verdict == "warn" and "behind" in found["clock"].text
+
+
+def test_broken_checkpoints(steps: Path, run: Run) -> None:
+    newest = steps / "step-000000500"
+    copy = shutil.copytree(newest, steps.parent / "copy")
+    assert _checkpoint(run, newest) == (Code.FINE, [pytest.approx(_checkpoint(run, newest)[1][0])])
+    code, [found] = _checkpoint(run, steps)
+    assert code == Code.FINE and "5 checkpoints" in found["text"] and "holdfast ls" in found["mend"]
+
+    file = next((newest / "optimizer").iterdir())
+    file.unlink()
+    code, [found] = _checkpoint(run, newest)
+    assert code == Code.DAMAGED and "is missing" in found["text"] and "holdfast repair" in found["mend"]
+    assert run("repair", newest, "--from", copy)[0] == Code.FINE
+
+    flip(file, 20)
+    code, found_all = _checkpoint(run, newest)
+    assert code == Code.DAMAGED and "holdfast repair" in found_all[0]["mend"]
+    assert run("repair", newest, "--from", copy)[0] == Code.FINE
+
+    # It shares a file with older steps, which headers do not tell: nobody but a copy of it knows all.
+    flip(newest / "manifest.json", 200)
+    code, [found] = _checkpoint(run, newest)
+    assert code == Code.DAMAGED and "step-000000400" in found["mend"] and "--like COPY" in found["mend"]
+    (newest / "manifest.json").unlink()
+    code, [found] = _checkpoint(run, newest)
+    assert code == Code.NOT_A_CHECKPOINT and "--like COPY" in found["mend"]
+
+
+def test_the_command_that_it_prescribes_is_the_right_one(tmp_path: Path, run: Run) -> None:
+    for step in (1, 2):
+        holdfast.save({"model": {"w": torch.ones(900) * step}, "lr": 0.1}, tmp_path / f"step-{step}", step=step)
+    for hurt in ("altered", "gone"):
+        if hurt == "altered":
+            flip(tmp_path / "step-2" / "manifest.json", 200)
+        else:
+            (tmp_path / "step-2" / "manifest.json").unlink()
+        code, [found] = _checkpoint(run, tmp_path / "step-2")
+        assert code == (Code.DAMAGED if hurt == "altered" else Code.NOT_A_CHECKPOINT)
+        assert found["mend"].endswith("step-1") and run(*found["mend"].split()[1:])[0] == Code.FINE
+        assert holdfast.verify(tmp_path / "step-2").whole and holdfast.open(tmp_path / "step-2").step == 2
+    # Alone, it is made from its headers.
+    (tmp_path / "step-2" / "manifest.json").unlink()
+    alone = shutil.move(tmp_path / "step-2", tmp_path / "alone" / "step-2")
+    code, [found] = _checkpoint(run, alone)
+    assert run(*found["mend"].split()[1:])[0] == Code.FINE and "--like" not in found["mend"]
+
+
+def test_a_step_that_borrowed_files_is_rescued_from_a_copy(steps: Path) -> None:
+    newest = steps / "step-000000500"
+    copy = shutil.copytree(newest, steps.parent / "copy")
+    before = holdfast.open(newest).state_dict()
+    (newest / "manifest.json").unlink()
+    assert holdfast.rescue(newest, like=copy).origin == "copy"
+    assert is_same(holdfast.open(newest).state_dict(), before) and holdfast.verify(newest).whole
+
+
+def test_other_formats(tmp_path: Path, run: Run) -> None:
+    code, [found] = _checkpoint(run, GOLDEN / "dcp_fsdp2_4r" / "ckpt")
+    assert code == Code.FINE and "torch.distributed.checkpoint" in found["text"]
+    shutil.copytree(GOLDEN / "dcp_fsdp2_4r" / "ckpt", tmp_path / "dcp")
+    next((tmp_path / "dcp").glob("__2*")).unlink()
+    code, [found] = _checkpoint(run, tmp_path / "dcp")
+    assert code == Code.DAMAGED and "bring back" in found["mend"]
+    (tmp_path / "dcp" / "sub").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "x").write_text("x")
+    code, [found] = _checkpoint(run, tmp_path / "notes")
+    assert code == Code.NOT_A_CHECKPOINT and found["mend"]
+    (tmp_path / "out.partial").mkdir()
+    code, [found] = _checkpoint(run, tmp_path / "out")
+    assert code == Code.NOT_A_CHECKPOINT and "goes on from there" in found["mend"]
+
+
+def test_a_store(moto: Server, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bucket_of(moto) as bucket:
+        found = {one.name: one for one in stores.findings(bucket.at("run"))}
+        assert [one.verdict for one in found.values()] == ["ok"] * len(found), found
+        assert {"credentials", "clock", "listing", "writing", "reading", "deleting", "conditional writes"} <= set(found)
+        assert "options" in found["credentials"].text and not bucket.files()
+        assert bucket.options()["secret_access_key"] not in str(found)
+        monkeypatch.setattr(stores, "asked_clock", lambda endpoint: 400.0)
+        found = {one.name: one for one in stores.findings(bucket.at("run"))}
+        assert found["clock"].verdict == "fail" and "chronyc" in found["clock"].mend
+        bucket.proxy.add(Fault("status", times=None, method="PUT", status=403))
+        found = {one.name: one for one in stores.findings(bucket.at("run"))}
+        assert found["writing"].verdict == "fail" and "s3:PutObject" in found["writing"].text

@@ -1,0 +1,209 @@
+"""The commands that look: what they print, what they end with, on every format and in a store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.cli import app as application
+from holdfast.cli.codes import Code
+from tests.citing import save_on, state_of
+from tests.damaging import contents_of, flip
+from tests.engine.clouds import options_of
+from tests.foreign.truth import GOLDEN
+from tests.servers import Server
+
+NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
+HOSTILE = "a[b]%25/\x1b[31m[bold]"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def running(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = application.run([*map(str, arguments)])
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return running
+
+
+def state(step: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    layers = {f"layers.{i}.{w}": torch.randn(4, 6) for i in range(8) for w in ("wq", "wo")}
+    embed = torch.randn(10, 4)
+    embed[0, 0] = float("nan")
+    return {
+        "model": {"embed": embed + step, "head": embed + step, **layers, HOSTILE: torch.ones(step)},
+        "optimizer": {"m": torch.zeros(5, dtype=torch.bfloat16)},
+        "step": step, "lr": 0.125, "words": ["a" * 200], "rng": holdfast.PerRank({"seed": step}),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps, of which the second differs."""
+    root = tmp_path_factory.mktemp("run")
+    for step in (3, 4):
+        holdfast.save(state(step), root / f"step-{step}", step=step, files={"config.yaml": b"x" * 10})
+    return root
+
+
+def test_ls(run: Any, saved: Path, tmp_path: Path) -> None:
+    code, out, err = run("ls", saved)
+    assert code == Code.FINE and not err
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["step", "name", "age", "bytes", "ranks", "health"]
+    assert [line[:2] + line[-1:] for line in lines[1:]] == [["3", "step-3", "whole"], ["4", "step-4", "whole"]]
+    told = json.loads(run("ls", saved, "--json")[1])
+    assert [step["step"] for step in told["checkpoints"]] == [3, 4] and told["checkpoints"][0]["nbytes"] > 1000
+    code, _, err = run("ls", tmp_path / "nowhere")
+    assert code == Code.NOT_A_CHECKPOINT and "nothing at" in err
+
+
+def test_ls_says_what_is_wrong(run: Any, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    (tmp_path / "run" / "step-3" / "manifest.json").unlink()
+    flip(next((tmp_path / "run" / "step-4" / "model").iterdir()), 100)
+    code, out, _ = run("ls", tmp_path / "run")
+    assert code == Code.FINE and "unfinished" in out and "whole" in out and "the next manager sweeps it" in out
+    assert "damaged" in run("ls", tmp_path / "run", "--headers")[1]
+
+
+def test_show(run: Any, saved: Path) -> None:
+    code, out, err = run("show", saved / "step-3")
+    assert code == Code.FINE and not err
+    assert "layers.{0-7}." in out and "×8" in out and "float32 [4, 6]" in out and "whole, rank 0" in out
+    assert "step 3" in out and "by 1 rank" in out and "config.yaml" in out and "rng" in out and "0.125" in out
+    assert "aaaa…" in out and "a" * 100 not in out and "\x1b" not in out
+    assert out.count("\n") < 35
+    assert "a" * 200 in run("show", saved / "step-3", "--values")[1]
+    assert "wq" not in run("show", saved / "step-3", "--depth", 1)[1]
+
+
+def test_show_tensors(run: Any, saved: Path) -> None:
+    code, out, _ = run("show", saved / "step-3", "--tensors", "*embed", "--stats")
+    assert code == Code.FINE and len(out.splitlines()) == 6 and out.splitlines()[-1].split()[-3:] == ["1", "0", "0"]
+    told = json.loads(run("show", saved / "step-3", "--json", "--stats", "--layout")[1])
+    by_name = {tensor["name"]: tensor for tensor in told["tensors"]}
+    truth = state(3)["model"]["layers.3.wo"].double()
+    assert by_name["model/layers.3.wo"]["stats"]["mean"] == pytest.approx(float(truth.mean()))
+    assert by_name["model/embed"]["stats"]["nan"] == 1 and by_name["model/layers.0.wq"]["boxes"][0][0] == "[0:4,0:6]"
+    assert told["values"]["step"] == 3 and told["per_rank"] == ["rng"] and told["attachments"] == {"config.yaml": 10}
+    assert any(name.endswith("[bold]") or "bold" in name for name in by_name)
+    code, _, err = run("show", saved / "step-3", "--tensors", "modell*")
+    assert code == Code.MISMATCH and "no tensor whose name fits 'modell*'" in err
+
+
+def test_show_tied(run: Any, tmp_path: Path) -> None:
+    w = torch.zeros(3)
+    holdfast.save({"m": {"a": w, "b": w}}, tmp_path / "c")
+    assert "tied" in run("show", tmp_path / "c")[1] and "m/b = m/a" in run("show", tmp_path / "c", "--tensors", "*")[1]
+
+
+def test_diff(run: Any, saved: Path) -> None:
+    code, out, err = run("diff", saved / "step-3", saved / "step-3")
+    assert code == Code.FINE and "the same, to the last bit" in out and not err
+    code, out, _ = run("diff", saved / "step-3", saved / "step-4")
+    assert code == Code.DIFFERENT == 1
+    assert "1 of another shape, 4 changed" in out and "19 the same" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["step", "3", "4"] in lines and any(line[:3] == ["model/embed", *line[1:3]] for line in lines if line)
+    told = json.loads(run("diff", saved / "step-3", saved / "step-4", "--json")[1])
+    embed = next(d for d in told["differences"] if d["name"] == "model/embed")
+    assert embed["largest"] == pytest.approx(1.0, abs=1e-5) and embed["nonfinite"] == 0 and not told["same"]
+    assert run("diff", saved / "step-3", saved / "step-4", "--tensors", "*layers*")[0] == Code.FINE
+    code, out, _ = run("diff", saved / "step-3", saved / "step-4", "--names-only")
+    assert code == Code.DIFFERENT and "changed" not in out and "1 of another shape" in out
+    code, _, err = run("diff", saved / "step-3", saved / "step-4", "--tensors", "layer*")
+    assert code == Code.MISMATCH and "no name that fits" in err or "has a name that fits" in err
+
+
+def test_diff_sorts_by_relative_change(run: Any, tmp_path: Path) -> None:
+    big, small = torch.full((9,), 100.0), torch.full((9,), 0.001)
+    holdfast.save({"m": {"a": big, "b": small, "c": big}}, tmp_path / "a")
+    holdfast.save({"m": {"a": big + 1, "b": small * 2, "c": big + 2}}, tmp_path / "b")
+    told = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json")[1])
+    assert [d["name"] for d in told["differences"]] == ["m/b", "m/c", "m/a"]
+    code, out, _ = run("diff", tmp_path / "a", tmp_path / "b", "--top", 1)
+    assert code == 1 and "m/b" in out and "m/c" not in out and "and 2 more" in out
+
+
+def test_du(run: Any, saved: Path, tmp_path: Path) -> None:
+    code, out, _ = run("du", saved / "step-3")
+    assert code == Code.FINE and "optimizer" in out and "bfloat16" in out and "layers.{0-7}." in out
+    told = json.loads(run("du", saved / "step-3", "--json", "--tensors", "optimizer")[1])
+    assert told["tensors"] == 10 and [m["nbytes"] for m in told["modules"]] == [10]
+    save_on(state_of(1), tmp_path / "step-1")
+    save_on(state_of(2, model=1), tmp_path / "step-2", tmp_path / "step-1")
+    code, out, _ = run("du", tmp_path)
+    assert code == Code.FINE and "deleting it frees" in out and "each file once" in out
+    told = json.loads(run("du", tmp_path, "--json")[1])
+    assert told["steps"][1]["frees"] < told["steps"][1]["nbytes"] and told["steps"][1]["shared"] > 0
+
+
+def test_plan(run: Any, saved: Path) -> None:
+    code, out, _ = run("plan", saved / "step-3", "--ranks", 4, "--tensors", "model/layers*")
+    assert code == Code.FINE and "on fsdp=4 (4 ranks" in out and "each rank, most" in out
+    told = json.loads(
+        run("plan", saved / "step-3", "--mesh", "fsdp=2,tp=2", "--node-size", 2, "--shard", "*wo=1", "--json",
+            "--tensors", "model/layers*")[1]
+    )  # fmt: skip
+    # 8 layers of two of 96 bytes: all are halved by FSDP, and by the rule the second of each by the other axis too.
+    assert [rank["needed"] for rank in told["ranks"]] == [8 * (48 + 24)] * 4 and len(told["nodes"]) == 2
+    for arguments, code in (
+        (("--ranks", 4, "--mesh", "fsdp=2"), Code.USAGE), ((), Code.USAGE), (("--mesh", "qq=2"), Code.USAGE),
+        (("--ranks", 2, "--shard", "x"), Code.USAGE), (("--ranks", 2, "--tensors", "none"), Code.MISMATCH),
+    ):  # fmt: skip
+        found, _, err = run("plan", saved / "step-3", *arguments)
+        assert found == code and err
+
+
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("ls",), ("show",), ("show", "--stats"), ("show", "--values"), ("show", "--layout"), ("du",),
+    ("plan", "--ranks", "3"),
+)  # fmt: skip
+
+
+QUICK = ("dcp_fsdp2_tp_2x2", "torchsave_zip_tied_views")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+def test_every_format(run: Any, name: str) -> None:
+    path = GOLDEN / name / "ckpt"
+    before = contents_of(path)
+    for word, *options in COMMANDS:
+        code, out, err = run(word, path, *options)
+        assert (code, bool(out)) == (Code.FINE, True), (word, err)
+        code, out, err = run(word, path, *options, "--json")
+        assert code == Code.FINE and json.loads(out), (word, err)
+    assert run("diff", path, path, "--names-only")[0] == Code.FINE
+    assert contents_of(path) == before
+
+
+def test_a_url(run: Any, moto: Server, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = moto.bucket()
+    options = options_of(moto)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint_url"])
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", options["secret_access_key"])
+    monkeypatch.setenv("AWS_REGION", options["region"])
+    for step in ("step-3", "step-4"):
+        holdfast.copy(saved / step, f"s3://{bucket}/run/{step}")
+    url = f"s3://{bucket}/run"
+    told = json.loads(run("ls", url, "--headers", "--json")[1])
+    assert [(s["name"], s["health"]) for s in told["checkpoints"]] == [("step-3", "whole"), ("step-4", "whole")]
+    assert run("diff", saved / "step-3", f"{url}/step-3")[0] == Code.FINE
+    assert run("diff", f"{url}/step-3", f"{url}/step-4")[0] == Code.DIFFERENT
+    for word, *options in (("show", "--stats"), ("du",), ("plan", "--ranks", "2")):
+        assert run(word, f"{url}/step-3", *options)[0] == Code.FINE
+    assert "each file once" in run("du", url)[1]
