@@ -79,5 +79,6 @@ def test_places_there_and_back() -> None:
     assert places.there('save("/ckpt/1", "s3://my-bucket/run")') == 'save("/tmp/x/ckpt/1", "s3://my-bucket-ab/run")'
     assert places.there("az://c/run?account=a") == "s3://az-c-ab/run"
     assert places.there("https://huggingface.co/org/model") == "http://127.0.0.1:1/huggingface.co-ab/org/model"
+    assert places.there("cp /archive/x /dev/null") == "cp /tmp/x/archive/x /dev/null"
     assert places.there("a/runs/x and ./models") == "a/runs/x and ./models"
     assert places.as_shown("/tmp/x/ckpt/1 s3://az-c-ab/run") == "/ckpt/1 az://c/run"
