@@ -16,6 +16,7 @@ from tests.docs.run_page import Places, Wrong, commands_of, run_block
     [
         ("whole: 12 tensors, 1.2 MB in 0.4 s", "whole: 12 tensors, 310 kB in 3 ms", True),
         ("whole: 12 tensors, 1.2 MB in 0.4 s", "whole: 13 tensors, 1.2 MB in 0.4 s", False),
+        ("whole: … in … s", "whole: 3 tensors in 0.4 s", True),
         ("save 7c1e09ab52d3f410 of 2026-01-01 12:00", "save 0123456789abcdef of 2025-12-31 23:59", True),
         ("a   b", "a b", True),
         ("one\n…\nfour", "one\ntwo\nthree\nfour", True),
