@@ -32,6 +32,7 @@ from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
 from holdfast.repair import Repaired, repair
 from holdfast.report.progress import Bars
+from holdfast.report.timeline import from_environment, timeline
 from holdfast.rescue import Rescued, rescue
 from holdfast.save import save
 from holdfast.saver import Saver
@@ -42,6 +43,7 @@ from holdfast.verify import verify
 from holdfast.version import __version__
 
 install(Bars())
+from_environment()
 
 
 def __getattr__(name: str) -> Any:
@@ -99,5 +101,6 @@ __all__ = [
     "save",
     "sign",
     "signing",
+    "timeline",
     "verify",
 ]

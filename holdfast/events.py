@@ -1,17 +1,19 @@
-"""Observation from outside: phases and their progress, told to whoever listens.
+"""Observation from outside: tasks, phases and spans of time, told to whoever listens.
 
-The engine calls `task` and `reached`; progress bars, traces and tests call `listen`.
+The engine calls `task`, `reached` and `span`; progress bars and tests call `listen`, timelines and telemetry `observe`.
 Never raises into the engine, never prints, costs one list check when nobody listens.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
 log = logging.getLogger("holdfast")
 
@@ -72,6 +74,129 @@ def listen(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time of this process: a whole save or load, a part of one, or a wait.
+
+    ``number`` counts the spans of the process. ``path``: what is saved or loaded, or the file of it that is written.
+    ``rank`` as of an `Event`, -1 of who only writes files. ``whole``: a save or load from end to end, of which the
+    others with its path, or one below it, are parts. ``lane`` names the thread (``thread`` its number in the system),
+    or what else the span belongs to. ``began`` and ``ended`` by `time.monotonic`; ``ended`` is 0 until it has.
+    ``nbytes`` is known at the end; ``error`` is what ended it, if it failed.
+    """
+
+    number: int
+    name: str
+    path: str
+    rank: int
+    began: float
+    lane: str
+    thread: int
+    whole: bool = False
+    step: int | None = None
+    ended: float = 0.0
+    nbytes: int = 0
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; 0 until it has ended."""
+        return max(self.ended - self.began, 0.0) if self.ended else 0.0
+
+
+Observer = Callable[[Span], None]
+_observers: list[Observer] = []
+_numbers = count(1)
+
+
+def observe(observer: Observer) -> None:
+    """Call ``observer(span)`` when a span of this process begins and again when it has ended, from any thread."""
+    _observers.append(observer)
+
+
+def ignore(observer: Observer) -> None:
+    """Take `observe` back. Idempotent."""
+    if observer in _observers:
+        _observers.remove(observer)
+
+
+def observed() -> bool:
+    """Whether anybody is told of spans."""
+    return bool(_observers)
+
+
+class Opened:
+    """A span that has begun; `end` it once. ``nbytes`` may be set before."""
+
+    def __init__(self, span: Span | None = None) -> None:
+        self._span, self.nbytes = span, 0
+
+    def end(self, error: BaseException | None = None) -> None:
+        """It ends now; ``error`` is what ended it. Only the first call counts."""
+        span, self._span = self._span, None
+        if span is not None:
+            failed = "" if error is None else f"{type(error).__name__}: {error}"
+            _show(replace(span, ended=time.monotonic(), nbytes=self.nbytes, error=failed))
+
+
+def begin(
+    name: str, path: object, rank: int, *, whole: bool = False, step: int | None = None, lane: str = ""
+) -> Opened:  # fmt: skip
+    """A span of this thread, or of another ``lane``, begins now."""
+    if not _observers:
+        return Opened()
+    at = lane or threading.current_thread().name
+    number = next(_numbers)
+    thread = -number if lane else threading.get_native_id()  # those of a lane may overlap, those of a thread nest
+    span = Span(number, name, str(path), rank, time.monotonic(), at, thread, whole, step)
+    _show(span)
+    return Opened(span)
+
+
+@contextmanager
+def span(
+    name: str, path: object, rank: int, *, whole: bool = False, step: int | None = None
+) -> Iterator[Opened]:  # fmt: skip
+    """The enclosed work is a span of this thread."""
+    opened = begin(name, path, rank, whole=whole, step=step)
+    try:
+        yield opened
+    except BaseException as error:
+        opened.end(error)
+        raise
+    opened.end()
+
+
+def told(name: str, path: str, lane: str, thread: int, began: float, ended: float, nbytes: int) -> None:
+    """A span that is over, of a thread that writes files, in this process or in its writer process."""
+    if _observers:
+        begun = Span(next(_numbers), name, path, -1, began, lane, thread)
+        _show(begun)
+        _show(replace(begun, ended=ended, nbytes=nbytes))
+
+
+def _show(span: Span) -> None:
+    for observer in list(_observers):
+        try:
+            observer(span)
+        except Exception:  # an observer must never fail the save it observes
+            log.exception("an observer of holdfast failed")
+
+
+_last: list[Callable[[], object]] = []
+
+
+def at_exit(then: Callable[[], object]) -> None:
+    """Call ``then()`` when the interpreter ends, after the saves that are under way then."""
+    _last.append(then)
+
+
+@atexit.register  # handlers run from the last to the first, and this module is imported before whatever saves
+def _end() -> None:
+    for then in _last:
+        then()
+
+
 class Moved:
     """Bytes that the tasks of one thread have told of so far."""
 
@@ -128,11 +253,18 @@ def _tell(event: Event) -> None:
 
 
 @contextmanager
-def task(name: str, path: str, rank: int = 0, total: int = 0) -> Iterator[Task]:
-    """Report the enclosed work as one task of ``total`` bytes."""
+def task(name: str, path: str, rank: int = 0, total: int = 0, *, part: bool = False) -> Iterator[Task]:
+    """Report the enclosed work as one task of ``total`` bytes; also as a span, unless it is ``part`` of one already."""
     running = Task(name, path, rank, total)
+    opened = Opened() if part else begin(name, path, rank, whole=True)
     running._tell("start")
     try:
         yield running
+    except BaseException as error:
+        opened.nbytes = running.done
+        opened.end(error)
+        raise
     finally:
         running._tell("end")
+        opened.nbytes = running.done
+        opened.end()

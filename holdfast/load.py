@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from time import monotonic
@@ -20,7 +21,7 @@ from holdfast import events
 from holdfast.checkpoint import Checkpoint, Patterns, matches, near, open_checkpoint
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranges import Verify
-from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
+from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.engine.read import Wanted
 from holdfast.engine.sections import dropped_of, left_of
 from holdfast.engine.share import Choice, How, Offer, Sharing, who_shares
@@ -135,12 +136,17 @@ def load_opened(
     other_model: bool = False,
 ) -> Loaded:  # fmt: skip
     """`load` of what ``opening`` opens on each rank; all ranks call it the same ``label``."""
-    began = monotonic()
-    with no_collection(), ranks.call(label, deadline=deadline) as call:
+    began, where = monotonic(), label.removeprefix("load ")
+
+    def span(name: str, *, whole: bool = False) -> AbstractContextManager[events.Opened]:
+        return events.span(name, where, ranks.rank, whole=whole)
+
+    with span("load", whole=True) as all_of_it, no_collection(), ranks.call(label, deadline=deadline) as call:
         match: list[Match] = []
 
         def compare() -> _Fit:
-            checkpoint = opening()
+            with span("open"):
+                checkpoint = opening()
             of_run(checkpoint, run)
             asked = _asked(checkpoint, only, into)
             target, values = named_ids(checkpoint, _target_names(rename), into)
@@ -155,18 +161,40 @@ def load_opened(
             events.reached("match", checkpoint.path, ranks.rank)
             return fit
 
-        choice = call.exchange("match", compare, _judge, Choice)
-        work = match[0]
-        sharing = work.sharing(ranks)
-        sharing.agree(call, choice)
-        wait_for_copies()  # a save in the background still reads what would change here
-        try:
-            call.settle("read", lambda: work.restore(verify, sharing), came, bool)
-        finally:
-            sharing.close()
+        with span("match"):
+            choice = call.exchange("match", compare, _judge, Choice)
+            work = match[0]
+            sharing = work.sharing(ranks)
+            sharing.agree(call, choice)
+        with span("copy wait"):
+            wait_for_copies()  # a save in the background still reads what would change here
+        restore(call, work, sharing, where, verify=verify)
+        all_of_it.nbytes = work.loaded.bytes_read + work.loaded.bytes_received
     events.reached("loaded", work.checkpoint.path, ranks.rank)
     work.loaded.seconds = monotonic() - began
     return work.loaded
+
+
+def restore(call: Call, match: Match, sharing: Sharing, where: object, *, verify: Verify) -> None:
+    """Read what was matched and hand it back, on every rank; spans call it ``where``. Raises what every rank raises."""
+    rank, settling = sharing.ranks.rank, events.Opened()
+
+    def work() -> Came:
+        nonlocal settling
+        with events.span("read", where, rank) as reading:
+            took = match.read(verify, sharing)
+            reading.nbytes = match.loaded.bytes_read + match.loaded.bytes_received
+        if took.whole:
+            with events.span("fill", where, rank):
+                match.fill(sharing)
+        settling = events.begin("settle", where, rank)
+        return took
+
+    try:
+        call.settle("read", work, came, bool)
+    finally:
+        settling.end()
+        sharing.close()
 
 
 def of_run(checkpoint: Checkpoint, run: str | None) -> None:
@@ -429,11 +457,11 @@ class Match:
         self._sharing = self._sharing or Sharing(ranks, self.checkpoint.manifest, self.wanted)
         return self._sharing
 
-    def restore(self, verify: Verify, sharing: Sharing) -> Came:
-        """Read every wanted byte, then hand all values back, unless another rank has failed meanwhile."""
-        rank, world_size = sharing.ranks.rank, sharing.ranks.size
+    def read(self, verify: Verify, sharing: Sharing) -> Came:
+        """Read every wanted byte, unless another rank fails meanwhile."""
+        rank = sharing.ranks.rank
         events.reached("read", self.checkpoint.path, rank)
-        with events.task("load", str(self.checkpoint.path), rank) as task:
+        with events.task("load", str(self.checkpoint.path), rank, part=True) as task:
             task.total = sum(w.box.size * dtypes.itemsize(w.record.dtype) for w in self.wanted)
             took = sharing.read(self.checkpoint.files, self.checkpoint.verifying(verify), task.advance)
         if took.stopped or took.lost:
@@ -443,6 +471,11 @@ class Match:
         loaded.bytes_needed, loaded.bytes_read, loaded.bytes_unverified = stats.needed, stats.read, stats.unverified
         if stats.unverified and verify is True:
             events.log.debug("%d bytes of blocks read in part were not verified", stats.unverified)
+        return Came(True)
+
+    def fill(self, sharing: Sharing) -> None:
+        """Hand all values back, once every byte is there."""
+        rank, world_size = sharing.ranks.rank, sharing.ranks.size
         for action in self.state.then:
             action()
         for slot in self.slots:
@@ -453,7 +486,6 @@ class Match:
                 fetch = partial(self.checkpoint.per_rank, saved)
                 leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
         events.reached("filled", self.checkpoint.path, rank)
-        return Came(True)
 
     def _tree(self, slot: Slot) -> Any:
         """What was saved at a slot, nested as it was."""

@@ -6,22 +6,18 @@ committed manifest counts.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import signal
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from statistics import fmean, median
-from types import FrameType
 from typing import Any, Literal
 
 import torch.distributed as dist
 
+from holdfast.bases import Bases
 from holdfast.checkpoint import Checkpoint, Patterns
 from holdfast.engine.board import Board, Notice
 from holdfast.engine.borrow import Previous
@@ -31,9 +27,11 @@ from holdfast.engine.storage import is_file
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, SaveFailed, StorageError, Untrusted
+from holdfast.errors import Damaged, NotACheckpoint, RankLost, SaveFailed, StorageError, Untrusted
 from holdfast.events import log
-from holdfast.interval import Advice, advise, check_mtbf
+from holdfast.figures import Figures
+from holdfast.interval import Advice, check_mtbf
+from holdfast.journal import Journal, Now, as_number, entry_of
 from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
 from holdfast.load import Loaded, load
@@ -42,6 +40,7 @@ from holdfast.save import RUN, save, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.scrub import RATE, Scrubbing
+from holdfast.signals import Signals
 from holdfast.steps import NOTES, Steps, note_of
 from holdfast.tiers.tiers import Durability, Tiers
 
@@ -49,9 +48,7 @@ SURVIVORS = 60.0
 """Seconds to wait at a restart for writer processes that outlived their trainers."""
 
 STOPS = 10.0
-"""Seconds to wait for scrubbing to end: a store may keep it waiting, and it ends with the process in any case."""
-
-_MEASURED = 50  # steps and saves whose times count
+"""Seconds to wait for scrubbing, or the journal, to end: a store may keep it waiting, and it ends with the process."""
 
 
 class CheckpointManager:
@@ -83,6 +80,9 @@ class CheckpointManager:
 
     With a mean time between failures ``mtbf``, in seconds, the best interval is logged at debug level; see `advice`.
 
+    The first rank keeps a journal of the saves beside them, in ``root/.journal``, unless ``journal`` is False: what
+    `holdfast watch` and the page of a run show. A save never waits for it, nor fails; see docs/watch.md.
+
         manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
         manager.restore(state)
         for step in range(state["step"], steps):
@@ -104,7 +104,7 @@ class CheckpointManager:
         on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
         mtbf: float | None = None, degraded: bool = False, check_replicas: bool | Patterns = False,
-        sign: Key | Literal[True] | None = None,
+        sign: Key | Literal[True] | None = None, journal: bool = True,
     ) -> None:  # fmt: skip
         if degraded and fast is not None:
             raise ValueError("degraded=True is for saves that go straight to root: leave out fast=")
@@ -144,26 +144,23 @@ class CheckpointManager:
         self._run: str | None = None
         self._newest: Saving | None = None
         self._restored: tuple[int | None, Location] | None = None
-        self._incremental, self._slots = incremental, slots if worker != "none" else 1
-        self._bases: tuple[Saving, ...] = ()  # what coming saves may cite, the first one next
-        self._held: set[Location] = set()  # steps that must stay for it
-        self._holding = threading.Lock()
+        self._bases = None
+        if incremental:
+            self._bases = Bases(self._steps, slots if worker != "none" else 1, lambda: self._recent.values())
         self._begun = 0
         self._recent: dict[int, Saving] = {}  # by number: under way, failed and not heard of, and the last one
         self._writing_to: set[Location] = set()
-        self._signalled = threading.Event()
         self._board = Board(self._ranks.store, key, poll, rank=self._ranks.rank, size=self._ranks.size)
         self._scrubbing: Scrubbing | None = None
         self._calls = 0  # of `step`: ranks make them alike, whatever the steps are called
         self._spared = (-1, -1)  # number and step of the last save that has ended well
         self._stop: Notice | None = None
         self._to_raise: list[int] = []
-        self._hurries = False
-        self._step_seconds: deque[float] = deque(maxlen=_MEASURED)
-        self._left_step: tuple[int, float] | None = None
-        self._timings: deque[tuple[float, float]] = deque(maxlen=_MEASURED)
+        self._figures = Figures()
+        self._journal = Journal(self.root) if journal and self._ranks.first else None
+        self._at: tuple[int, float | None] = (0, None)  # the last step that was told, and its metric
         self.should_stop = False
-        self._handlers = self._watch(signals)
+        self._signals = Signals(signals, self._ranks, grace)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -193,14 +190,14 @@ class CheckpointManager:
                 self._scrubbing.stop(timeout=STOPS)
             if self._saver is not None:
                 with self._failures_heard(quiet=self.should_stop):
-                    self._saver.close(timeout=self._left())
+                    self._saver.close(timeout=self._signals.left)
         finally:
             if self._tiers is not None:
-                self._tiers.close(self._left())
-            for number, handler in self._handlers.items():
-                if signal.getsignal(number) == self._on_signal:
-                    signal.signal(number, handler)
-            self._handlers = {}
+                self._tiers.close(self._signals.left)
+            if self._journal is not None and (self._calls or self._begun):  # else this one has only looked
+                left = self._signals.left
+                self._journal.close(self._now(), STOPS if left is None else min(left, STOPS))
+            self._signals.give_back()
             self._ranks.at_leisure()
 
     # Saving
@@ -216,7 +213,8 @@ class CheckpointManager:
         Does not wait for the save, but for the one before it if no slot is free. ``metric`` is what ``Keep(best=…)``
         compares. Raises SaveFailed for an earlier save that failed; training may go on, and the steps before stay.
         """
-        self._measure(step)
+        self._figures.arrived(step)
+        self._at = (step, metric)
         self._calls += 1
         try:
             if self._hear(step):
@@ -225,7 +223,9 @@ class CheckpointManager:
                 return None
             return self._begin(step, state, metric)
         finally:
-            self._left_step = (step, time.monotonic())
+            if self._journal is not None:
+                self._journal.tell(self._now)
+            self._figures.left(step)
 
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, overwrite: bool = False
@@ -277,12 +277,11 @@ class CheckpointManager:
         self._newest = saving
         self._begun += 1
         self._recent = {**self._recent_that_count(), self._begun: saving}
-        # With more slots than one a save may begin before the one before it has an outcome: it takes an older one for
-        # its base, about which every rank knows the same.
-        if self._incremental:
-            self._bases = (*self._bases, saving)[-self._slots :]
-            self._hold(path)
-        saving.add_done_callback(partial(self._ended, self._begun))
+        if self._bases is not None:
+            self._bases.begun(saving)
+        if self._journal is not None:
+            self._journal.tell(self._now, news=True)
+        saving.add_done_callback(partial(self._ended, self._begun, metric))
         if self._saver is None:
             if saving.failed is not None and self._on_failure == "warn":
                 log.warning("%s: %s", saving.path, saving.failed)
@@ -308,8 +307,10 @@ class CheckpointManager:
     ) -> Saving:
         # With tiers the folder may be called another way on each node.
         label = None if self._tiers is None else f"save step {step} of {self.root}"
-        base = self._bases[0] if self._bases else None
-        previous = Previous(base.to_cite if base is not None else lambda: None) if self._incremental else None
+        base = self._bases.next if self._bases is not None else None
+        previous = None
+        if self._bases is not None:
+            previous = Previous(base.to_cite if base is not None else lambda: None)
         if self._saver is not None:
             return self._saver.save(
                 state, path, step=step, base=base or previous, files=files, overwrite=overwrite, run=run, label=label
@@ -324,48 +325,19 @@ class CheckpointManager:
         )  # fmt: skip
         return saving
 
-    # What an incremental save may cite
-
-    def _hold(self, path: Location) -> bool:
-        """Keep a step that a later save may cite from being swept."""
-        with self._holding:
-            if path not in self._held and self._steps.hold(path):
-                self._held.add(path)
-            return path in self._held
-
-    def _start_from(self, path: Location, step: int | None) -> None:
-        """The step that was restored is the first base. With tiers it may lie in the store: then there is none."""
-        self._bases = ()
-        if self._incremental and path.parent == self._steps.root and self._hold(path):
-            self._bases = (Saving.committed(path, step),)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Free the steps that no save under way, and none to come, can have as its base."""
-        with self._holding:
-            bases, savings = self._bases, [*self._bases, *self._recent.values()]
-            needed = {base.path for base in bases} | {path for saving in savings for path in saving.leans_on()}
-            for path in self._held - needed:
-                self._steps.free(path)
-            self._held &= needed
-
-    def _ended(self, number: int, saving: Saving) -> None:
+    def _ended(self, number: int, metric: float | None, saving: Saving) -> None:
         """In the thread of a save, once its outcome is known."""
-        self._let_go()
+        if self._bases is not None:
+            self._bases.let_go()
         if self._tiers is None or saving.failed is not None or saving.step is None:
             self._writing_to.discard(saving.path)
+        self._write_down(metric, saving)
         if saving.failed is not None:
             if self._on_failure == "warn":
                 saving.hear()  # it was logged, and that is all
             return
-        timing = saving.timing
-        self._timings.append((timing.stall, timing.total))
+        self._figures.saved(saving.timing)
         if self._ranks.first and saving.step is not None:
-            with suppress(HoldfastError):  # another save may have swept it already
-                log.info(
-                    "saved step %d: %d bytes in %.2f s, training waited %.3f s, %s",
-                    saving.step, Checkpoint(saving.path).nbytes, timing.total, timing.stall, saving.path,
-                )  # fmt: skip
             if self._mtbf is not None:
                 log.debug("for a mean time between failures of %g s: %s", self._mtbf, self.advice(self._mtbf))
             if self._tiers is None:
@@ -376,6 +348,34 @@ class CheckpointManager:
         if self._tiers is not None and saving.step is not None:
             self._tiers.committed(number, saving.step, self._writing_to)
             self._writing_to.discard(saving.path)
+
+    def _write_down(self, metric: float | None, saving: Saving) -> None:
+        """What became of a save: in the log, and in the journal."""
+        if not self._ranks.first:
+            return
+        entry = entry_of(
+            saving, metric=metric, ranks=self._ranks.size, step_seconds=self._figures.step_seconds,
+            backlog=self._tiers.backlog() if self._tiers is not None else None,
+        )  # fmt: skip
+        if entry.outcome == "saved":
+            log.info(
+                "saved step %d: %d bytes in %.2f s, training waited %.3f s, %s", entry.step, entry.bytes, entry.seconds,
+                entry.stall, saving.path,
+            )  # fmt: skip
+        if self._journal is not None:
+            self._journal.add(entry)
+            self._journal.tell(self._now, news=True)
+
+    def _now(self) -> Now:
+        """Where training is."""
+        step, metric = self._at
+        flying = next((saving for saving in reversed([*self._recent.values()]) if not saving.done), None)
+        return Now(
+            step, time.time(), self.every, self._ranks.size, saving=None if flying is None else flying.step,
+            since=None if flying is None else flying.began,
+            step_seconds=self._figures.step_seconds, metric=as_number(metric), mode=self.keep.mode,
+            backlog=self._tiers.backlog() if self._tiers is not None else None,
+        )  # fmt: skip
 
     def _run_id(self, step: int) -> str | None:
         if self._run is None and self._ranks.first:
@@ -446,7 +446,8 @@ class CheckpointManager:
         if loaded is not None:
             self._run, self._newest = loaded.checkpoint.manifest.run, None
             self._restored = loaded.step, loaded.checkpoint.path
-            self._start_from(loaded.checkpoint.path, loaded.step)
+            if self._bases is not None:
+                self._bases.start_from(loaded.checkpoint.path, loaded.step)
         return loaded
 
     def _restore(
@@ -543,31 +544,19 @@ class CheckpointManager:
 
     # The end: signals, and what the ranks tell each other
 
-    def _watch(self, signals: tuple[signal.Signals, ...]) -> dict[signal.Signals, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}  # Python delivers signals to the main thread alone
-        return {number: signal.signal(number, self._on_signal) for number in signals}
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled.set()
-        if number == signal.SIGTERM:  # SIGUSR1 comes early, as a warning; after SIGTERM comes SIGKILL
-            self._hurries = True
-            self._ranks.hurry(self._grace)
-
     def _hear(self, step: int) -> bool:
         """Tell the other ranks what this one knows, and act on what all know. True if this step is the last one."""
         now = self._calls
-        if self._signalled.is_set() and self._stop is None:
+        if self._signals.arrived and self._stop is None:
             flying = any(not saving.done for saving in self._recent.values())
-            self._board.put(Notice("stop", step, now, flying, self._hurries))
+            self._board.put(Notice("stop", step, now, flying, self._signals.hurries))
         for number, saving in self._recent.items() if self._on_failure == "raise" else ():
             if self._unheard(saving):
                 self._board.put(Notice("failed", number, now))
         due = self._board.due(now)
         for notice in [*self._board.pending, *due]:
-            if notice.kind == "stop" and notice.hurry and not self._hurries:
-                self._hurries = True
-                self._ranks.hurry(self._grace)
+            if notice.kind == "stop" and notice.hurry and not self._signals.hurries:
+                self._signals.hurry()
         self._stop = next((notice for notice in due if notice.kind == "stop"), self._stop)
         self._to_raise += [notice.of for notice in due if notice.kind == "failed"]
         while self._to_raise and self._stop is None:
@@ -597,10 +586,10 @@ class CheckpointManager:
     def _finish(self, saving: Saving) -> Literal["saved", "failed", "late"]:
         """Wait for a save, no longer than the grace lasts."""
         try:
-            if saving.settled(self._left()):
+            if saving.settled(self._signals.left):
                 return "saved"
             # Whichever rank's grace ends first declares a rank lost that is not done: then that is what happened here.
-            if self._left() is None or not isinstance(saving.failed, RankLost):
+            if self._signals.left is None or not isinstance(saving.failed, RankLost):
                 return "failed"
         except TimeoutError:
             pass
@@ -613,16 +602,7 @@ class CheckpointManager:
         )  # fmt: skip
         return "late"
 
-    def _left(self) -> float | None:
-        """Seconds until the grace ends; None without a signal that set it."""
-        left = self._ranks.limit - time.monotonic()
-        return max(left, 0.0) if math.isfinite(left) else None
-
     # Figures
-
-    def _measure(self, step: int) -> None:
-        if self._left_step is not None and step > self._left_step[0]:
-            self._step_seconds.append((time.monotonic() - self._left_step[1]) / (step - self._left_step[0]))
 
     def advice(self, mtbf: float) -> Advice | None:
         """The best interval between saves for a mean time between failures of ``mtbf`` seconds (Young, Daly).
@@ -630,8 +610,4 @@ class CheckpointManager:
         From what this rank has measured so far: the stall of its saves and the length of its steps. None before the
         first save is done. Raises ValueError if ``mtbf`` is not positive.
         """
-        check_mtbf(mtbf)
-        if not self._timings or not self._step_seconds:
-            return None
-        stall, total = (fmean(values) for values in zip(*self._timings, strict=True))
-        return advise(mtbf, stall=stall, save=total, step=median(self._step_seconds))
+        return self._figures.advice(mtbf)

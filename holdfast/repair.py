@@ -100,8 +100,8 @@ def mended_of(
     if hurt:
         itself = Donor(target, record, files)
         donors = Donors([itself, *_donors(sources, target, record)])
-        with events.task("repair", str(target)):
-            mended, faults = _mend_files(checkpoint, found.faults, donors, dry_run=dry_run)
+        with events.task("repair", str(target)) as task:
+            mended, faults = _mend_files(checkpoint, found.faults, donors, task, dry_run=dry_run)
             more, left = _mend_attachments(checkpoint, found.others, donors, dry_run=dry_run)
         mended += more
         left += damages(record, faults, files.named)
@@ -154,10 +154,11 @@ def _checkpoints(place: Location) -> list[tuple[Location, Manifest]]:
 
 
 def _mend_files(
-    checkpoint: Checkpoint, faults: Sequence[Fault], donors: Donors, *, dry_run: bool
+    checkpoint: Checkpoint, faults: Sequence[Fault], donors: Donors, task: events.Task, *, dry_run: bool
 ) -> tuple[list[Mended], list[Fault]]:
-    """What was mended in data files, and what is wrong then."""
+    """What was mended in data files, and what is wrong then. The ``task`` counts what is read again of mended files."""
     target, record = checkpoint.path, checkpoint.manifest
+    task.total = 0 if dry_run else sum(record.data_files[index].bytes for index in {fault.file for fault in faults})
     mended: list[Mended] = []
     left: list[Fault] = []
     for index, some in groupby(sorted(faults), key=lambda fault: fault.file):
@@ -167,7 +168,7 @@ def _mend_files(
             home(target) / file.path, path, index, file, _header(checkpoint, index), list(some), donors, dry_run=dry_run
         )
         mended += done.mended
-        left += done.left if dry_run else _still_wrong(checkpoint, index, done)
+        left += done.left if dry_run else _still_wrong(checkpoint, index, done, task)
     return mended, left
 
 
@@ -179,10 +180,10 @@ def _header(checkpoint: Checkpoint, index: int) -> Header | None:
         return None
 
 
-def _still_wrong(checkpoint: Checkpoint, index: int, done: Mending) -> list[Fault]:
+def _still_wrong(checkpoint: Checkpoint, index: int, done: Mending, task: events.Task) -> list[Fault]:
     """The file looked at once more, every byte, as it lies in storage now."""
     files = DataFiles(checkpoint.path, checkpoint.manifest.data_files)
-    found = examine(files, checkpoint.manifest, ReadStats(), only={index})
+    found = examine(files, checkpoint.manifest, ReadStats(), only={index}, progress=task.advance)
     known = {(fault.begin, fault.key): fault for fault in done.left}
     return [known.get((fault.begin, fault.key), fault) for fault in found]
 

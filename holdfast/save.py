@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from holdfast import events
 from holdfast.checkpoint import Checkpoint, Patterns, matches
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
@@ -84,7 +85,11 @@ def save_in(
     compared: Callable[[str], bool] | None = None, sign: Callable[[], Signer] | None = None,
 ) -> None:  # fmt: skip
     """All of a save, within a call of the ranks that is under way."""
-    with Ring(remote=isinstance(folder, Place)) as ring:
+    rank = call.ranks.rank
+    with (
+        events.span("save", folder, rank, whole=True, step=step) as whole,
+        Ring(remote=isinstance(folder, Place)) as ring,
+    ):
         work = SaveWork(
             call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded,
             compared=compared, sign=sign,
@@ -92,6 +97,7 @@ def save_in(
         work.gather(state, files)
         work.plan(call)
         work.settle(call)
+        whole.nbytes = work.nbytes
 
 
 def compared_by(check_replicas: bool | Patterns) -> Callable[[str], bool] | None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from holdfast import events
 from holdfast.checkpoint import Patterns
 from holdfast.engine.arena import WINDOW, Slot, windows_for
 from holdfast.engine.borrow import Previous
@@ -25,11 +26,11 @@ from holdfast.engine.commit import Attached
 from holdfast.engine.device import Moments
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import DEADLINE, Call, ranks_of
-from holdfast.engine.save_work import SaveWork
+from holdfast.engine.save_work import REHEARSAL, SaveWork
 from holdfast.engine.state import Recall
 from holdfast.engine.still import Held, check_still, hold_still
 from holdfast.engine.stores.around import patiently
-from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.engine.worker import Worker, start
 from holdfast.errors import HoldfastError, SaveFailed
@@ -118,6 +119,10 @@ class Saver:
         as they will be. Raises HoldfastError, the same on every rank.
         """
         self._check_open()
+        with events.span("prepare", REHEARSAL, self._ranks.rank, whole=True):
+            self._prepare(state)
+
+    def _prepare(self, state: Mapping[str, Any]) -> None:
         for saving in self._savings:
             saving._done.wait()  # it ends, here and below: all waits of a save for other ranks have a deadline
         work = SaveWork(self._ranks, None, None, False, RUN, _Taken(self, None), recall=self._recall)
@@ -154,8 +159,10 @@ class Saver:
         """
         self._check_open()
         folder, step = patiently(location(path), self._deadline), step_of(state, step)
-        number, earlier = self._next_slot()
-        saving, taken = Saving(folder, step, base if isinstance(base, Saving) else None), _Taken(self, number)
+        rank = self._ranks.rank
+        number, earlier = self._next_slot(folder, step)
+        saving = Saving(folder, step, base if isinstance(base, Saving) else None, rank)
+        taken = _Taken(self, number)
         saving._label = label or label_of(folder, step)
         previous = previous_of(Previous(base.to_cite) if isinstance(base, Saving) else base, self._deadline)
         before = self._savings[-1] if self._savings else None
@@ -166,6 +173,8 @@ class Saver:
             sign=self._sign if sign is None else signing(sign),
         )  # fmt: skip
         held: list[Held] = []
+        saving._span = events.begin(BACKGROUND, folder, rank, whole=True, step=step, lane="saves")
+        calling = events.begin("call", folder, rank, step=step)
         if earlier is None:
             with no_collection():
                 work.gather(state, files or {}, lambda: held.append(hold_still(work.collected, self._distrusted)))
@@ -189,6 +198,8 @@ class Saver:
             self._end(work, saving, error)
             if not isinstance(error, HoldfastError):  # an interrupt; what the ranks agreed on is told by the saving
                 raise
+        finally:
+            calling.end()
         saving._call = time.monotonic() - saving._began
         for kept in (earlier, work.interrupted):
             if kept is not None:
@@ -237,7 +248,7 @@ class Saver:
 
     # The calling thread
 
-    def _next_slot(self) -> tuple[int | None, BaseException | None]:
+    def _next_slot(self, folder: Location, step: int | None) -> tuple[int | None, BaseException | None]:
         """A free slot, or None if the save is to be skipped; and the earlier failure to raise, if there is one.
 
         The save is then skipped on every rank, also on one whose user has heard of the failure: so ranks stay in step.
@@ -246,8 +257,11 @@ class Saver:
             # For the outcome of the save that had it, not just for its memory: then all ranks raise its failure, or go
             # on, at the same call.
             ended = self._savings[: max(len(self._savings) - self._count + 1, 0)]
-            for saving in ended:
+            waits = [saving for saving in ended if not saving.done]
+            waiting = events.begin("slot wait", folder, self._ranks.rank, step=step) if waits else events.Opened()
+            for saving in waits:
                 saving._done.wait()
+            waiting.end()
             self._savings = self._savings[len(ended) :] or ended[-1:]
             earlier = self._hear(ended)
             if earlier is not None:
@@ -315,6 +329,8 @@ class Saver:
             _forget_frames(failed)
         work.slots.give()
         saving._staged_at, saving._written_at, saving._bytes = work.staged_at, work.written_at, work.nbytes
+        saving._span.nbytes = work.nbytes
+        saving._span.end(None if saving.skipped else failed)
         saving._end(failed)
 
     def _plan(self, work: SaveWork, saving: Saving, before: Saving | None) -> None:

@@ -15,7 +15,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.engine.still import Copying
 from holdfast.engine.stores.place import Location
 from holdfast.errors import HoldfastError, SaveFailed
-from holdfast.events import log
+from holdfast.events import Opened, log
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,18 @@ class Timing:
 class Saving:
     """One save under way. Made by `Saver.save`."""
 
-    def __init__(self, path: Location, step: int | None, base: Saving | Location | None = None) -> None:
+    def __init__(
+        self, path: Location, step: int | None, base: Saving | Location | None = None, rank: int = 0
+    ) -> None:  # fmt: skip
         self.path, self.step = path, step
+        self.began = time.time()
+        """When it was begun, in unix seconds."""
         self._began = time.monotonic()
         self._call = self._staged_at = self._written_at = self._ended_at = 0.0
         self._bytes = 0
         self._label = ""
-        self._copying = Copying()
+        self._copying = Copying(path, rank, step)
+        self._span = Opened()
         self._planned = threading.Event()
         self._done = threading.Event()
         self._lock = threading.Lock()

@@ -100,7 +100,7 @@ class Steps:
     def folders(self) -> list[Location]:
         """All folders that are called like a step."""
         found = storage.folders_in(self.root)
-        self._others = [name for name in found if not self._pattern.fullmatch(name)]
+        self._others = [name for name in found if not self._pattern.fullmatch(name) and name != storage.JOURNAL]
         return [self.root / name for name in found if self._pattern.fullmatch(name)]
 
     def committed(self) -> dict[int, Location]:

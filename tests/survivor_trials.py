@@ -268,7 +268,7 @@ def _run(
     else:
         told.wait(lambda: bool(told.of("done")), "a save")
         time.sleep(chance.random() * 0.3)
-    interrupted = any(not (f / "manifest.json").exists() for f in root.iterdir())
+    interrupted = any(not (f / "manifest.json").exists() for f in root.glob("step-*"))
     for rank in trial.victims:
         if "trainers" in trial.kill:
             send(trainers[rank], signal.SIGKILL, group=True)
@@ -323,7 +323,7 @@ def check(trial: Trial, root: Path, acknowledged: int, writers: list[int]) -> in
         gone = await_the_end(writers)
         manager.save(newest + 1, state_of(newest + 1, 0, trial, 1))
     assert not gone, f"writers {gone} live on"
-    for folder in root.iterdir():
+    for folder in root.glob("step-*"):
         assert (folder / "manifest.json").exists(), f"{folder.name} is left by a dead save"
         opened = holdfast.open(folder)
         opened.verify()

@@ -115,7 +115,7 @@ def _load(root: Path) -> dict[str, Any]:
 
 
 def _manager(root: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(root / "run", every=1, worker="none", signals=(), **options)
+    return CheckpointManager(root / "run", every=1, worker="none", signals=(), journal=False, **options)
 
 
 def _steps(root: Path) -> None:

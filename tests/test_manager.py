@@ -34,7 +34,7 @@ def _state(step: int = 0) -> dict[str, Any]:
 
 
 def _names(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir())
+    return sorted(p.name for p in root.iterdir() if p.name != ".journal")
 
 
 WORKERS = ["process", "thread", "none"]

@@ -125,7 +125,7 @@ def check_restored(root: Path, step: int) -> None:
         loaded = manager.restore(state)
     assert loaded is not None and loaded.step == step == state["step"]
     assert torch.equal(state["model"]["w"].tensor, content(step)), "not that step, or not all of it"
-    for folder in root.iterdir():
+    for folder in root.glob("step-*"):
         assert (folder / "manifest.json").exists() and not (folder / "parts").exists(), f"{folder} is left behind"
         holdfast.open(folder).verify()
 

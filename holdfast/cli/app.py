@@ -31,8 +31,11 @@ from holdfast.cli import (
     repair,
     rescue,
     show,
+    timeline,
     unshard,
     verify,
+    view,
+    watch,
 )
 from holdfast.cli.codes import Code
 from holdfast.engine import disk
@@ -47,6 +50,7 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (LOOK, diff.diff),
     (LOOK, du.du),
     (LOOK, plan.plan),
+    (LOOK, view.view),
     (CHECK, verify.verify),
     (CHECK, doctor.doctor),
     (CHECK, repair.repair),
@@ -56,7 +60,9 @@ _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
     (CHANGE, copy.copy),
     (CHANGE, prune.prune),
     (CHANGE, gc.gc),
+    (RUN, watch.watch),
     (RUN, bench.bench),
+    (RUN, timeline.timeline),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")

@@ -15,6 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from holdfast.cli.errors import Told
 
 _quiet = False
@@ -63,6 +65,12 @@ def fail(told: Told, *, as_json: bool) -> None:
     console.print(f"[bold red]error[/]: {escape(told.text)}")
     if told.next:
         console.print(f"[bold]next[/]:  {escape(told.next)}")
+
+
+def show(picture: RenderableType) -> None:
+    """What rich can draw, as wide as the terminal."""
+    if not _quiet:
+        Console(highlight=False).print(picture)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

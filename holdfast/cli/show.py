@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import holdfast
-from holdfast.checkpoint import Checkpoint, matches
+from holdfast.checkpoint import Checkpoint, matches, near
 from holdfast.cli import output
 from holdfast.engine.sections import dropped_of
 from holdfast.errors import HoldfastError, Mismatch
@@ -44,7 +44,8 @@ def show(
     checkpoint = holdfast.open(path)
     chosen = [name for name in checkpoint.records if matches(name, tensors or "*")]
     if tensors is not None and not chosen:
-        raise Mismatch(f"{checkpoint.path} has no tensor whose name fits {tensors!r}; holdfast show lists them")
+        hint = near(tensors, checkpoint.records)
+        raise Mismatch(f"{checkpoint.path} has no tensor whose name fits {tensors!r}{hint}; holdfast show lists them")
     layouts = Layouts(checkpoint)
     found = {s.name: s for s in statistics_of_all(checkpoint, chosen)} if stats else {}
     if json:

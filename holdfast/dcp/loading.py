@@ -25,7 +25,7 @@ from holdfast.engine.state import collect
 from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.place import Location
 from holdfast.errors import Mismatch
-from holdfast.load import Match, came, named_ids, saved_names
+from holdfast.load import Match, named_ids, restore, saved_names
 from holdfast.ondisk import names
 
 _SHOWN = 100
@@ -49,7 +49,10 @@ def load(
     keep = keeps_missing(planner)
     group = ranks_of(process_group)  # where tensors lie is told by it, even if nobody is to be met
     meeting = Ranks(0, 1) if no_dist else group
-    with no_collection(), meeting.call(f"load {path}") as call:
+    with (
+        events.span("load", path, meeting.rank, whole=True), no_collection(),
+        meeting.call(f"load {path}") as call,
+    ):  # fmt: skip
         found: list[tuple[Target, Match]] = []
 
         def compare() -> _Fit:
@@ -63,15 +66,13 @@ def load(
                 action()
             return True
 
-        choice = call.exchange("match", compare, _judge, Choice)
-        match = found[0][1]
-        sharing = match.sharing(meeting)
-        sharing.agree(call, choice)
+        with events.span("match", path, meeting.rank):
+            choice = call.exchange("match", compare, _judge, Choice)
+            match = found[0][1]
+            sharing = match.sharing(meeting)
+            sharing.agree(call, choice)
         wait_for_copies()  # a save in the background still reads what would change here
-        try:
-            call.settle("read", lambda: match.restore(verify, sharing), came, bool)
-        finally:
-            sharing.close()
+        restore(call, match, sharing, path, verify=verify)
         call.settle("load_state_dict", hand_back, lambda notes: True, bool)
 
 

@@ -193,7 +193,7 @@ def _rescue(place: Location) -> tuple[str, str]:
             continue  # it knows what headers do not
         told = "its manifest.json is missing, and its data files are whole"
         if origin == "headers":
-            told += f"; made from their headers it lacks or takes over {'; '.join(lost) or 'nothing'}"
+            told += f"; of what headers do not tell: {'; '.join(lost) or 'nothing is lost'}"
         return told, _command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
     use = f"take an older step ({older[-1]}), as a restore of the run does" if older else "take another checkpoint"
     return "", f"{use}; or, if there is a copy of this one: {_command('rescue', place)} --like COPY"

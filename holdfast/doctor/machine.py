@@ -19,7 +19,7 @@ import torch
 from holdfast.doctor.finding import Finding
 from holdfast.version import __version__
 
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH = (2, 7)
 FILES_WANTED = 4096
 SHM_WANTED = 64 << 20
 
@@ -55,7 +55,7 @@ def _python() -> Finding:
 def _torch() -> Finding:
     found = str(torch.__version__)
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit()) < OLDEST_TORCH:
-        return Finding("torch", "fail", f"{found} is too old", 'pip install --upgrade "torch>=2.6"')
+        return Finding("torch", "fail", f"{found} is too old", 'pip install --upgrade "torch>=2.7"')
     return Finding("torch", "ok", found)
 
 

@@ -149,7 +149,7 @@ def cited_beside(folder: Location) -> Cited:
     """
     root, name = root_of(folder)
     try:
-        kin = [found for found in storage.folders_in(root) if found != name] if name else []
+        kin = [found for found in storage.folders_in(root) if found not in (name, storage.JOURNAL)] if name else []
     except StorageError as error:
         if error.errno not in _NOT_OURS:
             raise

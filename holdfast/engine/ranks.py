@@ -35,6 +35,9 @@ DEADLINE = 600.0
 _TOLD = 20  # ranks that a message names at the most
 _PAUSE = 0.05  # seconds between two looks of a rank that is late
 
+meetings: list[Callable[[Ranks], None]] = []
+"""Told of the ranks when a call of theirs begins, in its thread: for clocks of timelines. They must not raise."""
+
 Note = TypeVar("Note")
 Answer = TypeVar("Answer")
 
@@ -137,6 +140,8 @@ class Ranks:
             raise HoldfastError(f"{label} was called from inside another save or load of the same group")
         with self._one_call:
             self._caller = threading.get_ident()
+            for told in meetings:
+                told(self)
             try:
                 yield Call(self, label, deadline, saving)
             finally:

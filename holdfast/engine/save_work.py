@@ -7,7 +7,7 @@ never commits half of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
@@ -54,6 +54,9 @@ from holdfast.ondisk.part import CITING, VERSION, Cite, Part
 from holdfast.ondisk.signature import SignedFile
 
 _DIGEST = 16  # bytes of an XXH3-128
+
+REHEARSAL = "prepare"
+"""What spans call a save that only plans."""
 
 SCALAR = 64
 """Bytes that small state of an optimizer takes for a parameter: more than it is."""
@@ -158,13 +161,15 @@ class SaveWork:
     _watched: Watched = field(default_factory=list)
     _spares: Spares = field(default_factory=Spares)
     _copied: bool = False
+    _laying: events.Opened = field(default_factory=events.Opened)
+    _settling: events.Opened = field(default_factory=events.Opened)
 
     # What a rank does by itself, before it meets the others. What fails here is told to all of them.
 
     def gather(self, state: Mapping[str, Any], attachments: Attached, then: Callable[[], None] | None = None) -> None:
         """Collect the state and the attached files; ``then`` may look at ``collected``, and fail as well."""
         self._reached("gather")
-        with self._keeping_failure():
+        with self._span("gather"), self._keeping_failure():
             if self.degraded and self.sign is not None:
                 raise Unsupported(
                     "what others write for lost ranks cannot be signed while they save: leave out degraded=True, or "
@@ -213,22 +218,25 @@ class SaveWork:
         Raises what every rank raises: SaveFailed.
         """
         self._reached("plan")
+        with self._span("plan"):
+            self._agreement = agreement = self._agree(call)
+            if agreement is None:
+                return False
+            with no_collection(), self._keeping_failure():  # not while waiting for others: training makes garbage
+                self._plan = plan_for(self.ranks, agreement)
+                self._warn_of_per_rank(self._plan)
+                self._images = images_of(self.collected, self._plan, self.ranks, agreement.save)
+                self.nbytes = sum(image.nbytes for image in self._images)
+        return True
+
+    def _agree(self, call: Call) -> Agreement | None:
         try:
-            agreement = agree(
-                call, self._bring, busy=self.busy, allow=self._allow, begun=self._begin, leave=self._bequeath
-            )
+            return agree(call, self._bring, busy=self.busy, allow=self._allow, begun=self._begin, leave=self._bequeath)
         except BaseException:
             self._withdraw()
             raise
-        if agreement is None:
-            return False
-        self._agreement = agreement
-        with no_collection(), self._keeping_failure():  # not while waiting for others: training makes garbage meanwhile
-            self._plan = plan_for(self.ranks, agreement)
-            self._warn_of_per_rank(self._plan)
-            self._images = images_of(self.collected, self._plan, self.ranks, agreement.save)
-            self.nbytes = sum(image.nbytes for image in self._images)
-        return True
+        finally:
+            self._laying.end()
 
     def _warn_of_per_rank(self, plan: Plan) -> None:
         alone = self.ranks.size == 1 or not self.ranks.first or self._bequest is None
@@ -250,6 +258,7 @@ class SaveWork:
     def _begin(self, save: str) -> None:
         self.save_id = save
         self._reached("layout")
+        self._laying = self._begin_span("layout")
 
     def _bequeath(self) -> Bequest | None:
         if not self.degraded or self.folder is None:
@@ -297,7 +306,7 @@ class SaveWork:
 
         What the calling thread does next on a device comes after copies that are only queued there.
         """
-        with self._keeping_failure():
+        with self._span("stage"), self._keeping_failure():
             self._raise_failure()
             self._cite()
             self._keep_spares(sections)
@@ -374,21 +383,27 @@ class SaveWork:
         return writing
 
     def _write(self, task: events.Task) -> _Note:
-        writing = self._copy(task)
-        writing.land()
+        with self._span("stage") as staging:
+            writing = self._copy(task)
+            writing.land()
+            staging.nbytes = self.nbytes
         self.staged_at = monotonic()
         files = [(w.path, w.bytes, w.header_bytes, w.header_digest) for w in writing.parts()]
         self._reached("write")
-        writing.leave([(self._place() / path, data) for path, data in self._small_files(files)])
-        writing.wait_written()
-        self.slots.give()
-        writing.finish()
-        check_sent(self._sent)
-        borrowed_is_there(self._place(), self._cites or [])
+        with self._span("write") as written:
+            writing.leave([(self._place() / path, data) for path, data in self._small_files(files)])
+            writing.wait_written()
+            self.slots.give()
+            written.nbytes = self.nbytes
+        with self._span("durable"):
+            writing.finish()
+            check_sent(self._sent)
+            borrowed_is_there(self._place(), self._cites or [])
         self.written_at = monotonic()
         self._did = Did([FileRecord(*file) for file in files], self._cites or [])
         self._reported = True
         self._reached("durable")
+        self._settling = self._begin_span("settle")
         told = [
             (image.section, image.volume, w.bytes, w.header_bytes, bytes.fromhex(w.header_digest + w.header_sha256))
             for image, w in zip(self._images, writing.parts(), strict=True)
@@ -419,6 +434,12 @@ class SaveWork:
         if self.folder is not None:
             events.reached(phase, self.folder, self.ranks.rank)
 
+    def _span(self, name: str) -> AbstractContextManager[events.Opened]:
+        return events.span(name, self.folder or REHEARSAL, self.ranks.rank, step=self.step)
+
+    def _begin_span(self, name: str) -> events.Opened:
+        return events.begin(name, self.folder or REHEARSAL, self.ranks.rank, step=self.step)
+
     def _place(self) -> Location:
         if self.folder is None:
             raise HoldfastError("a rehearsal was to write; this is a fault of holdfast")
@@ -430,9 +451,10 @@ class SaveWork:
         """Write, report, commit. Raises what every rank raises: SaveFailed."""
         leave = False
         try:
-            with events.task(self.name, str(self.folder), self.ranks.rank) as task:
+            with events.task(self.name, str(self.folder), self.ranks.rank, part=True) as task:
                 leave = self._settle(call, task)
         finally:
+            self._settling.end()
             if self._writing is not None:
                 self._writing.close()
             self.slots.give()
@@ -449,9 +471,10 @@ class SaveWork:
         """True if this rank's files are to stay where they are."""
         try:
             if self.compared is not None and self.ranks.size > 1:
-                with self._keeping_failure():
+                with self._span("stage"), self._keeping_failure():
                     self._copy(task)
-                compare(call, self._sums)
+                with self._span("compare"):
+                    compare(call, self._sums)
             self._write_and_commit(call, task)
         except HoldfastError as lost:
             # A rank that died may have a writer that lives on: with its part the save can still be committed late.
@@ -493,8 +516,9 @@ class SaveWork:
             # If the outcome is not known, the first rank may commit any moment, and nobody else may then.
             if not (lost.absent and lost.settled) or self._bequest is None:
                 raise
-            self._takeover(call, failed, task).run(lost)
-            self._drop_unnamed()
+            with self._span("take over"):
+                self._takeover(call, failed, task).run(lost)
+                self._drop_unnamed()
 
     def _takeover(self, call: Call, failed: list[BaseException], task: events.Task) -> Takeover:
         if self._plan is None or self._agreement is None or self._bequest is None:
@@ -538,9 +562,10 @@ class SaveWork:
         did = [Did(self._records_of(rank, note), note.cites) for rank, note in enumerate(notes)]
         record = joined(self._draft(), did)
         self._reached("commit")
-        signed = self._signed(record, notes)
-        call.confirm()
-        commit(self._place(), record, replaces=self._replaces, signed=signed)
+        with self._span("commit"):
+            signed = self._signed(record, notes)
+            call.confirm()
+            commit(self._place(), record, replaces=self._replaces, signed=signed)
         self._reached("committed")
         return self.save_id
 

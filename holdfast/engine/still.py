@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast import events
 from holdfast.engine.device import Moments, devices_of
 from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected
@@ -34,7 +35,8 @@ Watched = list[tuple[str, torch.Tensor, int]]
 class Copying:
     """The copies of one save: whoever changes a tensor that should hold still waits until they are made."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: object = "", rank: int = 0, step: int | None = None) -> None:
+        self._path, self._rank, self._step = path, rank, step  # of the save, for whoever is told of waits
         self._released = threading.Event()
         self._moments = Moments()
         self.waited = 0.0
@@ -53,7 +55,8 @@ class Copying:
         """Make a step wait: the host until all copies are queued, each device until they are made."""
         if not self._released.is_set():
             began = time.monotonic()
-            self._released.wait()  # it ends: whatever becomes of a save, it releases its tensors
+            with events.span("hook wait", self._path, self._rank, step=self._step):
+                self._released.wait()  # it ends: whatever becomes of a save, it releases its tensors
             self.waited += time.monotonic() - began
         self._moments.hold_streams()
 

@@ -41,6 +41,9 @@ ASKED = 4
 LIVING = 6 * 3600.0
 """Seconds for which a file of a store that no manifest names may belong to a save under way: a store has no locks."""
 
+JOURNAL = ".journal"
+"""The folder in a run's root that tells of the run. It is never a checkpoint, nor looked into for one."""
+
 
 @contextmanager
 def naming(path: str | os.PathLike[str] | Place, doing: str) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -35,6 +36,8 @@ class Upload:
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._ended = False
+        self.began = self.ended = time.monotonic()
+        self.thread = 0
         self._thread = threading.Thread(target=self._run, name="holdfast-upload", daemon=True)
         self._thread.start()
 
@@ -58,10 +61,12 @@ class Upload:
         return self._error
 
     def _run(self) -> None:
+        self.thread = threading.get_native_id()
         try:
             self._store.put(self._key, self._chunks(), self._size)
         except BaseException as error:  # noqa: BLE001 - kept, and told to whoever waits for this file
             self._error = None if self._is_there() else _without_frames(error)
+        self.ended = time.monotonic()
         with self._lock:
             self._ended = True
         while not self._windows.empty():  # what a failed upload has not asked for

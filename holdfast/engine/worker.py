@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from holdfast import events
 from holdfast.engine import disk, writer_process
 from holdfast.engine.courier import Courier, Fault
 from holdfast.engine.storage import storage_error
@@ -126,6 +127,7 @@ class ThreadWorker:
         self._courier.map(slot, memory)
 
     def open(self, path: Path, fd: int, *, direct: bool) -> int:
+        self._courier.told = events.told if events.observed() else None
         file = self._futures.file()
         self._courier.open(file, os.fspath(path), fd, direct=direct)
         return file
@@ -141,6 +143,7 @@ class ThreadWorker:
         return future
 
     def begin(self, place: Place, header: bytes, size: int) -> int:
+        self._courier.told = events.told if events.observed() else None
         file = self._futures.file()
         self._courier.begin(file, place.store, place.key, header, size)
         return file
@@ -190,6 +193,7 @@ class ProcessWorker:
         self._futures = _Futures()
         self._stores: dict[str, int] = {}
         self._hooks: dict[int, disk.Hook] = {}
+        self._watched = False
         self._dead: str | None = None
         self._reader = threading.Thread(target=self._read_answers, name="holdfast-answers", daemon=True)
         self._reader.start()
@@ -275,6 +279,7 @@ class ProcessWorker:
         try:
             with self._sending:
                 self._bring_hooks()
+                self._bring_watch()
                 writer_process.send(self._socket, head, data, fds)
         except OSError:
             self._reader.join()  # it finds the end of the process, and says how it ended
@@ -295,13 +300,24 @@ class ProcessWorker:
                     self._socket, {"verb": "hook", "hook": number, "module": module, "told": told}, fds=fds
                 )
 
+    def _bring_watch(self) -> None:
+        """Let the process tell of what it does, or no longer, as somebody wants to know it."""
+        if self._watched != events.observed():
+            self._watched = not self._watched
+            writer_process.send(self._socket, {"verb": "watch", "on": self._watched})
+
     def _read_answers(self) -> None:
         try:
             left = b""
             while got := self._socket.recv(1 << 16):
                 *lines, left = (left + got).split(b"\n")
                 for line in lines:
-                    job, fault = json.loads(line)
+                    found = json.loads(line)
+                    if isinstance(found, dict):
+                        name, path, lane, *rest = found["span"]  # by the same clock as here
+                        events.told(name, path, f"writer process: {lane}", *rest)
+                        continue
+                    job, fault = found
                     self._futures.answer(job, None if fault is None else Fault(*fault))
         except OSError:
             pass  # it has ended, and how is told below

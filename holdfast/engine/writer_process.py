@@ -36,7 +36,8 @@ ORPHANED = 1.0
 """Seconds between two looks whether the parent still lives: a forked child of it may hold the socket open."""
 
 
-# Messages: each a length, a JSON head and bytes; answers go back as lines of JSON.
+# Messages: each a length, a JSON head and bytes; answers go back as lines of JSON, and
+# so do spans of time, to whoever watches.
 
 
 def send(to: socket.socket, head: dict[str, Any], data: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
@@ -104,6 +105,13 @@ def main(fd: int) -> None:
         except OSError:
             pass  # nobody is there to hear it; what was asked for is done all the same
 
+    def told(*span: Any) -> None:
+        try:
+            with lock:
+                answers.sendall(json.dumps({"span": span}).encode() + b"\n")
+        except OSError:
+            pass  # nobody is there to hear it
+
     answers = source.dup()
     answers.settimeout(None)
     courier = Courier(answer)
@@ -116,6 +124,8 @@ def main(fd: int) -> None:
             break
         if head["verb"] in ("hook", "unhook"):
             _hook(hooks, fds, **head)
+        elif head["verb"] == "watch":
+            courier.told = told if head["on"] else None
         else:
             _obey(courier, stores, head, data, fds)
     courier.close()

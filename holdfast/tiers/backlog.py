@@ -36,6 +36,8 @@ class Backlog:
         self._stored: dict[int, _Brief | None] | None = None  # of each step in the store; None: not looked at yet
         self._given_up: dict[str, int] = {}  # saves that cannot be uploaded, and their steps
         self._was_due = True
+        self.waiting = 0
+        """Steps that the store lacked at the last look."""
 
     def next(self) -> int | None:
         """The step to upload now, by what both tiers hold. Raises StorageError."""
@@ -51,6 +53,7 @@ class Backlog:
                 continue
             if ours.save not in self._given_up and self._goes(step, ours, stored):
                 lacking.append(step)
+        self.waiting = len(lacking)
         there = [step for step in stored if step not in lacking]
         return self._upload.next(lacking, there, self._keep, was_due=self._was_due)
 

@@ -179,6 +179,14 @@ class Tiers:
         shown = self._uploader.current if self._nodes.leads else self._nodes.shown()
         return Durability(step, storage.is_file(self.fast.path(step) / manifest.FILE_NAME), stored, shown == step)
 
+    def backlog(self) -> int | None:
+        """How many steps of the fast tier are still to go to the store, as far as is known: a look at the disk."""
+        try:
+            return len(self._backlog.unsafe())
+        except (HoldfastError, OSError) as error:
+            log.debug("what is still to go to the store is not known: %s", error)
+            return None
+
     def close(self, timeout: float | None) -> None:
         """Wait for uploads, no longer than ``timeout`` seconds, and say what is not in the store. Idempotent."""
         if not self._nodes.leads:

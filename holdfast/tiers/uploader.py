@@ -26,7 +26,7 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.throttled import Throttled
 from holdfast.engine.transfer import copy_files, self_contained, sharing
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, StorageError, Unsupported
-from holdfast.events import log
+from holdfast.events import begin, log
 from holdfast.keep import Keep
 from holdfast.keys import found_signature
 from holdfast.ondisk import datafile
@@ -130,6 +130,11 @@ class Uploader:
         if not self._nodes.first:
             return self._nodes.ended()
         return self._looked == self._wanted
+
+    @property
+    def waiting(self) -> int:
+        """Steps that are still to go to the store, as the first rank has seen at its last look; 0 elsewhere."""
+        return self._backlog.waiting if self._alive() else 0
 
     # The thread
 
@@ -307,7 +312,17 @@ class Uploader:
         here = {own_path(file.path) for index, file in enumerate(record.data_files) if index not in absent}
         if self._nodes.first:
             here |= {path for path, _, _ in into.attachments}
-        copy_files(source, self._into / name, record, into=into, only=here.__contains__, progress=self._progress)
+        target, before = self._store.root / name, self._sent
+        uploading = begin("upload", target, self._nodes.leader, whole=True, step=record.step)
+        failed: BaseException | None = None
+        try:
+            copy_files(source, self._into / name, record, into=into, only=here.__contains__, progress=self._progress)
+        except BaseException as error:
+            failed = None if isinstance(error, _Stopped) else error  # the next start goes on with it
+            raise
+        finally:
+            uploading.nbytes = self._sent - before
+            uploading.end(failed)
 
     def _follow(self) -> None:
         order = self._nodes.ordered()
@@ -371,6 +386,11 @@ def _throttled(root: Location, bandwidth: float | None) -> Place:
 
 
 _running: weakref.WeakSet[Uploader] = weakref.WeakSet()
+
+
+def running() -> list[Uploader]:
+    """The uploaders of this process."""
+    return list(_running)
 
 
 def _stop_all() -> None:

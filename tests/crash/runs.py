@@ -158,7 +158,7 @@ def quiet() -> Iterator[None]:
 
 
 def manager(root: Path, **how: Any) -> CheckpointManager:
-    return CheckpointManager(root, **{"every": 1, "worker": "none", "signals": (), **how})
+    return CheckpointManager(root, **{"every": 1, "worker": "none", "signals": (), "journal": False, **how})
 
 
 def restore_run(root: Path, **how: Any) -> int | None:

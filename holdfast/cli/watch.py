@@ -1,0 +1,245 @@
+"""``holdfast watch``: how a running job saves, again and again, from beside it or from afar.
+
+Called by `app`. Reads the journal of the run and the manifests of its steps, no data file; changes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli import output
+from holdfast.errors import NotACheckpoint, StorageError
+from holdfast.inspect.history import History, Past
+from holdfast.inspect.standing import Save, Standing, rate_of, standing
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+ROWS = 8
+"""Saves that are listed."""
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_COLOURS = {"running": "green", "saving": "cyan", "ended": "blue", "silent": "red", "unknown": "yellow"}
+
+
+def watch(
+    root: Annotated[str, typer.Argument(help="The root of a run: a path or a URL.")],
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between two looks.", min=0.1)] = 2.0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a look, each on a line of its own.")] = False,
+) -> None:
+    """Watch a running job: its last save and next one, stalls, rates, failures, what is still to be uploaded."""
+    past = Past(root)
+    history = past.look()
+    if json:
+        output.as_json(standing(root, history))
+    elif once:
+        output.show(picture(standing(root, history), history))
+    if once:
+        return
+    try:
+        if json:
+            while history := _next(past, every) or history:
+                output.as_json(standing(root, history))
+                sys.stdout.flush()
+        elif sys.stdout.isatty():
+            _live(root, past, history, every)
+        else:
+            _tail(past, history, every)
+    except KeyboardInterrupt:  # the way to end it, and no failure
+        return
+
+
+def _next(past: Past, every: float) -> History | None:
+    """What there is after a while; None if it cannot be read now."""
+    time.sleep(every)
+    try:
+        return past.look()
+    except (NotACheckpoint, StorageError):  # swept, or a network that is away for a while: the next look tells
+        return None
+
+
+def _live(root: str, past: Past, history: History, every: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            # Ages go on also while the root cannot be read.
+            stale = time.time() - history.at if time.time() - history.at > 2 * every + 5 else None
+            live.update(picture(standing(root, history), history, stale=stale), refresh=True)
+            history = _next(past, every) or history
+
+
+def _tail(past: Past, history: History, every: float) -> None:
+    """In a pipe: a line for each save from now on."""
+    told = {(entry.step, entry.began) for entry in history.entries}
+    while True:
+        for entry in history.entries:
+            if (entry.step, entry.began) not in told:
+                told.add((entry.step, entry.began))
+                when = datetime.fromtimestamp(entry.began).strftime("%Y-%m-%d %H:%M:%S")
+                output.say(f"{when} step {entry.step} {entry.outcome}: {entry.error or output.size(entry.bytes)}")
+                sys.stdout.flush()
+        history = _next(past, every) or history
+
+
+# The picture
+
+
+def picture(now: Standing, history: History, *, stale: float | None = None) -> RenderableType:
+    """What `watch` shows of a look."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    colour = _COLOURS[now.state]
+    head = Text.assemble(
+        ("● ", colour), (_state(now), f"bold {colour}"), ("   " + now.root, "dim"), overflow="ellipsis"
+    )
+    head.no_wrap = True
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(overflow="fold")
+    for name, words in _lines(now):
+        rows.add_row(name, Text(words) if isinstance(words, str) else words)
+    parts: list[RenderableType] = [head, rows]
+    if history.entries:
+        parts += ["", _saves(history)]
+    if stale is not None:
+        parts.append(Text(f"the root cannot be read; this is from {ago(stale)}", "red"))
+    return Group(*parts)
+
+
+def _state(now: Standing) -> str:
+    step = "" if now.step is None else f" at step {now.step:,}"
+    if now.state == "silent":
+        return f"silent for {span(now.heard)}{step}: killed, hung, or it cannot write its journal"
+    if now.state == "ended":
+        return f"ended{step}, {ago(now.heard)}"
+    if now.state == "unknown":
+        return f"steps without a journal: whether it runs is not told; the last one is{step[3:] or ' not known'}"
+    return f"running{step}"
+
+
+def _lines(now: Standing) -> list[tuple[str, str | Text]]:
+    from rich.text import Text
+
+    found: list[tuple[str, str | Text]] = []
+    ranks = [] if now.ranks is None else [f"{now.ranks:,} rank{'s' if now.ranks != 1 else ''}"]
+    pace = [] if now.step_seconds is None else [f"{span(now.step_seconds)} a step"]
+    start = [f"start {now.starts}"] if now.starts > 1 else []
+    found.append(("run", ", ".join([*pace, *ranks, *start]) or "–"))
+    for one in now.saving:
+        step = f"step {one.step:,}" if one.step is not None else one.name
+        since = "" if one.since is None else f" for {span(now.at - one.since)}"
+        done = f": {one.durable:,} of {one.ranks:,} ranks have their files in place" if one.ranks and one.name else ""
+        found.append(("saving", Text(f"{step}{since}{done}", "cyan")))
+    if now.last is not None:
+        found.append(("last save", _last(now.last)))
+    if now.next_step is not None:
+        wait = "" if now.next_in is None else f" in about {span(now.next_in)}" if now.next_in else " any moment"
+        found.append(("next save", f"step {now.next_step:,}{wait}"))
+    counts = [f"{now.saved:,} saved", f"{now.failed:,} failed", f"{now.skipped:,} skipped"]
+    there = "none is there now" if not now.there else f"{len(now.there):,} there now"
+    found.append(("saves", f"{', '.join(c for c in counts if not c.startswith('0 ')) or 'none yet'}; {there}"))
+    if now.failure is not None:
+        since = f"{now.failed_since:,} since the last save; " if now.failed_since else ""
+        words = f"{since}step {now.failure.step:,}, {ago(now.failure.age)}: {now.failure.error}"
+        found.append(("failure", Text(words, "red" if now.failed_since else "yellow")))
+    if now.best is not None:
+        found.append(("best", f"{now.best.metric:.6g} at step {now.best.step:,}"))
+    if now.backlog is not None:
+        words = (
+            f"{now.backlog:,} step{'s' if now.backlog != 1 else ''} to be uploaded" if now.backlog else "all uploaded"
+        )
+        found.append(("backlog", Text(words, "yellow" if now.backlog > 1 else "")))
+    if any(now.stalls):
+        found.append(("stalls", f"{spark(now.stalls)}  {_range([span(x) for x in _extremes(now.stalls)])}"))
+    if any(now.rates):
+        found.append(("rates", f"{spark(now.rates)}  {_range([_rate(x) for x in _extremes(now.rates)])}"))
+    return found
+
+
+def _last(last: Save) -> str:
+    took = "" if last.seconds is None else f" in {span(last.seconds)}"
+    rate = "" if last.rate is None else f" ({_rate(last.rate)})"
+    stall = "" if last.stall is None else f", training waited {span(last.stall)}"
+    return f"step {last.step:,}, {ago(last.age)}: {output.size(last.bytes)}{took}{rate}{stall}"
+
+
+def _saves(history: History) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    rated = any(entry.metric is not None for entry in history.entries[-ROWS:])
+    columns = ["step", "age", "took", "stall", "size", "rate", *(["metric"] if rated else []), "outcome"]
+    for column in columns:
+        table.add_column(column, justify="left" if column == "outcome" else "right", no_wrap=column != "outcome")
+    for entry in history.entries[-ROWS:]:
+        rate, told, saved = rate_of(entry), bool(entry.start), entry.outcome == "saved"
+        gone = "" if entry.step in history.there or not saved else ", swept"
+        words = f"{entry.outcome}{gone}" if saved else f"{entry.outcome}: {entry.error}"
+        style = "" if saved else "red" if entry.outcome == "failed" else "yellow"
+        cells = [
+            f"{entry.step:,}", span(max(history.at - entry.began, 0.0)), span(entry.seconds) if told else "–",
+            span(entry.stall) if told else "–", output.size(entry.bytes), "–" if rate is None else _rate(rate),
+            *([] if not rated else ["–" if entry.metric is None else f"{entry.metric:.5g}"]),
+        ]  # fmt: skip
+        table.add_row(*cells, Text(words, style, overflow="ellipsis", no_wrap=True))
+    return table
+
+
+# Words
+
+
+def spark(values: Sequence[float | None]) -> str:
+    """A line of blocks as high as the values; × for what is none."""
+    top = max((value for value in values if value is not None), default=0.0)
+    return "".join(
+        "×" if value is None else _LEVELS[min(int(value / top * 8), 7) if top > 0 else 0] for value in values
+    )
+
+
+def _extremes(values: Sequence[float | None]) -> list[float]:
+    found = [value for value in values if value is not None]
+    return [min(found), max(found)]
+
+
+def _range(words: list[str]) -> str:
+    return words[0] if words[0] == words[1] else f"{words[0]} to {words[1]}"
+
+
+def _rate(rate: float) -> str:
+    return f"{output.size(round(rate))}/s"
+
+
+def span(seconds: float | None) -> str:
+    """A length of time as people say it."""
+    if seconds is None:
+        return "–"
+    if seconds < 0.00095:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.{0 if seconds >= 0.00995 else 1}f} ms"
+    if seconds < 99.5:
+        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f} s"
+    for unit, name, below, small in ((60, "min", 60, "s"), (3600, "h", 48, "min")):
+        if seconds < unit * below:
+            whole, rest = divmod(seconds, unit)
+            part = int(rest / (1 if small == "s" else 60))
+            return f"{whole:.0f} {name} {part} {small}" if part and whole < 10 else f"{whole:.0f} {name}"
+    return f"{seconds / 86400:.1f} days"
+
+
+def ago(seconds: float | None) -> str:
+    """How long ago something was."""
+    return "a while ago" if seconds is None else "just now" if seconds < 1 else f"{span(seconds)} ago"

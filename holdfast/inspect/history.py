@@ -1,0 +1,155 @@
+"""The past of a run, and its present: what its journal says, and of steps that no journal tells of, their manifests.
+
+`holdfast watch` and the page of a run ask here, the one again and again. Reads no data file, and what it has read once
+it does not read again; changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+
+from holdfast.absent import what_is_in_store, what_is_there
+from holdfast.checkpoint import read_manifest
+from holdfast.engine import storage
+from holdfast.engine.stores.around import patiently
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
+from holdfast.events import log
+from holdfast.journal import ASK, Entry, Now, Reader, joined
+from holdfast.ondisk import datafile, manifest, part
+from holdfast.steps import metric_of
+
+ASKERS = 16
+"""Folders of a store that are looked into at once."""
+
+
+@dataclass(frozen=True)
+class Underway:
+    """A save that has not committed: ``since`` when, in unix seconds, None if that is not told. ``durable`` ranks have
+    all their files in place, of ``ranks``; ``bytes`` are there, or reserved.
+    """
+
+    name: str
+    step: int | None
+    since: float | None
+    bytes: int
+    durable: int
+    ranks: int | None
+
+
+@dataclass(frozen=True)
+class History:
+    """A run at one moment, ``at`` unix seconds.
+
+    ``entries``: every save that is told of, the oldest first. Those that no journal tells of have no ``start``; their
+    ``seconds`` and ``stall`` are not known and 0. ``there``: names of the folders that hold a committed step now, by
+    step. ``now``: where training was when it last said so. ``saving``: the saves under way.
+    """
+
+    at: float
+    entries: list[Entry]
+    there: dict[int, str]
+    now: Now | None
+    saving: list[Underway]
+
+    @property
+    def saved(self) -> list[Entry]:
+        """Those that committed, each step as it was saved last."""
+        return list({entry.step: entry for entry in self.entries if entry.outcome == "saved"}.values())
+
+
+class Past:
+    """What there is to tell of the run in ``root``, a path or a URL."""
+
+    def __init__(self, root: str | os.PathLike[str] | Place) -> None:
+        self.root = patiently(location(root), ASK)
+        self._reader = Reader(self.root)
+        self._committed: dict[str, Entry | None] = {}  # by folder; None for what is no step, or cannot be read
+
+    def look(self) -> History:
+        """All there is now. Raises NotACheckpoint if there is neither a journal nor a step, and StorageError."""
+        told = self._reader.read()
+        names = [name for name in storage.folders_in(self.root) if not name.startswith(".")]
+        self._committed = {name: entry for name, entry in self._committed.items() if name in names}
+        unknown = [name for name in names if name not in self._committed]
+        with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-history") as pool:
+            whole = dict(zip(unknown, pool.map(self._is_committed, unknown), strict=True))
+            fresh = [name for name in unknown if whole[name]]
+            self._committed.update(zip(fresh, pool.map(self._step_of, fresh), strict=True))
+        there = {entry.step: name for name, entry in self._committed.items() if entry is not None}
+        known = {entry.step for entry in told.entries if entry.outcome == "saved"}
+        others = [entry for entry in self._committed.values() if entry is not None and entry.step not in known]
+        saving = self._underway([name for name in unknown if not whole[name]], told.now, told.entries)
+        if not (told.entries or there or saving or told.now):
+            root = self.root
+            raise NotACheckpoint(what_is_in_store(root) if isinstance(root, Place) else what_is_there(root))
+        return History(time.time(), joined([*told.entries, *others]), dict(sorted(there.items())), told.now, saving)
+
+    def _is_committed(self, name: str) -> bool:
+        return storage.is_file(self.root / name / manifest.FILE_NAME)
+
+    def _step_of(self, name: str) -> Entry | None:
+        """A committed step, by its manifest alone."""
+        try:
+            record = read_manifest(self.root / name)
+        except (NotACheckpoint, Damaged, Unsupported) as error:
+            log.debug("%s is passed over: %s", name, error)
+            return None
+        if record.step is None or record.step < 0:
+            return None
+        try:
+            created = datetime.fromisoformat(record.created.replace("Z", "+00:00")).timestamp()
+        except ValueError:
+            created = 0.0
+        files = record.data_files
+        return Entry(
+            record.step, created, created, 0.0, 0.0, sum(file.bytes for file in files), record.world_size,
+            self._metric(name), "saved", written=sum(file.bytes for file in files if file.save is None),
+        )  # fmt: skip
+
+    def _metric(self, name: str) -> float | None:
+        try:
+            return metric_of(self.root / name)
+        except (HoldfastError, OSError):  # swept meanwhile
+            return None
+
+    def _underway(self, names: Sequence[str], now: Now | None, entries: Sequence[Entry]) -> list[Underway]:
+        """Folders with files of a save and without a manifest, in which something lives, and what training says."""
+        found = []
+        ranks = now.ranks if now is not None else entries[-1].ranks if entries else None
+        for name in names:
+            folder = self.root / name
+            sizes = storage.sizes_below(folder)
+            files = [path for path in sizes if datafile.save_of(path)]
+            parts = [path for path in sizes if part.save_of(path)]
+            is_told = now is not None and now.saving is not None and _ends_with(name, now.saving)
+            if not is_told and not (files and self._lives(folder, files)):
+                continue
+            found.append(
+                Underway(
+                    name, now.saving if is_told and now else None, now.since if is_told and now else None,
+                    sum(sizes[path] for path in files), len(parts), ranks,
+                )
+            )  # fmt: skip
+        if now is not None and now.saving is not None and not found:
+            found.append(Underway("", now.saving, now.since, 0, 0, ranks))  # nothing is on the disk yet, or to be seen
+        return found
+
+    def _lives(self, folder: Location, files: list[str]) -> bool:
+        if isinstance(folder, Place):
+            return False  # a store does not tell who still writes; training does
+        try:
+            return bool(storage.living(folder, files))
+        except StorageError:  # committed, or swept, while we looked
+            return False
+
+
+def _ends_with(name: str, step: int) -> bool:
+    digits = name[len(name.rstrip("0123456789")) :]
+    return digits != "" and int(digits[-18:]) == step

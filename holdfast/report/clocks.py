@@ -1,0 +1,181 @@
+"""How far this process's clock is from the first rank's: questions and answers over the store, beside a call.
+
+The recorder of a timeline makes a `Clocks`, and starts a measurement when ranks meet. A thread of its own asks or
+answers, so no rank waits for it; ranks of one host have one clock, and ask once. Never a collective, and nothing of
+this happens without a timeline.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from holdfast.engine import disk
+from holdfast.engine.ranks import Ranks
+from holdfast.events import log
+
+TIMES = 8
+"""Questions of a rank, of which the quickest answer counts."""
+
+PATIENCE = 30.0
+"""Seconds that a rank asks, or waits for questions: others may come late, or record no timeline."""
+
+ALONE = 0.25
+"""Seconds that the first rank waits for the next question of the rank that it answers."""
+
+GRACE = 1.0
+"""Seconds that a measurement under way gets to end."""
+
+_NOTHING = b"?"  # never a question or an answer
+_BETWEEN = 0.002  # seconds between two looks for a rank that has not begun
+
+
+class Measured(msgspec.Struct, tag="clock", frozen=True):
+    """The clock of the part ``to`` shows ``offset`` more than this one, give or take ``error``, at the time ``at``."""
+
+    to: str
+    offset: float
+    error: float
+    at: float
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    part: str
+    kind: str
+    now: float
+
+
+class Clocks:
+    """Measures this process's clock against the first rank's, and answers the others if it is that itself.
+
+    ``part`` is what it is called in the timeline, ``tell`` is told what was found, ``kind`` is equal for processes that
+    have one clock.
+    """
+
+    def __init__(self, part: str, tell: Callable[[Measured], None]) -> None:
+        self._part, self._tell, self.kind = part, tell, clock_kind()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def measure(self, ranks: Ranks) -> None:
+        """Begin to, for a call of these ranks; not if another measurement is under way."""
+        if ranks.store is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        prefix = f"clock/{ranks.calls}"
+        self._thread = threading.Thread(target=self._run, args=(ranks, prefix), name="holdfast-clock", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop, and leave the store; a measurement under way may end first."""
+        if self._thread is not None:
+            self._thread.join(GRACE)
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()  # it ends: its waits are short, and the store's own have a deadline
+
+    def _run(self, ranks: Ranks, prefix: str) -> None:
+        try:
+            store = _own(ranks.store)
+            if ranks.first:
+                self._answer(store, prefix, set(range(1, ranks.size)))
+            else:
+                self._ask(store, f"{prefix}/{ranks.rank}")
+        except RuntimeError as error:  # the store is gone, and the run with it; the wall clock has to do
+            log.debug("no clock could be measured: %s", error)
+
+    # On the first rank
+
+    def _answer(self, store: Any, prefix: str, missing: set[int]) -> None:
+        until = time.monotonic() + PATIENCE
+        while missing and time.monotonic() < until and not self._stop.is_set():
+            for rank in [rank for rank in missing if store.check([f"{prefix}/{rank}/0"])]:
+                missing.discard(rank)
+                self._answer_one(store, f"{prefix}/{rank}")
+                until = time.monotonic() + PATIENCE
+            if missing:
+                self._stop.wait(_BETWEEN)
+
+    def _answer_one(self, store: Any, prefix: str) -> None:
+        for number in range(TIMES):
+            question, until = f"{prefix}/{number}", time.monotonic() + ALONE
+            while (kind := _look(store, question)) is None:
+                if time.monotonic() > until or self._stop.is_set():
+                    return
+            now = time.monotonic()
+            store.set(f"{question}/answer", msgspec.msgpack.encode(_Answer(self._part, self.kind, now)))
+            if kind == self.kind.encode():
+                return
+
+    # On all others
+
+    def _ask(self, store: Any, prefix: str) -> None:
+        best: Measured | None = None
+        asked: list[str] = []
+        try:
+            for number in range(TIMES):
+                question = f"{prefix}/{number}"
+                asked += [question, f"{question}/answer"]
+                began = time.monotonic()
+                store.set(question, self.kind.encode())
+                answer = self._await(store, f"{question}/answer", began + (ALONE if number else PATIENCE))
+                ended = time.monotonic()
+                if answer is None:
+                    break
+                found = msgspec.msgpack.decode(answer, type=_Answer)
+                if found.kind == self.kind:
+                    best = Measured(found.part, 0.0, 0.0, began)
+                    break
+                half = (ended - began) / 2
+                if best is None or half < best.error:
+                    best = Measured(found.part, found.now - (began + half), half, began)
+        finally:
+            for key in asked:
+                with suppress(RuntimeError):  # the store is gone, or cannot delete
+                    store.delete_key(key)
+        if best is not None:
+            self._tell(best)
+
+    def _await(self, store: Any, key: str, until: float) -> bytes | None:
+        quick = time.monotonic() + ALONE
+        while (found := _look(store, key)) is None:
+            now = time.monotonic()
+            if now > until or self._stop.is_set():
+                return None
+            if now > quick:
+                self._stop.wait(_BETWEEN)
+        return found
+
+
+def _look(store: Any, key: str) -> bytes | None:
+    """What stands there now. Never waits for it, as `get` would if the key were deleted after a `check`."""
+    found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    return None if found == _NOTHING else found
+
+
+def _own(store: Any) -> Any:
+    """A connection of one's own to a store, so that what one asks never waits for the calls of the ranks."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # a store in memory, or of files: nothing there waits
+        return store
+
+
+def clock_kind() -> str:
+    """Names the clock that `time.monotonic` reads: that of a boot of a host, within a time namespace."""
+    try:
+        return disk.read_file("/proc/sys/kernel/random/boot_id").decode().strip() + "/" + _namespace()
+    except OSError:  # no /proc: then nobody is taken to have the same clock
+        return f"{os.getpid()}/{time.time_ns()}"
+
+
+def _namespace() -> str:
+    try:
+        return str(disk.stat("/proc/self/ns/time").st_ino)
+    except OSError:  # a kernel without time namespaces
+        return ""

@@ -1,0 +1,154 @@
+"""A timeline as a trace that Chrome and Perfetto draw: a process for each rank, a lane for each thread.
+
+`timeline.merge` calls it. Pure but for `Trace.write`: it follows the Trace Event Format, complete events ("X") with
+microseconds from the first of all, and metadata ("M") for names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from holdfast.engine import disk
+from holdfast.report.parts import Part, common_clock, parts_in
+from holdfast.report.recording import Line
+from holdfast.report.slowest import Phase, slowest
+
+__all__ = ["Trace", "joined", "parts_in"]
+
+LANES = {"saves": "saves", "MainThread": "training", "holdfast-save": "save", "holdfast-write": "writer"}
+"""What threads are called in a trace, the first one first; those of a writer process and others follow."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A timeline, joined. ``events`` are the trace's; ``phases`` say who was the slowest; ``began`` is in UTC.
+
+    ``processes`` and ``spans`` are counted, ``unfinished`` spans of which nobody wrote down the end (they are drawn
+    up to the last moment that is known of their process), and ``unread`` lines that make no sense.
+    """
+
+    events: list[dict[str, Any]]
+    phases: list[Phase]
+    began: str
+    processes: int
+    spans: int
+    unfinished: int
+    unread: int
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """The trace as a file of JSON, in the place of what was there. Raises OSError."""
+        told = {"began": self.began, "made by": "holdfast"}
+        data = msgspec.json.encode({"traceEvents": self.events, "displayTimeUnit": "ms", "otherData": told})
+        fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            disk.write_all(fd, data, 0, path)
+        finally:
+            os.close(fd)
+
+
+def joined(parts: list[Part]) -> Trace:
+    """All parts on one clock."""
+    clock = common_clock(parts)
+    ends = {id(part): {n: line.ended or part.last for n, line in part.spans.items()} for part in parts}
+    first = min((clock(part, line.began) for part in parts for line in part.spans.values()), default=0.0)
+    ordered = sorted(parts, key=lambda part: (part.rank is None, part.rank or 0, part.header.wall))
+    base = ordered[0]
+    began = base.header.wall + first - clock(base, base.header.monotonic)
+    events: list[dict[str, Any]] = []
+    for number, part in enumerate(ordered, start=1):
+        same_rank = [other for other in parts if other.rank == part.rank]
+        name = f"{part.header.host} · pid {part.header.pid}" if part.rank is None else f"rank {part.rank}"
+        if part.rank is not None:
+            name += f" · {part.header.host}" + (f" · pid {part.header.pid}" if len(same_rank) > 1 else "")
+        events += [_named("process_name", number, 0, name=name), _named("process_sort_index", number, 0, index=number)]
+        events += _spans_of(part, number, ends[id(part)], partial(_since, clock, part, first))
+    lines = [line for part in parts for line in part.spans.values()]
+    return Trace(
+        events, slowest(ordered, clock), datetime.fromtimestamp(began, timezone.utc).isoformat(timespec="milliseconds"),
+        len(parts), len(lines), sum(not line.ended for line in lines), sum(part.unread for part in parts),
+    )  # fmt: skip
+
+
+def _since(clock: Callable[[Part, float], float], part: Part, first: float, moment: float) -> float:
+    return clock(part, moment) - first
+
+
+def _named(what: str, pid: int, tid: int, *, name: str = "", index: int = 0) -> dict[str, Any]:
+    args: dict[str, Any] = {"name": name} if name else {"sort_index": index}
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _spans_of(
+    part: Part, pid: int, ends: dict[int, float], since: Callable[[float], float]
+) -> list[dict[str, Any]]:  # fmt: skip
+    events: list[dict[str, Any]] = []
+    for tid, (name, lines) in enumerate(_lanes(part.spans.values(), ends), start=1):
+        events += [_named("thread_name", pid, tid, name=name), _named("thread_sort_index", pid, tid, index=tid)]
+        for line in sorted(lines, key=lambda line: (line.began, -ends[line.number])):
+            begin, end = since(line.began), since(ends[line.number])
+            events.append({
+                "ph": "X", "name": line.name, "cat": _kind(line), "pid": pid, "tid": tid,
+                "ts": round(begin * 1e6, 3), "dur": max(round((end - begin) * 1e6, 3), 0.0), "args": _told(line),
+            })  # fmt: skip
+    return events
+
+
+def _kind(line: Line) -> str:
+    if line.whole:
+        return "whole"
+    return "wait" if line.name.endswith(" wait") else "file" if line.rank < 0 else "phase"
+
+
+def _told(line: Line) -> dict[str, Any]:
+    told: dict[str, Any] = {"path": line.path}
+    if line.step is not None:
+        told["step"] = line.step
+    if line.nbytes:
+        told["bytes"] = line.nbytes
+        if line.ended > line.began:
+            told["GB/s"] = round(line.nbytes / (line.ended - line.began) / 1e9, 3)
+    if line.error:
+        told["error"] = line.error
+    if not line.ended:
+        told["unfinished"] = True
+    return told
+
+
+def _lanes(lines: Iterable[Line], ends: dict[int, float]) -> list[tuple[str, list[Line]]]:
+    """Spans by lane. Threads of one name share as many lanes as of them lived at once."""
+    threads: dict[tuple[str, int], list[Line]] = {}
+    for line in lines:
+        threads.setdefault((_called(line.lane), line.thread), []).append(line)
+    lanes: dict[str, list[_Lane]] = {}
+    for (name, _), mine in sorted(threads.items(), key=lambda item: min(line.began for line in item[1])):
+        begin, there = min(line.began for line in mine), lanes.setdefault(name, [])
+        lane = next((lane for lane in there if lane.until <= begin), None)
+        if lane is None:
+            there.append(lane := _Lane())
+        lane.lines += mine
+        lane.until = max(ends[line.number] for line in mine)
+    order = list(LANES.values())
+    names = sorted(lanes, key=lambda name: (order.index(name) if name in order else len(order), name))
+    return [
+        (name if number == 0 else f"{name} {number + 1}", lane.lines)
+        for name in names
+        for number, lane in enumerate(lanes[name])
+    ]
+
+
+@dataclass
+class _Lane:
+    lines: list[Line] = field(default_factory=list)
+    until: float = 0.0
+
+
+def _called(lane: str) -> str:
+    before, colon, _ = lane.rpartition(": ")
+    return before if colon else LANES.get(lane, lane.removeprefix("holdfast-"))

@@ -1,0 +1,121 @@
+// A table of any number of rows, of which only those in sight are elements. Uses frame.js.
+"use strict";
+/**
+ * H.table({ label, columns, rows, picked, sort: [column, 1 or -1] }) → { node, show(rows), filter(test), select(row), refresh(), focus(), shown }
+ *
+ * columns: { name, width (of a grid column), value (row → what it is sorted by), cell (row → text or node; default value),
+ *            right: true for figures, ascending: true if it is sorted upwards first }
+ * picked(row) is called by a click or Enter. Arrows, Page Up and Down, Home and End move.
+ */
+H.table = ({ label, columns, rows, picked, sort = null }) => {
+  const ROW = 30, SPARE = 6;
+  let all = [...rows], shown = all, fits = null, active = 0, chosen = null, sorting = sort, pool = [];
+  const name = `table-${(H.table.number = (H.table.number ?? 0) + 1)}`;
+  const spacer = H.el("div", { style: { width: "1px" } });
+  const none = H.el("div", { class: "none", hidden: true }, "Nothing fits.");
+  const heads = H.el("div", { class: "heads", role: "row", "aria-rowindex": 1 }, columns.map((column, i) =>
+    H.el("div", { role: "columnheader", class: column.right ? "right" : "" }, H.el("button", { type: "button", click: () => order(i) }, column.name))));
+  const body = H.el("div", { class: "rows", role: "rowgroup", tabindex: 0, "aria-label": label }, spacer, none);
+  const node = H.el("div", { class: "table", role: "grid", "aria-label": label, "aria-colcount": columns.length,
+    style: { "--columns": columns.map((c) => c.width).join(" ") } }, heads, body);
+
+  function order(index) {
+    const first = columns[index].ascending ? 1 : -1;
+    sorting = sorting && sorting[0] === index ? [index, -sorting[1]] : [index, first];
+    arrange();
+    H.say(`Sorted by ${columns[index].name}, ${sorting[1] > 0 ? "ascending" : "descending"}`);
+  }
+  function arrange() {
+    [...heads.children].forEach((head, i) => {
+      if (sorting && sorting[0] === i) head.setAttribute("aria-sort", sorting[1] > 0 ? "ascending" : "descending");
+      else head.removeAttribute("aria-sort");
+    });
+    if (sorting) {
+      const [index, direction] = sorting, of = columns[index].value;
+      const keys = new Map(all.map((row, i) => [row, [of(row), i]]));
+      all.sort((a, b) => {
+        const [x, i] = keys.get(a), [y, j] = keys.get(b);
+        if (x === y) return i - j;
+        if (x === null || x === undefined) return 1; // what is not known comes last, either way
+        if (y === null || y === undefined) return -1;
+        return (x < y ? -1 : 1) * direction;
+      });
+    }
+    narrow();
+  }
+  function narrow() {
+    shown = fits ? all.filter(fits) : all;
+    active = Math.max(0, chosen === null ? 0 : shown.indexOf(chosen));
+    node.setAttribute("aria-rowcount", shown.length + 1);
+    spacer.style.height = `${shown.length * ROW}px`;
+    none.hidden = shown.length > 0;
+    draw();
+  }
+  function draw() {
+    const first = Math.max(0, Math.floor(body.scrollTop / ROW) - SPARE);
+    const last = Math.min(shown.length, Math.ceil((body.scrollTop + body.clientHeight) / ROW) + SPARE);
+    while (pool.length < last - first) {
+      const row = H.el("div", { class: "row", role: "row" }, columns.map((c) => H.el("div", { role: "gridcell", class: c.right ? "right" : "" })));
+      pool.push(row);
+      body.append(row);
+    }
+    pool.splice(last - first).forEach((row) => row.remove());
+    pool.forEach((element, i) => {
+      const index = first + i, row = shown[index];
+      element.style.transform = `translateY(${index * ROW}px)`;
+      element.id = `${name}-${index}`;
+      element.dataset.index = index;
+      element.setAttribute("aria-rowindex", index + 2);
+      element.setAttribute("aria-selected", row === chosen);
+      element.classList.toggle("active", index === active);
+      if (element.of === row) return;
+      element.of = row;
+      columns.forEach((column, c) => {
+        const content = (column.cell ?? column.value)(row), cell = element.children[c];
+        if (content instanceof Node) cell.replaceChildren(content); else cell.textContent = content ?? "";
+      });
+    });
+    body.setAttribute("aria-activedescendant", shown.length ? `${name}-${active}` : "");
+  }
+  function reveal() {
+    const top = active * ROW, bottom = top + ROW;
+    if (top < body.scrollTop) body.scrollTop = top;
+    else if (bottom > body.scrollTop + body.clientHeight) body.scrollTop = bottom - body.clientHeight;
+    draw();
+  }
+  function pick(index) {
+    if (!shown[index]) return;
+    active = index;
+    chosen = shown[index];
+    reveal();
+    picked?.(chosen);
+  }
+  body.addEventListener("scroll", H.frame(draw), { passive: true });
+  body.addEventListener("click", (event) => {
+    const row = event.target.closest(".row");
+    if (row) pick(Number(row.dataset.index));
+  });
+  body.addEventListener("keydown", (event) => {
+    const page = Math.max(1, Math.floor(body.clientHeight / ROW) - 1);
+    const to = { ArrowDown: active + 1, ArrowUp: active - 1, PageDown: active + page, PageUp: active - page, Home: 0, End: shown.length - 1 }[event.key];
+    if (event.key === "Enter" || event.key === " ") pick(active);
+    else if (to !== undefined) { active = Math.min(shown.length - 1, Math.max(0, to)); reveal(); }
+    else return;
+    event.preventDefault();
+  });
+  new ResizeObserver(draw).observe(body);
+  arrange();
+  return {
+    node,
+    /** Show these rows instead, in the order that the columns have. */
+    show(next) { all = [...next]; pool.forEach((row) => { row.of = undefined; }); body.scrollTop = 0; arrange(); },
+    /** Show those rows alone that pass a test. */
+    filter(test) { fits = test; body.scrollTop = 0; narrow(); },
+    /** Mark a row and bring it into sight, without calling picked. */
+    select(row) { chosen = row; const at = shown.indexOf(row); if (at >= 0) { active = at; reveal(); } else draw(); },
+    /** Draw rows anew, whose content has changed. */
+    refresh() { pool.forEach((row) => { row.of = undefined; }); draw(); },
+    focus() { body.focus(); },
+    get shown() { return shown; },
+  };
+};

@@ -1,0 +1,64 @@
+// The panel of one tensor: what is known of it, its cells, its statistics. Uses frame.js, chart.js, shards.js.
+"use strict";
+{
+  const { el } = H;
+  const SHOWN = 200;
+  const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+  /** A name that fits itself alone, also where it has the signs of a glob in it. */
+  const pattern = (name) => quoted(name.replace(/[[*?]/g, (sign) => `[${sign}]`));
+
+  function figures(found) {
+    const rows = [["Least", H.number(found.min)], ["Greatest", H.number(found.max)], ["Mean", H.number(found.mean)], ["Std", H.number(found.std)],
+      ["Norm", H.number(found.norm)], ["Zeros", found.zeros ? `${H.count(found.zeros)} (${H.percent(found.zeros / found.count)})` : "0"],
+      ["NaN", el("span", { class: found.nan ? "bad" : "" }, H.count(found.nan))], ["Infinite", el("span", { class: found.inf ? "bad" : "" }, H.count(found.inf))]];
+    const chart = el("div", null);
+    const node = el("div", { class: "statistics" }, el("dl", { class: "figures" }, rows.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value)))), chart);
+    if (found.counts?.length) requestAnimationFrame(() => H.histogram(chart, found.edges, found.counts, { label: `Histogram of ${found.name}` }));
+    return node;
+  }
+
+  function statistics(tensor, known) {
+    const host = el("div", { class: "on-demand" });
+    const ready = known.get(tensor.name);
+    if (ready) return H.empty(host, figures(ready));
+    if (!H.data.served) {
+      const command = `holdfast view ${H.data.quoted} --stats ${pattern(tensor.name)}`;
+      return H.empty(host, el("p", { class: "muted" }, "Not in this page. It is if the page was made with"), el("code", { class: "command" }, command),
+        el("p", { class: "muted" }, "or asked for as you look, with ", el("code", null, "--serve"), "."));
+    }
+    const ask = el("button", { type: "button", class: "primary", click: async () => {
+      ask.disabled = true;
+      ask.textContent = `Reading ${H.bytes(tensor.bytes)} …`;
+      try {
+        const answer = await fetch(`statistics?name=${encodeURIComponent(tensor.name)}`);
+        const told = await answer.json();
+        if (!answer.ok) throw new Error(told.error);
+        known.set(tensor.name, told);
+        H.empty(host, figures(told));
+        H.say(`Least ${H.number(told.min)}, greatest ${H.number(told.max)}, mean ${H.number(told.mean)}, ${H.plural(told.nan, "NaN")}`);
+      } catch (error) {
+        H.empty(host, el("p", { class: "note bad" }, error instanceof TypeError ? "The server does not answer: it was ended. Start it again and open the address that it prints." : error.message), ask);
+        ask.disabled = false;
+        ask.textContent = "Try again";
+      }
+    } }, `Read ${H.bytes(tensor.bytes)} and compute`);
+    return H.empty(host, ask);
+  }
+
+  /** Fill the panel. tensor: as checkpoint.js makes them; known: Map of statistics by name. */
+  H.panel = (host, tensor, { known, total, names }) => {
+    const { data } = H, drawing = H.shards(tensor, data.files, tensor.itemsize);
+    const { owners } = drawing, several = new Set(owners.map((o) => o.who)).size;
+    const [prefix, last] = H.parted(tensor.name);
+    const spread = tensor.shape.includes(0) ? "it has no elements" : drawing.total === 1 ? "saved whole" : `saved in ${H.plural(drawing.total, "cell")} by ${H.plural(several, owners[0]?.who.startsWith("rank") ? "rank" : "file")}`;
+    H.empty(host,
+      el("header", { class: "head" }, el("h2", { class: "name break" }, prefix ? el("span", { class: "muted" }, prefix) : null, last), tensor.bad ? H.badge("bad", "hit by damage") : null),
+      el("div", { class: "body" },
+        H.pairs([["Shape", H.shape(tensor.shape)], ["Type", tensor.dtype], ["Size", `${H.bytes(tensor.bytes)} · ${H.percent(tensor.bytes / (total || 1))} of the state`],
+          ["Elements", H.count(tensor.elements)], tensor.alias ? ["Stored as", tensor.alias] : null, names.length ? ["Also called", names.join(", ")] : null]),
+        el("section", null, el("h3", null, "Shards ", el("span", { class: "plain" }, spread)), drawing.node,
+          el("ul", { class: "owners", tabindex: 0, "aria-label": "Files of this tensor" }, owners.slice(0, SHOWN).map((o) => el("li", null, el("i", { style: { background: H.colour(o.colour) } }), el("b", null, o.who), el("span", { class: "cut muted", title: o.path }, H.shortPath(o.path)), el("span", null, H.bytes(o.bytes)))),
+            owners.length > SHOWN ? el("li", { class: "muted" }, `and ${H.count(owners.length - SHOWN)} more files`) : null)),
+        el("section", null, el("h3", null, "Statistics"), statistics(tensor, known))));
+  };
+}

@@ -1,0 +1,139 @@
+"""The page of a checkpoint: what of it goes into the page, and how much of it is read for that.
+
+`holdfast view` calls `checkpoint_page`. Reads the manifest, and with ``look`` the headers; no tensor, but those whose
+statistics are asked for. Geometry goes into the page as the manifest has it, and is laid out there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from holdfast.checkpoint import Checkpoint, Patterns, matches, near
+from holdfast.errors import HoldfastError, Mismatch
+from holdfast.inspect.statistics import Statistics, statistics
+from holdfast.ondisk import spans
+from holdfast.ondisk.manifest import TensorRecord
+from holdfast.version import __version__
+from holdfast.view.health import health_of, signature_of
+from holdfast.view.page import page
+from holdfast.view.traces import Timeline
+
+SCRIPTS = ("table.js", "chart.js", "treemap.js", "shards.js", "timeline.js", "tensor.js", "checkpoint.js")
+BINS = 60
+LONG = 400
+"""Characters of a value that are shown."""
+
+RANKS, READS = 16, 64
+"""Of how many ranks a value that differs by rank is shown, and how many such values are read at all."""
+
+_RANK = re.compile(r"(?:.*/)?[^/]+/(\d{5,})-of-\d{5,}(?:\.[1-9]\d*)?\.[0-9a-f]{16}\.safetensors")
+
+
+def checkpoint_page(
+    checkpoint: Checkpoint, *, stats: Patterns | None = None, timeline: Timeline | None = None,
+    look: bool | None = None, served: bool = False,
+) -> str:  # fmt: skip
+    """The page as one HTML document.
+
+    ``stats``: tensors of these names are read, and their statistics are in the page. ``served``: the page asks its
+    server for them instead. ``look``: as in `health_of`. Raises what reading raises.
+    """
+    data = contents(checkpoint, look=look)
+    data |= {"served": served, "timeline": timeline}
+    if stats is not None:
+        data["statistics"] = {name: figures(checkpoint, name) for name in _named(checkpoint, stats)}
+    return page(f"{_title(checkpoint)} · holdfast", SCRIPTS, data, served=served)
+
+
+def contents(checkpoint: Checkpoint, *, look: bool | None = None) -> dict[str, Any]:
+    """What the page shows, but for statistics and a timeline."""
+    record = checkpoint.manifest
+    ours = checkpoint.format == "holdfast"
+    return {
+        "kind": "checkpoint",
+        "title": _title(checkpoint),
+        "path": str(checkpoint.path),
+        "quoted": shlex.quote(str(checkpoint.path)),
+        "by": __version__,
+        "format": checkpoint.format,
+        "reading": checkpoint.reading,
+        "step": checkpoint.step,
+        "run": record.run,
+        "save": record.save,
+        "created": record.created,
+        "producer": record.producer,
+        "ranks": checkpoint.world_size,
+        "health": health_of(checkpoint, look=look),
+        "signature": signature_of(checkpoint),
+        "files": [[f.path, f.bytes, _rank_of(f.path) if ours else None] for f in record.data_files],
+        "tensors": [_row(name, tensor) for name, tensor in record.tensors.items()],
+        "aliases": record.aliases,
+        "values": [[path, _short(checkpoint.value(path))] for path in record.values],
+        "perRank": _per_rank(checkpoint),
+        "attachments": checkpoint.attachments,
+        "leftOut": checkpoint.left_out,
+    }
+
+
+def figures(checkpoint: Checkpoint, name: str) -> Statistics:
+    """The statistics that a page shows of one tensor. Raises KeyError for an unknown name, Damaged, StorageError."""
+    return statistics(checkpoint, name, bins=BINS)
+
+
+def _named(checkpoint: Checkpoint, patterns: Patterns) -> list[str]:
+    found = [name for name in checkpoint.records if matches(name, patterns)]
+    if not found:
+        told = patterns if isinstance(patterns, str) else ", ".join(patterns)
+        raise Mismatch(f"{checkpoint.path} has no tensor {told!r}{near(told, checkpoint.records)}")
+    return found
+
+
+def _title(checkpoint: Checkpoint) -> str:
+    return str(checkpoint.path).rstrip("/").rpartition("/")[2] or str(checkpoint.path)
+
+
+def _row(name: str, tensor: TensorRecord) -> list[Any]:
+    cells = tensor.cells
+    return [name, tensor.dtype, tensor.shape, tensor.nbytes, msgspec.to_builtins(cells), tensor.files]
+
+
+def _rank_of(path: str) -> int | None:
+    found = _RANK.fullmatch(path)
+    return int(found[1]) if found else None
+
+
+def _short(value: object) -> tuple[str, str]:
+    """How a value looks, and of which type it is."""
+    text = repr(value) if not isinstance(value, str) else value
+    told = f"{text[:LONG]}…" if len(text) > LONG else text
+    return told.encode("utf-8", "replace").decode(), type(value).__name__
+
+
+def _per_rank(checkpoint: Checkpoint) -> list[list[Any]]:
+    """[path, ranks, the first of their values]: each is a small read, and together they are few."""
+    paths = checkpoint.differing
+    each = max(1, min(RANKS, checkpoint.world_size, READS // max(1, len(paths))))
+    few = [(path, rank) for path in paths[: READS // each] for rank in range(each)]
+    with ThreadPoolExecutor(16, thread_name_prefix="holdfast-view") as pool:
+        shown = dict(zip(few, pool.map(lambda one: _of_rank(checkpoint, *one), few), strict=True))
+    return [
+        [path, _ranks(checkpoint, path), [shown[path, rank] for rank in range(each) if (path, rank) in shown]]
+        for path in paths
+    ]
+
+
+def _of_rank(checkpoint: Checkpoint, path: str, rank: int) -> tuple[str, str]:
+    try:
+        return _short(checkpoint.per_rank(path, rank))
+    except (HoldfastError, LookupError) as error:  # a page of what is broken is of most use
+        return f"cannot be read: {str(error)[:LONG]}", "error"
+
+
+def _ranks(checkpoint: Checkpoint, path: str) -> int:
+    text = checkpoint.manifest.per_rank[path]
+    return spans.read(text).count if text else checkpoint.world_size

@@ -1,0 +1,4 @@
+() => {
+  const { id, tagName, className, ariaLabel } = document.activeElement;
+  return id || ariaLabel || `${tagName} ${className}`;
+}

@@ -1,0 +1,147 @@
+"""The page served: who is answered, what is answered, statistics on demand in a real browser, and a clean end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.view.checkpoint import checkpoint_page, figures
+from holdfast.view.server import Served, running
+from tests.view.browser import Tab
+from tests.view.test_page import HOSTILE
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    model = {"w": torch.arange(100.0).reshape(10, 10), HOSTILE[1]: torch.ones(3), "bad": torch.ones(2000)}
+    holdfast.save({"model": model, "step": 1}, tmp_path / "c")
+    opened = holdfast.open(tmp_path / "c")
+    made = Served(lambda: checkpoint_page(opened, served=True), {"statistics": lambda name: figures(opened, name)})
+    with running(made):
+        yield made
+
+
+def ask(served: Served, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    port = served.server_address[1]
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.putrequest(method, path, skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name.replace("_", "-"), value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def test_only_who_knows_the_address_is_answered(served: Served) -> None:
+    root = f"/{served.token}/"
+    status, headers, body = ask(served, root)
+    assert status == 200 and b"holdfast" in body and headers["Cache-Control"] == "no-store"
+    assert headers["Referrer-Policy"] == "no-referrer" and headers["X-Frame-Options"] == "DENY"
+    assert "Python" not in headers["Server"]
+    for path in (
+        "/",
+        "",
+        "/favicon.ico",
+        "/wrong/",
+        f"/{served.token[:-1]}/",
+        f"/{served.token}x/",
+    ):
+        assert ask(served, path or "/")[0] == 404
+    for path in ("manifest.json", "../manifest.json", "..%2f..%2fetc/passwd", "assets/frame.js", "statistics/x"):
+        assert ask(served, root + path)[0] == 404
+    port = served.server_address[1]
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", "localhost", "localhost:7000", f"[::1]:{port}"):
+        assert ask(served, root, Host=host)[0] == 200
+    for host in (
+        "evil.example",
+        f"evil.example:{port}",
+        "127.0.0.1.evil.example",
+        "",
+        "127.0.0.1@evil.example",
+        "0.0.0.0",
+    ):
+        status, _, body = ask(served, root, Host=host)
+        assert status == 403 and b"treemap" not in body
+    assert ask(served, f"{root}statistics?name=model/w", Sec_Fetch_Site="cross-site")[0] == 403
+    for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"):
+        assert ask(served, root, method)[0] == 405
+    assert ask(served, root, "TRACE")[0] == 501
+
+
+def test_it_listens_on_loopback_alone(served: Served) -> None:
+    assert served.server_address[0] == "127.0.0.1" and len(served.token) >= 32
+
+
+def test_statistics_are_answered_by_name(served: Served, tmp_path: Path) -> None:
+    root = f"/{served.token}/statistics?name="
+    found = json.loads(ask(served, f"{root}model/w")[2])
+    assert found["max"] == 99 and found["min"] == 0 and sum(found["counts"]) == 100
+    name = next(n for n in holdfast.open(tmp_path / "c").tensors if "img" in n)
+    assert json.loads(ask(served, root + quote(name, safe=""))[2])["count"] == 3
+    status, _, body = ask(served, f"{root}model/nothing")
+    assert status == 404 and "no tensor" in json.loads(body)["error"]
+    assert ask(served, f"/{served.token}/statistics")[0] == 404
+    for file in (tmp_path / "c" / "model").iterdir():
+        file.write_bytes(file.read_bytes()[:-900])
+    status, _, body = ask(served, f"{root}model/bad")
+    assert status == 500 and "ends at byte" in json.loads(body)["error"]
+
+
+def test_statistics_on_demand(tab: Callable[..., Tab], served: Served) -> None:
+    one = tab()
+    page = one.open(served.url)
+    page.fill("#filter", "model/w")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    assert not any("statistics" in url for url in one.asked)
+    page.click("#panel button.primary")
+    page.wait_for_selector(".statistics")
+    assert "Greatest99" in page.text_content(".statistics")
+    assert {url.split("?")[0] for url in one.network()} == {served.url, f"{served.url}statistics"}
+    served.routes["statistics"] = lambda name: (_ for _ in ()).throw(holdfast.Damaged(f"{name} is altered <b>"))
+    page.fill("#filter", "bad")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    page.click("#panel button.primary")
+    page.wait_for_selector(".on-demand .note")
+    assert page.text_content(".on-demand .note") == "model/bad is altered <b>"
+    one.errors.clear()  # the browser tells of the status, too
+
+
+def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    holdfast.save({"model": {"w": torch.ones(4)}}, tmp_path / "c")
+    command = [sys.executable, "-m", "holdfast", "view", str(tmp_path / "c"), "--serve", "--json"]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert started.stdout is not None
+        url = json.loads(started.stdout.readline())["url"]
+        told = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/[\w-]{32,}/)", url)
+        assert told
+        connection = http.client.HTTPConnection("127.0.0.1", int(told[1]), timeout=30)
+        connection.request("GET", told[2])
+        assert connection.getresponse().status == 200
+        started.send_signal(signal.SIGINT)
+        out, err = started.communicate(timeout=60)
+    finally:
+        started.kill()
+        started.wait()
+    assert (started.returncode, out, err) == (0, "", "")
+
+
+def test_a_port_that_is_taken_is_an_error(served: Served, run: Any, tmp_path: Path) -> None:
+    code, _, err = run("view", tmp_path / "c", "--serve", "--port", served.server_address[1])
+    assert code == 4 and "in use" in err and "Traceback" not in err
