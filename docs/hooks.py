@@ -18,6 +18,25 @@ _HIDDEN = re.compile(r"^[ ]*<!-- *(?:before\b.*?|(?:not run|raises|prints)\b[^\n
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
+LATER = {
+    "How-to": ("inspect.md", "view*.md", "watch.md", "observe.md", "trainers*.md"),
+    "Reference": ("cli.md",),
+    "Coming from": ("coming-from*.md",),
+}
+"""Pages that take their place in these sections as soon as they are there."""
+
+
+def on_config(config: Any) -> Any:
+    """Put pages that are there and have no place yet into the section of their kind."""
+    named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
+    for section in config.nav:
+        [(title, pages)] = section.items()
+        for pattern in LATER.get(title, ()):
+            found = sorted(path.name for path in (ROOT / "docs").glob(pattern))
+            pages.extend(name for name in found if name not in named)
+    return config
+
+
 def on_files(files: Files, *, config: Any) -> Files:
     """Add the README as the home page, and what pages link to outside of the folder of pages."""
     readme = _LINK.sub(lambda link: link[1].removeprefix("docs/"), (ROOT / "README.md").read_text())

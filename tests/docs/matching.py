@@ -9,13 +9,13 @@ import re
 
 _SIZE = r"[kKMGT]?i?B"
 _TIME = r"(?:s|ms|µs|min|h|d|days?|hours?|minutes?|seconds?)"
-_NUMBER = r"\d[\d,]*(?:\.\d+)?"
+_NUMBER = r"(?:\b\d[\d,]*(?:\.\d+)?|…)"
 _KINDS = [
     (re.compile(r"\b\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?"), "‹date›"),
     (re.compile(r"\b[0-9a-f]{16,64}\b"), "‹id›"),
-    (re.compile(rf"\b{_NUMBER} ?{_SIZE}/s(?![\w/])"), "‹rate›"),
-    (re.compile(rf"\b{_NUMBER} ?{_SIZE}(?![\w/])"), "‹size›"),
-    (re.compile(rf"\b{_NUMBER} ?{_TIME}(?![\w/])"), "‹time›"),
+    (re.compile(rf"{_NUMBER} ?{_SIZE}/s(?![\w/])"), "‹rate›"),
+    (re.compile(rf"{_NUMBER} ?{_SIZE}(?![\w/])"), "‹size›"),
+    (re.compile(rf"{_NUMBER} ?{_TIME}(?![\w/])"), "‹time›"),
     (re.compile(r"([─━═┄┈╌_=-])\1{2,}"), r"\1\1\1"),  # rules of tables, which are as long as what stands above them
 ]
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -39,4 +39,4 @@ def matches(shown: str, printed: str) -> bool:
 def _pattern_of(line: str) -> str:
     if line == "…":
         return r"(?:.*\n)*?"
-    return "[^\n]*?".join(map(re.escape, line.split("…"))) + "\n"
+    return "[^\n]*?".join(map(re.escape, re.split(" ?… ?", line))) + "\n"

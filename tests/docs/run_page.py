@@ -46,7 +46,7 @@ class Places:
     suffix: str
     back: dict[str, str] = field(default_factory=dict)
 
-    PATHS = re.compile(r"(?<![\w.:/~*}-])/(?=(?:ckpt|nvme|runs|models|data|lustre|scratch|shared|mnt|elsewhere)\b)")
+    PATHS = re.compile(r"(?<![\w.:/~*}<\[-])/(?!(?:bin|dev|etc|lib|lib64|proc|root|sys|usr|var)\b)(?=[a-z])")
     STORES = re.compile(
         r"\b(?P<scheme>s3|gs|az|abfss|r2|weka)://(?P<bucket>[\w.-]+)(?:@[\w.-]+)?(?P<key>[^\s\"'`?,]*)(?P<query>\?account=\w+)?"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,9 @@ def test_pages_that_the_code_names_are_there() -> None:
     for path in (ROOT / "holdfast").rglob("*.py"):
         for page in named.findall(path.read_text()):
             assert (ROOT / page).is_file(), f"{path} names {page}"
+
+
+def test_pictures_are_what_their_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs/pictures/draw.py"))["PICTURES"]
+    for name, draw in drawn.items():
+        assert (ROOT / "docs/pictures" / name).read_text() == draw(), "run docs/pictures/draw.py"
