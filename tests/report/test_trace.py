@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
+from holdfast.engine.ranks import meetings
 from holdfast.report import timeline
 from holdfast.report.clocks import Measured
 from holdfast.report.parts import parts_in
@@ -173,6 +174,7 @@ def test_a_folder_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: p
         until = time.monotonic() + 60
         while not caplog.records and time.monotonic() < until:
             time.sleep(0.01)
+        assert not meetings, "nor are clocks measured for it"
     assert "the timeline of this process ends" in caplog.text
     assert holdfast.open(tmp_path / "a").verify().whole
     assert not events.observed()
