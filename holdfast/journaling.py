@@ -246,3 +246,4 @@ def _settle_all() -> None:
 
 
 at_exit(_settle_all)
+os.register_at_fork(after_in_child=_open.clear)  # the threads of the parent are not here: nobody is to wait for them

@@ -311,6 +311,10 @@ def test_an_interpreter_that_ends_waits_for_the_last_entry(
         monkeypatch.setattr(journaling, "LEAVE", 0.0)
         journaling._settle_all()
         assert "the last entries may be lost" in caplog.text, "nor for ever"
+        child = os.fork()
+        if not child:
+            os._exit(len(journaling._open))
+        assert os.waitpid(child, 0)[1] == 0, "a forked process has nothing to wait for"
         monkeypatch.undo()
         free.set()
         journaling._settle_all()

@@ -145,7 +145,7 @@ class Recorder:
                 data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines if line is not None)
                 while data:
                     data = data[disk.append(fd, data, self.path) :]
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter of a path that is no text
             self._leave()
             log.warning("the timeline of this process ends: %s cannot be written: %s", self.path, error)
         finally:

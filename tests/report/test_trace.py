@@ -180,6 +180,13 @@ def test_a_folder_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: p
     assert not events.observed()
 
 
+def test_a_path_that_is_no_text_ends_the_timeline_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with holdfast.timeline(tmp_path / "timeline"):
+        events.begin("stage", "/\udcff", 0).end()
+    assert "the timeline of this process ends" in caplog.text
+    assert not events.observed() and not meetings
+
+
 def test_a_failed_save_says_why(tmp_path: Path) -> None:
     with (
         holdfast.timeline(tmp_path / "timeline"),
