@@ -456,6 +456,13 @@ class CheckpointManager:
             self._restored = loaded.step, loaded.checkpoint.path
             if self._bases is not None:
                 self._bases.start_from(loaded.checkpoint.path, loaded.step)
+        if self._ranks.first and loaded is None:
+            log.info("no checkpoint in %s yet: training starts afresh", self.root)
+        elif self._ranks.first and loaded is not None:
+            log.info(
+                "restored step %s from %s in %.2f s; ranks then %d, now %d", loaded.step, loaded.checkpoint.path,
+                loaded.seconds, loaded.checkpoint.world_size, self._ranks.size,
+            )  # fmt: skip
         return loaded
 
     def _restore(
@@ -573,6 +580,8 @@ class CheckpointManager:
 
     def _save_last(self, step: int, state: Mapping[str, Any], metric: float | None) -> Saving | None:
         """Have one last step on disk: the save that was under way at the signal, or else this step."""
+        if self._ranks.first and not self.should_stop:  # a run that ends early with status 0 has to say why
+            log.warning("a signal asks this run to stop: step %d is its last one", step)
         self.should_stop = True
         flying = self._stop is not None and self._stop.flying
         for saving in reversed(self._recent.values()):
