@@ -280,7 +280,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         "nowhere": "there is nothing at",
         "run": "holds checkpoints but is none itself: open one of step-1",
         "run/step-2": "beside it are the checkpoints step-1",
-        "run/step-1/manifest.json": "formats.md lists them.; the checkpoint is its folder",
+        "run/step-1/manifest.json": "is a file of a checkpoint: give its folder",
         "empty": "holds no manifest.json",
         "other": "was not written by holdfast",
     }

@@ -73,7 +73,10 @@ class Past:
         self._committed: dict[str, Entry | None] = {}  # by folder; None for what is no step, or cannot be read
 
     def look(self) -> History:
-        """All there is now. Raises NotACheckpoint if there is neither a journal nor a step, and StorageError."""
+        """All there is now. Raises NotACheckpoint if there is neither a journal nor a step, ValueError for a step,
+        and StorageError."""
+        if storage.is_file(self.root / manifest.FILE_NAME):
+            raise ValueError(f"{self.root} is one checkpoint: give the folder of its run, {self.root.parent}")
         told = self._reader.read()
         names = [name for name in storage.folders_in(self.root) if not name.startswith(".")]
         self._committed = {name: entry for name, entry in self._committed.items() if name in names}

@@ -63,9 +63,9 @@ def test_a_journal_is_counted_only_if_it_is_named(tmp_path: Path) -> None:
     assert JOURNAL == storage.JOURNAL
     journal = tmp_path / JOURNAL
     with faults("any", times=0) as all_of_it, faults("any", times=0, under=tmp_path) as of_root:
-        with count_calls(under=journal) as named, count_calls(under=journal / "now.json") as one:
-            with holdfast.CheckpointManager(tmp_path, every=9, worker="none", signals=()) as manager:
-                manager.step(1, state_of(1))
+        manager = holdfast.CheckpointManager(tmp_path, every=9, worker="none", signals=())
+        with count_calls(under=journal) as named, count_calls(under=journal / "now.json") as one, manager:
+            manager.step(1, state_of(1))
         assert (journal / "now.json").exists()
     assert all_of_it.count == of_root.count == 0
     assert named.count > one.count > 0
