@@ -281,7 +281,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         "run": "holds checkpoints but is none itself: open one of step-1",
         "run/step-2": "beside it are the checkpoints step-1",
         "run/step-1/manifest.json": "is a file of a checkpoint: give its folder",
-        "empty": "holds no manifest.json",
+        "empty": "no step was saved here yet",
         "other": "was not written by holdfast",
     }
     for path, says in cases.items():
