@@ -60,9 +60,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--every", type=int, default=2, help="save every so many steps")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--workers", type=int, default=0, help="processes that load data")
-    parser.add_argument("--fsdp", action="store_true", help="shard the model (FSDP2), on GPUs")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model (FSDP2); needs GPUs")
     parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="die without a word after this step")
     args = parser.parse_args(argv)
+    if args.fsdp and not torch.cuda.is_available():
+        parser.error("--fsdp needs GPUs: on CPUs accelerate would take DDP in its place, without a word")
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(

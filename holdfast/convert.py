@@ -43,10 +43,12 @@ def convert(
     tensors), ``"torch"`` (a file for `torch.load`), ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
 
     ``only``: patterns over the source's names. ``rename``: names as the target would have them to others: a table of
-    names or leading paths, or a function. ``dtype``: what floating tensors become. ``step``: noted instead of the
+    names or leading paths (an empty new one drops it), or a function; a Hugging Face target's names are bare, without
+    ``model/`` and with points. ``dtype``: what floating tensors become. ``step``: noted instead of the
     source's, in our own format. ``max_shard_bytes``: of tensors in one file; a target other than ``"torch"`` has as
-    many files as it needs. ``extras``: files to put beside a Hugging Face model: paths, a folder, or names with paths
-    or bytes. ``overwrite`` replaces a target that exists, once the new one is whole. ``verify`` as in `holdfast.load`.
+    many files as it needs. ``extras``: files to put beside a Hugging Face model, its config.json and tokenizer, which
+    `from_pretrained` needs: paths, a folder (all in it but weights), or names with paths or bytes. ``overwrite``
+    replaces a target that exists, once the new one is whole. ``verify`` as in `holdfast.load`.
 
     A ``target`` in a store grows in the temporary folder of the machine (``TMPDIR``), which needs room for all of it,
     and is uploaded when it is whole, the file that makes it a checkpoint last; its ranks run on one machine.
@@ -100,3 +102,9 @@ def _tell(converted: Converted) -> None:
             "%s leaves out %d names for which the format %r has no place (%s%s); Converted.left_out lists them",
             converted.path, len(lost), converted.to, ", ".join(lost[:3]), ", …" if len(lost) > 3 else "",
         )  # fmt: skip
+    if converted.lacks_config:
+        events.log.warning(
+            "%s has no config.json, without which from_pretrained loads nothing: convert with extras= (a folder with "
+            "config and tokenizer, the base model's say), or call save_pretrained of both with this folder",
+            converted.path,
+        )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import index
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -31,7 +32,8 @@ from holdfast.errors import Damaged, NotACheckpoint, RankLost, SaveFailed, Stora
 from holdfast.events import log
 from holdfast.figures import Figures
 from holdfast.interval import Advice, check_mtbf
-from holdfast.journal import Journal, Now, as_number, entry_of
+from holdfast.journal import Now
+from holdfast.journaling import Journal, as_number, entry_of
 from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
 from holdfast.load import Loaded, load
@@ -196,7 +198,7 @@ class CheckpointManager:
                 self._tiers.close(self._signals.left)
             if self._journal is not None and (self._calls or self._begun):  # else this one has only looked
                 left = self._signals.left
-                self._journal.close(self._now(), STOPS if left is None else min(left, STOPS))
+                self._journal.close(self._now, STOPS if left is None else min(left, STOPS))
             self._signals.give_back()
             self._ranks.at_leisure()
 
@@ -216,6 +218,7 @@ class CheckpointManager:
         compares. ``due``, alike on all ranks, says that it is time, or is not, in place of ``every``. Raises SaveFailed
         for an earlier save that failed; training may go on, and the steps before stay.
         """
+        step = index(step)
         due = step % self.every == 0 if due is None else due
         self._figures.arrived(step)
         self._at = (step, metric)
@@ -239,6 +242,7 @@ class CheckpointManager:
         A step that this manager has saved last is not saved again, so this may end a run of any length. An earlier
         save that failed does not keep this one from being made; it was logged when it failed.
         """
+        step = index(step)
         self._settle_quietly()
         if step == self._saved and not overwrite:
             if self._newest is None and self._restored is not None:
@@ -368,12 +372,12 @@ class CheckpointManager:
             )  # fmt: skip
         if self._journal is not None:
             self._journal.add(entry)
-            self._journal.tell(self._now, news=True)
+            self._journal.tell(partial(self._now, ended=saving), news=True)
 
-    def _now(self) -> Now:
-        """Where training is."""
+    def _now(self, ended: Saving | None = None) -> Now:
+        """Where training is; from any thread. A save that has ``ended`` may still have to tell others so."""
         step, metric = self._at
-        flying = next((saving for saving in reversed([*self._recent.values()]) if not saving.done), None)
+        flying = next((s for s in reversed([*self._recent.values()]) if s is not ended and not s.done), None)
         return Now(
             step, time.time(), self.every, self._ranks.size, saving=None if flying is None else flying.step,
             since=None if flying is None else flying.began,
@@ -452,6 +456,13 @@ class CheckpointManager:
             self._restored = loaded.step, loaded.checkpoint.path
             if self._bases is not None:
                 self._bases.start_from(loaded.checkpoint.path, loaded.step)
+        if self._ranks.first and loaded is None:
+            log.info("no checkpoint in %s yet: training starts afresh", self.root)
+        elif self._ranks.first and loaded is not None:
+            log.info(
+                "restored step %s from %s in %.2f s; ranks then %d, now %d", loaded.step, loaded.checkpoint.path,
+                loaded.seconds, loaded.checkpoint.world_size, self._ranks.size,
+            )  # fmt: skip
         return loaded
 
     def _restore(
@@ -572,6 +583,8 @@ class CheckpointManager:
 
     def _save_last(self, step: int, state: Mapping[str, Any], metric: float | None) -> Saving | None:
         """Have one last step on disk: the save that was under way at the signal, or else this step."""
+        if self._ranks.first and not self.should_stop:  # a run that ends early with status 0 has to say why
+            log.warning("a signal asks this run to stop: step %d is its last one", step)
         self.should_stop = True
         flying = self._stop is not None and self._stop.flying
         for saving in reversed(self._recent.values()):

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from functools import cache
+from operator import index
 from time import monotonic
 from typing import Any, Literal
 
@@ -140,10 +141,10 @@ def previous_of(base: Base | Previous | None, deadline: float) -> Previous | Non
 
 
 def step_of(state: Mapping[str, Any], step: int | None) -> int | None:
-    """The step of a save: as given, or as the state says."""
+    """The step of a save: as given, by NumPy or torch perhaps, or as the state says. Raises TypeError for a float."""
     if step is None and isinstance(state, dict) and type(state.get("step")) is int:
         return int(state["step"])
-    return step
+    return None if step is None else index(step)
 
 
 def label_of(folder: Location, step: int | None) -> str:

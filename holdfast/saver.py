@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from logging import DEBUG, WARNING
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.engine.save_work import REHEARSAL, SaveWork
 from holdfast.engine.state import Recall
-from holdfast.engine.still import Held, check_still, hold_still
+from holdfast.engine.still import Held, before_change, check_still, hold_still
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
@@ -295,7 +296,7 @@ class Saver:
         """Make the steps of these optimizers wait for copies, once for each."""
         myself = weakref.ref(self)
 
-        def before_step(*_: object) -> None:
+        def hold() -> None:
             saver = myself()
             for saving in list(saver._savings) if saver is not None else ():
                 saving._copying.hold_step()
@@ -303,7 +304,7 @@ class Saver:
         for optimizer in optimizers:
             if optimizer not in self._hooked:
                 self._hooked.add(optimizer)
-                self._hooks.append(optimizer.register_step_pre_hook(before_step))
+                self._hooks.append(optimizer.register_step_pre_hook(partial(before_change, hold=hold)))
 
     # The thread of a save
 

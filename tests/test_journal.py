@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import CheckpointManager, Keep, journal
+from holdfast import CheckpointManager, Keep, events, journal, journaling
+from holdfast.engine import disk
 from holdfast.engine.storage import JOURNAL
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Location, Place
-from holdfast.journal import Entry, Journal, Now, Reader, read, thin, thinned
+from holdfast.journal import Entry, Now, Reader, read
+from holdfast.journaling import Journal, thin, thinned
 from holdfast.steps import Steps
 from holdfast.testing import disk_faults
 from tests import pool
@@ -188,6 +191,7 @@ def test_a_disk_that_fails_costs_the_journal_alone(tmp_path: Path, caplog: pytes
 def test_a_write_that_ends_in_its_middle(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, every=1, worker="thread") as manager:
         manager.save(1, state_of(1))
+        manager._journal.settle(30)
         half = threading.Event()
 
         def tear(call: Any, do: Any) -> Any:
@@ -197,8 +201,6 @@ def test_a_write_that_ends_in_its_middle(tmp_path: Path) -> None:
                 raise OSError(5, "the disk is gone")
             half.set()
             return os.write(call.fd, bytes(call.data)[:40])
-
-        from holdfast.engine import disk
 
         with disk.hooked(tear):
             manager.save(2, state_of(2))
@@ -227,6 +229,96 @@ def test_a_store_that_hangs_keeps_no_save_waiting(tmp_path: Path, caplog: pytest
     free.set()
     manager.close()
     assert [e.step for e in read(store)] == [1, 2, 3]
+
+
+def test_a_thread_that_cannot_be_started_costs_the_journal_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == "holdfast-journal":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with CheckpointManager(tmp_path, every=1, worker="none", keep=Keep(last=1)) as manager:
+        with monkeypatch.context() as without:
+            without.setattr(threading.Thread, "start", refusing)
+            for step in (1, 2):
+                manager.step(step, state_of(step))
+        assert manager.steps() == [2] and caplog.text.count("can't start new thread") == 1
+        manager.step(3, state_of(3))
+    assert [e.step for e in read(tmp_path)] == [1, 2, 3], "with the first thread that starts all is written"
+
+
+def test_numbers_of_other_kinds(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, every=1, worker="thread", keep=Keep(last=9)) as manager:
+        manager.step(0, state_of(0), due=False, metric=10**400)
+        manager._journal.tell(manager._now, news=True)
+        manager.save(np.int64(1), state_of(1))
+        manager.save(torch.tensor(2), state_of(2))  # type: ignore[arg-type]
+        assert manager.step(np.int64(2), state_of(2)) is None
+    found = Reader(tmp_path).read()
+    assert [e.step for e in found.entries] == [1, 2] and found.now is not None and found.now.ended
+
+
+def test_no_step_waits_for_what_is_told_of_it(tmp_path: Path) -> None:
+    free, asked = threading.Event(), []
+
+    class OnDevice:
+        """A metric that is still computed."""
+
+        def __float__(self) -> float:
+            asked.append(threading.current_thread().name)
+            assert free.wait(60)
+            return 1.5
+
+    with CheckpointManager(tmp_path, every=100, worker="thread") as manager:
+        manager.step(1, state_of(1), metric=OnDevice())  # type: ignore[arg-type]
+        free.set()
+    assert set(asked) == {"holdfast-journal"}
+    now = Reader(tmp_path).read().now
+    assert now is not None and now.metric == 1.5 and now.ended
+
+
+def test_training_that_has_ended_does_not_go_on(tmp_path: Path) -> None:
+    journal, where = Journal(tmp_path), Now(7, 1.0, 1, 1, saving=8)
+    journal.close(lambda: where, 30)
+    journal.add(entry(8, "failed"))  # its save was given up, and ends now
+    journal.tell(lambda: where, news=True)
+    journal.settle(30)
+    found = Reader(tmp_path).read()
+    assert [e.step for e in found.entries] == [8] and found.now is not None and found.now.ended
+
+
+def test_what_is_written_is_not_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path)
+    for step in (1, 2, 3):
+        journal.add(entry(step))
+        journal.tell(lambda: 1 // 0, news=True)  # type: ignore[arg-type, return-value]
+        journal.settle(30)
+    assert len(lines_of(tmp_path)) == 3 and caplog.text.count("division") == 1
+
+
+def test_an_interpreter_that_ends_waits_for_the_last_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = threading.Event()
+    with disk.hooked(lambda call, do: (call.verb == "write" and free.wait(60), do())[1]):
+        journal = Journal(tmp_path)
+        journal.add(entry(1))
+        assert journaling._settle_all in events._last
+        monkeypatch.setattr(journaling, "LEAVE", 0.0)
+        journaling._settle_all()
+        assert "the last entries may be lost" in caplog.text, "nor for ever"
+        child = os.fork()
+        if not child:
+            os._exit(len(journaling._open))
+        assert os.waitpid(child, 0)[1] == 0, "a forked process has nothing to wait for"
+        monkeypatch.undo()
+        free.set()
+        journaling._settle_all()
+    assert [e.step for e in read(tmp_path)] == [1]
 
 
 def test_in_a_bucket(moto: Server, caplog: pytest.LogCaptureFixture) -> None:
@@ -260,7 +352,7 @@ HOSTILE = [
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[Path]:
-    Journal(tmp_path).close(Now(1, 1.0, 1, 1), 30)
+    Journal(tmp_path).close(lambda: Now(1, 1.0, 1, 1), 30)
     file = tmp_path / JOURNAL / "1700000000000-0123abcd.jsonl"
     file.write_bytes(b"".join(journal.msgspec.json.encode(entry(step)) + b"\n" for step in (1, 2)))
     yield file
@@ -293,6 +385,8 @@ def test_what_is_read_is_bounded_and_harmless(kept: Path, monkeypatch: pytest.Mo
     assert not found.start.strip()
     kept.write_text(json.dumps({**bad, "error": "x" * journal.LINE}) + "\n")
     assert read(kept.parent.parent) == []
+    kept.write_bytes(b"".join(journal.msgspec.json.encode(entry(step)) + b"\n" for step in range(1, 1000)))
+    assert [e.step for e in read(kept.parent.parent)][-1:] == [999] and len(read(kept.parent.parent)) <= journal.MOST
     monkeypatch.setattr(journal, "FILE", 300)
     kept.write_bytes(b"".join(journal.msgspec.json.encode(entry(step)) + b"\n" for step in range(1, 1000)))
     assert len(read(kept.parent.parent)) == 1, "not more of a file than it may have"

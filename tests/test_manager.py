@@ -255,7 +255,7 @@ def test_deleting_takes_the_manifest_first(tmp_path: Path, monkeypatch: pytest.M
     assert not (tmp_path / "c" / "manifest.json").exists()
 
 
-def test_signal_alone(tmp_path: Path) -> None:
+def test_signal_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = signal.getsignal(signal.SIGUSR1)
     manager = CheckpointManager(tmp_path, every=100)
     for step in range(1, 50):
@@ -265,8 +265,19 @@ def test_signal_alone(tmp_path: Path) -> None:
         if manager.should_stop:
             break
     assert step == 5 and manager.steps() == [5]
+    assert "asks this run to stop: step 5 is its last one" in caplog.text
     manager.close()
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast"), CheckpointManager(tmp_path, every=1) as manager:
+        assert manager.restore(_state()) is None
+        assert f"no checkpoint in {tmp_path} yet: training starts afresh" in caplog.text
+        manager.save(1, _state(1))
+        manager.restore(_state())
+        assert f"restored step 1 from {tmp_path / 'step-000000001'}" in caplog.text
+        assert "ranks then 1, now 1" in caplog.text
 
 
 def train_until_told(root: str, signalled: int, at: int, poll: int) -> tuple[int, list[int]]:

@@ -5,7 +5,10 @@ Called by `app`. Never loses a name without saying so.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from enum import Enum
+from itertools import islice
 from typing import Annotated
 
 import torch
@@ -35,6 +38,10 @@ class Check(str, Enum):
     no = "no"
 
 
+EXTRAS = (
+    "For huggingface: config.json and the tokenizer's files, or a folder that has them, such as the base model's; "
+    "weights in it are left. May come again."
+)
 _VERIFY: dict[Check, Verify] = {Check.yes: True, Check.blocks: "blocks", Check.no: False}
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
@@ -80,14 +87,14 @@ def convert(
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option("--rename", metavar="OLD=NEW", help="A name or a leading path. May come again."),
+        typer.Option("--rename", metavar="OLD=NEW", help="A name or a leading path; NEW may be empty. May come again."),
     ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="What floating tensors become: bfloat16, …")] = None,
     step: Annotated[int | None, typer.Option("--step", help="The step to be noted, in holdfast's own format.")] = None,
     shard: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Of tensors in one file.")] = "5GB",
     extras: Annotated[
         list[str] | None,
-        typer.Option("--extras", metavar="PATH", help="Config, tokenizer or a folder of them, for huggingface."),
+        typer.Option("--extras", metavar="PATH", help=EXTRAS),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a target that is there.")] = False,
     verify: Annotated[
@@ -95,7 +102,10 @@ def convert(
     ] = Check.yes,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Write a checkpoint in another format; the same command goes on from where one was interrupted."""
+    """Write a checkpoint in another format; the same command goes on from where one was interrupted.
+
+    For transformers: holdfast convert SOURCE TARGET --to huggingface --extras FOLDER_WITH_CONFIG_AND_TOKENIZER
+    """
     done = holdfast.convert(
         source, target, to=to.value, only=only_of(only), rename=renames_of(rename), dtype=dtype_of(dtype), step=step,
         max_shard_bytes=bytes_of(shard), extras=extras_of(extras), overwrite=overwrite, verify=_VERIFY[verify],
@@ -121,17 +131,34 @@ def show(done: Converted, *, as_json: bool) -> None:
     output.say(
         f"{done.path} ({done.to}): {len(done.tensors)} tensors, {output.size(done.nbytes)}, {done.seconds:.1f} s"
     )
+    pairs = sorted({f"{old} → {new}" for old, new in done.cast.values()})
     told = (
-        ("cast to another dtype", list(done.cast)),
-        ("renamed", list(done.renamed)),
-        ("tied, so stored once", list(done.tied)),
-        ("not asked for", done.skipped),
-        (f"left out, as {done.to} has no place for them", done.left_out),
+        ("cast to another dtype", len(done.cast), ", ".join(pairs)),
+        ("renamed", len(done.renamed), _first(f"{old} → {new}" for old, new in done.renamed.items())),
+        ("tied, so stored once", len(done.tied), _first(done.tied)),
+        ("not asked for", len(done.skipped), _by_section(done.skipped)),
+        (f"left out, as {done.to} has no place for them", len(done.left_out), _by_section(done.left_out)),
+        ("put beside", len(done.beside), ", ".join(done.beside[:8]) + (", …" if len(done.beside) > 8 else "")),
     )
-    for what, names in told:
-        if names:
-            output.say(f"- {what}: {len(names)} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})")
+    for what, count, which in told:
+        if count:
+            output.say(f"- {what}: {count} ({which})")
+    if done.lacks_config:
+        output.say(
+            "- no config.json, without which from_pretrained loads nothing: copy it and the tokenizer's files there, "
+            "or convert with --extras FOLDER"
+        )
     if done.bytes_resumed:
         output.say(f"- there from an earlier call: {output.size(done.bytes_resumed)}")
     if done.bytes_unverified:
         output.say(f"- read without a sum to check by: {output.size(done.bytes_unverified)}")
+
+
+def _first(names: Iterable[str]) -> str:
+    found = list(islice(names, 2))
+    return found[0] + (", …" if len(found) > 1 else "") if found else ""
+
+
+def _by_section(names: list[str]) -> str:
+    counts = Counter(name.partition("/")[0] for name in names)
+    return ", ".join(f"{section}: {count}" if section not in names else section for section, count in counts.items())

@@ -12,7 +12,7 @@ import typer
 
 import holdfast
 from holdfast.cli import output
-from holdfast.cli.convert import Format, bytes_of, dtype_of, extras_of, show
+from holdfast.cli.convert import EXTRAS, Format, bytes_of, dtype_of, extras_of, show
 from holdfast.export.huggingface import section_of
 
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -32,7 +32,7 @@ def unshard(
     shard: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Of tensors in one file.")] = "5GB",
     extras: Annotated[
         list[str] | None,
-        typer.Option("--extras", metavar="PATH", help="Config, tokenizer or a folder of them, for huggingface."),
+        typer.Option("--extras", metavar="PATH", help=EXTRAS),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a target that is there.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,

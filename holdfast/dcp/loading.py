@@ -25,7 +25,8 @@ from holdfast.engine.state import collect
 from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.place import Location
 from holdfast.errors import Mismatch
-from holdfast.load import Match, named_ids, restore, saved_names
+from holdfast.load import restore
+from holdfast.match import Match, named_ids, saved_names
 from holdfast.ondisk import names
 
 _SHOWN = 100

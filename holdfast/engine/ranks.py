@@ -140,7 +140,7 @@ class Ranks:
             raise HoldfastError(f"{label} was called from inside another save or load of the same group")
         with self._one_call:
             self._caller = threading.get_ident()
-            for told in meetings:
+            for told in list(meetings):
                 told(self)
             try:
                 yield Call(self, label, deadline, saving)

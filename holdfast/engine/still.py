@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,6 +67,30 @@ class Copying:
             return False
         self._moments.wait()
         return True
+
+
+def before_change(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], hold: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A pre-hook of an optimizer's step: call ``hold`` before the step changes anything, and as late as that may be.
+
+    A closure runs forward and backward, as under Lightning. The optimizers of torch call it before all else, so they
+    hold at its end. Of others nothing is known: they hold before they begin.
+    """
+    positional = len(args) > 1  # args[0] is the optimizer
+    closure = args[1] if positional else kwargs.get("closure")
+    if closure is None or not type(optimizer).step.__module__.startswith("torch.optim."):
+        hold()
+        return None
+
+    def closure_and_hold() -> Any:
+        loss = closure()
+        hold()
+        return loss
+
+    if positional:
+        return (args[0], closure_and_hold, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure_and_hold}
 
 
 _under_way: weakref.WeakSet[Copying] = weakref.WeakSet()

@@ -136,10 +136,28 @@ def renamer(rename: Rename | None, separator: str) -> Callable[[str], str]:
     def renamed(name: str) -> str:
         for old, new in table:
             if name == old or name.startswith(old + separator):
-                return new + name[len(old) :]
+                rest = name[len(old) :]
+                return new + rest if new else rest.removeprefix(separator)
         return name
 
     return renamed
+
+
+def check_used(rename: Rename | None, selection: Selection, *, name: Callable[[str], str], separator: str) -> None:
+    """Raise Mismatch for what a table renames and nothing is called, with a name that there is.
+
+    ``name``: the source's name as the table has it.
+    """
+    if rename is None or callable(rename):
+        return
+    known = [name(source) for source in (*selection.origin, *selection.containers)]
+    for old in rename:
+        bare = old.rstrip(separator)
+        if not any(there == bare or there.startswith(bare + separator) for there in known):
+            raise Mismatch(
+                f"rename= maps {old!r}, but no name is that or begins with {bare + separator!r}: "
+                f"the names are as in {known[0]!r}"
+            )
 
 
 def renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:

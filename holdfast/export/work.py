@@ -26,7 +26,7 @@ from holdfast.export.copying import Copied, copy_units, finish
 from holdfast.export.draft import Atom, Draft, Fixed, Unit, joined, share_of, units_of
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Journal, Partial, Row
-from holdfast.export.selection import Rename, Selection, cast, check_names, renamed, renamer, select
+from holdfast.export.selection import Rename, Selection, cast, check_names, check_used, renamed, renamer, select
 from holdfast.ondisk import manifest, names
 from holdfast.ondisk.blocks import digest
 
@@ -43,7 +43,8 @@ class Converted:
     ``path``: the target; ``nbytes``: of all its files; ``tensors``: names that it has, tied ones counted once.
     ``renamed``: the source's name to the target's, where they differ; ``cast``: the target's name to (saved, new)
     dtype; ``tied``: names that share another tensor's bytes; ``skipped``: left out by ``only``; ``left_out``: asked
-    for, but the target has no place for it. Bytes are this rank's: ``bytes_read`` from the source,
+    for, but the target has no place for it; ``beside``: small files put beside a Hugging Face model, told to the first
+    rank alone. Bytes are this rank's: ``bytes_read`` from the source,
     ``bytes_unverified`` of those in blocks read only in part. ``bytes_resumed``: of the target, copied by an earlier
     call.
     """
@@ -57,10 +58,16 @@ class Converted:
     tied: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
     bytes_read: int = 0
     bytes_unverified: int = 0
     bytes_resumed: int = 0
     seconds: float = 0.0
+
+    @property
+    def lacks_config(self) -> bool:
+        """Whether it is a Hugging Face folder which ``from_pretrained`` would refuse, as it has weights alone."""
+        return self.to == "huggingface" and not any(name.endswith("config.json") for name in self.beside)
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,7 @@ class ConvertWork:
         if asked.to == "huggingface":
             wanted = self._model(wanted)
         else:
+            check_used(asked.rename, wanted, name=str, separator="/")
             wanted = renamed(wanted, renamer(asked.rename, "/"))
             if asked.rename is not None:
                 check_names(wanted)
@@ -154,7 +162,9 @@ class ConvertWork:
         if not inside:
             raise Mismatch(f"{self.checkpoint.path} has no tensors that fit only={self.asked.only!r}")
         new, bare = renamer(self.asked.rename, "."), huggingface.bare(section)
-        return renamed(select(self.checkpoint, inside.__contains__), lambda name: new(bare(name)))
+        chosen = select(self.checkpoint, inside.__contains__)
+        check_used(self.asked.rename, chosen, name=bare, separator=".")
+        return renamed(chosen, lambda name: new(bare(name)))
 
     def _report(self, selection: Selection) -> None:
         converted = self.converted
@@ -189,6 +199,7 @@ class ConvertWork:
         asked, checkpoint = self.asked, self.checkpoint
         if asked.to == "huggingface":
             small = huggingface.small_files(checkpoint, asked.extras) if self.ranks.first else {}
+            self.converted.beside = sorted(small)
             return huggingface.draft(selection, max_file_bytes=asked.max_shard_bytes, small=small)
         if asked.to == "torch":
             return torch_file.draft(checkpoint, selection)

@@ -70,6 +70,11 @@ def _why_not(value: object) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if hasattr(value, "dtype") and hasattr(value, "item"):
         return f"{kind} is not kept; store .item() of a NumPy scalar, or torch.from_numpy(array) of an array"
+    if kind.startswith("torch.utils.data."):
+        return (
+            f"{kind} does not tell where it is; leave it out and keep the number of samples seen, or take a "
+            "torchdata.StatefulDataLoader (docs/trainers.md)"
+        )
     if callable(value):
         return f"{kind} is code, and a checkpoint holds nothing executable; store its name or its settings"
     return (

@@ -33,7 +33,8 @@ GRACE = 1.0
 """Seconds that a measurement under way gets to end."""
 
 _NOTHING = b"?"  # never a question or an answer
-_BETWEEN = 0.002  # seconds between two looks for a rank that has not begun
+_BETWEEN = 0.002  # seconds between two looks for a rank that has not begun, twice as long after each,
+_SELDOM, _OFTEN = 0.1, 0.02  # but no longer than this on the first rank, and on the others: all look at one store
 
 
 class Measured(msgspec.Struct, tag="clock", frozen=True):
@@ -92,14 +93,15 @@ class Clocks:
     # On the first rank
 
     def _answer(self, store: Any, prefix: str, missing: set[int]) -> None:
-        until = time.monotonic() + PATIENCE
+        until, pause = time.monotonic() + PATIENCE, _BETWEEN
         while missing and time.monotonic() < until and not self._stop.is_set():
             for rank in [rank for rank in missing if store.check([f"{prefix}/{rank}/0"])]:
                 missing.discard(rank)
                 self._answer_one(store, f"{prefix}/{rank}")
-                until = time.monotonic() + PATIENCE
+                until, pause = time.monotonic() + PATIENCE, _BETWEEN
             if missing:
-                self._stop.wait(_BETWEEN)
+                self._stop.wait(pause)
+                pause = min(2 * pause, _SELDOM)
 
     def _answer_one(self, store: Any, prefix: str) -> None:
         for number in range(TIMES):
@@ -123,7 +125,9 @@ class Clocks:
                 asked += [question, f"{question}/answer"]
                 began = time.monotonic()
                 store.set(question, self.kind.encode())
-                answer = self._await(store, f"{question}/answer", began + (ALONE if number else PATIENCE))
+                answer = self._await(
+                    store, f"{question}/answer", began + (ALONE if number else PATIENCE), now=number > 0
+                )
                 ended = time.monotonic()
                 if answer is None:
                     break
@@ -141,14 +145,15 @@ class Clocks:
         if best is not None:
             self._tell(best)
 
-    def _await(self, store: Any, key: str, until: float) -> bytes | None:
-        quick = time.monotonic() + ALONE
+    def _await(self, store: Any, key: str, until: float, *, now: bool) -> bytes | None:
+        """An answer; ``now`` if this is the rank whose turn it is, and the first one is at it."""
+        pause = _BETWEEN
         while (found := _look(store, key)) is None:
-            now = time.monotonic()
-            if now > until or self._stop.is_set():
+            if time.monotonic() > until or self._stop.is_set():
                 return None
-            if now > quick:
-                self._stop.wait(_BETWEEN)
+            if not now:
+                self._stop.wait(pause)
+                pause = min(2 * pause, _OFTEN)
         return found
 
 

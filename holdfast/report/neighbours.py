@@ -66,7 +66,7 @@ class Telling:
             return
         else:
             self._told[name] = now
-        with suppress(OSError):  # nobody listens, or it is behind: the next word says more
+        with suppress(OSError, UnicodeError):  # nobody listens, or is behind; or a path that is no text
             self._socket.sendto(msgspec.msgpack.encode(_Word(self._rank, name, *share)), self._address)
 
 
@@ -97,7 +97,7 @@ class Hearing:
                 return
             if not _of_this_user(credentials):  # the name space is everybody's
                 continue
-            with suppress(msgspec.MsgspecError):  # of another version
+            with suppress(msgspec.MsgspecError, UnicodeError):  # of another version
                 word = msgspec.msgpack.decode(data, type=_Word)
                 self._heard(word.rank, word.name, Share(word.done, word.total))
 

@@ -88,14 +88,18 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is left, and stop. Idempotent."""
-        ignore(self._see)
-        with suppress(ValueError):  # it is closed already
-            ranks.meetings.remove(self._meet)
-        _recorders.discard(self)
+        self._leave()
         self._clocks.close()
         self._lines.put(None)
         if self._thread is not None:
             self._thread.join(LEAVE)
+
+    def _leave(self) -> None:
+        """Be told of nothing any more."""
+        ignore(self._see)
+        with suppress(ValueError):  # it is closed already
+            ranks.meetings.remove(self._meet)
+        _recorders.discard(self)
 
     # Called by the engine, in any thread: nothing here may wait
 
@@ -141,8 +145,8 @@ class Recorder:
                 data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines if line is not None)
                 while data:
                     data = data[disk.append(fd, data, self.path) :]
-        except OSError as error:
-            ignore(self._see)
+        except (OSError, UnicodeError) as error:  # the latter of a path that is no text
+            self._leave()
             log.warning("the timeline of this process ends: %s cannot be written: %s", self.path, error)
         finally:
             if fd >= 0:

@@ -21,6 +21,8 @@ try:
 except ImportError as error:
     raise ImportError("holdfast.trainers.deepspeed needs DeepSpeed: pip install deepspeed") from error
 
+_ONE_BIT = {"OnebitAdam", "OnebitLamb", "ZeroOneAdam"}
+_ZERO_PLUS_PLUS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 _COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
@@ -37,23 +39,50 @@ def engine_state(engine: Any) -> dict[str, Any]:
 
     Call it once the engine is made, on every rank. Save between an ``engine.step()`` that was the end of an
     accumulation and the next ``engine.backward()``. Raises Unsupported, naming it, for what is not known: a pipeline
-    or a tensor parallel engine, offloading to disk, and wrappers other than those of ZeRO 1, 2 and 3.
+    or a tensor parallel engine, experts, offloading to disk, ZeRO++, one-bit optimizers, and wrappers other than those
+    of ZeRO 1, 2 and 3.
     """
     if type(engine).__name__ != "DeepSpeedEngine":
         raise Unsupported(f"a {type(engine).__name__} is not known, only a plain DeepSpeedEngine")
+    unknown = _unknown(engine)
+    if unknown:
+        raise Unsupported(f"an engine with {', '.join(unknown)} is not known: use DeepSpeed's own save_checkpoint")
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     state: dict[str, Any] = {"engine": _Engine(engine)}
     if engine.lr_scheduler is not None:
         state["scheduler"] = engine.lr_scheduler
     if isinstance(optimizer, torch.optim.Optimizer) and stage == 0:
         return {"model": engine.module, "optimizer": optimizer, **state}
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
+    # By their very types: classes made from these (MiCS, ZenFlow, SuperOffload) keep more, or keep it elsewhere.
+    if type(optimizer).__name__ == "DeepSpeedZeroOptimizer":
         return {"model": engine.module, "optimizer": _Zero(engine), **state}
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+    if type(optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3":
         return {"model": _weights(engine), "optimizer": _Zero(engine), **state}
     raise Unsupported(
         f"the optimizer of this engine is a {type(optimizer).__name__}: known are ZeRO 1, 2 and 3, and a plain one"
     )
+
+
+def _unknown(engine: Any) -> list[str]:
+    """What this engine does that leaves state where it is not looked for, by the names of DeepSpeed's settings."""
+    zero = engine._config.zero_config
+    found = [
+        f"{name} to nvme"
+        for name in ("offload_optimizer", "offload_param")
+        for setting in [getattr(zero, name, None)]
+        if setting is not None and getattr(setting.device, "value", setting.device) == "nvme"
+    ]
+    found += [f"{name} (ZeRO++)" for name in _ZERO_PLUS_PLUS if getattr(zero, name, False)]
+    if getattr(zero, "zero_hpz_partition_size", 1) > 1:
+        found.append("zero_hpz_partition_size (ZeRO++)")
+    kinds = {type(optimizer).__name__ for optimizer in (engine.optimizer, getattr(engine.optimizer, "optimizer", None))}
+    found += [f"{name}, a one-bit optimizer" for name in sorted(kinds & _ONE_BIT)]
+    tensor_parallel = getattr(engine._config, "tensor_parallel_config", None)
+    if getattr(tensor_parallel, "autotp_size", 0) > 1:
+        found.append("tensor_parallel")
+    if engine.has_moe_layers:
+        found.append("experts (deepspeed.moe)")
+    return found
 
 
 class _Piece(NamedTuple):

@@ -67,6 +67,7 @@ class CheckpointManager:
             worker="none" if self._setting("async_mode", "disabled") == "disabled" else "process",
         )  # fmt: skip
         self._saving: Saving | None = None
+        self._later: set[int] = set()  # steps that were there already when an earlier one was loaded by its number
 
     def _setting(self, name: str, default: Any) -> Any:
         return getattr(self._config, name, default)
@@ -85,7 +86,8 @@ class CheckpointManager:
     def load(self, step: int = -1) -> bool:
         """Go on from ``step``, or from the newest whole one; from ``initial_load_path`` if there is none yet.
 
-        False if there is nothing to load. Raises NotACheckpoint if a ``step`` that is named is not there.
+        False if there is nothing to load. Raises NotACheckpoint if a ``step`` that is named is not there. Steps after
+        one that was named are written anew, each when its turn comes; training waits for those saves.
         """
         if not self.enable:
             return False
@@ -93,6 +95,7 @@ class CheckpointManager:
         kept = [name for name in self._state if f"!{name}" not in out]
         if step != -1:
             load(self._manager.root / f"step-{step}", {name: self._state[name] for name in kept}, only=kept)
+            self._later = {other for other in self._manager.steps() if other > step}
             return True
         state = {name: self._state[name] for name in kept}
         if self._manager.restore(state, only=kept if out else "*") is not None:
@@ -121,15 +124,20 @@ class CheckpointManager:
         if last_step:
             self._save_last(curr_step)
             return True
-        if curr_step == 1 and self._setting("enable_first_step_checkpoint", False):
-            self._manager.save(curr_step, self._state)
+        first = curr_step == 1 and self._setting("enable_first_step_checkpoint", False)
+        if first or (curr_step in self._later and curr_step % self.interval == 0):
+            self._save_and_wait(curr_step)
             return True
         self._saving = self._manager.step(curr_step, self._state)
         return self._saving is not None
 
+    def _save_and_wait(self, step: int) -> None:
+        self._manager.save(step, self._state, overwrite=step in self._later)
+        self._later.discard(step)
+
     def _save_last(self, step: int) -> None:
         if not self._setting("last_save_model_only", True):
-            self._manager.save(step, self._state)
+            self._save_and_wait(step)
             return
         self._manager.wait()
         dtype = getattr(torch, self._setting("export_dtype", "float32"))

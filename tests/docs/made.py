@@ -20,7 +20,19 @@ from holdfast.testing import Memory as MyStore
 from tests.docs.tiny import make
 from tests.foreign import deepspeed_made
 
-__all__ = ["MyStore", "config", "dcp", "deepspeed", "huggingface", "olmo", "profile", "script", "served"]
+__all__ = [
+    "MyStore",
+    "composer",
+    "config",
+    "dcp",
+    "deepspeed",
+    "huggingface",
+    "olmo",
+    "profile",
+    "script",
+    "served",
+    "torch_save",
+]
 
 
 def trained() -> dict[str, Any]:
@@ -39,6 +51,28 @@ def dcp(folder: str) -> None:
     state = trained()
     model, optimizer = get_state_dict(state["model"], state["optimizer"])
     dcp_.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=True)
+
+
+def torch_save(path: str) -> None:
+    """As a script of one's own saves it."""
+    state = trained()
+    saved = {key: state[key].state_dict() for key in ("model", "optimizer", "scheduler")}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    torch.save({**saved, "step": 7, "rng": torch.get_rng_state()}, path)
+
+
+def composer(path: str) -> None:
+    """As Composer's Trainer writes it: one file, the state of all under ``state``, ``rng`` as a list by rank."""
+    state = trained()
+    inner = {
+        "model": state["model"].state_dict(),
+        "optimizers": {"AdamW": state["optimizer"].state_dict()},
+        "schedulers": {"LambdaLR": state["scheduler"].state_dict()},
+        "timestamp": {"Timestamp": {"epoch": 0, "batch": 7}},
+        "run_name": "made",
+    }
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state": inner, "rng": [{"torch": torch.get_rng_state()}]}, path)
 
 
 def olmo(folder: str) -> None:

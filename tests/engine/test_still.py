@@ -487,3 +487,81 @@ def test_every_dtype_is_copied_aside(tmp_path: Path) -> None:
     assert list(one.tensors) == list(two.tensors) and len(one.tensors) > 25
     files = [next((tmp_path / name / "t").iterdir()).read_bytes() for name in ("blocking", "background")]
     assert len({data[8 + int.from_bytes(data[:8], "little") :] for data in files}) == 1
+
+
+# A step with a closure, which runs forward and backward
+
+
+def test_a_step_with_a_closure_waits_when_that_has_run(tmp_path: Path) -> None:
+    state, gate, ran, stepped = build("AdamW", 1), Gate(), threading.Event(), threading.Event()
+    train(state)
+
+    def closure() -> None:
+        train(state)
+        ran.set()
+
+    with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
+        there = snapshot(state)
+        saving = saver.save(state, tmp_path / "c")
+        assert gate.reached.wait(LONG)
+        thread = threading.Thread(target=lambda: (state["optimizer"].step(closure=closure), stepped.set()))
+        thread.start()
+        assert ran.wait(LONG), "forward and backward ran while it was being copied"
+        assert not stepped.wait(0.1)
+        gate.open.set()
+        assert stepped.wait(LONG)
+        thread.join()
+        saving.wait()
+    assert differences(what_was_saved(tmp_path / "c", "AdamW"), there) == []
+
+
+TORCHS = [
+    found
+    for name in dir(torch.optim)
+    for found in [getattr(torch.optim, name)]
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+]
+
+
+@pytest.mark.parametrize("kind", TORCHS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("positional", [False, True])
+def test_torchs_optimizers_change_nothing_before_their_closure_has_run(kind: Any, positional: bool) -> None:
+    weights, told = nn.Parameter(torch.ones(2, 2)), []
+    optimizer = kind([weights])
+
+    def tensors() -> list[torch.Tensor]:
+        return [weights, *(v for kept in optimizer.state.values() for v in kept.values() if torch.is_tensor(v))]
+
+    def closure() -> torch.Tensor:
+        gradient = 2 * weights.detach()
+        weights.grad = gradient.to_sparse() if kind is torch.optim.SparseAdam else gradient
+        told.append("ran")
+        return weights.square().sum()
+
+    def hold() -> None:
+        told.append(still.changed(before))
+
+    optimizer.register_step_pre_hook(partial(still.before_change, hold=hold))
+    for number in range(2):
+        before = still.watch((str(i), tensor) for i, tensor in enumerate(tensors()))
+        optimizer.step(closure) if positional else optimizer.step(closure=closure)
+        assert told[:2] == ["ran", []]
+        assert number or still.changed(before)
+        told.clear()
+
+
+class Hasty(torch.optim.SGD):
+    """Changes its parameters before it calls its closure."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1)
+        closure()
+
+
+def test_others_wait_before_they_begin() -> None:
+    weights = nn.Parameter(torch.ones(2))
+    optimizer, told = Hasty([weights]), []
+    optimizer.register_step_pre_hook(partial(still.before_change, hold=lambda: told.append(weights.tolist())))
+    optimizer.step(lambda: told.append("ran"))
+    assert told == [[1.0, 1.0], "ran"]

@@ -122,6 +122,26 @@ def test_names_by_a_table_or_a_function(source: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("x*"))
 
 
+def test_a_leading_path_is_dropped_whole_and_a_rename_that_fits_nothing_is_an_error(tmp_path: Path) -> None:
+    holdfast.save({"model": {"net": {"layers": torch.ones(2)}, "head": torch.zeros(2)}}, tmp_path / "c")
+    done = holdfast.convert(tmp_path / "c", tmp_path / "hf", to="huggingface", rename={"net": ""})
+    assert set(done.tensors) == set(load_file(tmp_path / "hf" / "model.safetensors")) == {"layers", "head"}
+    done = holdfast.convert(tmp_path / "c", tmp_path / "ours", rename={"model": ""})
+    assert set(done.tensors) == {"net/layers", "head"}
+    for wrong, to in (("model/net", "huggingface"), ("ne", "huggingface"), ("net", "holdfast")):
+        with pytest.raises(holdfast.Mismatch, match=f"rename= maps '{wrong}', but no name .* as in '(model/)?net"):
+            holdfast.convert(tmp_path / "c", tmp_path / "x", to=to, rename={wrong: "other"})  # type: ignore[arg-type]
+
+
+def test_a_folder_without_a_config_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    holdfast.save({"model": {"w": torch.ones(2)}}, tmp_path / "c")
+    done = holdfast.convert(tmp_path / "c", tmp_path / "x", to="huggingface", extras={"config.json": b"{}"})
+    assert not done.lacks_config and "config.json" not in caplog.text
+    done = holdfast.convert(tmp_path / "c", tmp_path / "y", to="huggingface", extras={"tokenizer.json": b"{}"})
+    assert done.lacks_config and done.beside == ["tokenizer.json"]
+    assert f"{tmp_path / 'y'} has no config.json, without which from_pretrained loads nothing" in caplog.text
+
+
 def test_what_is_attached_goes_along_and_what_is_given_goes_before(source: Path, tmp_path: Path) -> None:
     holdfast.convert(source, tmp_path / "hf", to="huggingface", extras={"config.json": b"{}"})
     found = {name: data for name, data in states.files(tmp_path / "hf").items() if "safetensors" not in name}

@@ -99,6 +99,11 @@ def test_a_key_is_refused_by_its_path_too() -> None:
         assert caught.value.path == "/a"
 
 
+def test_a_loader_without_a_state_is_told_what_to_do() -> None:
+    with pytest.raises(Refused, match=r"DataLoader does not tell where it is.*StatefulDataLoader"):
+        values.encode(torch.utils.data.DataLoader(torch.ones(2)))
+
+
 def test_code_is_called_code() -> None:
     with pytest.raises(Refused, match="nothing executable"):
         values.encode(print)

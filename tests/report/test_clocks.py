@@ -65,6 +65,32 @@ def test_who_gets_no_answer_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(_measure(Fleet(3), str, only=[0]).values())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_for_others_asks_the_store_seldom(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand ranks wait for their turn, and the store has to carry the save meanwhile."""
+    asked: list[str] = []
+
+    class Counting:
+        def compare_set(self, key: str, *_: object) -> bytes:
+            asked.append(key)
+            return b"?"
+
+        def check(self, keys: list[str]) -> bool:
+            asked.extend(keys)
+            return False
+
+        def set(self, *_: object) -> None: ...
+
+        def delete_key(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(clocks, "PATIENCE", 0.6)
+    monkeypatch.setattr(clocks, "GRACE", 60.0)
+    clock = Clocks("part", lambda measured: None)
+    clock.measure(Ranks(rank, 2, Counting()))
+    clock.close()
+    assert 1 <= len(asked) < 50
+
+
 def test_a_lone_process_measures_nothing() -> None:
     clock = Clocks("part", lambda measured: None)
     clock.measure(Ranks(0, 1))

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
+from holdfast.engine.ranks import meetings
 from holdfast.report import timeline
 from holdfast.report.clocks import Measured
 from holdfast.report.parts import parts_in
@@ -173,9 +174,17 @@ def test_a_folder_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: p
         until = time.monotonic() + 60
         while not caplog.records and time.monotonic() < until:
             time.sleep(0.01)
+        assert not meetings, "nor are clocks measured for it"
     assert "the timeline of this process ends" in caplog.text
     assert holdfast.open(tmp_path / "a").verify().whole
     assert not events.observed()
+
+
+def test_a_path_that_is_no_text_ends_the_timeline_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with holdfast.timeline(tmp_path / "timeline"):
+        events.begin("stage", "/\udcff", 0).end()
+    assert "the timeline of this process ends" in caplog.text
+    assert not events.observed() and not meetings
 
 
 def test_a_failed_save_says_why(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed
 import numpy
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from torch import nn
 
 import holdfast
@@ -21,8 +23,14 @@ from tests.trainers.lives import die
 from tests.trainers.scripts import play
 
 WIDTH = 8
+ON_DISK: dict[str, Any] = {
+    "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "offload_param": DeepSpeedZeroOffloadParamConfig,
+}
 # An allreduce over shared memory that DeepSpeed would compile first, for minutes; without it torch's own is taken.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+# DeepSpeed asks whether a CPU multiplies 16-bit floats fast, and takes no for an answer; torch computes with them.
+get_accelerator().is_fp16_supported = lambda: True
 
 
 class Net(nn.Module):
@@ -105,3 +113,40 @@ def resave(root: Path, stage: int, dtype: str) -> None:
 def play_deepspeed(root: Path, dies_at: str) -> list[str]:
     """`examples/deepspeed_engine.py`."""
     return play("deepspeed_engine.py", root, [], {}, dies_at)
+
+
+def refusals(stage: int, settings: list[tuple[str, str, Any]]) -> list[str]:
+    """What `engine_state` says of a real engine, each time with one attribute, of the part named first, set so.
+
+    To offload is to NVMe, in that folder. Set afterwards, as a CPU has none of the operators that DeepSpeed would make
+    these engines with.
+    """
+    deepspeed.init_distributed("gloo", verbose=False)
+    engine = make_engine(stage, "fp32")
+    parts = {"engine": engine, "zero": engine._config.zero_config, "parallel": engine._config.tensor_parallel_config}
+    said = []
+    for part, name, value in settings:
+        kept = getattr(parts[part], name)
+        if name.startswith("offload_"):
+            value = ON_DISK[name](device="nvme", nvme_path=value)
+        object.__setattr__(parts[part], name, value)
+        try:
+            engine_state(engine)
+            said.append("")
+        except holdfast.Unsupported as error:
+            said.append(str(error))
+        finally:
+            object.__setattr__(parts[part], name, kept)
+    return said
+
+
+def one_bit() -> str:
+    """What `engine_state` says of an engine whose optimizer is the ``OnebitAdam`` that DeepSpeed had up to 0.18."""
+    deepspeed.init_distributed("gloo", verbose=False)
+    engine = make_engine(0, "fp32")
+    engine.optimizer.__class__ = type("OnebitAdam", (torch.optim.AdamW,), {})
+    try:
+        engine_state(engine)
+    except holdfast.Unsupported as error:
+        return str(error)
+    return ""

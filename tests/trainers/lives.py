@@ -94,12 +94,17 @@ def _outcome(pipes: list[Connection]) -> list[Any] | str:
 _mothers: dict[tuple[str, ...], tuple[Any, Connection]] = {}
 
 
-def live(world: int, function: Callable[..., Any], *args: Any) -> list[Any] | str:
+def live(world: int, function: Callable[..., Any] | str, *args: Any) -> list[Any] | str:
     """Run ``function(*args)`` on ``world`` new ranks; raises if one does. KILLED if one was killed.
 
-    The function's module, and with it what it imports, is loaded once for all lives.
+    The function's module, and with it what it imports, is loaded once for all lives; here not at all, if the function
+    is given as ``"module:name"``.
     """
-    key = (function.__module__,)
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+    else:
+        module, name = function.__module__, function.__name__
+    key = (module,)
     if key not in _mothers:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
@@ -108,7 +113,7 @@ def live(world: int, function: Callable[..., Any], *args: Any) -> list[Any] | st
         theirs.close()
         _mothers[key] = process, ours
     pipe = _mothers[key][1]
-    pipe.send((world, function.__module__, function.__name__, args))
+    pipe.send((world, module, name, args))
     if not pipe.poll(LIMIT + 60):
         raise AssertionError(f"no answer within {LIMIT + 60:g} s")
     outcome = pipe.recv()

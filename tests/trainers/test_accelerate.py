@@ -23,11 +23,12 @@ def same(whole, resumed, step):
 
 
 # Seven steps an epoch: 7 is its last, 8 the first of the next, 11 in its middle.
-@pytest.mark.parametrize("broken_at", [7, 8, 11])
+@pytest.mark.parametrize("broken_at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (7, 8)), 11])
 def test_a_loop_goes_on_bit_for_bit(tmp_path, broken_at):
     same(*hf_runs.loop_and_resumed(tmp_path, broken_at, {}), broken_at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"accumulate": 1}, {"workers": 2}, {"stream": True}, {"stateful": True}, {"seedable": True}]
 )
@@ -35,6 +36,7 @@ def test_so_does_one_with_other_loaders(tmp_path, options):
     same(*hf_runs.loop_and_resumed(tmp_path, 9, options), 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_so_do_two_ranks(tmp_path, fsdp):
     for whole, resumed in pool.run(2, hf_runs.loop_and_resumed, str(tmp_path), 6, {"fsdp": fsdp}):
@@ -42,6 +44,7 @@ def test_so_do_two_ranks(tmp_path, fsdp):
         same(whole, resumed, 6)
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_after_as_many_samples(tmp_path):
     assert pool.run(2, hf_runs.loop, str(tmp_path), 2) == [None, None]  # 2 ranks, 2 steps of 2 batches of 2
     alone = hf_runs.loop(tmp_path)

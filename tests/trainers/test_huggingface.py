@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,15 +26,17 @@ def same(whole, resumed, restored):
 
 # Six steps an epoch, evaluated at its end, logged every third step, saved every second one: 7 and 8 lie in the middle
 # of an epoch and between two lines of the log, 6 ends one.
-@pytest.mark.parametrize("broken_at", [3, 6, 9])
+@pytest.mark.parametrize("broken_at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (3, 6)), 9])
 def test_a_run_goes_on_bit_for_bit(tmp_path, broken_at):
     same(*hf_runs.whole_and_resumed(tmp_path, broken_at, {}), broken_at - broken_at % 2)
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_goes_on_bit_for_bit(tmp_path):
     same(*hf_runs.whole_and_resumed(tmp_path, 9, {"workers": 2, "args": {"num_train_epochs": 2}}), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_two_ranks_go_on_bit_for_bit(tmp_path, fsdp):
     found = pool.run(2, hf_runs.whole_and_resumed, str(tmp_path), 5, {"fsdp": fsdp})
@@ -51,6 +54,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path, fsdp):
     assert last.world_size == 2
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_run_with_its_last_step_on_disk(tmp_path):
     whole = hf_runs.train(tmp_path / "whole", every=100)
     stopped = hf_runs.train(tmp_path / "stopped", 8, by_signal=True, every=100)
@@ -59,6 +63,7 @@ def test_a_signal_ends_a_run_with_its_last_step_on_disk(tmp_path):
     same(whole, hf_runs.train(tmp_path / "stopped", every=100), 8)
 
 
+@pytest.mark.slow
 def test_trainers_own_rhythm_may_drive_it(tmp_path):
     by_steps = {"save_strategy": "steps", "save_steps": 5}
     whole = hf_runs.train(tmp_path / "steps", every=None, args=by_steps, kept={"keep": holdfast.Keep(last=9)})
@@ -72,6 +77,7 @@ def test_trainers_own_rhythm_may_drive_it(tmp_path):
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_a_damaged_step_is_passed_over_and_trainer_told(tmp_path):
     options = {"kept": {"keep": holdfast.Keep(last=9)}}
     whole = hf_runs.train(tmp_path / "whole", **options)
@@ -87,6 +93,7 @@ def _damage(file):
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_more(tmp_path):
     whole = hf_runs.train(tmp_path, args={"num_train_epochs": 1})
     again = hf_runs.train(tmp_path, args={"num_train_epochs": 1})
@@ -121,6 +128,16 @@ def run_example(name, root, *options, ranks=2):
     )  # fmt: skip
     told = [line for line in done.stdout.splitlines() if line.startswith("{") and '"resumed"' in line]
     return json.loads(told[-1]) if told else done
+
+
+@pytest.mark.parametrize("example", ["hf_trainer.py", "accelerate_loop.py"])
+def test_an_example_says_that_sharding_needs_gpus(tmp_path, example, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    main = runpy.run_path(str(EXAMPLES / example))["main"]
+    with pytest.raises(SystemExit):
+        main([f"--root={tmp_path}", "--fsdp"])
+    assert "needs GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.slow

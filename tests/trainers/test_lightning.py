@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import holdfast
-from tests.trainers.lightning_fits import fit, fit_and_stop, fit_with_plugin, play_lightning
 from tests.trainers.lives import KILLED, differences, live
+
+FITS = "tests.trainers.lightning_fits"  # imported by the ranks alone: Lightning takes seconds
 
 
 def lives(
@@ -18,19 +19,20 @@ def lives(
 ) -> None:  # fmt: skip
     """``goes_on_after`` so many batches: with what the killed run had saved last."""
     world = 1 if kind == "alone" else 2
-    whole = live(world, fit, tmp_path / "whole", kind, every, 0, "error", plateau, options)
-    assert live(world, fit, tmp_path / "killed", kind, every, dies_after, "error", plateau, options) == KILLED
-    again = live(world, fit, tmp_path / "killed", kind, every, 0, "error", plateau, options)
+    whole = live(world, f"{FITS}:fit", tmp_path / "whole", kind, every, 0, "error", plateau, options)
+    assert live(world, f"{FITS}:fit", tmp_path / "killed", kind, every, dies_after, "error", plateau, options) == KILLED
+    again = live(world, f"{FITS}:fit", tmp_path / "killed", kind, every, 0, "error", plateau, options)
     assert [(losses[goes_on_after:], seen) for losses, seen in whole] == again
     last = max(tmp_path.glob("whole/step-*"))
     assert differences(last, tmp_path / "killed" / last.name) == []
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alone", "ddp"))])
+@pytest.mark.parametrize("kind", ["ddp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("alone", "fsdp2"))])
 def test_inside_of_an_epoch(tmp_path: Path, kind: str) -> None:
     lives(tmp_path, kind, every=4, dies_after=11, goes_on_after=8)
 
 
+@pytest.mark.slow
 def test_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     lives(tmp_path, "alone", every=6, dies_after=14, goes_on_after=12, plateau=True)
 
@@ -59,32 +61,32 @@ def test_counted_in_steps(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path, epochs: int) -> None:
-    ((whole, seen),) = live(1, fit, tmp_path / "whole", "alone", 5, 0, "error", True)
-    live(1, fit, tmp_path / "parts", "alone", 5, 0, "error", True, {"max_epochs": epochs})
-    assert live(1, fit, tmp_path / "parts", "alone", 5, 0, "error", True) == [(whole[12 * epochs :], seen)]
+    ((whole, seen),) = live(1, f"{FITS}:fit", tmp_path / "whole", "alone", 5, 0, "error", True)
+    live(1, f"{FITS}:fit", tmp_path / "parts", "alone", 5, 0, "error", True, {"max_epochs": epochs})
+    assert live(1, f"{FITS}:fit", tmp_path / "parts", "alone", 5, 0, "error", True) == [(whole[12 * epochs :], seen)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_on_another_number_of_ranks(tmp_path: Path, kind: str) -> None:
-    assert live(2, fit, tmp_path, kind, 4, 11) == KILLED
+    assert live(2, f"{FITS}:fit", tmp_path, kind, 4, 11) == KILLED
     with pytest.raises(AssertionError, match="elsewhere"):
-        live(1, fit, tmp_path, "alone", 4)
-    ((losses, _),) = live(1, fit, tmp_path, "ddp" if kind == "ddp" else "fsdp2", 4, 0, "first")
+        live(1, f"{FITS}:fit", tmp_path, "alone", 4)
+    ((losses, _),) = live(1, f"{FITS}:fit", tmp_path, "ddp" if kind == "ddp" else "fsdp2", 4, 0, "first")
     assert len(losses) == 22  # the loader of one rank has 12 batches an epoch: 10 of the second, and the third
 
 
 @pytest.mark.slow
 def test_a_signal_leaves_a_last_step(tmp_path: Path) -> None:
-    ((whole, seen),) = live(1, fit, tmp_path / "whole", "alone", 100)
-    ((first, _),) = live(1, fit_and_stop, tmp_path / "stopped", 15, "SIGTERM")
-    ((second, _),) = live(1, fit_and_stop, tmp_path / "stopped", 5, "SIGUSR1")
-    ((third, counted),) = live(1, fit, tmp_path / "stopped", "alone", 100)
+    ((whole, seen),) = live(1, f"{FITS}:fit", tmp_path / "whole", "alone", 100)
+    ((first, _),) = live(1, f"{FITS}:fit_and_stop", tmp_path / "stopped", 15, "SIGTERM")
+    ((second, _),) = live(1, f"{FITS}:fit_and_stop", tmp_path / "stopped", 5, "SIGUSR1")
+    ((third, counted),) = live(1, f"{FITS}:fit", tmp_path / "stopped", "alone", 100)
     assert first + second + third == whole and counted == seen and 15 <= len(first) < 18
 
 
 def test_the_plugin_keeps_lightnings_own_checkpoints(tmp_path: Path) -> None:
-    ((whole, first),) = live(1, fit_with_plugin, tmp_path, "alone", "")
+    ((whole, first),) = live(1, f"{FITS}:fit_with_plugin", tmp_path, "alone", "")
     assert len(list(tmp_path.iterdir())) == 2  # the best one and the last: those that they replaced are gone
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".pt", ".pkl", ".ckpt")]
     assert holdfast.open(tmp_path / "last.ckpt").verify()
@@ -94,15 +96,15 @@ def test_the_plugin_keeps_lightnings_own_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_plugin_goes_on(tmp_path: Path) -> None:
-    whole = live(2, fit_with_plugin, tmp_path / "whole", "ddp", "", 2)
-    live(2, fit_with_plugin, tmp_path / "parts", "ddp", "", 1)
-    again = live(2, fit_with_plugin, tmp_path / "parts", "ddp", "last.ckpt", 2)
+    whole = live(2, f"{FITS}:fit_with_plugin", tmp_path / "whole", "ddp", "", 2)
+    live(2, f"{FITS}:fit_with_plugin", tmp_path / "parts", "ddp", "", 1)
+    again = live(2, f"{FITS}:fit_with_plugin", tmp_path / "parts", "ddp", "last.ckpt", 2)
     assert [weights for _, weights in again] == [weights for _, weights in whole]
 
 
 @pytest.mark.slow
 def test_the_example(tmp_path: Path) -> None:
-    whole = live(2, play_lightning, tmp_path / "whole", "")
-    assert live(2, play_lightning, tmp_path / "killed", "step 14:") == KILLED
-    again = live(2, play_lightning, tmp_path / "killed", "")
+    whole = live(2, f"{FITS}:play_lightning", tmp_path / "whole", "")
+    assert live(2, f"{FITS}:play_lightning", tmp_path / "killed", "step 14:") == KILLED
+    again = live(2, f"{FITS}:play_lightning", tmp_path / "killed", "")
     assert len(whole[0]) == 24 and len(again[0]) in (14, 19) and again[0] == whole[0][-len(again[0]) :]

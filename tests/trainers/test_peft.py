@@ -78,6 +78,7 @@ def load_sharded(folder):
     return float((logits(model) - logits(model_of("llama"))).abs().max())
 
 
+@pytest.mark.slow
 def test_and_into_one_that_is_sharded(tmp_path):
     model_of("llama").save_pretrained(tmp_path, max_shard_size="10KB")
     assert pool.run(2, load_sharded, str(tmp_path)) == [0.0, 0.0]

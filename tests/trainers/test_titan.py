@@ -1,9 +1,18 @@
-"""A trainer written like torchtitan's goes on with the same bits."""
+"""A trainer written like torchtitan's goes on with the same bits, and each setting does what its page says."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import holdfast
+from holdfast.trainers.titan import CheckpointManager
 from tests.trainers.lives import KILLED, differences, live
 from tests.trainers.scripts import play
 
@@ -16,3 +25,134 @@ def test_it_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     unlike = differences(tmp_path / "whole/checkpoint/step-20", tmp_path / "killed/checkpoint/step-20")
     assert [name for name in unlike if not name.startswith("rng")] == []  # the script seeds torch's generators alone
     assert sorted(path.name for path in tmp_path.glob("whole/checkpoint/step-*")) == ["step-10", "step-15", "step-20"]
+
+
+class Counter:
+    """A loader, schedulers or the state of a trainer, as torchtitan's are: objects with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Run:
+    """Two parts of a model, their optimizers and counters, on one process, with a manager of these settings."""
+
+    def __init__(self, root: Path, seed: int, **settings: Any) -> None:
+        torch.manual_seed(seed)
+        self.parts: list[nn.Module] = [nn.ModuleDict({str(i): nn.Linear(3, 3)}) for i in range(2)]
+        self.optimizers = SimpleNamespace(
+            optimizers=[torch.optim.AdamW(part.parameters(), lr=0.1) for part in self.parts]
+        )
+        self.loader, self.schedule, self.train_state = Counter(), Counter(), Counter()
+        config = SimpleNamespace(**{"interval": 2, "async_mode": "disabled", "last_save_model_only": False, **settings})
+        self.manager = CheckpointManager(
+            config, dataloader=self.loader, model_parts=self.parts, optimizers=self.optimizers,
+            lr_schedulers=self.schedule, states={"train_state": self.train_state}, base_folder=str(root),
+        )  # fmt: skip
+
+    def train(self, steps: int) -> Run:
+        for _ in range(steps):
+            self.train_state.count += 1
+            self.loader.count += 10
+            self.schedule.count += 100
+            for part, optimizer in zip(self.parts, self.optimizers.optimizers, strict=True):
+                sum(p.square().sum() for p in part.parameters()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            self.manager.save(self.train_state.count)
+        return self
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for part in self.parts for name, tensor in part.state_dict().items()}
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.train_state.count, self.loader.count, self.schedule.count
+
+    def moments(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self.optimizers.optimizers)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_step_that_is_named_is_loaded_and_gone_on_from(tmp_path: Path) -> None:
+    run = Run(tmp_path, 0).train(2)
+    second = run.weights
+    run.train(2)
+    fourth = run.weights
+    run.train(2).manager.close()
+    again = Run(tmp_path, 1)
+    assert again.manager.load(step=2)
+    assert same(again.weights, second) and again.counts == (2, 20, 200)
+    again.train(2).manager.close()  # step 4 was there already, and so is 6
+    last = Run(tmp_path, 2)
+    with pytest.raises(holdfast.NotACheckpoint, match="step-3"):
+        last.manager.load(step=3)
+    with pytest.raises(holdfast.Mismatch, match="steps of two runs"):
+        last.manager.load()  # which of both is meant, is to be said
+    assert last.manager.load(step=4) and same(last.weights, fourth) and last.counts == (4, 40, 400)
+    last.train(2).manager.close()
+    assert Run(tmp_path, 3).manager.load()
+
+
+def test_what_is_excluded_is_not_loaded(tmp_path: Path) -> None:
+    run = Run(tmp_path, 0).train(2)
+    for step in (-1, 2):
+        again = Run(tmp_path, 1, exclude_from_loading=["dataloader", "lr_scheduler"])
+        assert again.manager.load(step=step)
+        assert same(again.weights, run.weights) and again.counts == (2, 0, 0)
+        assert again.moments() == run.moments()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_last_step_may_hold_the_model_alone(tmp_path: Path, dtype: str) -> None:
+    run = Run(tmp_path, 0, last_save_model_only=True, export_dtype=dtype).train(3)
+    assert run.manager.save(4, last_step=True)
+    run.manager.close()
+    found = holdfast.open(tmp_path / "checkpoint" / "step-4")
+    assert sorted(found.tensors) == sorted(f"model/{name}" for name in run.weights)
+    assert all(torch.equal(found.read(f"model/{n}"), w.to(getattr(torch, dtype))) for n, w in run.weights.items())
+
+
+@pytest.mark.parametrize("model_only", [True, False])
+def test_a_first_load_comes_from_elsewhere_unless_there_is_a_step(tmp_path: Path, model_only: bool) -> None:
+    first = Run(tmp_path / "first", 0).train(2)
+    settings = {"initial_load_path": str(tmp_path / "first/checkpoint/step-2"), "initial_load_model_only": model_only}
+    run = Run(tmp_path / "second", 1, **settings)
+    assert run.manager.load()
+    assert same(run.weights, first.weights)
+    assert run.counts == ((0, 0, 0) if model_only else (2, 20, 200)) and bool(run.moments()) != model_only
+    run.train(2)
+    trained = run.weights
+    again = Run(tmp_path / "second", 2, **settings)
+    assert again.manager.load() and same(again.weights, trained)
+
+
+def test_so_does_one_that_torchtitan_saved(tmp_path: Path) -> None:
+    theirs = Run(tmp_path / "unused", 0)
+    # As torchtitan lays it out: the model's parameters at the top, all else beside them.
+    dcp.save({**theirs.weights, "train_state": {"step": torch.tensor(7)}}, checkpoint_id=tmp_path / "theirs")
+    run = Run(tmp_path / "ours", 1, initial_load_path=str(tmp_path / "theirs"))
+    assert run.manager.load() and same(run.weights, theirs.weights)
+
+
+def test_what_is_not_asked_for_is_not_done(tmp_path: Path) -> None:
+    assert not Run(tmp_path / "empty", 0).manager.load()
+    readers = Run(tmp_path / "read", 0, load_only=True).train(2)
+    assert not readers.manager.save(4, last_step=True) and not list(tmp_path.glob("read/checkpoint/step-*"))
+    first = Run(tmp_path / "one", 0, enable_first_step_checkpoint=True, keep_latest_k=0).train(5)
+    first.manager.close()
+    assert sorted(path.name for path in tmp_path.glob("one/checkpoint/step-*")) == ["step-1", "step-2", "step-4"]
+    off = Run(tmp_path / "off", 0, enable=False).train(2)
+    assert not off.manager.load() and not (tmp_path / "off").exists()
+    with pytest.raises(holdfast.Unsupported, match=r"holdfast\.convert"):
+        Run(tmp_path, 0, last_save_in_hf=True)

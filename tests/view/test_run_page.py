@@ -18,7 +18,8 @@ from holdfast.cli.codes import Code
 from holdfast.engine.storage import JOURNAL
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
-from holdfast.journal import Journal, Now
+from holdfast.journal import Now
+from holdfast.journaling import Journal
 from holdfast.view.run import is_run, run_page
 from tests.view.browser import Tab, script
 from tests.view.telling import HOSTILE, told
@@ -192,7 +193,7 @@ def test_what_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert not is_run(root)
         holdfast.save({"w": torch.zeros(3)}, root / "step-1", step=1)
         assert is_run(root) and not is_run(root / "step-1")
-    Journal(tmp_path / "new").close(Now(1, 1.0, 1, 1), 30)
+    Journal(tmp_path / "new").close(lambda: Now(1, 1.0, 1, 1), 30)
     assert is_run(tmp_path / "new") and not is_run(tmp_path / "new" / JOURNAL)
     page = tmp_path / "out.html"
     assert run(["view", str(tmp_path / "run"), "-o", str(page)]) == Code.FINE
