@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.checkpoint import Checkpoint
+from holdfast.engine.damage import Verified
 from holdfast.engine.stores.place import Place
 from holdfast.errors import HoldfastError, Untrusted
 from holdfast.keys import found_signature
@@ -17,7 +18,8 @@ from holdfast.ondisk import signature
 ASKED = 256
 """Files of a checkpoint in a store whose headers are asked for without being told to; of a local one all are."""
 
-TOLD = 100
+TOLD, FEW = 100, 3
+"""Faults that a page lists, and what each of them hits that is named."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,30 @@ def health_of(checkpoint: Checkpoint, *, look: bool | None = None) -> Health:
     found = checkpoint.verify(deep=False, raises=False)
     if found.whole:
         return Health("good", "whole", "by sizes and headers")
-    told = tuple(f"{damage}: {damage.what}" for damage in found.damages[:TOLD])
-    return Health("bad", "damaged", f"{len(found.tensors)} tensors are hit", told, found.tensors)
+    hit = len(found.tensors)
+    return Health("bad", "damaged", f"{hit} tensor{'s are' if hit != 1 else ' is'} hit", _told(found), found.tensors)
 
 
-def signature_of(checkpoint: Checkpoint) -> tuple[str, str, str]:
-    """(kind, words, note): whether there is a signature, and whether somebody who is trusted made it."""
+def _told(found: Verified) -> tuple[str, ...]:
+    """Each fault once, with what it hits: a file that is cut hits thousands of tensors in one and the same way."""
+    faults: dict[tuple[str, str], list[str]] = {}
+    for damage in found.damages:
+        faults.setdefault((damage.file, damage.what), []).append(str(damage))
+    return tuple(
+        f"{', '.join(hit[:FEW])}{f' and {len(hit) - FEW} more' if len(hit) > FEW else ''}: {what}"
+        for (_, what), hit in [*faults.items()][:TOLD]
+    )
+
+
+def signature_of(checkpoint: Checkpoint) -> tuple[str, str, str, str]:
+    """(kind, words, note, key): whether there is a signature, and whether somebody who is trusted made it."""
     if checkpoint.signed_by is not None:
-        return "good", "signed", f"by the required key {checkpoint.signed_by[:16]}…"
+        return "good", "signed", f"by the key {checkpoint.signed_by[:8]}…", checkpoint.signed_by
     if checkpoint.format != "holdfast":
-        return "", "not signed", "only checkpoints of holdfast can be"
+        return "", "not signed", "this format has none", ""
     for key in _keys(checkpoint):
-        return "warn", "signed, not checked", f"by {key[:16]}…; --require KEY checks it"
-    return "", "not signed", ""
+        return "warn", "signed, not checked", "--require KEY checks it", key
+    return "", "not signed", "", ""
 
 
 def _keys(checkpoint: Checkpoint) -> Iterator[str]:

@@ -115,6 +115,12 @@ def test_several_in_one_place_and_what_they_are(tab: Callable[..., Tab], written
     assert "experts.1" in page.inner_text("#detail h2")
 
 
+def test_a_name_reads_from_its_beginning_to_its_end(tab: Callable[..., Tab], written: Path) -> None:
+    page = tab().open(written)
+    assert page.locator("#names .cut").count() > 5
+    assert page.evaluate(script("reads_forward"), "#names .cut")
+
+
 def test_the_colour_can_say_something_else(tab: Callable[..., Tab], written: Path) -> None:
     page = shown(tab, written)
     pictures = []

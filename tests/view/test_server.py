@@ -110,7 +110,7 @@ def test_statistics_on_demand(tab: Callable[..., Tab], served: Served) -> None:
     assert not any("statistics" in url for url in one.asked)
     page.click("#panel button.primary")
     page.wait_for_selector(".statistics")
-    assert "Greatest99" in page.text_content(".statistics")
+    assert "Max99" in page.text_content(".statistics")
     assert {url.split("?")[0] for url in one.network()} == {served.url, f"{served.url}statistics"}
     served.routes["statistics"] = lambda name: (_ for _ in ()).throw(holdfast.Damaged(f"{name} is altered <b>"))
     page.fill("#filter", "bad")

@@ -7,11 +7,6 @@
 
   const hit = new Set(data.health.hit), aliases = Object.entries(data.aliases);
   const sectionOf = (name) => (name.includes("/") ? name.slice(0, name.indexOf("/")) : "state");
-  /** "model/layers.0.wq.weight" → ["model/layers.0.", "wq.weight"]: the end is what tells neighbours apart. */
-  H.parted = (name) => {
-    const cuts = [...name.matchAll(/[./]/g)].map((m) => m.index), at = name.slice((cuts.at(-1) ?? 0) + 1).length < 7 && cuts.length > 1 ? cuts.at(-2) : cuts.at(-1);
-    return at === undefined ? ["", name] : [name.slice(0, at + 1), name.slice(at + 1)];
-  };
   const base = data.path.endsWith("/") ? data.path : `${data.path}/`;
   H.shortPath = (path) => (path.startsWith(base) ? path.slice(base.length) : path).replace(/\.[0-9a-f]{16}\.safetensors$/, "");
   const keys = (name) => name.split("/").flatMap((part, i) => part.split(".").filter((p) => p !== "").map((p, j) => (i === 0 && j === 0 && !name.includes("/") ? p : p)));
@@ -52,7 +47,7 @@
 
   // ---- filter
 
-  const input = el("input", { class: "field", type: "search", id: "filter", placeholder: "Filter tensors: part of a name, or a glob such as */wq.weight", "aria-label": "Filter tensors by name", autocomplete: "off", spellcheck: "false" });
+  const input = el("input", { class: "field", type: "search", id: "filter", placeholder: "Filter: part of a name, or a glob like */wq.weight", "aria-label": "Filter tensors by name", autocomplete: "off", spellcheck: "false" });
   const told = el("span", { class: "muted told", "aria-live": "polite" });
   /** A test of names, as the command line has it: a glob over the whole name, else a part of it. */
   function test(words) {
@@ -121,18 +116,14 @@
   }
   H.onTheme(() => { paintKey(); if (chosen) H.panel(panel, chosen, { known, total, names: [] }); });
   const share = (t) => el("span", { class: "share" }, el("i", { style: { width: `${(56 * t.bytes) / largest}px` } }), el("span", null, H.bytes(t.bytes)));
-  const parted = (name, kind = "", more = null) => {
-    const [prefix, last] = H.parted(name);
-    return el("span", { class: "parted", title: name }, prefix ? el("span", { class: "cut muted" }, el("bdi", null, prefix)) : null, el("b", { class: kind }, last), more);
-  };
   const table = H.table({
     label: "Tensors", rows: tensors, picked: (t) => choose(t, "table"), sort: [4, -1],
     columns: [
-      { name: "Name", width: "minmax(180px, 1fr)", value: (t) => t.name, cell: (t) => parted(t.name, t.bad ? "bad" : "", t.alias ? el("em", { class: "muted" }, "tied") : null), ascending: true },
-      { name: "Type", width: "76px", value: (t) => t.dtype, ascending: true },
-      { name: "Shape", width: "minmax(110px, 150px)", value: (t) => t.elements, cell: (t) => H.shape(t.shape), right: true },
-      { name: "Cells", width: "56px", value: (t) => t.count, cell: (t) => H.count(t.count), right: true },
-      { name: "Size", width: "150px", value: (t) => t.bytes, cell: share, right: true },
+      { name: "Name", width: "minmax(180px, 1fr)", value: (t) => t.name, narrow: "minmax(0, 1fr)", cell: (t) => H.named(t.name, t.bad ? "bad" : "", t.alias ? el("em", { class: "muted" }, "tied") : null), ascending: true },
+      { name: "Type", width: "72px", value: (t) => t.dtype, ascending: true, spare: true },
+      { name: "Shape", width: "minmax(80px, 120px)", narrow: "max(22%, 80px)", value: (t) => t.elements, cell: (t) => H.shape(t.shape), right: true },
+      { name: "Cells", width: "48px", spare: true, value: (t) => t.count, cell: (t) => H.count(t.count), right: true },
+      { name: "Size", width: "136px", narrow: "66px", value: (t) => t.bytes, cell: share, right: true },
     ],
   });
   table.node.id = "tensors";
@@ -152,15 +143,23 @@
     label: "Values", rows: values,
     picked: (v) => { whole.hidden = false; H.empty(whole, el("p", { class: "note mono" }, v.text)); },
     columns: [
-      { name: "Path", width: "minmax(140px, 1.4fr)", value: (v) => v.path, cell: (v) => parted(v.path), ascending: true },
+      { name: "Path", width: "minmax(140px, 1.4fr)", narrow: "minmax(0, 1.4fr)", value: (v) => v.path, cell: (v) => H.named(v.path), ascending: true },
       data.perRank.length ? { name: "Rank", width: "52px", value: (v) => v.rank, cell: (v) => (v.rank === null ? "" : String(v.rank)), right: true, ascending: true } : null,
-      { name: "Value", width: "minmax(140px, 1fr)", value: (v) => v.text, cell: (v) => el("span", { class: "mono", title: v.text }, v.text), ascending: true },
-      { name: "Type", width: "76px", value: (v) => v.type, cell: (v) => el("span", { class: "muted" }, v.type), ascending: true },
+      { name: "Value", width: "minmax(140px, 1fr)", narrow: "minmax(0, 1fr)", value: (v) => v.text, cell: (v) => el("span", { class: "mono", title: v.text }, v.text), ascending: true },
+      { name: "Type", width: "76px", spare: true, value: (v) => v.type, cell: (v) => el("span", { class: "muted" }, v.type), ascending: true },
     ].filter(Boolean),
   });
   valueTable.node.style.height = `${Math.min(values.length, 9) * 30 + 36}px`;
   const attached = Object.entries(data.attachments), left = Object.entries(data.leftOut);
   const list = (items, cell) => el("ul", { class: "list" }, items.slice(0, 500).map(cell), items.length > 500 ? el("li", { class: "muted" }, `and ${H.count(items.length - 500)} more`) : null);
+
+  /** What a producer tells is text; of the classes of modules it is an object, which is read better line by line. */
+  const listed = (words) => {
+    if (!words.startsWith("{")) return words;
+    try {
+      return el("ul", { class: "list small" }, Object.entries(JSON.parse(words)).map(([name, of]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted" }, String(of)))));
+    } catch { return words; } // it may be anything: then as it is
+  };
 
   // ---- the page
 
@@ -168,20 +167,21 @@
     facts,
     data.health.kind !== "bad" ? null : el("div", { class: "note bad" }, el("b", null, `${data.health.words}: `), data.health.note,
       data.health.told.length ? list(data.health.told, (words) => el("li", null, words)) : null),
-    el("div", { class: "toolbar" }, input, told, colours),
-    el("div", { class: "grid halves" },
+    tensors.length ? null : el("p", { class: "note" }, "There is no tensor in it."),
+    tensors.length ? el("div", { class: "toolbar" }, input, told, root.children.length ? colours : null) : null,
+    tensors.length ? el("div", { class: "grid halves" },
       el("div", { class: "grid column" },
-        H.card("State by bytes", crumbs, el("div", { class: "body" }, field, key)),
+        root.children.length ? H.card("State by bytes", crumbs, el("div", { class: "body" }, field, key)) : null,
         H.card("Tensors", el("span", { class: "muted" }, "Enter or a click shows one"), table.node)),
-      panel),
+      panel) : null,
     el("div", { class: `grid ${values.length + left.length ? "pair" : ""}` },
       values.length + left.length ? el("div", { class: "grid column" },
         values.length ? H.card("Values", el("span", { class: "muted" }, H.plural(values.length, "value")), valueTable.node, whole) : null,
         left.length ? H.card("Left out", el("span", { class: "muted" }, "has no place in a state"), el("div", { class: "body" }, list(left, ([name, why]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted break" }, why))))) : null) : null,
       el("div", { class: "grid column" },
         H.card("Made by", null, el("div", { class: "body" }, H.pairs([
-          ...makers.map(([name, version]) => [name, version]), data.run ? ["Run", el("span", { class: "mono" }, data.run)] : null, data.save ? ["Save", el("span", { class: "mono" }, data.save)] : null,
-          created ? ["At", stamp] : null, ["Check", el("code", { class: "command" }, `holdfast verify ${data.quoted}`)], data.signature[2] ? ["Signature", data.signature[2]] : null, ["This page", `holdfast ${data.by}`]]))),
+          ...makers.map(([name, words]) => [name, listed(words)]), data.run ? ["Run", el("span", { class: "mono" }, data.run)] : null, data.save ? ["Save", el("span", { class: "mono" }, data.save)] : null,
+          created ? ["At", stamp] : null, ["Check", el("code", { class: "command" }, `holdfast verify ${data.quoted}`)], data.signature[3] ? ["Signed by", el("span", { class: "mono" }, data.signature[3])] : null, ["This page", `holdfast ${data.by}`]]))),
         attached.length ? H.card("Attached files", null, el("div", { class: "body" }, list(attached, ([name, bytes]) => el("li", null, el("span", { class: "break" }, name), el("span", { class: "muted" }, H.bytes(bytes)))))) : null)),
     data.timeline ? H.timeline(data.timeline) : null,
   ].filter(Boolean));
@@ -191,11 +191,11 @@
       open: (t) => choose(t, "map"), moved: trail,
     });
     trail(root);
-  } else H.empty(field, el("p", { class: "muted" }, "There is no tensor in it."));
+  }
   paintKey();
   apply();
   const first = table.shown[0];
-  if (first) choose(first, "start"); else H.empty(panel, el("div", { class: "body" }, el("p", { class: "muted" }, "No tensor is chosen.")));
+  if (first) choose(first, "start");
 
   H.key("/", "filter tensors by name", () => { input.focus(); input.select(); });
   H.key("t", "to the table of tensors: arrows move, Enter shows one", () => table.focus());

@@ -38,10 +38,10 @@
   const spread = () => {
     const values = all.map(MEASURES[measure].of).filter((v) => v !== null && v > 0);
     const low = values.reduce((m, v) => Math.min(m, v), Infinity), high = values.reduce((m, v) => Math.max(m, v), 0);
-    return high ? [Math.max(low, high * 1e-8), high] : [1e-8, 1];
+    return high ? [Math.max(low, high * 1e-8), high] : null;
   };
   let range = spread();
-  const part = (v) => (range[1] > range[0] ? 0.12 + 0.88 * (Math.log(Math.max(v, range[0]) / range[0]) / Math.log(range[1] / range[0])) : 1);
+  const part = (v) => (range && range[1] > range[0] ? 0.12 + 0.88 * (Math.log(Math.max(v, range[0]) / range[0]) / Math.log(range[1] / range[0])) : 1);
 
   // ---- the map: of several tensors in one place (experts, say) the one that is furthest apart
 
@@ -75,7 +75,7 @@
   const paintKey = () => {
     const steps = Array.from({ length: 24 }, (_, i) => el("i", { style: { background: H.ramp(0.12 + (0.88 * i) / 23) } }));
     H.empty(key, el("span", { class: "muted" }, `${MEASURES[measure].words}:`), el("i", { class: "none", style: { background: H.css("--line") } }), el("span", { class: "muted" }, "none"),
-      el("span", { class: "muted first" }, figure(range[0])), el("span", { class: "steps" }, steps), el("span", { class: "muted" }, figure(range[1])),
+      range ? [el("span", { class: "muted first" }, figure(range[0])), el("span", { class: "steps" }, steps), el("span", { class: "muted" }, figure(range[1]))] : null,
       odd.length ? [el("i", { class: "none", style: { background: H.css("--bad-soft") } }), el("span", { class: "muted" }, "does not fit")] : null);
     key.title = MEASURES[measure].note;
   };
@@ -125,24 +125,20 @@
 
   // ---- table
 
-  /** The end of a name is what tells neighbours apart: the beginning is what gives way. */
-  function parted(name) {
-    const cuts = [...name.matchAll(/[./]/g)].map((m) => m.index), at = cuts.length > 1 ? cuts.at(-2) + 1 : 0;
-    return el("span", { class: "parted mono", title: name }, el("span", { class: "cut muted" }, name.slice(0, at)), el("b", null, name.slice(at)));
-  }
   const table = H.table({
     label: "Names", picked: open, rows: all, sort: [2, -1],
     columns: [
-      { name: "Name", width: "minmax(180px, 3fr)", ascending: true, value: (t) => t.name, cell: (t) => parted(t.name) },
-      { name: "Status", width: "minmax(104px, .8fr)", ascending: true, value: (t) => t.status, cell: (t) => H.badge(STATUS[t.status][0], STATUS[t.status][1]) },
-      { name: "Relative", width: "minmax(84px, .7fr)", right: true, value: (t) => t.relative, cell: (t) => figure(t.relative) },
-      { name: "Cosine", width: "minmax(84px, .7fr)", right: true, value: (t) => t.cosine, cell: (t) => figure(t.cosine) },
-      { name: "Largest", width: "minmax(84px, .7fr)", right: true, value: (t) => t.largest, cell: (t) => figure(t.largest) },
-      { name: "Mean", width: "minmax(84px, .7fr)", right: true, value: (t) => t.mean, cell: (t) => figure(t.mean) },
-      { name: "Bytes", width: "minmax(76px, .6fr)", right: true, value: (t) => t.bytes, cell: (t) => (t.bytes ? H.bytes(t.bytes) : "value") },
+      { name: "Name", width: "minmax(180px, 3fr)", narrow: "minmax(0, 1fr)", ascending: true, value: (t) => t.name, cell: (t) => H.named(t.name) },
+      { name: "Status", width: "minmax(104px, .8fr)", narrow: "104px", ascending: true, value: (t) => t.status, cell: (t) => H.badge(STATUS[t.status][0], STATUS[t.status][1]) },
+      { name: "Relative", width: "minmax(84px, .7fr)", narrow: "76px", right: true, value: (t) => t.relative, cell: (t) => figure(t.relative) },
+      { name: "Cosine", spare: true, width: "minmax(84px, .7fr)", right: true, value: (t) => t.cosine, cell: (t) => figure(t.cosine) },
+      { name: "Largest", spare: true, width: "minmax(84px, .7fr)", right: true, value: (t) => t.largest, cell: (t) => figure(t.largest) },
+      { name: "Mean", spare: true, width: "minmax(84px, .7fr)", right: true, value: (t) => t.mean, cell: (t) => figure(t.mean) },
+      { name: "Bytes", spare: true, width: "minmax(76px, .6fr)", right: true, value: (t) => t.bytes, cell: (t) => (t.bytes ? H.bytes(t.bytes) : "value") },
     ],
   });
   table.node.id = "names";
+  table.node.style.height = `${Math.min(12, Math.max(3, all.length)) * 30 + 42}px`;
   const input = el("input", { class: "field", type: "search", id: "filter", placeholder: "Filter by a part of the name", "aria-label": "Filter by name", autocomplete: "off", spellcheck: "false" });
   const WHICH = { all: () => true, changed: (t) => t.status !== "same", odd: (t) => t.status !== "same" && t.status !== "changed" };
   let which = odd.length && !count("changed") ? "odd" : all.length === count("same") ? "all" : "changed";

@@ -80,7 +80,9 @@
     for (let v = Math.ceil((low - off) / by) * by + off; v <= high; v += by) found.push(v);
     return found;
   };
-  const AXES = { step: [c.step, (v) => H.count(Math.round(v * 100) / 100), H.ticks], time: [c.began, clock, times] };
+  /** Steps are whole: between 1 and 2 there is none to name. */
+  const whole = (low, high, n) => H.ticks(low, high, Math.min(n, Math.max(1, Math.floor(high - low)))).filter(Number.isInteger);
+  const AXES = { step: [c.step, (v) => H.count(Math.round(v)), whole], time: [c.began, clock, times] };
   const axisOf = H.segmented("What charts go over", [["step", "steps"], ["time", "time"]], "step", (to) => charts.axis(...AXES[to]));
 
   /** Which start of training made what, on how many ranks; failures and what was skipped. */
@@ -96,7 +98,7 @@
       context.fillRect(a, from, Math.max(3, b - a), to - from);
       context.font = `600 11px ${H.family("--sans")}`;
       context.fillStyle = H.ink(fill);
-      const words = [`${H.count(s.ranks)} ranks`, s.told && restarts > 1 ? `start ${s.id + 1 - data.told.slice(0, s.id).filter((t) => !t).length}` : null].filter(Boolean).join(" · ");
+      const words = [H.plural(s.ranks, "rank"), s.told && restarts > 1 ? `start ${s.id + 1 - data.told.slice(0, s.id).filter((t) => !t).length}` : null].filter(Boolean).join(" · ");
       if (context.measureText(words).width < b - a - 12) context.fillText(words, a + 7, (from + to) / 2 + 0.5);
     });
     indices.forEach((i) => {
@@ -159,22 +161,23 @@
   const table = H.table({
     label: "Saves", picked: open, rows: [...indices].reverse(),
     columns: [
-      { name: "Step", width: "minmax(56px, 1fr)", right: true, value: (i) => c.step[i], cell: (i) => H.count(c.step[i]) },
-      { name: "Begun", width: "minmax(108px, 1.7fr)", value: (i) => c.began[i], cell: (i) => H.time(c.began[i]) },
-      { name: "Outcome", width: "minmax(78px, .9fr)", ascending: true, value: (i) => c.outcome[i], cell: (i) => H.badge(KIND[c.outcome[i]], c.outcome[i]) },
-      { name: "Now", width: "minmax(84px, 1fr)", ascending: true, value: (i) => health(i)?.words ?? null, cell: (i) => { const h = health(i); return h ? (h.kind ? H.badge(h.kind, h.words) : el("span", { class: "muted" }, h.words)) : ""; } },
-      { name: "Took", width: "minmax(56px, 1fr)", right: true, value: (i) => c.seconds[i], cell: (i) => H.seconds(c.seconds[i]) },
-      { name: "Waited", width: "minmax(58px, 1fr)", right: true, value: (i) => c.stall[i], cell: (i) => H.seconds(c.stall[i]) },
-      { name: "Size", width: "minmax(62px, 1fr)", right: true, value: (i) => c.bytes[i], cell: (i) => H.bytes(c.bytes[i]) },
-      { name: "Throughput", width: "minmax(82px, 1fr)", right: true, value: (i) => c.rate[i], cell: (i) => perSecond(c.rate[i]) },
-      some("metric") ? { name: "Metric", width: "minmax(58px, 1fr)", right: true, value: (i) => c.metric[i], cell: (i) => H.number(c.metric[i]) } : null,
-      { name: "Ranks", width: "minmax(44px, .7fr)", right: true, value: (i) => c.ranks[i], cell: (i) => H.count(c.ranks[i]) },
+      { name: "Step", width: "minmax(56px, 1fr)", narrow: "minmax(44px, 1fr)", right: true, value: (i) => c.step[i], cell: (i) => H.count(c.step[i]) },
+      { name: "Begun", spare: true, width: "minmax(108px, 1.7fr)", value: (i) => c.began[i], cell: (i) => H.time(c.began[i]) },
+      { name: "Outcome", width: "minmax(78px, .9fr)", narrow: "84px", ascending: true, value: (i) => c.outcome[i], cell: (i) => H.badge(KIND[c.outcome[i]], c.outcome[i]) },
+      { name: "Now", width: "minmax(84px, 1fr)", narrow: "82px", ascending: true, value: (i) => health(i)?.words ?? null, cell: (i) => { const h = health(i); return h ? (h.kind ? H.badge(h.kind, h.words) : el("span", { class: "muted" }, h.words)) : ""; } },
+      { name: "Took", width: "minmax(56px, 1fr)", narrow: "60px", right: true, value: (i) => c.seconds[i], cell: (i) => H.seconds(c.seconds[i]) },
+      { name: "Waited", spare: true, width: "minmax(58px, 1fr)", right: true, value: (i) => c.stall[i], cell: (i) => H.seconds(c.stall[i]) },
+      { name: "Size", spare: true, width: "minmax(62px, 1fr)", right: true, value: (i) => c.bytes[i], cell: (i) => H.bytes(c.bytes[i]) },
+      { name: "Throughput", spare: true, width: "minmax(82px, 1fr)", right: true, value: (i) => c.rate[i], cell: (i) => perSecond(c.rate[i]) },
+      some("metric") ? { name: "Metric", spare: true, width: "minmax(58px, 1fr)", right: true, value: (i) => c.metric[i], cell: (i) => H.number(c.metric[i]) } : null,
+      { name: "Ranks", spare: true, width: "minmax(44px, .7fr)", right: true, value: (i) => c.ranks[i], cell: (i) => H.count(c.ranks[i]) },
     ].filter(Boolean),
   });
   const FILTERS = { all: () => true, there: (i) => there.has(c.step[i]) && newest.get(c.step[i]) === i, failed: (i) => c.outcome[i] !== "saved" };
   const filter = H.segmented("Which saves", [["all", "all"], ["there", "there now"], ["failed", "not saved"]], "all", (to) => table.show([...indices].reverse().filter(FILTERS[to])));
   const halves = el("div", { class: "grid column" }, H.card("Saves", filter, el("div", { class: "body flush sideways" }, table.node)), detail);
   table.node.id = "saves";
+  table.node.style.height = `${Math.min(12, Math.max(3, n)) * 30 + 42}px`;
 
   // ---- the page
 

@@ -1,10 +1,22 @@
 // A table of any number of rows, of which only those in sight are elements. Uses frame.js.
 "use strict";
+/** "model/layers.0.wq.weight" → ["model/layers.0.", "wq.weight"]: the end is what tells neighbours apart. */
+H.parted = (name) => {
+  const cuts = [...name.matchAll(/[./]/g)].map((m) => m.index), at = name.slice((cuts.at(-1) ?? 0) + 1).length < 7 && cuts.length > 1 ? cuts.at(-2) : cuts.at(-1);
+  return at === undefined ? ["", name] : [name.slice(0, at + 1), name.slice(at + 1)];
+};
+/** A name in a cell. What does not fit is cut at its beginning, which needs a text from right to left: isolated, or its last sign moves. */
+H.named = (name, kind = "", more = null) => {
+  const [prefix, last] = H.parted(name);
+  return H.el("span", { class: "parted", title: name }, prefix ? H.el("span", { class: "cut muted" }, H.el("bdi", null, prefix)) : null, H.el("b", { class: kind }, last), more);
+};
+
 /**
  * H.table({ label, columns, rows, picked, sort: [column, 1 or -1] }) → { node, show(rows), filter(test), select(row), refresh(), focus(), shown }
  *
  * columns: { name, width (of a grid column), value (row → what it is sorted by), cell (row → text or node; default value),
- *            right: true for figures, ascending: true if it is sorted upwards first }
+ *            right: true for figures, ascending: true if it is sorted upwards first, spare: true to leave it out on a narrow screen,
+ *            narrow: its width there }
  * picked(row) is called by a click or Enter. Arrows, Page Up and Down, Home and End move.
  */
 H.table = ({ label, columns, rows, picked, sort = null }) => {
@@ -12,12 +24,13 @@ H.table = ({ label, columns, rows, picked, sort = null }) => {
   let all = [...rows], shown = all, fits = null, active = 0, chosen = null, sorting = sort, pool = [];
   const name = `table-${(H.table.number = (H.table.number ?? 0) + 1)}`;
   const spacer = H.el("div", { style: { width: "1px" } });
-  const none = H.el("div", { class: "none", hidden: true }, "Nothing fits.");
+  const none = H.el("div", { class: "none", hidden: true }, all.length ? "Nothing fits." : "There is none.");
+  const kind = (column) => `${column.right ? "right" : ""} ${column.spare ? "spare" : ""}`;
   const heads = H.el("div", { class: "heads", role: "row", "aria-rowindex": 1 }, columns.map((column, i) =>
-    H.el("div", { role: "columnheader", class: column.right ? "right" : "" }, H.el("button", { type: "button", click: () => order(i) }, column.name))));
+    H.el("div", { role: "columnheader", class: kind(column) }, H.el("button", { type: "button", click: () => order(i) }, column.name))));
   const body = H.el("div", { class: "rows", role: "rowgroup", tabindex: 0, "aria-label": label }, spacer, none);
   const node = H.el("div", { class: "table", role: "grid", "aria-label": label, "aria-colcount": columns.length,
-    style: { "--columns": columns.map((c) => c.width).join(" ") } }, heads, body);
+    style: { "--columns": columns.map((c) => c.width).join(" "), "--narrow": columns.filter((c) => !c.spare).map((c) => c.narrow ?? c.width).join(" ") } }, heads, body);
 
   function order(index) {
     const first = columns[index].ascending ? 1 : -1;
@@ -55,7 +68,7 @@ H.table = ({ label, columns, rows, picked, sort = null }) => {
     const first = Math.max(0, Math.floor(body.scrollTop / ROW) - SPARE);
     const last = Math.min(shown.length, Math.ceil((body.scrollTop + body.clientHeight) / ROW) + SPARE);
     while (pool.length < last - first) {
-      const row = H.el("div", { class: "row", role: "row" }, columns.map((c) => H.el("div", { role: "gridcell", class: c.right ? "right" : "" })));
+      const row = H.el("div", { class: "row", role: "row" }, columns.map((c) => H.el("div", { role: "gridcell", class: kind(c) })));
       pool.push(row);
       body.append(row);
     }

@@ -8,7 +8,7 @@
   const pattern = (name) => quoted(name.replace(/[[*?]/g, (sign) => `[${sign}]`));
 
   function figures(found) {
-    const rows = [["Least", H.number(found.min)], ["Greatest", H.number(found.max)], ["Mean", H.number(found.mean)], ["Std", H.number(found.std)],
+    const rows = [["Min", H.number(found.min)], ["Max", H.number(found.max)], ["Mean", H.number(found.mean)], ["Std", H.number(found.std)],
       ["Norm", H.number(found.norm)], ["Zeros", found.zeros ? `${H.count(found.zeros)} (${H.percent(found.zeros / found.count)})` : "0"],
       ["NaN", el("span", { class: found.nan ? "bad" : "" }, H.count(found.nan))], ["Infinite", el("span", { class: found.inf ? "bad" : "" }, H.count(found.inf))]];
     const chart = el("div", null);
@@ -35,7 +35,7 @@
         if (!answer.ok) throw new Error(told.error);
         known.set(tensor.name, told);
         H.empty(host, figures(told));
-        H.say(`Least ${H.number(told.min)}, greatest ${H.number(told.max)}, mean ${H.number(told.mean)}, ${H.plural(told.nan, "NaN")}`);
+        H.say(`Min ${H.number(told.min)}, max ${H.number(told.max)}, mean ${H.number(told.mean)}, ${H.plural(told.nan, "NaN")}`);
       } catch (error) {
         H.empty(host, el("p", { class: "note bad" }, error instanceof TypeError ? "The server does not answer: it was ended. Start it again and open the address that it prints." : error.message), ask);
         ask.disabled = false;

@@ -74,15 +74,21 @@
     const again = H.canvas(host, draw);
     host.append(outline);
 
-    function lay(node, x, y, w, h, depth, above = "") {
+    const large = (w, h) => w >= 58 && h >= 46;
+    function lay(node, x, y, w, h, depth, above = "", may = true) {
       const name = above ? `${above}.${node.label}` : node.label;
       if (depth === 1) tops.push({ node, x, y, w, h });
       if (node.leaf) { cells.push({ node, name, x, y, w, h }); return; }
-      const framed = depth > 0 && depth < 6 && w >= 58 && h >= 46;
-      if (depth > 0) frames.push({ node, x, y, w, h, framed, depth });
+      const framed = may && depth > 0 && depth < 6 && large(w, h), apart = !framed && depth > 0 && w >= 14 && h >= 14 ? 1 : 0;
+      if (depth > 0) frames.push({ node, x, y, w, h, framed, apart, depth });
       if (w < 2.5 || h < 2.5) { cells.push({ node, name, x, y, w, h }); return; }
-      const inner = framed ? [x + 3, y + HEAD, w - 6, h - HEAD - 3] : [x, y, w, h];
-      squarify(node.children, ...inner, (child, cx, cy, cw, ch) => { if (cw * ch > 0.2) lay(child, cx, cy, cw, ch, depth + 1, framed || depth === 0 ? "" : name); });
+      const inner = framed ? [x + 3, y + HEAD, w - 6, h - HEAD - 3] : [x + apart, y + apart, w - 2 * apart, h - 2 * apart];
+      const parts = [];
+      squarify(node.children, ...inner, (child, cx, cy, cw, ch) => { if (cw * ch > 0.2) parts.push([child, cx, cy, cw, ch]); });
+      // Of a hundred layers alike a dozen would be a pixel larger and have frames: those of most bytes decide for all.
+      const groups = parts.filter(([child]) => !child.leaf), sum = (those) => those.reduce((n, [child]) => n + child.bytes, 0);
+      const each = 2 * sum(groups.filter(([, , , cw, ch]) => large(cw, ch))) >= sum(groups);
+      parts.forEach((part) => lay(...part, depth + 1, framed || depth === 0 ? "" : name, each));
     }
     function arrange(width, height) {
       if (laid === `${width} ${height}`) return; // a filter or a theme changes colours alone
@@ -96,7 +102,8 @@
       const [line, sunken, surface, text, bad] = ["--line", "--sunken", "--surface", "--text", "--bad"].map(H.css);
       const family = H.family("--sans");
       context.textBaseline = "middle";
-      for (const { node, x, y, w, h, framed, depth } of frames) {
+      for (const { node, x, y, w, h, framed, apart, depth } of frames) {
+        if (apart) continue;
         if (!framed) { context.fillStyle = fill(leafOf(node)) ?? sunken; context.fillRect(x, y, w, h); continue; }
         context.fillStyle = depth % 2 ? sunken : surface;
         context.fillRect(x + 0.5, y + 0.5, w - 1, h - 1);
