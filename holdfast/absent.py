@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.engine import storage
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import StorageError
-from holdfast.ondisk import manifest
+from holdfast.ondisk import datafile, manifest
 
 
 def what_is_there(folder: Path) -> str:
@@ -23,11 +23,17 @@ def what_is_there(folder: Path) -> str:
             f"; beside it are the checkpoints {', '.join(kin[-5:])}" if kin else ""
         )
     if folder.is_file():
-        hint = f"; the checkpoint is its folder {folder.parent}" if folder.name == manifest.FILE_NAME else ""
-        return f"{folder} is a file of no format that holdfast reads (docs/formats.md lists them){hint}"
+        if folder.name == manifest.FILE_NAME:
+            return f"{folder} is a file of a checkpoint: give its folder {folder.parent}"
+        if not folder.stat().st_size:
+            return f"{folder} is empty: whoever wrote it broke off, or the disk was full"
+        return f"{folder} is a file of no format that holdfast reads (docs/formats.md lists them)"
     below = sorted(p.parent.name for p in folder.glob(f"*/{manifest.FILE_NAME}"))
     if below:
         return f"{folder} holds checkpoints but is none itself: open one of {', '.join(below[-5:])}"
+    for above in (folder.parent, folder.parent.parent):
+        if (above / manifest.FILE_NAME).is_file():
+            return f"{folder} is a part of the checkpoint {above}"
     return _uncommitted(folder, storage.files_below(folder))
 
 
@@ -46,9 +52,25 @@ def what_is_in_store(folder: Place) -> str:
     return _uncommitted(folder, files)
 
 
+def unfinished(files: Iterable[str]) -> list[str]:
+    """The folders of a root, by the paths of its files, that hold data of a save of ours, and no manifest."""
+    parted = [path.partition("/") for path in files]
+    committed = {name for name, _, rest in parted if rest == manifest.FILE_NAME}
+    return sorted({name for name, _, rest in parted if datafile.save_of(rest) is not None} - committed)
+
+
 def _uncommitted(folder: Location, files: Sequence[str]) -> str:
     if any(path.startswith("parts/") for path in files):
         return f"{folder} holds a save that never committed; holdfast.recover commits it if all its ranks had finished"
-    if any(path.endswith(".safetensors") for path in files):
+    if any(datafile.save_of(path) for path in files):
+        return f"{folder} holds data but no manifest.json: a save that never committed, or its manifest was deleted"
+    if any(path.endswith(".safetensors") and "/" not in path for path in files):
         return f"{folder} holds data but no manifest.json: a save that never committed, or another program's files"
+    begun = unfinished(files)
+    if begun:
+        return f"no step was saved here yet: {folder} holds saves that never committed, {', '.join(begun[-5:])}"
+    if files and all(path.startswith(f"{storage.JOURNAL}/") for path in files):
+        return f"no step was saved here yet: {folder} holds the journal of a run and no checkpoint"
+    if not files:
+        return f"no step was saved here yet: {folder} is empty"
     return f"{folder} holds no manifest.json, and no checkpoint of a format that holdfast reads (docs/formats.md)"

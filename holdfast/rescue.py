@@ -6,6 +6,7 @@ checkpoint in which a tensor has a hole.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -32,7 +33,7 @@ from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.engine.transfer import self_contained
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
 from holdfast.events import log
 from holdfast.ondisk import blocks, datafile, manifest, names, part
 from holdfast.ondisk.manifest import FileRecord, Manifest
@@ -135,7 +136,9 @@ def _damaged_manifest(target: Location) -> bytes | None:
         if storage.is_file(target / manifest.FILE_NAME):
             raise  # another program's
         return None
-    raise taken(f"{target} has a manifest that can be read, and needs no rescue (holdfast.repair mends data)")
+    error = StorageError(f"{target} has a manifest that can be read, and needs no rescue; holdfast.repair mends data")
+    error.errno = errno.EEXIST
+    raise error
 
 
 def _chosen(
@@ -176,8 +179,9 @@ def _chosen(
         raise Damaged("\n".join([f"{target} cannot be rescued, no save in it is whole:", *faults]))
     if len(whole) > 1 or (whole[0][1] == "headers" and like is None and save is None and len(found) > 1):
         raise Mismatch(
-            f"{target} has files of saves {', '.join(sorted(found))}, of which one may have borrowed from another: "
-            "name a step of the same run with like=, or the save with save="
+            f"{target} has files of saves {', '.join(sorted(found))}, of which one may have borrowed from another, and "
+            "its manifest alone said what: name a copy of it with like=. If none has borrowed, name a step of the same "
+            "run with like=, or the save with save="
         )
     if unsure and whole[0][1] == "headers":
         raise Mismatch(

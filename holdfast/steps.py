@@ -136,14 +136,17 @@ class Steps:
         found = _MADE.search(head)
         return None if found is None else Made(found["run"].decode(), found["created"].decode())
 
-    def refuse_another_run(self, chosen: Location, refused: Container[str] = ()) -> None:
+    def refuse_another_run(
+        self, chosen: Location, refused: Container[str] = (), *, among: Iterable[Location] | None = None
+    ) -> None:
         """Raise Mismatch if a step of another run was saved after ``chosen``, although it is called earlier.
 
         Then it is not clear which run is to go on: somebody began afresh in the folder of an older run, say.
+        ``among`` these, by default all committed steps.
         """
         others = {
-            step: path
-            for step, path in self.committed().items()
+            path.name: path
+            for path in (self.committed().values() if among is None else among)
             if path != chosen and path.name not in refused and path.name not in self.broken
         }
 
@@ -156,11 +159,11 @@ class Steps:
 
         with ThreadPoolExecutor(FEW, thread_name_prefix="holdfast-look") as pool:  # in a store each is a request
             made, *theirs = pool.map(look, [chosen, *others.values()])
-        for step, other in zip(others, theirs, strict=True):
+        for name, other in zip(others, theirs, strict=True):
             if made is not None and other is not None and other.run != made.run and other.created > made.created:
                 raise Mismatch(
                     f"{self.root} holds steps of two runs: {chosen.name} is of run {made.run}, saved {made.created}, "
-                    f"and step {step} of run {other.run} was saved after it, {other.created}. Say which is to go on: "
+                    f"and {name} of run {other.run} was saved after it, {other.created}. Say which is to go on: "
                     f'run="{other.run}" or run="{made.run}", or run="any" for the newest step of all; and keep each '
                     "run in a folder of its own"
                 )

@@ -20,6 +20,7 @@ import torch
 
 import holdfast
 from holdfast import CheckpointManager, Keep, Saver
+from holdfast.engine.storage import JOURNAL
 from holdfast.testing import count_calls, faults
 
 GUARD = 60.0
@@ -115,7 +116,7 @@ def _load(root: Path) -> dict[str, Any]:
 
 
 def _manager(root: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(root / "run", every=1, worker="none", signals=(), journal=False, **options)
+    return CheckpointManager(root / "run", every=1, worker="none", signals=(), **options)
 
 
 def _steps(root: Path) -> None:
@@ -316,8 +317,8 @@ def _reason(error: str) -> str:
 
 
 def names_in(root: Path) -> set[str]:
-    """Files of a folder, without what differs from save to save. (An empty folder costs nothing.)"""
-    found = [f.relative_to(root).as_posix() for f in root.rglob("*") if f.is_file()]
+    """Files of a folder, without what differs from save to save, and a journal. (An empty folder costs nothing.)"""
+    found = [f.relative_to(root).as_posix() for f in root.rglob("*") if f.is_file() and JOURNAL not in f.parts]
     return {re.sub(r"[0-9a-f]{16}", "·", name) for name in found}
 
 

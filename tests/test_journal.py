@@ -403,7 +403,7 @@ def test_a_reader_reads_what_is_new(kept: Path) -> None:
     assert len(reader.read().entries) == 2
     other = kept.with_name("1700000000001-0123abcd.jsonl")
     other.write_bytes(journal.msgspec.json.encode(entry(3)) + b"\n")
-    with disk_faults.faults("read", nth=99, under=root) as met:
+    with disk_faults.faults("read", nth=99, under=root / JOURNAL) as met:
         assert [e.step for e in reader.read().entries] == [1, 2, 3]
     assert met.count == 2, "the new file, and where training is"
     kept.unlink()

@@ -280,8 +280,8 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
         "nowhere": "there is nothing at",
         "run": "holds checkpoints but is none itself: open one of step-1",
         "run/step-2": "beside it are the checkpoints step-1",
-        "run/step-1/manifest.json": "formats.md lists them.; the checkpoint is its folder",
-        "empty": "holds no manifest.json",
+        "run/step-1/manifest.json": "is a file of a checkpoint: give its folder",
+        "empty": "no step was saved here yet",
         "other": "was not written by holdfast",
     }
     for path, says in cases.items():

@@ -17,11 +17,14 @@ from holdfast.doctor import checkpoints, folders, machine, stores
 from holdfast.doctor.finding import Finding
 from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
+from holdfast.errors import StorageError
 from holdfast.ondisk import manifest
 
 Here = TypeVar("Here", Path, Place)
 
-_CODES = {"damaged": Code.DAMAGED, "no checkpoint": Code.NOT_A_CHECKPOINT, "storage": Code.STORAGE}
+_CODES = {
+    "damaged": Code.DAMAGED, "no checkpoint": Code.NOT_A_CHECKPOINT, "storage": Code.STORAGE, "mismatch": Code.MISMATCH,
+}  # fmt: skip
 
 
 def doctor(
@@ -70,7 +73,7 @@ def _around(place: Here) -> Here:
     """The folder in which is tried what can be done: nothing is written into a checkpoint."""
     try:
         return place.parent if (place / manifest.FILE_NAME).is_file() else place
-    except PermissionError:  # which is what will be told of it
+    except (PermissionError, StorageError):  # which is what will be told of it
         return place
 
 

@@ -61,8 +61,12 @@ def told(error: BaseException, arguments: Sequence[str] = ()) -> Told | None:
     cause = getattr(error, "cause", None) if not isinstance(error, SaveFailed) else None
     text = cause or str(error) or type(error).__name__
     command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
-    kind, hint = _kind(error, _subject(error, arguments), command)
+    kind, hint = _kind(error, _subject(error, arguments), command, arguments)
     return Told(code, kind, text, hint)
+
+
+_SECRET = re.compile(r"://[^/]*@|[?&][^=&]*(key|secret|token|sas|sig|password)[^=&]*=", re.IGNORECASE)
+"""An address that holds what shall not stand in a log: it is told without its options."""
 
 
 def _usage(error: Any) -> Told:
@@ -74,11 +78,14 @@ def _usage(error: Any) -> Told:
 def _subject(error: BaseException, arguments: Sequence[str]) -> str:
     """The path that an error is about, as the user wrote it."""
     words = [word for word in arguments if not word.startswith("-")][1:]
-    named = [word for word in words if word in str(error) or os.path.abspath(word) in str(error)]
-    return max(named, key=len, default=getattr(error, "file", None) or (words[0] if words else "PATH"))
+    # Options of a URL stand in no error, and the next command needs them: to another endpoint, say.
+    bare = {word: word.partition("?")[0] if "://" in word else word for word in words}
+    named = [word for word in words if bare[word] in str(error) or os.path.abspath(word) in str(error)]
+    found = max(named, key=len, default=getattr(error, "file", None) or (words[0] if words else "PATH"))
+    return bare.get(found, found) if _SECRET.search(found) else found
 
 
-def _kind(error: BaseException, path: str, command: str) -> tuple[str, str]:
+def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str]) -> tuple[str, str]:
     text, quoted = str(error), shlex.quote(path)
     if isinstance(error, Untrusted):
         return "not trusted", "check whose key it should be: docs/signing.md"
@@ -93,22 +100,28 @@ def _kind(error: BaseException, path: str, command: str) -> tuple[str, str]:
             return "missing package", install[0]
         return "unsupported", "docs/formats.md lists what can be read, docs/errors.md explains this text"
     if isinstance(error, Mismatch):
+        if command == "rescue" and "--like" not in arguments:
+            return "mismatch", advice(path) or f"holdfast doctor {quoted} tells what is there"
         return "mismatch", f"holdfast show {quoted} lists the names that there are"
     if isinstance(error, RankLost):
         return "rank lost", "look at that rank's log; docs/liveness.md"
     if isinstance(error, SaveFailed):
         return "failed", "docs/errors.md explains this text"
     if isinstance(error, OSError):
-        return _of_system(error, quoted)
+        return _of_system(error, quoted, command)
     if isinstance(error, ValueError):
+        if run := re.search(r"give the folder of its run, (.+)$", text):
+            return "usage", f"holdfast {command} {shlex.quote(run[1])}"
         if "://" in text:
             return "usage", "docs/stores.md tells how places in stores are written"
         return "usage", f"holdfast {command} --help tells what can be given"
     return "failed", "docs/errors.md explains this text"
 
 
-def _of_system(error: OSError, path: str) -> tuple[str, str]:
+def _of_system(error: OSError, path: str, command: str) -> tuple[str, str]:
     text = str(error)
+    if "needs no rescue" in text:
+        return "taken", f"nothing, if it opens: holdfast verify {path} reads every byte"
     if "credentials" in text and error.errno == errno.EACCES:
         return "no credentials", f"holdfast doctor {path} tells whose credentials are used; docs/stores.md"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -119,4 +132,6 @@ def _of_system(error: OSError, path: str) -> tuple[str, str]:
         if "another process" in text or "another save" in text:
             return "busy", "wait until it has ended, and give the same command again"
         return "taken", "give a target that is free" + (", or --overwrite" if "holds other" not in text else "")
+    if command == "doctor":
+        return "storage", "see that the path, the server and the network are there, and give the same command again"
     return "storage", f"holdfast doctor {path} tells what is wrong there"

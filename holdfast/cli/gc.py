@@ -35,6 +35,9 @@ def gc(
         ("folder", "files", "bytes", "deleted" if done.done else "would go"),
         ((one.path, one.files, output.size(one.nbytes), one.what) for one in done.leavings),
     )
+    for one in done.leavings:
+        if one.warning and not done.done:
+            output.say(f"careful with {one.path}: {one.warning}")
     output.table(("stays", "why"), ((one.path, one.why) for one in done.spared))
     if done.leavings:
         output.say(f"{output.size(done.nbytes)} {'freed' if done.done else 'would be freed'}")

@@ -12,7 +12,8 @@ import typer
 import holdfast
 from holdfast.cli import output
 from holdfast.cli.codes import Code
-from holdfast.cli.verify import show_damages
+from holdfast.cli.verify import show_damages, show_next
+from holdfast.doctor.checkpoints import mending
 
 
 def repair(
@@ -29,7 +30,7 @@ def repair(
     if json:
         told = {name: getattr(done, name) for name in done.__dataclass_fields__}
         told["mended"] = [one._asdict() for one in done.mended]
-        output.as_json({"whole": done.whole, **told})
+        output.as_json({"whole": done.whole, **told, "next": "" if done.whole else mending(path)})
     else:
         rows = ((f"{one.begin}:{one.begin + one.nbytes}", one.file, one.source) for one in done.mended)
         output.table(("bytes", "of", "could come from" if dry_run else "came from"), rows)
@@ -40,4 +41,5 @@ def repair(
             output.say(f"{done.path} {'could be' if dry_run else 'is'} whole: {output.size(done.nbytes)} mended")
         else:
             output.say(f"{done.path} stays damaged: {len(done.tensors)} tensors are hit")
+            show_next(mending(path))
     raise typer.Exit(Code.FINE if done.whole else Code.DAMAGED)

@@ -12,6 +12,7 @@ import typer
 import holdfast
 from holdfast.cli import output
 from holdfast.cli.codes import Code
+from holdfast.doctor.checkpoints import mending
 from holdfast.engine.damage import Damage, Verified
 
 
@@ -23,9 +24,11 @@ def verify(
     """Check every byte of a checkpoint; exit code 1 if any is not what was written."""
     found = holdfast.verify(path, deep=not shallow, raises=False)
     if json:
-        output.as_json({"whole": found.whole, **_told(found)})
+        output.as_json({"whole": found.whole, **_told(found), "next": "" if found.whole else mending(path)})
     else:
         _show(found)
+        if not found.whole:
+            show_next(mending(path))
     raise typer.Exit(Code.FINE if found.whole else Code.DAMAGED)
 
 
@@ -50,6 +53,12 @@ def show_damages(damages: tuple[Damage, ...]) -> None:
         ("hit", "bytes", "file", "what"),
         ((_name(d), f"{d.begin}:{d.begin + d.nbytes}", d.file, _short(d)) for d in damages),
     )
+
+
+def show_next(hint: str) -> None:
+    """What to do about what was shown."""
+    if hint:
+        output.say(f"next: {hint}")
 
 
 def _name(damage: Damage) -> str:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from holdfast.absent import unfinished
 from holdfast.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from holdfast.doctor.finding import Finding
 from holdfast.engine import storage
@@ -22,7 +24,7 @@ from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.rescue import rescuable
-from holdfast.steps import fault_of, lacking_files
+from holdfast.steps import Steps, fault_of, lacking_files
 
 NAME = "checkpoint"
 DEADLINE = 60.0
@@ -49,6 +51,11 @@ def diagnose(path: str | Path | Place) -> list[Finding]:
     files = storage.files_below(place)
     if any(datafile.save_of(name) or name.startswith("parts/") for name in files if is_leaving(name)):
         return [_uncommitted(place, files)]
+    begun = unfinished(files)
+    if begun or (files and all(name.startswith(f"{storage.JOURNAL}/") for name in files)):
+        return _before_the_first(place, begun)
+    if not files and not _is_file(place):
+        return [_empty(place)]
     return _foreign(place, files)
 
 
@@ -59,6 +66,43 @@ def advice(path: str) -> str:
     except (HoldfastError, OSError, ValueError):
         return ""
     return next((one.mend for one in found if one.mend), "")
+
+
+def better_with(path: str) -> str:
+    """The step beside a local ``path`` with which `rescue` brings back more than headers tell; empty without one."""
+    try:
+        place = location(path)
+        older = [] if isinstance(place, Place) else _neighbours(place)
+        if older and not storage.is_file(place / manifest.FILE_NAME) and rescuable(place)[0] == "headers":
+            return str(older[-1]) if _fits(place, older[-1]) else ""
+    except (HoldfastError, OSError, ValueError):  # rescuing it says what is wrong
+        return ""
+    return ""
+
+
+def mending(path: str) -> str:
+    """How to get back what is damaged at a local ``path`` that opens; empty in a store, where that costs requests."""
+    try:
+        place = location(path)
+        if isinstance(place, Place):
+            return ""
+        return _mend(place) if storage.is_file(place / manifest.FILE_NAME) else _BRING_BACK
+    except (HoldfastError, OSError, ValueError):
+        return ""
+
+
+_BRING_BACK = "bring back that file from where it was copied, or take another checkpoint"
+
+
+def _mend(place: Location) -> str:
+    """What to do about bytes that are damaged."""
+    older = _neighbours(place)
+    if not older:
+        return f"{_command('repair', place)} --from COPY, if there is a copy; else take another checkpoint"
+    return (
+        f"{_command('repair', place, '--from', place.parent)} takes what other steps share, --from COPY all of it; "
+        f"or go on from {older[-1].name}, as a restore of the run does"
+    )
 
 
 def _command(word: str, *paths: object) -> str:
@@ -103,8 +147,14 @@ def _nothing_at(place: Path) -> Finding:
 
 
 def _steps_in(root: Location) -> list[Location]:
+    """The checkpoints in a folder, the latest by their numbers last."""
     names = storage.folders_in(root) if isinstance(root, Place) or root.is_dir() else []
-    return [root / name for name in sorted(names) if storage.is_file(root / name / manifest.FILE_NAME)]
+    return [root / name for name in sorted(names, key=_order) if storage.is_file(root / name / manifest.FILE_NAME)]
+
+
+def _order(name: str) -> tuple[int, str]:
+    number = re.search(r"(\d{1,18})\D*$", name)
+    return (int(number[1]) if number else -1), name
 
 
 def _neighbours(place: Location) -> list[Location]:
@@ -127,7 +177,7 @@ def _ours(place: Location) -> list[Finding]:
         return [Finding(NAME, "fail", str(error), "pip install --upgrade holdfast", "damaged")]
     except NotACheckpoint:
         return _foreign(place, storage.files_below(place))
-    mend = f"{_command('repair', place)} --from COPY (another copy of it, or the folder of its run: {place.parent})"
+    mend = _mend(place)
     found = [_damaged(text, mend) for text in list(lacking_files(place, record).values())[:FEW]]
     if not found:
         hurt = Checkpoint(place).verify(deep=False, raises=False).damages
@@ -156,12 +206,43 @@ def _run(root: Location, steps: Sequence[Location]) -> list[Finding]:
         fault = fault_of(step)
         if fault is not None:
             found.append(_damaged(f"{step.name}: {fault}", _command("doctor", step)))
+    found += _other_runs(root, steps)
     for name in sorted(set(storage.folders_in(root)) - {step.name for step in steps}):
         files = storage.files_below(root / name)
         if any(datafile.save_of(path) for path in files):
             one = _uncommitted(root / name, files)
             found.append(Finding(NAME, "warn", one.text, one.mend, one.kind))
     return found
+
+
+def _other_runs(root: Location, steps: Sequence[Location]) -> list[Finding]:
+    """Steps of another run that were saved after the newest, with which a restore does not know where to go on."""
+    try:
+        Steps(root, "{step}").refuse_another_run(steps[-1], among=steps)
+    except Mismatch as error:
+        return [Finding(NAME, "fail", str(error), f"{_command('ls', root)} shows whose each step is", "mismatch")]
+    return []
+
+
+def _before_the_first(root: Location, begun: Sequence[str]) -> list[Finding]:
+    """The folder of a run that has not saved yet, or whose saves all died."""
+    found = [_uncommitted(root / name, storage.files_below(root / name)) for name in begun[-FEW:]]
+    told = f"no step was saved here yet: {root} is the folder of a run"
+    if not found:
+        shown = f"{_command('watch', root)} shows where the run is; a step is here once its first save has ended"
+        return [Finding(NAME, "warn", told, shown, "no checkpoint")]
+    if any(one.verdict == "warn" for one in found):  # one is under way
+        return [Finding(NAME, "warn", told, f"{_command('watch', root)} shows how it saves", "no checkpoint"), *found]
+    return [_missing(f"{told}, and none of its saves has committed", found[-1].mend), *found]
+
+
+def _empty(place: Location) -> Finding:
+    if isinstance(place, Place):
+        return _missing(f"there is nothing at {place}", f"{_command('ls', place.parent)} lists what is beside it")
+    told = f"no step was saved here yet: {place} is empty"
+    return _missing(
+        told, f"is it what the training script saves to? {_command('ls', place.parent)} lists what is beside it"
+    )
 
 
 def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
@@ -177,6 +258,11 @@ def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
     told, mend = _rescue(place)
     if not told:
         told = f"a save that died before all of it was written{_absent(place, files)}; it is no checkpoint"
+        if len({save for path in files if (save := datafile.save_of(path))}) > 1:
+            told = (
+                "files of several saves, and no manifest.json to say which belong together: a save that died, or one "
+                "that borrowed from older steps and whose manifest was deleted"
+            )
         mend += f"; {_command('gc', place)} shows what can be deleted"
     return _missing(f"{place}: {told}", mend)
 
@@ -243,7 +329,7 @@ def _foreign(place: Location, files: Sequence[str]) -> list[Finding]:
     except Unsupported as error:
         return [Finding(NAME, "fail", str(error), formats, "damaged")]
     if hurt:
-        return [_damaged(f"{one}: {one.what}", "bring back that file from where it was copied") for one in hurt[:FEW]]
+        return [_damaged(f"{one}: {one.what}", _BRING_BACK) for one in hurt[:FEW]]
     told = f"{place} is read as {opened.format}: {len(opened.tensors)} tensors, all files are there"
     return [Finding(NAME, "ok", f"{told}; {_command('verify', place)} reads every byte")]
 
@@ -257,6 +343,8 @@ def _elsewhere(place: Location, told: str) -> Finding:
         except (HoldfastError, OSError):
             continue  # nothing to be opened there either
         return _missing(f"{place} is no checkpoint, {other} is one ({opened.format})", _command("show", other))
+    if "docs/formats.md" not in told:  # it is known what it is, and it is not all of it
+        return _missing(told, f"take another checkpoint: {_command('ls', place.parent)} lists what is beside it")
     return _missing(told, "docs/formats.md lists what can be read; convert others with the program that wrote them")
 
 

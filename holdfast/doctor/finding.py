@@ -15,7 +15,7 @@ Verdict = Literal["ok", "warn", "fail"]
 class Finding:
     """``name`` is what was looked at, ``text`` what was found; ``mend``, if anything is wrong, what to do.
 
-    ``kind`` of what is wrong: "machine", "storage", "no checkpoint" or "damaged".
+    ``kind`` of what is wrong: "machine", "storage", "no checkpoint", "mismatch" or "damaged".
     """
 
     name: str

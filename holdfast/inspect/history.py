@@ -73,7 +73,8 @@ class Past:
         self._committed: dict[str, Entry | None] = {}  # by folder; None for what is no step, or cannot be read
 
     def look(self) -> History:
-        """All there is now. Raises NotACheckpoint if there is neither a journal nor a step, and StorageError."""
+        """All there is now. Raises NotACheckpoint if there is neither a journal nor a step, ValueError for a step,
+        and StorageError."""
         told = self._reader.read()
         names = [name for name in storage.folders_in(self.root) if not name.startswith(".")]
         self._committed = {name: entry for name, entry in self._committed.items() if name in names}
@@ -88,6 +89,8 @@ class Past:
         saving = self._underway([name for name in unknown if not whole[name]], told.now, told.entries)
         if not (told.entries or there or saving or told.now):
             root = self.root
+            if storage.is_file(root / manifest.FILE_NAME):
+                raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
             raise NotACheckpoint(what_is_in_store(root) if isinstance(root, Place) else what_is_there(root))
         return History(time.time(), joined([*told.entries, *others]), dict(sorted(there.items())), told.now, saving)
 

@@ -97,6 +97,7 @@ def survey(
         tiers.append(("fast", location(fast)))
     found = [step for tier, folder in tiers for step in _look(folder, tier, headers=headers)]
     if not found:
+        open_checkpoint(home)  # it says best what is there instead
         raise NotACheckpoint(what_is_in_store(home) if isinstance(home, Place) else what_is_there(home))
     return sorted(found, key=lambda s: (s.step is None, s.step or 0, s.name, s.tier))
 
@@ -109,6 +110,8 @@ def _look(root: Location, tier: str, *, headers: bool) -> list[Step]:
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
         ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), asked) if step]
     named = {step.name for step in ours}
+    if not ours and isinstance(root, Path) and storage.is_file(root.parent / manifest.FILE_NAME):
+        return []  # a part of a checkpoint: its files say less each than all of them
     if not ours:
         itself = _ours(root, "", tier, headers=headers) or _foreign(root, "", tier)
         if itself is not None and not _is_of_a_run(itself, asked):
@@ -205,9 +208,12 @@ def _uncommitted(path: Location, blank: Step) -> Step | None:
             return replace(found, health="pending", fault="all its ranks had finished: holdfast.recover commits it")
         if written:
             return replace(found, health="writing", fault="too young to tell whether anybody still writes it")
-        return replace(found, health="unfinished", fault="not all its ranks had finished: the next manager sweeps it")
+        return replace(found, health="unfinished", fault=_DEAD)
     except StorageError as error:
         return replace(blank, fault=str(error))
+
+
+_DEAD = "it never committed, or its manifest was deleted: holdfast doctor tells; the run's next start sweeps it"
 
 
 # Other people's

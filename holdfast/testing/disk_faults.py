@@ -50,7 +50,9 @@ def faults(
 
     Of this process, in any thread, and of its writer process: they are counted together, by each rank for itself.
     ``times`` calls in a row fail, with 0 all from the nth on. ``error`` is a number or a name, as ``"ENOSPC"``.
-    ``under``: calls on paths at or below it alone. ``rank``: those of that rank alone, wherever the block stands.
+    ``under``: calls on paths at or below it alone. Those on a manager's journal (``.journal`` in the root of a run) are
+    neither counted nor hit unless ``under`` names that folder or a file in it: a thread of its own makes them, at any
+    moment. ``rank``: those of that rank alone, wherever the block stands.
     ``done``: the call is carried out and fails all the same, as a network file system may do. Raises ValueError.
     """
     number = getattr(errno, error, None) if isinstance(error, str) else error

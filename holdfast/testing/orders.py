@@ -36,6 +36,9 @@ GROUPS = {
 
 SECTOR = 4096
 
+JOURNAL = ".journal"
+"""The folder of a run's journal (`storage.JOURNAL`), which a thread of its own writes whenever it comes to it."""
+
 _HEAD = 8  # bytes of a tally before its lines: how many calls there were
 
 
@@ -70,7 +73,9 @@ class Order:
 
     ``what``: "count" nothing; "fail" with ``error``, and with ``done`` after the call was carried out all the same;
     "tear" a write in its middle, and fail; "shorten" it, and say so; "flip" a bit of what is written or was read;
-    "slow" down. A call fits by its verb, by lying ``under`` a path, and by the rank that makes it.
+    "slow" down. A call fits by its verb, by lying ``under`` a path, and by the rank that makes it. Calls on a run's
+    journal fit only if ``under`` lies in one: they come between the others at any moment, and which is the nth would
+    be chance.
     """
 
     what: str
@@ -87,7 +92,9 @@ class Order:
 
     def fits(self, call: Asked) -> bool:
         """Whether a call is one of those that are counted, whoever makes it."""
-        return call.verb in self.verbs and any(_is_under(path, self.under) for path in (call.path, call.target) if path)
+        if call.verb not in self.verbs or (_is_of_journal(call.path) and not _is_of_journal(self.under)):
+            return False
+        return any(_is_under(path, self.under) for path in (call.path, call.target) if path)
 
     def hits(self, number: int) -> bool:
         return number >= self.nth and (self.times == 0 or number < self.nth + self.times)
@@ -185,6 +192,10 @@ def arrive(told: dict[str, Any], fds: list[int]) -> Ordered:
 def _is_under(path: str, under: str) -> bool:
     path = os.path.abspath(path)
     return not under or path == under or path.startswith(f"{under.rstrip('/')}/")
+
+
+def _is_of_journal(path: str) -> bool:
+    return JOURNAL in path.split(os.sep)
 
 
 def _failure(order: Order, call: Asked) -> OSError:

@@ -21,11 +21,12 @@ from holdfast.engine.parts import finished
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, NotACheckpoint, Unsupported
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, Unsupported
 from holdfast.events import log
 from holdfast.export.partial import OURS
 from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
+from holdfast.rescue import rescuable
 
 DEADLINE = 600.0
 """Seconds to wait for any one answer of a store."""
@@ -36,12 +37,16 @@ BENCH = ".holdfast-bench-"
 
 @dataclass(frozen=True)
 class Leaving:
-    """What can go of one folder: so many files and bytes, of what (``what``)."""
+    """What can go of one folder: so many files and bytes, of what (``what``).
+
+    ``warning``: why somebody may want it back, and how; empty if that is not to be feared.
+    """
 
     path: str
     what: str
     files: int
     nbytes: int
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,16 +153,32 @@ def _step(folder: Location, cited: Callable[[], Collection[str]]) -> Found:
     if not going:
         return None
     what = "a save that never committed" if record is None else "files beside a checkpoint that no manifest names"
-    return _found(folder, what, going, sizes)
+    return _found(folder, what, going, sizes, warning="" if record is not None else _warning(folder))
+
+
+def _warning(folder: Location) -> str:
+    """What is said of a dead save that may be a step whose manifest was deleted by hand."""
+    try:
+        rescuable(folder)
+        told = "its data files are whole: if its manifest was deleted, holdfast rescue brings it back"
+        return f"{told}; ask holdfast doctor {folder}"
+    except Mismatch:  # files of several saves, or sections of which headers tell too little
+        return (
+            f"its manifest may have been deleted: holdfast doctor {folder} tells what holdfast rescue could bring back"
+        )
+    except (Damaged, NotACheckpoint, Unsupported):
+        return ""
 
 
 def _is_of_save(path: str) -> bool:
     return datafile.save_of(path) is not None or path.startswith(("parts/", ".manifest."))
 
 
-def _found(folder: Location, what: str, going: Collection[str], sizes: dict[str, int]) -> Found:
+def _found(
+    folder: Location, what: str, going: Collection[str], sizes: dict[str, int], *, warning: str = ""
+) -> Found:  # fmt: skip
     nbytes = sum(sizes[path] for path in going)
-    return [folder / path for path in going], Leaving(str(folder), what, len(going), nbytes)
+    return [folder / path for path in going], Leaving(str(folder), what, len(going), nbytes, warning)
 
 
 def _conversion(folder: Path) -> Found:

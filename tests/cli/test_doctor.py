@@ -153,3 +153,35 @@ def test_a_store(moto: Server, run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         bucket.proxy.add(Fault("status", times=None, method="PUT", status=403))
         found = {one.name: one for one in stores.findings(bucket.at("run"))}
         assert found["writing"].verdict == "fail" and "s3:PutObject" in found["writing"].text
+
+
+def test_steps_of_two_runs(tmp_path: Path, run: Run) -> None:
+    for step in (300, 150):  # who begins afresh beside older steps is another run
+        with holdfast.CheckpointManager(tmp_path, every=1, worker="none", signals=()) as manager:
+            manager.save(step, {"step": step})
+    manager = holdfast.CheckpointManager(tmp_path, every=1, worker="none", signals=())
+    with manager, pytest.raises(holdfast.Mismatch, match="two runs"):
+        manager.restore({"step": 0})
+    code, found = _checkpoint(run, tmp_path)
+    assert code == Code.MISMATCH and "two runs" in found[1]["text"] and "holdfast ls" in found[1]["mend"]
+
+
+def test_a_run_that_has_not_saved_is_not_ill(tmp_path: Path, run: Run) -> None:
+    with holdfast.CheckpointManager(tmp_path, every=9, worker="none", signals=()) as manager:
+        manager.step(1, {"step": 1})
+    code, [found] = _checkpoint(run, tmp_path)
+    assert code == Code.FINE and found["verdict"] == "warn" and "no step was saved here yet" in found["text"]
+
+
+def test_what_is_damaged_says_the_next_command(steps: Path, run: Run) -> None:
+    newest = steps / "step-000000500"
+    shutil.copytree(newest, steps.parent / "copy")
+    file = next((newest / "optimizer").iterdir())
+    flip(file, file.stat().st_size - 100)
+    for code, out, _ in (run("verify", newest), run("repair", newest)):
+        assert code == Code.DAMAGED and f"next: holdfast repair {newest} --from {steps} " in out
+    assert json.loads(run("verify", newest, "--json")[1])["next"].startswith("holdfast repair ")
+    assert run("repair", newest, "--from", steps.parent / "copy")[0] == Code.FINE
+    assert "next" not in run("verify", newest)[1]
+    (newest / "manifest.json").unlink()
+    assert "careful with" in run("gc", steps)[1] and "careful" not in run("gc", steps, "--yes")[1]

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import holdfast
 from holdfast.cli.codes import Code
+from holdfast.engine import disk
 from tests.cli.conftest import Run
 from tests.damaging import flip
 from tests.foreign.truth import GOLDEN
@@ -84,6 +88,90 @@ def _convert(*more: str) -> Cause:
     return lambda root, patch: ["convert", _newest(root), root.parent / "out", *more]
 
 
+def _saved_nothing_yet(command: str) -> Cause:
+    def cause(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+        with holdfast.CheckpointManager(root.parent / "fresh", every=100, worker="none", signals=()) as manager:
+            manager.step(1, {"step": 1})
+        return [command, root.parent / "fresh"]
+
+    return cause
+
+
+def _all_died(command: str) -> Cause:
+    def cause(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+        for step in root.glob("step-*"):
+            (step / "manifest.json").unlink()
+        return [command, root]
+
+    return cause
+
+
+def _empty(command: str) -> Cause:
+    def cause(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+        (root.parent / "empty").mkdir()
+        return [command, root.parent / "empty"]
+
+    return cause
+
+
+def _borrowed(*more: str) -> Cause:
+    """Its own manifest alone says which file of an older save it has borrowed."""
+
+    def cause(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+        (_newest(root) / "manifest.json").unlink()
+        return ["rescue", _newest(root), *more]
+
+    return cause
+
+
+def _values_beside(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+    (root / "step-000000100" / "manifest.json").unlink()
+    return ["rescue", root / "step-000000100"]
+
+
+def _without(golden: str, pattern: str, command: str, *, cut: bool = False) -> Cause:
+    """Another library's checkpoint that lacks a file, or has half of it."""
+
+    def cause(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+        folder = Path(shutil.copytree(GOLDEN / golden / "ckpt", root.parent / "theirs"))
+        file = sorted(folder.rglob(pattern))[0]
+        if cut:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        else:
+            file.unlink()
+        return [command, folder]
+
+    return cause
+
+
+def _half_a_file(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+    torch.save({"a": torch.ones(9000)}, root.parent / "x.pt")
+    whole = (root.parent / "x.pt").read_bytes()
+    (root.parent / "x.pt").write_bytes(whole[: len(whole) // 2])
+    return ["verify", root.parent / "x.pt"]
+
+
+def _empty_file(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+    (root.parent / "x.pt").touch()
+    return ["verify", root.parent / "x.pt"]
+
+
+def _killed_conversion(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
+    child = os.fork()
+    if not child:
+        with disk.hooked(_dying):
+            holdfast.convert(_newest(root), root.parent / "out", to="huggingface")
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    return ["verify", root.parent / "out"]
+
+
+def _dying(call: disk.Call, do: Callable[[], object]) -> object:
+    if call.verb == "write" and call.path.endswith(".safetensors"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return do()
+
+
 def _path(command: str, below: str) -> Cause:
     return lambda root, patch: [command, root / below]
 
@@ -98,6 +186,41 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     "no checkpoint": (_foreign, Code.NOT_A_CHECKPOINT, "no checkpoint", "docs/formats.md"),
     "no manifest": (_without_manifest, Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast rescue "),
     "half a checkpoint": (_half, Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast gc "),
+    **{
+        f"nothing saved yet: {command}": (
+            _saved_nothing_yet(command), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast watch ",
+        )
+        for command in ("ls", "show", "verify", "du", "prune", "repair", "rescue")
+    },
+    **{
+        f"an empty root: {command}": (_empty(command), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast ls ")
+        for command in ("ls", "show", "watch", "view", "prune")
+    },
+    **{
+        f"all saves died: {command}": (_all_died(command), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast rescue ")
+        for command in ("verify", "du", "prune")
+    },
+    "watch of a step": (_path("watch", "step-000000500"), Code.USAGE, "usage", "holdfast watch "),
+    "ls of a part": (_path("ls", "step-000000500/model"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast show "),
+    "du of a part": (_path("du", "step-000000500/model"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast show "),
+    "a manifest": (
+        _path("show", "step-000000500/manifest.json"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast show ",
+    ),
+    "rescue of what borrowed": (_borrowed(), Code.MISMATCH, "mismatch", "take an older step"),
+    "rescue without values": (_values_beside, Code.MISMATCH, "mismatch", "--like "),
+    "DCP without .metadata": (
+        _without("dcp_fsdp2_4r", ".metadata", "ls"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast ls ",
+    ),
+    "DCP, half of .metadata": (
+        _without("dcp_fsdp2_4r", ".metadata", "show", cut=True), Code.DAMAGED, "damaged", "bring back",
+    ),
+    "DCP, half a shard": (_without("dcp_fsdp2_4r", "__2*", "show", cut=True), Code.DAMAGED, "damaged", "bring back"),
+    "DeepSpeed without a rank": (
+        _without("ds_zero2_bf16_frozen_2r", "*zero_pp_rank_1*", "verify"), Code.DAMAGED, "damaged", "bring back",
+    ),
+    "half a file": (_half_a_file, Code.DAMAGED, "damaged", "bring back"),
+    "an empty file": (_empty_file, Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast ls "),
+    "a conversion that was killed": (_killed_conversion, Code.NOT_A_CHECKPOINT, "no checkpoint", "goes on from there"),
     "damaged manifest": (_damaged_manifest, Code.DAMAGED, "damaged", "holdfast rescue "),
     "missing shard": (_missing_shard, Code.DAMAGED, "damaged", "bring back"),
     "missing obstore": (_no_obstore, Code.MISMATCH, "missing package", "pip install"),
@@ -114,10 +237,10 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     "rename without =": (_convert("--rename", "model"), Code.USAGE, "usage", "holdfast convert --help"),
     "no such command": (lambda r, p: ["polish"], Code.USAGE, "usage", "holdfast --help"),
     "no argument": (lambda r, p: ["rescue"], Code.USAGE, "usage", "holdfast rescue --help"),
-    "prune of a step": (_path("prune", "step-000000500"), Code.USAGE, "usage", "holdfast prune --help"),
+    "prune of a step": (_path("prune", "step-000000500"), Code.USAGE, "usage", "holdfast prune "),
     "prune of nothing": (_path("prune", "../rum"), Code.NOT_A_CHECKPOINT, "no checkpoint", "did you mean"),
     "gc of nothing": (_path("gc", "../rum"), Code.NOT_A_CHECKPOINT, "no checkpoint", "did you mean"),
-    "no need of rescue": (_path("rescue", "step-000000500"), Code.STORAGE, "taken", "target that is free"),
+    "no need of rescue": (_path("rescue", "step-000000500"), Code.STORAGE, "taken", "holdfast verify "),
 }  # fmt: skip
 
 

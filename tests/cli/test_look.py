@@ -75,7 +75,7 @@ def test_ls_says_what_is_wrong(run: Any, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "step-3" / "manifest.json").unlink()
     flip(next((tmp_path / "run" / "step-4" / "model").iterdir()), 100)
     code, out, _ = run("ls", tmp_path / "run")
-    assert code == Code.FINE and "unfinished" in out and "whole" in out and "the next manager sweeps it" in out
+    assert code == Code.FINE and "unfinished" in out and "whole" in out and "holdfast doctor tells" in out
     assert "damaged" in run("ls", tmp_path / "run", "--headers")[1]
 
 

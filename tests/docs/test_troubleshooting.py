@@ -16,6 +16,8 @@ from tests.servers import Server
 ALONE = {
     "there is nothing at": troubles.nothing_there,
     "is none itself": troubles.the_root_of_a_run,
+    "no step was saved": troubles.nothing_saved_yet,
+    "is one checkpoint": troubles.a_step_for_a_root,
     "holds data but no manifest": troubles.no_manifest,
     "is a file of no format": troubles.no_such_format,
     "its pickle names": troubles.a_class_in_a_pickle,

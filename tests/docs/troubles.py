@@ -35,6 +35,16 @@ def nothing_there() -> None:
     holdfast.open("run/step-2")
 
 
+def nothing_saved_yet() -> None:
+    Path("run").mkdir()
+    holdfast.open("run")
+
+
+def a_step_for_a_root() -> None:
+    holdfast.save(small(), "step-1")
+    holdfast.CheckpointManager("step-1", every=1, worker="none", signals=()).restore(small())
+
+
 def the_root_of_a_run() -> None:
     holdfast.save(small(), "run/step-1")
     holdfast.open("run")

@@ -168,7 +168,7 @@ def test_one_that_is_broken_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.NotACheckpoint, match="holds no manifest.json"):
+    with pytest.raises(holdfast.NotACheckpoint, match="no step was saved here yet"):
         survey(tmp_path)
     with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
         survey(tmp_path / "none")

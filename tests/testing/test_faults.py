@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import disk
+from holdfast.engine import disk, storage
 from holdfast.engine.durable import write_small
 from holdfast.testing import Hit, count_calls, faults, flip, short_writes, slow, torn_writes
-from holdfast.testing.orders import CHANGING, GROUPS, LOOKING, VERBS
+from holdfast.testing.orders import CHANGING, GROUPS, JOURNAL, LOOKING, VERBS
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -57,6 +57,18 @@ def test_only_under_a_path_and_of_one_rank(tmp_path: Path) -> None:
     with faults("any", rank=1) as met:
         small(inside)
     assert met.count == 0
+
+
+def test_a_journal_is_counted_only_if_it_is_named(tmp_path: Path) -> None:
+    assert JOURNAL == storage.JOURNAL
+    journal = tmp_path / JOURNAL
+    with faults("any", times=0) as all_of_it, faults("any", times=0, under=tmp_path) as of_root:
+        manager = holdfast.CheckpointManager(tmp_path, every=9, worker="none", signals=())
+        with count_calls(under=journal) as named, count_calls(under=journal / "now.json") as one, manager:
+            manager.step(1, state_of(1))
+        assert (journal / "now.json").exists()
+    assert all_of_it.count == of_root.count == 0
+    assert named.count > one.count > 0
 
 
 def test_a_link_fits_by_either_name(tmp_path: Path) -> None:
