@@ -26,8 +26,8 @@ demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on wi
 test: lint  ## lint and all tests that take seconds
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
 
-test-torch: $(READY)  ## the fast tests on another torch, in an environment of its own: make test-torch TORCH=torch==2.7.1
-	test "$(TORCH)" != "torch==2.13.0" || (echo "say which: make test-torch TORCH=torch==2.7.1"; exit 2)
+test-torch: $(READY)  ## the fast tests on another torch, in an environment of its own: make test-torch TORCH=torch==2.10.0
+	test "$(TORCH)" != "torch==2.13.0" || (echo "say which: make test-torch TORCH=torch==2.10.0"; exit 2)
 	$(PYTHON) -m venv .venv/$(TORCH)
 	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
 	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet -e ".[dev]"

@@ -17,11 +17,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import holdfast
 from tests import pool
 
-needs_uneven_cuts = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8),
-    reason="this torch refuses to make empty or strided shards of uneven tensors",
-)
-
 SHAPES = [(7,), (5, 6), (4, 3, 5), (1, 9), (2, 0), (3,)]
 
 
@@ -59,7 +54,6 @@ def dtensors_everywhere(path: str, mesh_shape: tuple[int, ...]) -> list[str]:
     return [k for k, v in target.items() if not torch.equal(v.full_tensor(), _full(SHAPES[int(k[0])], int(k[0])))]
 
 
-@needs_uneven_cuts
 @pytest.mark.parametrize(
     ("world", "mesh"),
     [pytest.param(3, (3,), marks=pytest.mark.slow), (4, (2, 2)), pytest.param(8, (2, 2, 2), marks=pytest.mark.slow)],
@@ -102,7 +96,6 @@ def strided(path: str) -> list[int]:
     return rows
 
 
-@needs_uneven_cuts
 def test_strided_shards(tmp_path: Path) -> None:
     pool.run(4, strided, str(tmp_path / "c"))
     full = torch.arange(13.0 * 3).reshape(13, 3)
