@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ __all__ = [
 settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("holdfast")
 torch.set_num_threads(1)
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would every command that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 FETCHED = {"ceph", "ceph_ssl", "lying_ceph", "azurite", "nginx", "nginx_without_ranges"}
 """Servers that are fetched from elsewhere than Python's package registry: hundreds of megabytes the first time."""
