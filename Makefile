@@ -5,7 +5,7 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 READY  := .venv/ready
 PEERS  := .venv/peers
-JOBS   ?= 2
+JOBS   ?= 3  # tests at a time: many wait for processes and deadlines, so one more than two cores
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?= manifest datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
 	huggingface full

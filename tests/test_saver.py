@@ -597,6 +597,7 @@ saver.save({{"w": torch.full((1000,), 3.0), "step": 3}}, {path!r} + "/3")
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TORCHRUN.format(path=str(tmp_path)))
     ran = subprocess.run(

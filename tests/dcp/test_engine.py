@@ -213,6 +213,7 @@ def async_process(folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_async_save_of_torch_in_a_process(tmp_path: Path) -> None:
     try:
         pool.run(1, async_process, str(tmp_path))

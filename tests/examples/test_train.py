@@ -8,6 +8,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = ["--layers=1", "--width=64", "--context=16", "--batch=6", "--dropout=0.2"]
 
@@ -38,6 +40,7 @@ def interrupted_after_step_3(run, copy):
     return copy
 
 
+@pytest.mark.slow  # seven ranks under torchrun; what it shows is shown without it by the meshes and the trainers
 def test_a_resumed_run_is_the_uninterrupted_one_and_goes_on_elsewhere(tmp_path):
     whole = train(tmp_path / "whole", 2)
     assert sorted(losses(whole)) == [1, 2, 3, 4, 5, 6]
