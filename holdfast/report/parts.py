@@ -19,7 +19,6 @@ from holdfast.engine import disk
 from holdfast.errors import HoldfastError
 from holdfast.report.clocks import Measured
 from holdfast.report.recording import SUFFIX, Header, Line, Who
-from holdfast.report.timeline import VARIABLE
 
 _DECODER = msgspec.json.Decoder(Header | Who | Line | Measured)
 _POOR = 4.0  # a measurement counts if it is at most so many times as inexact as the best one
@@ -44,7 +43,7 @@ def parts_in(folder: Path) -> list[Part]:
     found = [part for path in sorted(_files_in(folder)) if (part := _read(path)) is not None]
     if not found:
         raise HoldfastError(
-            f"no timeline in {folder}: run the training script with {VARIABLE}={folder}, or inside of "
+            f"no timeline in {folder}: run the training script with HOLDFAST_TIMELINE={folder}, or inside of "
             f"`with holdfast.timeline({str(folder)!r})`, and let it save or load"
         )
     return found
