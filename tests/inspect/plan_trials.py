@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
 
 import holdfast
 from holdfast.engine import share as module
+from holdfast.engine import source
 from tests import meshes
 from tests.share_trials import eager
 
@@ -17,20 +17,16 @@ Counted = tuple[int, int, int]
 
 def save(path: str, layout: str) -> None:
     holdfast.save(meshes.build(layout, 7, steps=1), path)
-    if dist.get_rank() == 0:
-        warm(path)
-
-
-def warm(path: str) -> None:
-    """Bring every page into the cache: what is read cold comes in whole sectors, and counts as these."""
-    for file in sorted(Path(path).rglob("*.safetensors")):
-        file.read_bytes()
 
 
 def load(path: str, layout: str, share: str, node_size: int) -> Counted:
     """Bytes needed, read and received by this rank."""
     state = meshes.build(layout, 8, steps=1)
     rank = dist.get_rank()
-    with eager(block=256), patch.object(module, "_host", lambda name: f"host {rank // node_size}"):
+    with (
+        eager(block=256), patch.object(module, "_host", lambda name: f"host {rank // node_size}"),
+        # What the cache has lost is read in whole sectors, and counts as these: how much that is, the machine decides.
+        patch.object(source, "is_cached", lambda fd, offset, nbytes: True),
+    ):  # fmt: skip
         loaded = holdfast.load(path, state, share=share)  # type: ignore[arg-type]
     return loaded.bytes_needed, loaded.bytes_read, loaded.bytes_received
