@@ -53,7 +53,8 @@
   const known = sized.filter(([, k]) => mapped.has(k)).slice(0, 1000);
   const sectionOf = (kind) => (kind.includes("/") ? kind.slice(0, kind.indexOf("/")) : "state");
   const sections = [...new Set(known.map(([kind]) => sectionOf(kind)))];
-  let section = known.length > 24 ? sections[0] : "", shownKinds = [], rowOf = new Map(), cells = new Map(), map = null;
+  const several = sections.length > 1 && sections.length < 8; // of more no row of buttons is made, and all are shown
+  let section = several && known.length > 24 ? sections[0] : "", shownKinds = [], rowOf = new Map(), cells = new Map(), map = null;
   const RANK = { same: 0, changed: 1, dtype: 2, shape: 3, "only in a": 4, "only in b": 4 };
   const leading = (group) => group.reduce((w, t) => (RANK[t.status] > 1 && RANK[t.status] > RANK[w.status] ? t : RANK[w.status] > 1 ? w : (MEASURES[measure].of(t) ?? -1) > (MEASURES[measure].of(w) ?? -1) ? t : w), group[0]);
   const cell = (r, k) => cells.get(`${r},${k}`);
@@ -94,7 +95,7 @@
     H.empty(field, host);
     map = H.heatmap({ host, rows: shownKinds.map(([kind]) => kind), columns, cell, fill, sign: (group) => (leading(group).nonfinite ? "!" : STATUS[leading(group).status][2]), told, open: (group) => open(leading(group)), label: "Differences by layer" });
   }
-  const which_section = sections.length > 1 && sections.length < 8 ? H.segmented("Which section", [...sections.map((name) => [name, name]), ["", "all"]], section, (to) => { section = to; lay(); }) : null;
+  const which_section = several ? H.segmented("Which section", [...sections.map((name) => [name, name]), ["", "all"]], section, (to) => { section = to; lay(); }) : null;
   lay();
   H.onTheme(paintKey);
   paintKey();
@@ -117,7 +118,7 @@
         ])),
         t.status === "same" ? el("p", { class: "note apart" }, "The same to the last bit.") : null,
         here.length ? [el("h3", { class: "apart" }, `In the same place: ${H.count(here.length)}`), el("ul", { class: "list" }, here.slice(0, 200).map((o) => el("li", null, el("button", { type: "button", class: "plain cut", click: () => open(o) }, o.name), el("span", { class: "muted" }, figure(MEASURES[measure].of(o))))))] : null,
-        el("h3", { class: "apart" }, "On the command line"), el("code", { class: "command" }, `holdfast diff ${quoted(a.path)} ${quoted(b.path)} --tensors ${quoted(t.name)}`)));
+        el("h3", { class: "apart" }, "On the command line"), el("code", { class: "command" }, `holdfast diff ${quoted(a.path)} ${quoted(b.path)} --tensors ${quoted(t.name.replace(/[[*?]/g, (sign) => `[${sign}]`))}`)));
     detail.hidden = false;
     halves.classList.replace("column", "halves");
   }

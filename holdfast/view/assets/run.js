@@ -16,7 +16,6 @@
   });
   const breaks = new Array(n).fill(false);
   starts.forEach((s) => { breaks[s.first] = true; });
-  const startOf = (i) => starts.findIndex((s) => i >= s.first && i <= s.end);
   const restarts = new Set(starts.filter((s) => s.told).map((s) => s.id)).size;
 
   // ---- what is there now
