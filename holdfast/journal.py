@@ -48,6 +48,10 @@ NAME = re.compile(r"[0-9]{13}-[0-9a-f]{8}\.jsonl")
 _ASKERS = 8
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Moment = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Unix seconds, of which a date can be made."""
+
 Result = TypeVar("Result")
 
 
@@ -64,19 +68,19 @@ class Entry:
     """
 
     step: Count
-    began: float
-    committed: float | None
-    seconds: float
-    stall: float
+    began: Moment
+    committed: Moment | None
+    seconds: Seconds
+    stall: Seconds
     bytes: Count
     ranks: Count
     metric: float | None
     outcome: Literal["saved", "failed", "skipped"]
     error: str = ""
-    phases: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, Seconds] = field(default_factory=dict)
     backlog: Count | None = None
     written: Count | None = None
-    step_seconds: float | None = None
+    step_seconds: Seconds | None = None
     start: str = ""
 
 
@@ -88,12 +92,12 @@ class Now:
     """
 
     step: Count
-    at: float
+    at: Moment
     every: Count
     ranks: Count
     saving: Count | None = None
-    since: float | None = None
-    step_seconds: float | None = None
+    since: Moment | None = None
+    step_seconds: Seconds | None = None
     metric: float | None = None
     backlog: Count | None = None
     mode: Literal["min", "max"] = "min"

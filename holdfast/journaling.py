@@ -79,7 +79,7 @@ class Journal:
         self._where: Callable[[], Now] | None = None
         self._told = -math.inf
         self._thread: threading.Thread | None = None
-        self._warned = self._closed = False
+        self._warned = self._closed = self._forked = False
         # Of the thread alone.
         self._file: Location | None = None
         self._lines: list[bytes] = []
@@ -118,11 +118,11 @@ class Journal:
     def settle(self, timeout: float) -> None:
         """Wait until all is written so far, or cannot be, or ``timeout`` seconds are over."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._thread is None, timeout):
+            if not self._changed.wait_for(lambda: self._thread is None or self._forked, timeout):
                 log.warning("%s is behind: the last entries may be lost", self._folder)
 
     def _begin(self) -> None:
-        if self._thread is not None:
+        if self._thread is not None or self._forked:
             return
         # A daemon that ends when there is nothing to write: it keeps no interpreter, and costs nothing between.
         thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
@@ -245,5 +245,12 @@ def _settle_all() -> None:
         one.settle(LEAVE)
 
 
+def _after_fork() -> None:
+    """The journal is the parent's, who goes on with it: a forked child tells nothing, and waits for nobody."""
+    for one in list(_open):
+        one._forked, one._changed = True, threading.Condition()
+    _open.clear()
+
+
 at_exit(_settle_all)
-os.register_at_fork(after_in_child=_open.clear)  # the threads of the parent are not here: nobody is to wait for them
+os.register_at_fork(after_in_child=_after_fork)

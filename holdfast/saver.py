@@ -89,6 +89,7 @@ class Saver:
         made = main.remembered["savers"] = main.remembered.get("savers", 0) + 1
         self._ranks = main.lane(f"saver/{main.calls}.{made}")
         self._worker: Worker | None = None
+        self._last_will: weakref.finalize[..., Saver] | None = None
         self._slots: dict[int, Slot] = {}
         self._count, self._free = slots, list(range(slots))
         self._free_changed = threading.Condition()
@@ -247,6 +248,15 @@ class Saver:
         if self._closed:
             raise HoldfastError("this Saver is closed; make another one")
 
+    def _stay_behind(self) -> None:
+        """In a forked child: the threads of the saves and the way to the writer are its parent's alone."""
+        self._closed = True
+        for saving in self._savings:
+            saving._stay_behind()
+        self._savings, self._unheard = [], []
+        if self._last_will is not None:
+            self._last_will.detach()
+
     # The calling thread
 
     def _next_slot(self, folder: Location, step: int | None) -> tuple[int | None, BaseException | None]:
@@ -363,7 +373,8 @@ class Saver:
                     self._worker.close()
                 self._worker = start(self._kind)
                 # At exit saves are waited for, below.
-                weakref.finalize(self, _let_go, self._worker, self._slots).atexit = False
+                self._last_will = weakref.finalize(self, _let_go, self._worker, self._slots)
+                self._last_will.atexit = False
             worker = self._worker
         slot = self._slots.setdefault(number, Slot(number, worker))
         if slot.worker is not worker:
@@ -439,3 +450,12 @@ def _finish_last_saves() -> None:
             saver.close()
         except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
             log.error("the last save failed: %s", error)
+
+
+def _after_fork() -> None:
+    for saver in list(_open):
+        saver._stay_behind()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

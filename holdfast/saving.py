@@ -5,6 +5,7 @@ Made by the Saver, held by whoever called it. Never starts anything.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -171,6 +172,15 @@ class Saving:
         staging, writing, commit = (max(b - a, 0.0) if a and b else 0.0 for a, b in pairwise(ends))
         stall = self._call + self._copying.waited
         return Timing(stall, staging, writing, commit, max(ends) - self._began, self._bytes)
+
+    def _stay_behind(self) -> None:
+        """In a forked child: the thread that would tell the outcome is not here, so nobody may wait for it."""
+        if not self._done.is_set():
+            self._error = self._error or HoldfastError(
+                f"the save of {self.path} goes on in process {os.getppid()}, from which this one was forked: ask there"
+            )
+            self._done = threading.Event()  # a thread may have been about to set the other one, and hold its lock
+            self._done.set()
 
     def _end(self, error: BaseException | None) -> None:
         self._error = error

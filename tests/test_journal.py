@@ -347,6 +347,8 @@ HOSTILE = [
     b'{"step":1,"began":1,"committed":2,"seconds":1,"stall":0,"bytes":1e99,"ranks":1,"metric":0,"outcome":"saved"}',
     b'{"step":1,"began":1e999,"committed":2,"seconds":1,"stall":0,"bytes":1,"ranks":1,"metric":0,"outcome":"saved"}',
     b'{"step":1,"began":1,"committed":2,"seconds":1,"stall":0,"bytes":1,"ranks":1,"metric":0,"outcome":"eaten"}',
+    b'{"step":1,"began":1e300,"committed":2,"seconds":1,"stall":0,"bytes":1,"ranks":1,"metric":0,"outcome":"saved"}',
+    b'{"step":1,"began":1,"committed":2,"seconds":-1,"stall":0,"bytes":1,"ranks":1,"metric":0,"outcome":"saved"}',
 ]  # fmt: skip
 
 

@@ -761,3 +761,43 @@ def test_a_rank_that_missed_a_save_catches_up(tmp_path: Path) -> None:
     first, second = pool.run(2, one_rank_misses_a_save, str(tmp_path))
     assert first == [True, False, True] and second == [True, True]
     holdfast.open(tmp_path / "2").verify()
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_forked_child_leaves_the_save_to_its_parent(tmp_path: Path, worker: Any) -> None:
+    """It has neither the threads nor the writer: it waits for nothing, and takes nothing away from its parent."""
+    gate = threading.Event()
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def held(event: holdfast.Event) -> None:
+        assert event.task != "stage" or gate.wait(LONG)
+
+    with holdfast.Saver(worker=worker) as saver, holdfast.listen(held):
+        saver.save(_state(0), tmp_path / "before")
+        gate.set()
+        saver.wait()
+        gate.clear()
+        saving = saver.save({"model": model, "optimizer": optimizer, "step": 1}, tmp_path / "1")
+        child = os.fork()
+        if not child:
+            faults = 1
+            try:
+                signal.alarm(int(LONG))  # it is to end by itself
+                module._finish_last_saves()
+                optimizer.step()
+                with pytest.raises(holdfast.HoldfastError, match=f"goes on in process {os.getppid()}"):
+                    saving.wait()
+                with pytest.raises(holdfast.HoldfastError, match="closed"):
+                    saver.save(_state(1), tmp_path / "2")
+                saver.close()
+                del saver
+                gc.collect()
+                faults = 0
+            finally:
+                os._exit(faults)
+        status = os.waitpid(child, 0)[1]
+        gate.set()
+        assert saving.settled(LONG)
+    assert status == 0
+    holdfast.open(tmp_path / "1").verify()

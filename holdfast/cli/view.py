@@ -128,6 +128,8 @@ def is_root(path: str) -> bool:
 
 
 def _name(path: str) -> str:
+    if path.rstrip("/").rpartition("/")[2] in (".", ".."):
+        path = str(Path(path).resolve())
     return path.partition("?")[0].rstrip("/").rpartition("/")[2].replace("{", "").replace("}", "") or "checkpoint"
 
 

@@ -6,6 +6,7 @@ Never trusts a bare tensor: only what an optimizer of the state alone changes ma
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -95,6 +96,18 @@ def before_change(
 
 _under_way: weakref.WeakSet[Copying] = weakref.WeakSet()
 _lock = threading.Lock()  # over it
+
+
+def _after_fork() -> None:
+    """A forked child has memory of its own, and none of the threads that copy: nobody there waits for them."""
+    global _lock
+    _lock = threading.Lock()
+    for copying in list(_under_way):
+        copying._released = threading.Event()
+        copying.release()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def wait_for_copies() -> None:

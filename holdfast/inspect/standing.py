@@ -112,7 +112,7 @@ def standing(root: str, history: History) -> Standing:
 
 def rate_of(entry: Entry) -> float | None:
     """Bytes a second that a save wrote, from its call to its commit; None if it did not commit, or that is not told."""
-    if entry.outcome != "saved" or entry.seconds <= 0:
+    if entry.outcome != "saved" or entry.seconds < 1e-9:  # the latter of no save that took place
         return None
     return (entry.bytes if entry.written is None else entry.written) / entry.seconds
 

@@ -1,8 +1,8 @@
 """How far this process's clock is from the first rank's: questions and answers over the store, beside a call.
 
 The recorder of a timeline makes a `Clocks`, and starts a measurement when ranks meet. A thread of its own asks or
-answers, so no rank waits for it; ranks of one host have one clock, and ask once. Never a collective, and nothing of
-this happens without a timeline.
+answers, so no rank waits for it; of the ranks of a host, which have one clock, one asks. Never a collective, and
+nothing of this happens without a timeline.
 """
 
 from __future__ import annotations
@@ -84,39 +84,56 @@ class Clocks:
         try:
             store = _own(ranks.store)
             if ranks.first:
-                self._answer(store, prefix, set(range(1, ranks.size)))
+                self._answer(store, prefix, ranks.size - 1)
             else:
-                self._ask(store, f"{prefix}/{ranks.rank}")
+                self._come(store, prefix)
         except RuntimeError as error:  # the store is gone, and the run with it; the wall clock has to do
             log.debug("no clock could be measured: %s", error)
 
     # On the first rank
 
-    def _answer(self, store: Any, prefix: str, missing: set[int]) -> None:
-        until, pause = time.monotonic() + PATIENCE, _BETWEEN
-        while missing and time.monotonic() < until and not self._stop.is_set():
-            for rank in [rank for rank in missing if store.check([f"{prefix}/{rank}/0"])]:
-                missing.discard(rank)
-                self._answer_one(store, f"{prefix}/{rank}")
+    def _answer(self, store: Any, prefix: str, others: int) -> None:
+        until, pause, asked, kinds = time.monotonic() + PATIENCE, _BETWEEN, 0, {self.kind}
+        store.add(f"{prefix}/of/{self.kind}", 1)  # ranks of this clock need not ask
+        while time.monotonic() < until and not self._stop.is_set():
+            if store.check([f"{prefix}/{asked + 1}/0"]):
+                asked += 1
+                kinds |= self._answer_one(store, f"{prefix}/{asked}")
                 until, pause = time.monotonic() + PATIENCE, _BETWEEN
-            if missing:
+            elif store.add(f"{prefix}/here", 0) >= others and store.add(f"{prefix}/askers", 0) <= asked:
+                break
+            else:
                 self._stop.wait(pause)
                 pause = min(2 * pause, _SELDOM)
+        _forget(store, [f"{prefix}/here", f"{prefix}/askers", *(f"{prefix}/of/{kind}" for kind in kinds)])
 
-    def _answer_one(self, store: Any, prefix: str) -> None:
+    def _answer_one(self, store: Any, prefix: str) -> set[str]:
+        """The kind of the one that asked, if it was heard."""
+        found: set[str] = set()
         for number in range(TIMES):
             question, until = f"{prefix}/{number}", time.monotonic() + ALONE
             while (kind := _look(store, question)) is None:
                 if time.monotonic() > until or self._stop.is_set():
-                    return
+                    return found
+            found.add(kind.decode())
             now = time.monotonic()
             store.set(f"{question}/answer", msgspec.msgpack.encode(_Answer(self._part, self.kind, now)))
             if kind == self.kind.encode():
-                return
+                break
+        return found
 
     # On all others
 
-    def _ask(self, store: Any, prefix: str) -> None:
+    def _come(self, store: Any, prefix: str) -> None:
+        """Of the ranks of one clock the first to come asks; askers are numbered, so that none has to be looked for."""
+        asks = store.add(f"{prefix}/of/{self.kind}", 1) == 1
+        number = store.add(f"{prefix}/askers", 1) if asks else 0
+        store.add(f"{prefix}/here", 1)
+        if asks and not self._ask(store, f"{prefix}/{number}"):
+            _forget(store, [f"{prefix}/here", f"{prefix}/askers", f"{prefix}/of/{self.kind}"])  # nobody else will
+
+    def _ask(self, store: Any, prefix: str) -> bool:
+        """Whether there was an answer."""
         best: Measured | None = None
         asked: list[str] = []
         try:
@@ -139,11 +156,10 @@ class Clocks:
                 if best is None or half < best.error:
                     best = Measured(found.part, found.now - (began + half), half, began)
         finally:
-            for key in asked:
-                with suppress(RuntimeError):  # the store is gone, or cannot delete
-                    store.delete_key(key)
+            _forget(store, asked)
         if best is not None:
             self._tell(best)
+        return best is not None
 
     def _await(self, store: Any, key: str, until: float, *, now: bool) -> bytes | None:
         """An answer; ``now`` if this is the rank whose turn it is, and the first one is at it."""
@@ -161,6 +177,12 @@ def _look(store: Any, key: str) -> bytes | None:
     """What stands there now. Never waits for it, as `get` would if the key were deleted after a `check`."""
     found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
     return None if found == _NOTHING else found
+
+
+def _forget(store: Any, keys: list[str]) -> None:
+    for key in keys:
+        with suppress(RuntimeError):  # the store is gone, or cannot delete
+            store.delete_key(key)
 
 
 def _own(store: Any) -> Any:

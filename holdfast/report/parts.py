@@ -62,7 +62,7 @@ def _read(path: Path) -> Part | None:
     for text in disk.read_file(path).splitlines():
         try:
             line = _DECODER.decode(text)
-        except msgspec.MsgspecError:  # it broke off, or is not of ours
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # it broke off, or is not of ours
             if part is not None:
                 part.unread += 1
             continue

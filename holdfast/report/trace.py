@@ -7,6 +7,7 @@ microseconds from the first of all, and metadata ("M") for names.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -61,12 +62,12 @@ def joined(parts: list[Part]) -> Trace:
     ordered = sorted(parts, key=lambda part: (part.rank is None, part.rank or 0, part.header.wall))
     base = ordered[0]
     began = base.header.wall + first - clock(base, base.header.monotonic)
+    of_rank = Counter(part.rank for part in parts)
     events: list[dict[str, Any]] = []
     for number, part in enumerate(ordered, start=1):
-        same_rank = [other for other in parts if other.rank == part.rank]
         name = f"{part.header.host} · pid {part.header.pid}" if part.rank is None else f"rank {part.rank}"
         if part.rank is not None:
-            name += f" · {part.header.host}" + (f" · pid {part.header.pid}" if len(same_rank) > 1 else "")
+            name += f" · {part.header.host}" + (f" · pid {part.header.pid}" if of_rank[part.rank] > 1 else "")
         events += [_named("process_name", number, 0, name=name), _named("process_sort_index", number, 0, index=number)]
         events += _spans_of(part, number, ends[id(part)], partial(_since, clock, part, first))
     lines = [line for part in parts for line in part.spans.values()]
@@ -92,10 +93,11 @@ def _spans_of(
     for tid, (name, lines) in enumerate(_lanes(part.spans.values(), ends), start=1):
         events += [_named("thread_name", pid, tid, name=name), _named("thread_sort_index", pid, tid, index=tid)]
         for line in sorted(lines, key=lambda line: (line.began, -ends[line.number])):
-            begin, end = since(line.began), since(ends[line.number])
+            # Both ends are rounded, not the length: so what ends together does in the trace, and lies in each other.
+            begin, end = round(since(line.began) * 1e6, 3), round(since(ends[line.number]) * 1e6, 3)
             events.append({
                 "ph": "X", "name": line.name, "cat": _kind(line), "pid": pid, "tid": tid,
-                "ts": round(begin * 1e6, 3), "dur": max(round((end - begin) * 1e6, 3), 0.0), "args": _told(line),
+                "ts": begin, "dur": max(round(end - begin, 3), 0.0), "args": _told(line),
             })  # fmt: skip
     return events
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 import msgspec
 
@@ -55,7 +56,11 @@ def page(title: str, scripts: Sequence[str], data: object, *, served: bool = Fal
 
 def as_json(data: object) -> str:
     """JSON that may stand in a script tag: no character of it can end one, or begin a comment or markup."""
-    return msgspec.json.encode(data, enc_hook=str).decode().translate(_ESCAPED)
+    try:
+        text = msgspec.json.encode(data, enc_hook=str).decode()
+    except UnicodeEncodeError:  # a path with bytes that are no text
+        text = msgspec.json.encode(_all_plain(msgspec.to_builtins(data, enc_hook=str))).decode()
+    return text.translate(_ESCAPED)
 
 
 @cache
@@ -71,6 +76,14 @@ def _sum(text: str) -> str:
 def _plain(text: str) -> str:
     # A path may hold bytes that are no text; they are shown as what they are not.
     return text.encode("utf-8", "replace").decode()
+
+
+def _all_plain(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {_all_plain(key): _all_plain(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_all_plain(one) for one in data]
+    return _plain(data) if isinstance(data, str) else data
 
 
 _ICON = (

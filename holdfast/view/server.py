@@ -36,7 +36,13 @@ _HEADERS = {
 }
 
 PATIENCE = 30
-"""Seconds that a client may take to send its request."""
+"""Seconds that a client may take to send its request, and to take each `PIECE` of the answer."""
+
+PIECE = 1 << 16
+"""Bytes of an answer that are sent at once."""
+
+MOST = 64
+"""Connections at a time; a browser makes six. Who comes then is turned away."""
 
 
 class Served(ThreadingHTTPServer):
@@ -52,14 +58,33 @@ class Served(ThreadingHTTPServer):
         self.page, self.routes = page(), routes
         self.token = secrets.token_urlsafe(24)
         self.one_at_a_time = threading.Lock()  # an answer may take a tensor's memory, and browsers ask for several
+        self._room = threading.BoundedSemaphore(MOST)
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/{self.token}/"
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, if there is room."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """All that one connection asks."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of ours; any other is told where faults are."""
+        """A client that went away is no error of ours."""
         log.debug("a request was not answered", exc_info=True)
 
 
@@ -83,7 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError as error:
+            self._json(400, {"error": str(error)})
+            return
         token, _, route = asked.path.removeprefix("/").partition("/")
         if not self._is_for_us():
             self._json(403, {"error": "this server answers to 127.0.0.1 and localhost alone"})
@@ -109,6 +138,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(404, {"error": str(error.args[0]) if error.args else name})
         except (HoldfastError, OSError, MemoryError) as error:
             self._json(500, {"error": str(error) or type(error).__name__})
+        except Exception as error:  # noqa: BLE001 - a fault of ours: whoever looks is told, and the others are served
+            log.warning("%r was not answered", name, exc_info=True)
+            self._json(500, {"error": f"a fault of holdfast: {type(error).__name__}: {error}"})
         else:
             self._json(200, found)
 
@@ -122,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        for at in range(0, len(data), PIECE):  # the patience of a socket is for all that it is given at once
+            self.wfile.write(data[at : at + PIECE])
 
     def _refuse(self) -> None:
         self.close_connection = True

@@ -60,10 +60,10 @@ def read_timeline(path: Path, *, of: str = "") -> Timeline:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     try:
-        data = storage.read_small(path)
+        data, size = storage.read_start(path, LARGEST + 1)
         if data[:2] == b"\x1f\x8b":
             data = zlib.decompressobj(31).decompress(data, LARGEST + 1)
-        if len(data) > LARGEST:
+        if max(size, len(data)) > LARGEST:
             raise StorageError(f"{path} holds more than {LARGEST >> 20} MiB: view a part of it")
         told = msgspec.json.decode(data)
     except FileNotFoundError:

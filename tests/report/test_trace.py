@@ -100,6 +100,15 @@ def test_whatever_was_written_down_is_a_trace(tmp_path_factory: Any, parts: list
     assert trace.spans == sum(event["ph"] == "X" for event in trace.events)
 
 
+def test_lines_that_make_no_sense_are_counted(tmp_path: Path) -> None:
+    header = msgspec.json.encode(Header("p", "host", 1, "clock", 1e9, 1.0, 0))
+    line = msgspec.json.encode(Line(1, "write", "/ckpt/7", 0, 2.0, "MainThread", 1, ended=3.0))
+    odd = [b"{", b'{"type":"span","name":"\xff"}', b'{"type":"span","more":' + b"[" * 100_000, b"\x00\xff", b"7"]
+    (tmp_path / f"a{SUFFIX}").write_bytes(b"\n".join([header, *odd, line, b""]))
+    trace = timeline.merge(tmp_path)
+    assert (trace.spans, trace.unread) == (1, len(odd))
+
+
 def _spans(folder: Path) -> list[dict[str, Any]]:
     return [event for event in timeline.merge(folder).events if event["ph"] == "X"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-ROUNDING = 0.002
-"""Microseconds by which times that were equal may differ once they are rounded."""
+ROUNDING = 0.0005
+"""Microseconds by which times that are equal may differ: less than the last digit."""
 
 METADATA = {"process_name": "name", "thread_name": "name", "process_sort_index": "sort_index",
             "thread_sort_index": "sort_index"}  # fmt: skip

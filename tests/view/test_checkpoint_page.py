@@ -317,3 +317,20 @@ def test_pages_of_other_formats(tmp_path: Path, tab: Callable[..., Tab]) -> None
         assert (
             "format keeps no sums" in text(page, ".facts") and int(page.get_attribute("#tensors", "aria-rowcount")) >= 3
         )
+
+
+def test_what_is_tied_is_told_in_both_themes(tab: Callable[..., Tab], tmp_path: Path) -> None:
+    tensors = {"model/w": record("float32", (4,), [Box((0,), (4,))], [0])}
+    path = written(tmp_path, drafted(tmp_path / "c", tensors, aliases={"model/head": "model/w"}), look=False)
+    page = tab().open(path)
+    for _ in range(3):
+        assert "Also calledmodel/head" in page.text_content("#panel")
+        page.click("#theme")
+
+
+def test_a_state_of_empty_tensors(tab: Callable[..., Tab], tmp_path: Path) -> None:
+    holdfast.save({"model": {"none": torch.zeros(0, 3), "nothing": torch.zeros(0)}}, tmp_path / "c")
+    page = tab().open(written(tmp_path, tmp_path / "c"))
+    for key in ("c", "m", "t", "ArrowDown", "Enter", "/", "Escape", "Escape"):
+        page.keyboard.press(key)
+    assert "it has no elements" in page.text_content("#panel")

@@ -179,3 +179,18 @@ def test_ten_thousand_names(tab: Callable[..., Tab], pair: tuple[Path, Path], tm
     assert "of 10,000 names" in page.inner_text(".facts")
     page.fill("#filter", "layers.7.part3.")
     expect(page.locator("#names .row")).to_have_count(1)
+
+
+def test_a_map_of_thousands_of_columns_and_many_sections(tab: Callable[..., Tab], pair: tuple[Path, Path]) -> None:
+    """States of optimizers by number, as other libraries save them: wider than a canvas may be."""
+    names = [f"part{n % 12}/{'abc'[n // 12 % 3]}.{n}.w[0]" for n in range(12_000)]
+    found = [Difference(name, "changed", 4, 0.1, 0.1, 0.9, 1.0, 1.0, 1.0) for name in names]
+    data = contents(holdfast.open(pair[0]), holdfast.open(pair[1]), found)
+    path = pair[0].parent / "wide.html"
+    path.write_text(page_module.page("wide", SCRIPTS, data))
+    page = shown(tab, path)
+    assert page.evaluate("document.querySelector('#map canvas').width") <= 32_767
+    told = page.evaluate(script("painted"))
+    assert told == {"rows": 36, "painted": True}
+    page.click("#names .row")
+    assert ".w[[]0]'" in page.text_content("#detail .command")

@@ -43,6 +43,13 @@ def test_json_in_a_page_is_text_and_nothing_else() -> None:
     assert not re.search("[<>&\u2028\u2029]", made)
 
 
+def test_what_is_no_text_is_shown_all_the_same() -> None:
+    assert json.loads(as_json({"path": "a\udcff", "tensors": [("\udcff<", 1.5)]})) == {
+        "path": "a?",
+        "tensors": [["?<", 1.5]],
+    }
+
+
 def test_hostile_texts_are_shown_as_they_are(tab: Callable[..., Tab], tmp_path: Path) -> None:
     text = page(HOSTILE[0], ["table.js", "chart.js"], {"names": HOSTILE})
     probe = script("hostile")
@@ -73,6 +80,21 @@ def test_assets_can_stand_in_a_page(name: str) -> None:
     assert "</script" not in text.lower() and "</style" not in text.lower() and "<!--" not in text
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)
+
+
+def test_numbers_and_ticks(tab: Callable[..., Tab], tmp_path: Path) -> None:
+    shown = tab().open(written(tmp_path / "page.html", with_script(page("frame", [], {}), "H.ready();")))
+    assert shown.evaluate("H.ticks(0, 10)") == [0, 2, 4, 6, 8, 10]
+    # They differ in the last bit, or can hardly be told apart from it: no number between is rounder than they are.
+    close = [
+        [0.3, 0.30000000000000004],
+        [4e18, 4e18 + 1024],
+        [1e300, 1.0000000000000002e300],
+        [-0.1, -0.09999999999999999],
+    ]
+    assert shown.evaluate("all => all.map(([low, high]) => H.ticks(low, high))", close) == [[low] for low, _ in close]
+    told = shown.evaluate("[0.99999, 119.7, 179.6, 7199.7, 10799].map(H.seconds)")
+    assert told == ["1.00 s", "2 min 0 s", "3 min 0 s", "2 h 0 min", "3 h 0 min"]
 
 
 def test_there_is_a_theme_for_day_and_night(tab: Callable[..., Tab], tmp_path: Path) -> None:

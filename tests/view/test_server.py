@@ -6,8 +6,11 @@ import http.client
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,10 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.view import server
 from holdfast.view.checkpoint import checkpoint_page, figures
 from holdfast.view.server import Served, running
+from tests.patience import wait_until
 from tests.view.browser import Tab
 from tests.view.test_page import HOSTILE
 
@@ -145,3 +150,43 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_an_error(served: Served, run: Any, tmp_path: Path) -> None:
     code, _, err = run("view", tmp_path / "c", "--serve", "--port", served.server_address[1])
     assert code == 4 and "in use" in err and "Traceback" not in err
+
+
+def test_any_failure_is_an_answer(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    served.routes["statistics"] = lambda name: 1 // 0
+    status, _, body = ask(served, f"/{served.token}/statistics?name=w")
+    assert status == 500 and "ZeroDivisionError" in json.loads(body)["error"]
+    assert "was not answered" in caplog.text and served.token not in caplog.text
+    with socket.create_connection(("127.0.0.1", served.server_address[1]), timeout=30) as one:
+        one.sendall(b"GET http://[/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert one.recv(1 << 10).startswith(b"HTTP/1.1 400 ")
+
+
+def test_connections_are_bounded(served: Served) -> None:
+    address = ("127.0.0.1", served.server_address[1])
+    idle = [socket.create_connection(address, timeout=30) for _ in range(server.MOST)]
+    wait_until(lambda: sum("process_request_thread" in t.name for t in threading.enumerate()) == server.MOST)
+    with socket.create_connection(address, timeout=30) as one:
+        assert one.recv(1) == b"", "turned away"
+    for one in idle:
+        one.close()
+    wait_until(lambda: not any("process_request_thread" in t.name for t in threading.enumerate()))
+    assert ask(served, f"/{served.token}/")[0] == 200
+
+
+def test_who_takes_long_gets_the_page_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a slow tunnel a large page takes longer than one who sends nothing may."""
+    monkeypatch.setattr(server._Handler, "timeout", 0.5)
+    page = "x" * (3 << 20)
+    with running(made := Served(lambda: page, {})), socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        one.settimeout(30)
+        one.connect(("127.0.0.1", made.server_address[1]))
+        one.sendall(f"GET /{made.token}/ HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        got = begun = 0.0
+        while data := one.recv(1 << 16):
+            begun = begun or time.monotonic()
+            got += len(data)
+            while got / len(page) > (time.monotonic() - begun) / 1.5:
+                time.sleep(0.01)
+    assert got > len(page)

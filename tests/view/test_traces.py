@@ -82,6 +82,19 @@ def test_hostile_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     told = read_timeline(path)
     assert {told.names[span[1]] for span in told.spans} == {"a", "d", ""} and all(span[3] >= 0 for span in told.spans)
     monkeypatch.setattr(traces, "LARGEST", 1000)
+    path.write_bytes(b" " * 2000)
+    with pytest.raises(holdfast.StorageError, match="more than"):
+        read_timeline(path)
     path.write_bytes(gzip.compress(b" " * 1_000_000))
     with pytest.raises(holdfast.StorageError, match="more than"):
         read_timeline(path)
+
+
+def test_a_timeline_of_no_spans(tab: Callable[..., Tab], tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('[{"ph": "M"}]')
+    saved = holdfast.save({"model": {"w": torch.ones(4)}}, tmp_path / "c")
+    (tmp_path / "page.html").write_text(checkpoint_page(saved, timeline=read_timeline(tmp_path / "t.json")))
+    page = tab().open(tmp_path / "page.html")
+    page.focus(".lanes")
+    for key in (".", ",", "+", "0", "ArrowLeft", "ArrowDown"):
+        page.keyboard.press(key)

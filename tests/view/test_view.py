@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,16 @@ def test_a_signature_is_told(run: Any, saved: Path, tmp_path: Path) -> None:
     holdfast.signing.generate(tmp_path / "other")
     code, _, err = run("view", saved, "-o", "-", "--require", tmp_path / "other.pub")
     assert code != Code.FINE and "which is none of those required" in err
+
+
+def test_a_path_by_dots_and_one_that_is_no_text(
+    run: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / os.fsdecode(b"odd\xff")
+    saved.rename(odd)
+    assert run("view", odd, "-o", "odd.html")[0] == Code.FINE
+    assert '"title":"odd?"' in (tmp_path / "odd.html").read_text()
+    odd.rename(saved)
+    monkeypatch.chdir(saved / "model")
+    assert run("view", "..")[0] == Code.FINE
+    assert (saved / "model" / "step-3.html").is_file()

@@ -86,7 +86,7 @@
   const crumbs = el("nav", { class: "crumbs", "aria-label": "Where the treemap is" }), key = el("div", { class: "key" });
   const field = el("div", { class: "map", id: "map" });
   const paintKey = () => H.empty(key, H.legend(COLOURS[by][1]().slice(0, 12)));
-  const colours = el("label", { class: "inline muted" }, "Colour", H.segmented("Colour of the treemap", [["section", "section"], ["type", "type"], ["size", "size"]], by, (to) => { by = to; paintKey(); map.again(); }));
+  const colours = el("label", { class: "inline muted" }, "Colour", H.segmented("Colour of the treemap", [["section", "section"], ["type", "type"], ["size", "size"]], by, (to) => { by = to; paintKey(); map?.again(); }));
   const trail = (node) => {
     const above = [];
     for (let one = node; one; one = one.parent) above.unshift(one);
@@ -110,11 +110,14 @@
   function choose(tensor, from) {
     chosen = tensor;
     if (from !== "table") table.select(tensor);
-    const names = tied.filter((t) => t.alias === (tensor.alias ?? tensor.name) && t !== tensor).map((t) => t.name);
-    H.panel(panel, tensor, { known, total, names });
+    show();
     H.say(`${tensor.name}, ${tensor.dtype}, ${H.shape(tensor.shape)}, ${H.bytes(tensor.bytes)}`);
   }
-  H.onTheme(() => { paintKey(); if (chosen) H.panel(panel, chosen, { known, total, names: [] }); });
+  function show() {
+    const names = tied.filter((t) => t.alias === (chosen.alias ?? chosen.name) && t !== chosen).map((t) => t.name);
+    H.panel(panel, chosen, { known, total, names });
+  }
+  H.onTheme(() => { paintKey(); if (chosen) show(); });
   const share = (t) => el("span", { class: "share" }, el("i", { style: { width: `${(56 * t.bytes) / largest}px` } }), el("span", null, H.bytes(t.bytes)));
   const table = H.table({
     label: "Tensors", rows: tensors, picked: (t) => choose(t, "table"), sort: [4, -1],

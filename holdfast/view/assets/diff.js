@@ -53,7 +53,8 @@
   const known = sized.filter(([, k]) => mapped.has(k)).slice(0, 1000);
   const sectionOf = (kind) => (kind.includes("/") ? kind.slice(0, kind.indexOf("/")) : "state");
   const sections = [...new Set(known.map(([kind]) => sectionOf(kind)))];
-  let section = known.length > 24 ? sections[0] : "", shownKinds = [], rowOf = new Map(), cells = new Map(), map = null;
+  const several = sections.length > 1 && sections.length < 8; // of more no row of buttons is made, and all are shown
+  let section = several && known.length > 24 ? sections[0] : "", shownKinds = [], rowOf = new Map(), cells = new Map(), map = null;
   const RANK = { same: 0, changed: 1, dtype: 2, shape: 3, "only in a": 4, "only in b": 4 };
   const leading = (group) => group.reduce((w, t) => (RANK[t.status] > 1 && RANK[t.status] > RANK[w.status] ? t : RANK[w.status] > 1 ? w : (MEASURES[measure].of(t) ?? -1) > (MEASURES[measure].of(w) ?? -1) ? t : w), group[0]);
   const cell = (r, k) => cells.get(`${r},${k}`);
@@ -65,10 +66,12 @@
     return v === null ? H.css("--warn-soft") : H.ramp(part(v));
   };
   const figure = (v) => (v === null || v === undefined ? "–" : H.number(v));
+  /** Close to 1 it is what lacks that tells one from another. */
+  const cosine = ({ cosine: v }) => (v !== null && v > 0.9999 && v < 1 ? `1 − ${Number((1 - v).toPrecision(2))}` : figure(v));
   const told = (r, k, group) => {
     const t = leading(group), more = group.length > 1 ? el("div", null, `the furthest of ${group.length} here`) : null;
     return [el("b", null, t.name), more, el("div", null, STATUS[t.status][1]),
-      t.status === "changed" || t.status === "dtype" ? [el("div", null, `relative change ${figure(t.relative)}`), el("div", null, `cosine ${figure(t.cosine)}`), el("div", null, `largest ${figure(t.largest)}`)] : null,
+      t.status === "changed" || t.status === "dtype" ? [el("div", null, `relative change ${figure(t.relative)}`), el("div", null, `cosine ${cosine(t)}`), el("div", null, `largest ${figure(t.largest)}`)] : null,
       t.nonfinite ? el("div", { class: "bad" }, `${H.plural(t.nonfinite, "number")} NaN or infinite`) : null];
   };
   const field = el("div"), key = el("div", { class: "scale" });
@@ -94,7 +97,7 @@
     H.empty(field, host);
     map = H.heatmap({ host, rows: shownKinds.map(([kind]) => kind), columns, cell, fill, sign: (group) => (leading(group).nonfinite ? "!" : STATUS[leading(group).status][2]), told, open: (group) => open(leading(group)), label: "Differences by layer" });
   }
-  const which_section = sections.length > 1 && sections.length < 8 ? H.segmented("Which section", [...sections.map((name) => [name, name]), ["", "all"]], section, (to) => { section = to; lay(); }) : null;
+  const which_section = several ? H.segmented("Which section", [...sections.map((name) => [name, name]), ["", "all"]], section, (to) => { section = to; lay(); }) : null;
   lay();
   H.onTheme(paintKey);
   paintKey();
@@ -111,13 +114,13 @@
       el("div", { class: "head" }, el("h2", { class: "name break" }, t.name), el("button", { type: "button", class: "plain", "aria-label": "Close", click: shut }, "✕")),
       el("div", { class: "body" }, H.badge(STATUS[t.status][0], STATUS[t.status][1]),
         el("div", { class: "apart" }, H.pairs([
-          ["bytes", t.bytes ? H.bytes(t.bytes) : "a value"], ["relative change", figure(t.relative)], ["cosine", t.cosine === null ? "–" : t.cosine > 0.9999 && t.cosine < 1 ? `1 − ${H.number(1 - t.cosine)}` : H.number(t.cosine)],
+          ["bytes", t.bytes ? H.bytes(t.bytes) : "a value"], ["relative change", figure(t.relative)], ["cosine", cosine(t)],
           ["largest difference", figure(t.largest)], ["mean difference", figure(t.mean)], ["norm of the difference", figure(t.norm)],
           ["norm in A", figure(t.normA)], ["norm in B", figure(t.normB)], t.nonfinite ? ["NaN or infinite", H.count(t.nonfinite)] : null,
         ])),
         t.status === "same" ? el("p", { class: "note apart" }, "The same to the last bit.") : null,
         here.length ? [el("h3", { class: "apart" }, `In the same place: ${H.count(here.length)}`), el("ul", { class: "list" }, here.slice(0, 200).map((o) => el("li", null, el("button", { type: "button", class: "plain cut", click: () => open(o) }, o.name), el("span", { class: "muted" }, figure(MEASURES[measure].of(o))))))] : null,
-        el("h3", { class: "apart" }, "On the command line"), el("code", { class: "command" }, `holdfast diff ${quoted(a.path)} ${quoted(b.path)} --tensors ${quoted(t.name)}`)));
+        el("h3", { class: "apart" }, "On the command line"), el("code", { class: "command" }, `holdfast diff ${quoted(a.path)} ${quoted(b.path)} --tensors ${quoted(t.name.replace(/[[*?]/g, (sign) => `[${sign}]`))}`)));
     detail.hidden = false;
     halves.classList.replace("column", "halves");
   }
@@ -131,7 +134,7 @@
       { name: "Name", width: "minmax(180px, 3fr)", narrow: "minmax(0, 1fr)", ascending: true, value: (t) => t.name, cell: (t) => H.named(t.name) },
       { name: "Status", width: "minmax(104px, .8fr)", narrow: "104px", ascending: true, value: (t) => t.status, cell: (t) => H.badge(STATUS[t.status][0], STATUS[t.status][1]) },
       { name: "Relative", width: "minmax(84px, .7fr)", narrow: "76px", right: true, value: (t) => t.relative, cell: (t) => figure(t.relative) },
-      { name: "Cosine", spare: true, width: "minmax(84px, .7fr)", right: true, value: (t) => t.cosine, cell: (t) => figure(t.cosine) },
+      { name: "Cosine", spare: true, width: "minmax(92px, .7fr)", right: true, value: (t) => t.cosine, cell: cosine },
       { name: "Largest", spare: true, width: "minmax(84px, .7fr)", right: true, value: (t) => t.largest, cell: (t) => figure(t.largest) },
       { name: "Mean", spare: true, width: "minmax(84px, .7fr)", right: true, value: (t) => t.mean, cell: (t) => figure(t.mean) },
       { name: "Bytes", spare: true, width: "minmax(76px, .6fr)", right: true, value: (t) => t.bytes, cell: (t) => (t.bytes ? H.bytes(t.bytes) : "value") },

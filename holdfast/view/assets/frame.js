@@ -54,11 +54,12 @@ const H = (() => {
     if (s === null || s === undefined) return "–";
     const size = Math.abs(s);
     if (size === 0) return "0 s";
-    if (size < 1e-3) return `${short(s * 1e6)} µs`;
-    if (size < 1) return `${short(s * 1e3)} ms`;
-    if (size < 120) return `${short(s)} s`;
-    if (size < 7200) return `${Math.floor(s / 60)} min ${Math.round(s % 60)} s`;
-    return `${Math.floor(s / 3600)} h ${Math.round((s % 3600) / 60)} min`;
+    if (size < 0.9995e-3) return `${short(s * 1e6)} µs`;
+    if (size < 0.9995) return `${short(s * 1e3)} ms`;
+    if (size < 119.5) return `${short(s)} s`;
+    const whole = Math.round(s), minutes = Math.round(s / 60);
+    if (whole < 7200) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+    return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   }
   const plural = (n, one, many) => `${count(n)} ${n === 1 ? one : many ?? `${one}s`}`;
   const shape = (sizes) => (sizes.length ? sizes.join(" × ") : "scalar");
@@ -71,6 +72,7 @@ const H = (() => {
     const rough = (high - low) / n, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
     const found = [];
+    if (!(Math.max(Math.abs(low), Math.abs(high)) / step < 2 ** 50)) return [low]; // they differ in the last bits: nothing round lies between
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) found.push(i * step);
     return found;
   }
@@ -189,14 +191,16 @@ const H = (() => {
       requestAnimationFrame(() => { asked = false; draw(); });
     };
   }
+  const LARGEST = 32000;
   /** A canvas as large as its host and as sharp as the screen: draw(context, width, height). Returns "draw again". */
   function canvas(host, draw) {
     const board = el("canvas", { "aria-hidden": "true" });
     host.classList.add("canvas");
     host.append(board);
     const again = frame(() => {
-      const { clientWidth: width, clientHeight: height } = host, ratio = Math.max(1, devicePixelRatio);
+      const { clientWidth: width, clientHeight: height } = host;
       if (!width || !height) return;
+      const ratio = Math.min(Math.max(1, devicePixelRatio), LARGEST / width, LARGEST / height); // larger ones stay blank
       if (board.width !== Math.round(width * ratio) || board.height !== Math.round(height * ratio)) {
         board.width = Math.round(width * ratio);
         board.height = Math.round(height * ratio);

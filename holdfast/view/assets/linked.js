@@ -24,7 +24,7 @@ H.linked = ({ n, told, picked = null, moved = null, breaks = [] }) => {
     const low = n ? xs[order[0]] : 0, high = n ? xs[order[n - 1]] : 1, spare = (high - low || Math.abs(high) || 1) * 0.015;
     full = [low - spare, high + spare];
     const again = seen && seen.length ? seen.map((i) => xs[i]) : null;
-    range = again ? [Math.min(...again) - spare / 4, Math.max(...again) + spare / 4] : full;
+    range = again ? [again.reduce((x, y) => Math.min(x, y)) - spare / 4, again.reduce((x, y) => Math.max(x, y)) + spare / 4] : full;
     redraw();
   }
   function redraw() { charts.forEach((c) => c.again()); place(); moved?.(range[0] > full[0] || range[1] < full[1]); }

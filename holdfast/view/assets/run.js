@@ -16,7 +16,6 @@
   });
   const breaks = new Array(n).fill(false);
   starts.forEach((s) => { breaks[s.first] = true; });
-  const startOf = (i) => starts.findIndex((s) => i >= s.first && i <= s.end);
   const restarts = new Set(starts.filter((s) => s.told).map((s) => s.id)).size;
 
   // ---- what is there now
@@ -162,7 +161,7 @@
     label: "Saves", picked: open, rows: [...indices].reverse(),
     columns: [
       { name: "Step", width: "minmax(56px, 1fr)", narrow: "minmax(44px, 1fr)", right: true, value: (i) => c.step[i], cell: (i) => H.count(c.step[i]) },
-      { name: "Begun", spare: true, width: "minmax(108px, 1.7fr)", value: (i) => c.began[i], cell: (i) => H.time(c.began[i]) },
+      { name: "Begun", spare: true, width: "minmax(108px, 1.7fr)", value: (i) => c.began[i], cell: (i) => el("span", { title: H.time(c.began[i]) }, clock(c.began[i], 0)) },
       { name: "Outcome", width: "minmax(78px, .9fr)", narrow: "84px", ascending: true, value: (i) => c.outcome[i], cell: (i) => H.badge(KIND[c.outcome[i]], c.outcome[i]) },
       { name: "Now", width: "minmax(84px, 1fr)", narrow: "82px", ascending: true, value: (i) => health(i)?.words ?? null, cell: (i) => { const h = health(i); return h ? (h.kind ? H.badge(h.kind, h.words) : el("span", { class: "muted" }, h.words)) : ""; } },
       { name: "Took", width: "minmax(56px, 1fr)", narrow: "60px", right: true, value: (i) => c.seconds[i], cell: (i) => H.seconds(c.seconds[i]) },

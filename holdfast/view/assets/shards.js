@@ -136,7 +136,7 @@
       H.say(told(cells[placed[at][0]]).map((n) => n.textContent).join(", "));
     });
     const axis = (d) => `axis ${d}: ${H.count(tensor.shape[d])}`;
-    const caption = tensor.shape.length === 0 ? "one number" : [down === null ? null : `↓ ${axis(down)}`, along.length ? `→ ${along.map(axis).join(", then ")}` : null,
+    const caption = !placed.length ? "" : tensor.shape.length === 0 ? "one number" : [down === null ? null : `↓ ${axis(down)}`, along.length ? `→ ${along.map(axis).join(", then ")}` : null,
       tensor.shape.length > along.length + (down === null ? 0 : 1) ? "other axes are not cut" : null].filter(Boolean).join("   ");
     const owners = new Map();
     for (const cell of cells) {

@@ -24,7 +24,7 @@
     const firsts = [];
     let rows = 0;
     lanes.forEach((_, i) => { firsts[i] = rows; rows += Math.max(1, ends[i].length); });
-    const whole = Math.max(1e-6, ...spans.map(([, , begin, length]) => begin + length));
+    const whole = spans.reduce((most, [, , begin, length]) => Math.max(most, begin + length), 1e-6);
     let from = 0, to = whole, top = 0, drawn = [], at = -1;
     if (first && first[1] > first[0]) { // what the page is about, with a little around it
       const rim = (first[1] - first[0]) * 0.04;
@@ -141,6 +141,7 @@
       act();
     });
     function step(by) {
+      if (!spans.length) return;
       at = (at + by + spans.length) % spans.length;
       const [lane, , begin, length] = spans[at];
       if (begin < from || begin + length > to) { const span = Math.max(to - from, length * 1.2); from = Math.max(0, Math.min(whole - span, begin - span * 0.1)); to = Math.min(whole, from + span); }
