@@ -23,7 +23,7 @@ from holdfast.engine import storage
 from holdfast.engine.commit import commit
 from holdfast.engine.damage import Damage, damages
 from holdfast.engine.examine import examine
-from holdfast.engine.folder import taken
+from holdfast.engine.folder import ASIDE, taken
 from holdfast.engine.parts import commit_late, take_away
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.read import DataFiles
@@ -41,9 +41,6 @@ from holdfast.version import __version__
 
 RESCUED = "rescued"
 """The key of ``producer`` under which a manifest tells when it was made anew, and where its values are from."""
-
-ASIDE = "manifest.json.damaged"
-"""What a damaged manifest is kept as."""
 
 
 @dataclass(frozen=True)

@@ -284,10 +284,14 @@ class Steps:
         with self._gently():
             self._retire(self.committed(), kept, upto, ())
 
-    def prune(self, kept: Kept) -> None:
-        """`retire` of all steps, for somebody who has to know that it was done. Raises StorageError, Unsupported."""
+    def prune(self, kept: Kept, among: Container[int]) -> None:
+        """`retire` of the steps ``among`` these, for somebody who has to know that it was done.
+
+        A step that is committed meanwhile is not one of them: no rule was asked of it.
+        Raises StorageError, Unsupported.
+        """
         with self._sweeping:
-            committed = self.committed()
+            committed = {step: path for step, path in self.committed().items() if step in among}
             self._retire(committed, kept, max(committed, default=0), ())
 
     def clean(self, spare: Container[Location]) -> None:

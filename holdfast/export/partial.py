@@ -204,10 +204,23 @@ class Partial:
             if not self._published and any(path.stat().st_size for path in self._journals()):
                 log.warning("%s keeps what was copied: the same call goes on from there", self.folder)
             else:
-                self._forget_plan()
-                disk.delete_all(self.folder)
+                self._remove()
         except OSError as error:
             log.warning("%s cannot be removed: %s", self.folder, error)
+        finally:
+            self.release()
+
+    def _remove(self) -> None:
+        self._clear()  # the lock goes last: by it everybody can tell what this folder is
+        disk.delete_all(self.folder)
+
+    def give_up(self) -> None:
+        """Take away what a call that broke off has left. Raises StorageError (EBUSY) if another process is at it."""
+        self._claim()
+        try:
+            self._put_back()
+            with storage.naming(self.folder, "delete"):
+                self._remove()
         finally:
             self.release()
 
