@@ -142,6 +142,10 @@ def _step(folder: Location, cited: Callable[[], Collection[str]]) -> Found:
         return Spared(str(folder), f"its manifest is damaged: holdfast rescue {folder}")
     except Unsupported as error:
         return Spared(str(folder), str(error))
+    except StorageError as error:
+        if isinstance(folder, Place):
+            raise
+        return Spared(str(folder), str(error))
     sizes = storage.sizes_below(folder)
     if MARK in sizes:
         return Spared(str(folder), "a conversion is being uploaded, or broke off: the same call would go on from it")
