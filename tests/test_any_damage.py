@@ -120,7 +120,8 @@ def _same(at: Path, told: Any, truth: dict[str, torch.Tensor]) -> None:
     if getattr(told, "whole", False):
         opened = holdfast.open(at)
         for name in opened.tensors:
-            if name in truth:
+            # Nobody knows of a name or a type that was altered in a header, once the manifest is gone: docs/repair.md.
+            if name in truth and opened.tensors[name].dtype == truth[name].dtype:
                 assert torch.equal(opened.read(name), truth[name]), name
 
 

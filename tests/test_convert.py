@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,21 @@ def test_a_target_that_exists(source: Path, tmp_path: Path) -> None:
     with pytest.raises(holdfast.StorageError, match="does not look like a checkpoint"):
         holdfast.convert(source, tmp_path / "home", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "t", "t.pt"]
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_other_checkpoints_in_the_target_do_not_go_with_it(far: bool, source: Path, tmp_path: Path) -> None:
+    output: Any = Place(Memory(), "output") if far else tmp_path / "output"
+    holdfast.convert(source, output, to="huggingface")
+    holdfast.convert(source, tmp_path / "one", to="huggingface", overwrite=True)
+    data = (tmp_path / "one" / "model.safetensors").read_bytes()
+    if far:
+        output.store.put((output / "checkpoint-5" / "model.safetensors").key, [data], len(data))
+    else:
+        shutil.copytree(tmp_path / "one", output / "checkpoint-5")
+    with pytest.raises(holdfast.StorageError, match=r"holds other checkpoints \(checkpoint-5\)"):
+        holdfast.convert(source, output, to="huggingface", overwrite=True)
+    holdfast.open(output / "checkpoint-5").verify()
 
 
 @pytest.mark.parametrize("far", [False, True])

@@ -120,7 +120,11 @@ def delete_checkpoints(
     """
     storage.delete(*(root / name / manifest.FILE_NAME for name in names))
     for name in names:
-        storage.sync_folder(root / name)
+        try:
+            storage.sync_folder(root / name)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # somebody else deletes it, too, and was quicker
+                raise
     for name in names:
         _delete_ours(root / name, cited.get(name, set()))
     let_go(root, {name: paths for name, paths in loose.items() if name not in names}, cited, spare)

@@ -21,6 +21,9 @@ from holdfast.engine.folder import refuse_cited, taken
 from holdfast.errors import StorageError
 from holdfast.events import log
 
+LAST = ("manifest.json", "model.safetensors.index.json", "model.safetensors", ".metadata")
+"""What readers look for first, by which a folder is a checkpoint; so it is uploaded last."""
+
 OURS = ("lock", "plan", ".plan.*.tmp", "content", "journal", "old")
 
 
@@ -86,6 +89,9 @@ class Partial:
             error.errno = errno.EEXIST
             raise error
         if target.is_dir():
+            inner = next((path.name for path in sorted(target.iterdir()) if path.is_dir() and _is_whole(path)), None)
+            if inner is not None:
+                raise holds_others(target, inner)
             refuse_cited(target)
 
     def _claim(self) -> None:
@@ -263,6 +269,21 @@ def _lock(fd: int, how: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):  # no locks there
             raise
+
+
+def holds_others(target: object, inner: str) -> StorageError:
+    """The refusal to replace a folder with all that is in it, other checkpoints too: a training's output, say."""
+    error = StorageError(
+        f"{target} holds other checkpoints ({inner}), which would go with it: overwrite=True replaces one; choose "
+        "another path, or move them"
+    )
+    error.errno = errno.EEXIST
+    return error
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder in a checkpoint is one by itself: its own folders hold no file of these names."""
+    return any((folder / mark).is_file() for mark in LAST)
 
 
 def _is_checkpoint(folder: Path) -> bool:
