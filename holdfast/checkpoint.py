@@ -5,6 +5,7 @@ Returned by `open` and `save`, used by `load` and the manager. Lazy: nothing is 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -464,7 +465,8 @@ def read_manifest(folder: Location) -> Manifest:
     try:
         data = storage.read_small(target)
     except (FileNotFoundError, StorageError) as error:
-        if isinstance(error, StorageError) and (isinstance(folder, Place) or folder.is_dir()):
+        refused = isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM)
+        if refused or (isinstance(error, StorageError) and (isinstance(folder, Place) or folder.is_dir())):
             raise
         if isinstance(folder, Place):  # looking what is there instead costs requests: `open_checkpoint` does
             raise NotACheckpoint(f"there is no {target}") from None

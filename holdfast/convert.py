@@ -62,7 +62,7 @@ def convert(
     ranks, began = ranks_of(group), monotonic()
     place = patiently(location(target), deadline)
     grown = grown_at(place) if isinstance(place, Place) else place
-    work = ConvertWork(source, replace(asked, overwrite=overwrite or grown != place), ranks, Partial(grown))
+    work = ConvertWork(source, place, replace(asked, overwrite=overwrite or grown != place), ranks, Partial(grown))
     with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:
         if isinstance(place, Place):
             call.exchange("look", lambda: _look(place, ranks, overwrite=overwrite), check_one_machine, str)
@@ -73,7 +73,6 @@ def convert(
             work.partial.leave()
         if isinstance(place, Place):
             call.settle("upload", partial(_upload, grown, place, ranks), _all_done, int)
-    work.converted.path = place
     work.converted.seconds = monotonic() - began
     if ranks.first:
         _tell(work.converted)

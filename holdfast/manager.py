@@ -503,9 +503,8 @@ class CheckpointManager:
             newest = self._steps.newest(refused, complete=complete, run=of_run)
         if newest is not None and run is None:
             self._steps.refuse_another_run(newest, refused)
-        if newest is None and is_file(self.root / FILE_NAME):
-            # Training would begin afresh, and save into a checkpoint.
-            raise NotACheckpoint(f"{self.root} is one checkpoint: give the folder of its run, {self.root.parent}")
+        if newest is None:
+            self._steps.refuse_a_checkpoint()
         return newest.name if newest is not None else ""
 
     def latest(self) -> Checkpoint | None:

@@ -23,7 +23,8 @@ from holdfast.engine import storage
 from holdfast.engine.commit import commit
 from holdfast.engine.damage import Damage, damages
 from holdfast.engine.examine import examine
-from holdfast.engine.folder import taken
+from holdfast.engine.folder import ASIDE, taken
+from holdfast.engine.inside import Inside
 from holdfast.engine.parts import commit_late, take_away
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.read import DataFiles
@@ -41,9 +42,6 @@ from holdfast.version import __version__
 
 RESCUED = "rescued"
 """The key of ``producer`` under which a manifest tells when it was made anew, and where its values are from."""
-
-ASIDE = "manifest.json.damaged"
-"""What a damaged manifest is kept as."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +203,8 @@ def _data_files(target: Location, paths: list[str]) -> tuple[dict[str, list[Data
             record = FileRecord(path, nbytes, len(data), blocks.digest(data))
             one = described(record, datafile.parse_header(data, nbytes))
             found.setdefault(save, []).append(one)
+        except FileNotFoundError:
+            unread.setdefault(save, []).append(f"{target / path} is a link to nothing, or was deleted meanwhile")
         except ValueError as error:
             unread.setdefault(save, []).append(f"{target / path} cannot be used: {error}")
     return found, unread
@@ -303,11 +303,14 @@ def _losses(made: Rebuilt, like: Manifest | None) -> list[str]:
 
 
 def _attachments(target: Location, save: str) -> list[tuple[str, int, str]]:
-    found = []
+    found, home = [], Inside(target)
     for path in storage.files_below(target):
         above, _, rest = path.partition("/")
         other = re.fullmatch(r"[0-9a-f]{16}", rest.partition("/")[0]) is not None and not rest.startswith(f"{save}/")
         if above == "attachments" and not other and not names.split(path)[-1].startswith("."):
-            data = storage.read_small(target / path)
-            found.append((path, len(data), blocks.digest(data)))
+            try:
+                data = storage.read_small(home.path(path))
+                found.append((path, len(data), blocks.digest(data)))
+            except (Damaged, FileNotFoundError) as error:  # a link, to elsewhere or to nothing
+                log.warning("the attached file %s is left out: %s", target / path, error)
     return found

@@ -199,6 +199,24 @@ class Steps:
                 log.warning("%s is passed over: %s", path, fault)
         return next(iter(partial), None)
 
+    def refuse_a_checkpoint(self) -> None:
+        """Raise NotACheckpoint if the root is a checkpoint, or a folder of one: who finds no step there begins afresh.
+
+        And then saves into it.
+        """
+        root, above = self.root, self.root.parent
+        if storage.is_file(root / manifest.FILE_NAME):
+            raise NotACheckpoint(f"{root} is one checkpoint: give the folder of its run, {above}")
+        if not storage.is_file(above / manifest.FILE_NAME):
+            return
+        try:
+            files = read_manifest(above).data_files
+        except (Damaged, NotACheckpoint, Unsupported):  # then nobody knows what is a part of it
+            return
+        if any(file.path.startswith(f"{root.name}/") for file in files):
+            run = above.parent
+            raise NotACheckpoint(f"{root} is a part of the checkpoint {above}: give the folder of its run, {run}")
+
     def commit_late(self, patience: float) -> None:
         """Commit the saves whose ranks had all finished; waits so many seconds for writers that are still at it."""
         until = time.monotonic() + patience
@@ -284,10 +302,14 @@ class Steps:
         with self._gently():
             self._retire(self.committed(), kept, upto, ())
 
-    def prune(self, kept: Kept) -> None:
-        """`retire` of all steps, for somebody who has to know that it was done. Raises StorageError, Unsupported."""
+    def prune(self, kept: Kept, among: Container[int]) -> None:
+        """`retire` of the steps ``among`` these, for somebody who has to know that it was done.
+
+        A step that is committed meanwhile is not one of them: no rule was asked of it.
+        Raises StorageError, Unsupported.
+        """
         with self._sweeping:
-            committed = self.committed()
+            committed = {step: path for step, path in self.committed().items() if step in among}
             self._retire(committed, kept, max(committed, default=0), ())
 
     def clean(self, spare: Container[Location]) -> None:

@@ -25,7 +25,7 @@ from holdfast.checkpoint import read_manifest
 from holdfast.engine import borrow, disk, storage
 from holdfast.engine.citations import Citations, cited_in
 from holdfast.engine.commit import commit
-from holdfast.engine.folder import delete_checkpoint, sweep_beside, sweep_dead
+from holdfast.engine.folder import delete_checkpoint, delete_checkpoints, sweep_beside, sweep_dead
 from holdfast.engine.stores.place import Location, Place
 from holdfast.keep import Kept
 from holdfast.ondisk import manifest
@@ -533,3 +533,11 @@ def test_a_damaged_manifest_keeps_nothing_for_ever(tmp_path: Path, caplog: pytes
         retire(Steps(tmp_path, NAME), 3)
     assert "step-3 cites is not spared" in caplog.text
     assert not (tmp_path / "step-1").exists()
+
+
+def test_two_may_delete_the_same_steps(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        holdfast.save({"w": torch.ones(9)}, tmp_path / f"step-{step}")
+    delete_checkpoint(tmp_path / "step-1")
+    delete_checkpoints(tmp_path, ["step-1", "step-2"], {}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-3"]

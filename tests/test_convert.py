@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.engine.stores.memory import Memory
+from holdfast.engine.stores.place import Place
 from holdfast.export import copying
 from tests import pool
 from tests.export import states
@@ -163,6 +166,37 @@ def test_a_target_that_exists(source: Path, tmp_path: Path) -> None:
     with pytest.raises(holdfast.StorageError, match="does not look like a checkpoint"):
         holdfast.convert(source, tmp_path / "home", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "t", "t.pt"]
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_other_checkpoints_in_the_target_do_not_go_with_it(far: bool, source: Path, tmp_path: Path) -> None:
+    output: Any = Place(Memory(), "output") if far else tmp_path / "output"
+    holdfast.convert(source, output, to="huggingface")
+    holdfast.convert(source, tmp_path / "one", to="huggingface", overwrite=True)
+    data = (tmp_path / "one" / "model.safetensors").read_bytes()
+    if far:
+        output.store.put((output / "checkpoint-5" / "model.safetensors").key, [data], len(data))
+    else:
+        shutil.copytree(tmp_path / "one", output / "checkpoint-5")
+    with pytest.raises(holdfast.StorageError, match=r"holds other checkpoints \(checkpoint-5\)"):
+        holdfast.convert(source, output, to="huggingface", overwrite=True)
+    holdfast.open(output / "checkpoint-5").verify()
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_the_source_is_no_target_whatever_it_is_called(far: bool, tmp_path: Path) -> None:
+    step: Any = tmp_path / "run" / "step-1"
+    names = [step, tmp_path / "link", tmp_path / "run"]
+    if far:
+        step = Place(Memory(), "run") / "step-1"
+        names = [step]
+    holdfast.save({"model": {"w": torch.ones(9)}, "optim": {"m": torch.ones(9)}}, step)
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "step-1")
+    for called in names[:2]:
+        for target in names:
+            with pytest.raises(holdfast.Mismatch, match="is the source, or around it"):
+                holdfast.convert(called, target, only="model", overwrite=True)
+    assert len(holdfast.open(step).tensors) == 2
 
 
 def test_a_damaged_source_gives_no_target(source: Path, tmp_path: Path) -> None:

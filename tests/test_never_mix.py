@@ -364,3 +364,21 @@ def test_a_step_that_is_saved_again_is_of_the_same_run(tmp_path: Path) -> None:
     with _manager(tmp_path) as manager:
         runs = {manager.save(1, {"w": {"x": torch.ones(3)}, "step": 1}, overwrite=bool(n)).run for n in range(3)}
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+@pytest.mark.parametrize("below", ["", "model"])
+def test_a_checkpoint_is_not_the_folder_of_a_run(below: str, tiers: bool, tmp_path: Path) -> None:
+    root = _saved(tmp_path / "run" / "step-1", 1) / below
+    fast = {"fast": tmp_path / "fast"} if tiers else {}
+    with (
+        holdfast.CheckpointManager(root, every=1, worker="none", journal=False, **fast) as manager,
+        pytest.raises(holdfast.NotACheckpoint, match=f"give the folder of its run, {tmp_path / 'run'}"),
+    ):
+        manager.restore({"model": {"w": torch.zeros(3000)}})
+
+
+def test_a_run_may_begin_beside_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    root = _saved(tmp_path / "base", 1) / "finetuned"
+    with holdfast.CheckpointManager(root, every=1, worker="none", journal=False) as manager:
+        assert manager.restore({"model": {"w": torch.zeros(3000)}}) is None

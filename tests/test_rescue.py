@@ -14,7 +14,9 @@ import holdfast
 from holdfast.checkpoint import read_manifest
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
+from holdfast.keep import Keep
 from holdfast.ondisk import part
+from holdfast.steps import Steps
 from tests import pool
 from tests.damaging import contents_of, flip
 from tests.test_format import thread_save
@@ -89,6 +91,21 @@ def test_a_copy_gives_all(run: Path, tmp_path: Path) -> None:
     there = contents_of(run / "step-2")
     assert there.pop("manifest.json.damaged") == damaged
     assert there == contents_of(tmp_path / "copy")
+
+
+def test_the_damaged_manifest_is_not_in_the_way_of_a_later_save(run: Path) -> None:
+    flip(run / "step-1" / "manifest.json", 200)
+    holdfast.rescue(run / "step-1")
+    steps = Steps(run, "step-{step}")
+    steps.clean(())
+    assert (run / "step-1" / "manifest.json.damaged").exists()
+    steps.prune(Keep(last=1).verdict({1: None, 2: None}), {1, 2})
+    assert not (run / "step-1").exists()
+    flip(run / "step-2" / "manifest.json", 200)
+    holdfast.rescue(run / "step-2")
+    (run / "step-2" / "manifest.json").unlink()
+    holdfast.save(state_of(2), run / "step-2", step=2)
+    assert not (run / "step-2" / "manifest.json.damaged").exists()
 
 
 def test_a_good_manifest_is_left_alone(run: Path) -> None:

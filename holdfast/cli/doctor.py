@@ -66,7 +66,10 @@ def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Fi
         if isinstance(place, Place) or not place.is_dir() or any(place.iterdir()):  # else a folder for what is to come
             yield "checkpoint", checkpoints.diagnose(path)
     except OSError as error:
-        yield "checkpoint", [Finding("checkpoint", "fail", str(error), "see above", "storage")]
+        mend = "docs/stores.md lists the rights that are needed"
+        if isinstance(place, Path):
+            mend = folders.when_refused(error, place)
+        yield "checkpoint", [Finding("checkpoint", "fail", str(error), mend, "storage")]
 
 
 def _around(place: Here) -> Here:

@@ -221,6 +221,8 @@ def _other_runs(root: Location, steps: Sequence[Location]) -> list[Finding]:
         Steps(root, "{step}").refuse_another_run(steps[-1], among=steps)
     except Mismatch as error:
         return [Finding(NAME, "fail", str(error), f"{_command('ls', root)} shows whose each step is", "mismatch")]
+    except StorageError:  # the newest one cannot be read: that was told
+        return []
     return []
 
 
@@ -275,6 +277,10 @@ def _rescue(place: Location) -> tuple[str, str]:
             origin, lost = rescuable(place, like)
         except (Damaged, Mismatch, NotACheckpoint, Unsupported):
             continue  # with a step of the run beside it more can be told
+        except StorageError:
+            if like is None:
+                raise
+            continue  # that step cannot be read
         if origin == "headers" and like is None and older and _fits(place, older[-1]):
             continue  # it knows what headers do not
         told = "its manifest.json is missing, and its data files are whole"
@@ -288,7 +294,7 @@ def _rescue(place: Location) -> tuple[str, str]:
 def _fits(place: Location, like: Location) -> bool:
     try:
         rescuable(place, like)
-    except (Damaged, Mismatch, NotACheckpoint, Unsupported):
+    except (Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported):
         return False
     return True
 

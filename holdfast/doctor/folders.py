@@ -33,7 +33,7 @@ SKEW = 2.0
 
 def findings(folder: Path, *, write: bool = True) -> Iterator[Finding]:
     """What is found at ``folder``, or the one above it that is there."""
-    above = next(path for path in [folder, *folder.parents] if path.exists())
+    above = next(path for path in [folder, *folder.parents] if os.path.exists(path))  # False where we may not look
     if not above.is_dir():
         above = above.parent
     yield _kind(above)
@@ -125,7 +125,7 @@ def _each(work: Path) -> Iterator[Finding]:
             os.close(fd)
         disk.sync_folder(work)
     except OSError as error:
-        yield _fail("writing", f"{work.parent}: {error.strerror}", _when_refused(error))
+        yield _fail("writing", f"{work.parent}: {error.strerror}", when_refused(error, work.parent))
         return
     yield Finding("writing", "ok", "a file can be made, written and synced")
     skew = disk.stat(file).st_mtime - time.time()
@@ -142,9 +142,12 @@ def _each(work: Path) -> Iterator[Finding]:
     yield _ability("new names only", lambda: _rename(file, work / "other"), "commits take a slower way that is as safe")
 
 
-def _when_refused(error: OSError) -> str:
+def when_refused(error: OSError, path: Path) -> str:
+    """What to do about a call on ``path`` that failed."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free space or raise the quota"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"as its owner: chmod -R u+rX {path}, or let its owner do this"
     return "look at dmesg, and at the health of the disk or the mount"
 
 

@@ -15,14 +15,15 @@ from itertools import accumulate
 
 from holdfast.engine.damage import Fault, contents
 from holdfast.engine.ranges import Range, jobs_of
-from holdfast.engine.read import READERS, DataFiles, Files, altered, is_right, threads_for
+from holdfast.engine.read import READERS, DataFiles, Files, altered, is_cell, is_right, threads_for
 from holdfast.engine.source import ReadStats, Source, source_of
 from holdfast.engine.stores.place import Place
 from holdfast.errors import Damaged, StorageError
 from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import BLOCK
+from holdfast.ondisk.box import Box
 from holdfast.ondisk.datafile import Header, Piece
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import Manifest, TensorRecord
 
 AHEAD = 4
 """Jobs for each thread that wait for it; and headers that are read ahead."""
@@ -62,9 +63,10 @@ def examine(
             if isinstance(header, Damaged):
                 faults.append(Fault(index, what=str(header)))
                 continue
-            for key in inside.get(index, {}).keys() - header.pieces.keys():
-                what = f"{files.path(index)} does not hold {key} as the manifest says"
-                faults.append(Fault(index, key=key, what=what))
+            for key, (name, box) in inside.get(index, {}).items():
+                if not _holds(header.pieces.get(key), record.tensors.get(name), box):
+                    what = f"{files.path(index)} does not hold {key} as the manifest says"
+                    faults.append(Fault(index, key=key, what=what))
             progress(header.nbytes if index in own else 0)
             if not deep:
                 continue
@@ -81,6 +83,11 @@ def examine(
             jobs.close_after(one)
         jobs.settle(0)
     return faults
+
+
+def _holds(piece: Piece | None, tensor: TensorRecord | None, box: Box | None) -> bool:
+    """Whether a piece is there and, if it is of a tensor, is what the manifest says: what loading it asks."""
+    return piece is not None and (tensor is None or box is None or is_cell(piece, box, tensor.dtype))
 
 
 class _Jobs:

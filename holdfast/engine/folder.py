@@ -12,10 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from holdfast.engine import storage
 from holdfast.engine.citations import Citations, Cited, cited_beside, cited_in, let_go, root_of
 from holdfast.engine.stores.place import Location, Place
-from holdfast.errors import StorageError, Unsupported
+from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
+
+ASIDE = "manifest.json.damaged"
+"""What `rescue` keeps a damaged manifest as: it stays as long as the checkpoint does."""
 
 
 def prepare(folder: Location, *, overwrite: bool) -> None:
@@ -28,13 +31,17 @@ def prepare(folder: Location, *, overwrite: bool) -> None:
             raise taken(f"{folder} already holds a committed checkpoint")
         return
     ours = [f for f in found if is_leaving(f)]
-    foreign = [f for f in found if f not in ours and not (ours and f.startswith("attachments/"))]
+    foreign = [f for f in found if f not in ours and not (ours and goes_along(f)) and f != ASIDE]
     if foreign:
         raise taken(f"{folder} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
     if storage.living(folder, [f for f in ours if datafile.save_of(f)]):
         if isinstance(folder, Place):
             return  # a dead save's or a living one's, who can tell: names hold save ids, and the commit has one winner
         raise taken(f"another save is writing to {folder} right now")
+    if ours and storage.is_file(folder / manifest.FILE_NAME):
+        if not overwrite:
+            raise taken(f"{folder} holds a checkpoint that another save has just committed")
+        return
     try:
         kept = cited_in(folder) if found else set()
     except (StorageError, Unsupported) as error:  # names hold save ids: nothing of it is in the way
@@ -53,6 +60,11 @@ def is_leaving(path: str) -> bool:
         or path.rpartition("/")[2].startswith(".holdfast-")
         or (path.startswith("parts/") and path.endswith((".json", ".tmp")))
     )
+
+
+def goes_along(path: str) -> bool:
+    """Whether a file that is no leaving goes with those that are: by its name alone nobody tells whose it is."""
+    return path.startswith("attachments/") or path == ASIDE
 
 
 def may_hold_leavings(files: Sequence[str]) -> bool:
@@ -108,10 +120,26 @@ def delete_checkpoints(
     """
     storage.delete(*(root / name / manifest.FILE_NAME for name in names))
     for name in names:
-        storage.sync_folder(root / name)
+        try:
+            storage.sync_folder(root / name)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # somebody else deletes it, too, and was quicker
+                raise
     for name in names:
         _delete_ours(root / name, cited.get(name, set()))
     let_go(root, {name: paths for name, paths in loose.items() if name not in names}, cited, spare)
+
+
+def standing_save(folder: Location) -> str | None:
+    """The save that is committed in a folder now; None if there is none, or it cannot be read.
+
+    Who found that no living process holds a lock there asks again what is a leaving: a save may have ended meanwhile.
+    """
+    target = folder / manifest.FILE_NAME
+    try:
+        return manifest.decode(storage.read_small(target), str(target)).save
+    except (FileNotFoundError, NotACheckpoint, Damaged, Unsupported):
+        return None
 
 
 def sweep_dead(path: Location, cited: Callable[[Location], Collection[str]] = cited_in) -> bool:
@@ -120,8 +148,10 @@ def sweep_dead(path: Location, cited: Callable[[Location], Collection[str]] = ci
     What is ``cited`` stays: `cited_in` unless the caller knows it cheaper.
     """
     leavings = [f for f in storage.files_below(path) if is_leaving(f)]
-    if storage.living(path, leavings):
+    if storage.may_live(path, leavings):
         return False
+    if leavings and storage.is_file(path / manifest.FILE_NAME):
+        return False  # committed since the caller looked: locks go after the commit, so now it can be seen
     kept = cited(path) if leavings else ()
     if any(f not in kept for f in leavings):
         log.info("sweeping %s: a save that never committed", path)
@@ -141,7 +171,7 @@ def sweep_beside(path: Location, record: Manifest, cited: Callable[[Location], C
     strays = [f for f in strays if f not in kept]
     # All or nothing: a first rank that still holds its own file may yet commit those of the others.
     if strays:
-        if storage.living(path, strays):
+        if storage.may_live(path, strays) or standing_save(path) != record.save:
             return False
         storage.delete(*(path / f for f in strays))
         storage.delete_if_empty(path / "parts")
@@ -149,6 +179,6 @@ def sweep_beside(path: Location, record: Manifest, cited: Callable[[Location], C
 
 
 def _delete_ours(path: Location, kept: Collection[str]) -> None:
-    ours = [f for f in storage.files_below(path) if is_leaving(f) or f.startswith("attachments/")]
+    ours = [f for f in storage.files_below(path) if is_leaving(f) or goes_along(f)]
     storage.delete(*(path / f for f in ours if f not in kept))
     storage.delete_empty_folders(path)

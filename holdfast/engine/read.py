@@ -202,7 +202,7 @@ class DataFiles:
         header = self.header(index, stats)
         key = datafile.key_of(names.in_section(name), cell, record.shape)
         piece = header.pieces.get(key)
-        if piece is None or piece.dtype != record.dtype or not _is_as_long(piece, cell):
+        if piece is None or not is_cell(piece, cell, record.dtype):
             raise damaged(self.path(index), f"does not hold {key} as the manifest says")
         return index, piece, header.sums.get(key, ())
 
@@ -251,8 +251,10 @@ def _signed(header: Header, data: bytes, signed: SignedFile) -> Header:
     return replace(header, sums=datafile.strong_sums(text, header))
 
 
-def _is_as_long(piece: Piece, cell: Box) -> bool:
-    return piece.lengths == cell.lengths or piece.nbytes == cell.size * dtypes.itemsize(piece.dtype)
+def is_cell(piece: Piece, cell: Box, dtype: str) -> bool:
+    """Whether a piece of a file can be this cell of a tensor."""
+    fits = piece.lengths == cell.lengths or piece.nbytes == cell.size * dtypes.itemsize(piece.dtype)
+    return fits and piece.dtype == dtype
 
 
 def read_boxes(

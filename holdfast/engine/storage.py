@@ -35,6 +35,9 @@ _ADVICE = {
 }
 _libc = ctypes.CDLL(None, use_errno=True)
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+"""What a file system without locks answers."""
+
 ASKED = 4
 """Times that a lock is asked for: others may hold it for an instant, to see whether it is held."""
 
@@ -342,6 +345,36 @@ def living(folder: Location, paths: list[str]) -> list[str]:
     return [path for path in paths if in_use(folder / path)]
 
 
+def may_live(folder: Location, paths: list[str]) -> bool:
+    """Whether a save under way may need these files of a folder: for whoever would delete them.
+
+    Where a disk has no locks, only what is old is known to be dead, as in a store.
+    """
+    if living(folder, paths):
+        return True
+    if not paths or isinstance(folder, Place) or _has_locks(folder / paths[0]):
+        return False
+    since = time.time() - LIVING
+    with suppress(FileNotFoundError):  # then somebody else sweeps here
+        return any(disk.stat(folder / path).st_mtime > since for path in paths)
+    return True
+
+
+def _has_locks(path: Path) -> bool:
+    try:
+        with naming_unless_missing(path, "open"):
+            fd = disk.open_regular(path)
+    except OSError:  # nothing that a save writes, or gone
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _NO_LOCKS
+    finally:
+        os.close(fd)
+    return True
+
+
 def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
     """Create a new file of ``nbytes`` for large aligned writes: (descriptor, whether it writes directly).
 
@@ -387,7 +420,7 @@ def _lock(fd: int) -> None:
             _wait_a_little()  # only whoever asks `in_use` holds the other lock, for an instant
         raise OSError(errno.EAGAIN, "another process holds a lock on it")
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+        if error.errno not in _NO_LOCKS:
             raise
 
 

@@ -21,6 +21,9 @@ from holdfast.engine.folder import refuse_cited, taken
 from holdfast.errors import StorageError
 from holdfast.events import log
 
+LAST = ("manifest.json", "model.safetensors.index.json", "model.safetensors", ".metadata")
+"""What readers look for first, by which a folder is a checkpoint; so it is uploaded last."""
+
 OURS = ("lock", "plan", ".plan.*.tmp", "content", "journal", "old")
 
 
@@ -86,6 +89,9 @@ class Partial:
             error.errno = errno.EEXIST
             raise error
         if target.is_dir():
+            inner = next((path.name for path in sorted(target.iterdir()) if path.is_dir() and _is_whole(path)), None)
+            if inner is not None:
+                raise holds_others(target, inner)
             refuse_cited(target)
 
     def _claim(self) -> None:
@@ -204,10 +210,23 @@ class Partial:
             if not self._published and any(path.stat().st_size for path in self._journals()):
                 log.warning("%s keeps what was copied: the same call goes on from there", self.folder)
             else:
-                self._forget_plan()
-                disk.delete_all(self.folder)
+                self._remove()
         except OSError as error:
             log.warning("%s cannot be removed: %s", self.folder, error)
+        finally:
+            self.release()
+
+    def _remove(self) -> None:
+        self._clear()  # the lock goes last: by it everybody can tell what this folder is
+        disk.delete_all(self.folder)
+
+    def give_up(self) -> None:
+        """Take away what a call that broke off has left. Raises StorageError (EBUSY) if another process is at it."""
+        self._claim()
+        try:
+            self._put_back()
+            with storage.naming(self.folder, "delete"):
+                self._remove()
         finally:
             self.release()
 
@@ -250,6 +269,21 @@ def _lock(fd: int, how: int) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):  # no locks there
             raise
+
+
+def holds_others(target: object, inner: str) -> StorageError:
+    """The refusal to replace a folder with all that is in it, other checkpoints too: a training's output, say."""
+    error = StorageError(
+        f"{target} holds other checkpoints ({inner}), which would go with it: overwrite=True replaces one; choose "
+        "another path, or move them"
+    )
+    error.errno = errno.EEXIST
+    return error
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a folder in a checkpoint is one by itself: its own folders hold no file of these names."""
+    return any((folder / mark).is_file() for mark in LAST)
 
 
 def _is_checkpoint(folder: Path) -> bool:

@@ -16,13 +16,11 @@ from holdfast.engine import disk, storage
 from holdfast.engine.folder import refuse_cited, taken
 from holdfast.engine.stores.place import Place
 from holdfast.errors import StorageError, Unsupported
+from holdfast.export.partial import LAST, holds_others
 from holdfast.foreign.scratch import private_folder
 from holdfast.ondisk import blocks, manifest
 
 PART = 8 << 20
-
-LAST = (manifest.FILE_NAME, "model.safetensors.index.json", "model.safetensors", ".metadata")
-"""What readers look for first; so it is uploaded last."""
 
 MARK = ".holdfast-converting"
 """Stands beside what is uploaded until all of it is: what an upload that broke off has left may be replaced."""
@@ -50,6 +48,9 @@ def check_free(place: Place, *, overwrite: bool) -> None:
         )
         error.errno = errno.EEXIST
         raise error
+    inner = next((name for name in found if "/" in name and name.rpartition("/")[2] in LAST), None)
+    if inner is not None:
+        raise holds_others(place, inner.rpartition("/")[0])
     if found:
         refuse_cited(place)
 

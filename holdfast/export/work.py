@@ -103,23 +103,29 @@ class Note(msgspec.Struct, array_like=True):
     rows: list[Row]
 
 
+def _real(path: Location) -> str:
+    """A path by which the same place is known, whatever links lead to it."""
+    return os.path.realpath(path) if isinstance(path, Path) else str(path)
+
+
 class ConvertWork:
     """One conversion on one rank: `plan`, `begin` on the first rank, `copy`, `finish` on the first rank."""
 
     def __init__(
-        self, source: str | os.PathLike[str] | Place | Checkpoint, asked: Asked, ranks: Ranks, partial: Partial
-    ) -> None:
+        self, source: str | os.PathLike[str] | Place | Checkpoint, target: Location, asked: Asked, ranks: Ranks,
+        partial: Partial,
+    ) -> None:  # fmt: skip
         self.asked, self.ranks, self.partial = asked, ranks, partial
-        self.converted = Converted(partial.target, asked.to)
+        self.converted = Converted(target, asked.to)
         self._source = source
         self._done: list[Row] = []
 
     def plan(self) -> str:
         """Open the source and lay the target out; a digest of both, which must be that of every rank."""
-        source, target = self._source, self.partial.target
+        source, target = self._source, self.converted.path
         self.checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         at = self.checkpoint.path
-        if isinstance(at, Path) and (at == target or target in at.parents):
+        if f"{_real(at)}/".startswith(f"{_real(target)}/"):
             raise Mismatch(f"the target {target} is the source, or around it; choose another path")
         with no_collection():
             selection = self._select()

@@ -211,6 +211,7 @@ class Survey:
             return self._chosen(best, silence)
         if silence is not None:  # training must not begin again because the store is down
             raise silence
+        self.store.refuse_a_checkpoint()
         return Choice()
 
     def _chosen(self, choice: Choice, silence: StorageError | None) -> Choice:

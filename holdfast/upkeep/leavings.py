@@ -6,6 +6,7 @@ need, what a checkpoint names or cites, or what holdfast did not write.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -16,14 +17,15 @@ from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import read_manifest
 from holdfast.engine import disk, storage
 from holdfast.engine.citations import Citations, cited_in
-from holdfast.engine.folder import is_leaving
+from holdfast.engine.folder import goes_along, is_leaving, standing_save
 from holdfast.engine.parts import finished
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint, Unsupported
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
-from holdfast.export.partial import OURS
+from holdfast.export.partial import OURS, Partial
+from holdfast.export.to_store import MARK
 from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
 from holdfast.rescue import rescuable
@@ -85,9 +87,14 @@ def collect(root: str | Path | Place, *, dry_run: bool = True, deadline: float =
             spared.append(found)
         elif found is not None:
             paths, leaving = found
-            leavings.append(leaving)
-            if not dry_run:
-                _delete(Path(leaving.path) if isinstance(place, Path) else place, paths)
+            try:
+                if not dry_run:
+                    _delete(Path(leaving.path) if isinstance(place, Path) else place, paths)
+                leavings.append(leaving)
+            except StorageError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                spared.append(Spared(leaving.path, str(error)))
     return Collected(str(place), not dry_run, tuple(leavings), tuple(spared), sum(one.nbytes for one in leavings))
 
 
@@ -97,6 +104,9 @@ Found = tuple[list[Location], Leaving] | Spared | None
 
 def _looks(place: Location) -> Iterator[Callable[[], Found]]:
     """A look into each folder, made when it is called: right before what it finds is deleted."""
+    if isinstance(place, Path) and place.name.endswith(".partial") and (place / "lock").is_file():
+        yield partial(_conversion, place)
+        return
     if storage.is_file(place / manifest.FILE_NAME) or _is_step(place):
         yield partial(_step, place, partial(cited_in, place))
         return
@@ -132,21 +142,30 @@ def _step(folder: Location, cited: Callable[[], Collection[str]]) -> Found:
         return Spared(str(folder), f"its manifest is damaged: holdfast rescue {folder}")
     except Unsupported as error:
         return Spared(str(folder), str(error))
+    except StorageError as error:
+        if isinstance(folder, Place):
+            raise
+        return Spared(str(folder), str(error))
     sizes = storage.sizes_below(folder)
+    if MARK in sizes:
+        return Spared(str(folder), "a conversion is being uploaded, or broke off: the same call would go on from it")
     ours = [path for path in sizes if is_leaving(path)]
     if record is not None:
         named = {file.path for file in record.data_files}
         ours = [path for path in ours if path not in named and signature.save_of(path) != record.save]
     if not ours:
         return None
-    if storage.living(folder, ours):
-        why = "younger than six hours: a save may be under way" if isinstance(folder, Place) else "a save is under way"
+    if storage.may_live(folder, ours):
+        sure = isinstance(folder, Path) and storage.living(folder, ours)
+        why = "a save is under way" if sure else "younger than six hours, with no locks there: a save may be under way"
         return Spared(str(folder), why)
+    if standing_save(folder) != (None if record is None else record.save):
+        return Spared(str(folder), "a save has just committed there")
     if record is None:
         save = finished(folder)
         if save is not None:
             return Spared(str(folder), f"all ranks had finished save {save}: holdfast rescue {folder} commits it")
-        if all(path in ours or path.startswith("attachments/") for path in sizes) and any(map(_is_of_save, ours)):
+        if all(path in ours or goes_along(path) for path in sizes) and any(map(_is_of_save, ours)):
             ours = list(sizes)
     kept = cited()
     going = [path for path in ours if path not in kept]
@@ -183,7 +202,8 @@ def _found(
 
 def _conversion(folder: Path) -> Found:
     """What a conversion that was killed left: the same call would go on from there."""
-    if not all(any(fnmatch(path.name, ours) for ours in OURS) for path in folder.iterdir()):
+    names = [path.name for path in folder.iterdir()]
+    if "lock" not in names or not all(any(fnmatch(name, ours) for ours in OURS) for name in names):
         return None  # somebody else's
     target = folder.with_name(folder.name.removesuffix(".partial"))
     if any(storage.in_use(path) for path in [folder / "lock", *(folder / "journal").glob("*")]):
@@ -208,6 +228,9 @@ def _bench(folder: Location) -> Found:
 
 def _delete(folder: Location, paths: list[Location]) -> None:
     log.info("%s: deleting %d leavings", folder, len(paths))
+    if isinstance(folder, Path) and folder.name.endswith(".partial") and paths == [folder]:
+        Partial(folder.with_name(folder.name.removesuffix(".partial"))).give_up()
+        return
     if isinstance(folder, Path) and paths == [folder]:
         with storage.naming(folder, "delete"):
             disk.delete_all(folder)

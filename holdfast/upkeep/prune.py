@@ -86,7 +86,7 @@ def prune(
     others = tuple(sorted({*storage.folders_in(place)} - {path.name for path in steps.folders()}))
     fates = _fates(place, committed, keep, kept, rated, faults, others)
     if not dry_run:
-        steps.prune(kept)
+        steps.prune(kept, committed)
         left = steps.committed()
         gone = {fate.step for fate in fates if fate.goes == "all"}
         if gone & set(left):

@@ -18,6 +18,7 @@ from holdfast.doctor import folders, machine, stores
 from tests.cli.conftest import Run
 from tests.damaging import flip
 from tests.foreign.truth import GOLDEN
+from tests.rights import refused
 from tests.servers import Server
 from tests.servers.faults import Fault
 from tests.stores import bucket_of, is_same
@@ -185,3 +186,32 @@ def test_what_is_damaged_says_the_next_command(steps: Path, run: Run) -> None:
     assert "next" not in run("verify", newest)[1]
     (newest / "manifest.json").unlink()
     assert "careful with" in run("gc", steps)[1] and "careful" not in run("gc", steps, "--yes")[1]
+
+
+def test_what_may_not_be_read_is_told_with_what_to_do(steps: Path, run: Run) -> None:
+    names = sorted(path.name for path in steps.iterdir() if path.is_dir() and path.name.startswith("step"))
+    first, second, last = (steps / name for name in (names[0], names[-2], names[-1]))
+    (last / "manifest.json").unlink()
+    hidden = second / "manifest.json"
+    with refused():
+        hidden.chmod(0)
+        code, out, _ = run("doctor", steps)
+        assert code == Code.DAMAGED and "Permission denied" in out and f"holdfast doctor {second}" in out
+        code, out, _ = run("doctor", second)
+        assert code == Code.STORAGE and "Permission denied" in out and "chmod" in out
+        code, out, _ = run("doctor", last)
+        assert code == Code.NOT_A_CHECKPOINT and f"holdfast rescue {last}" in out, (
+            "its neighbour tells nothing, it does all the same"
+        )
+        code, out, _ = run("gc", steps)
+        assert code == 0 and "Permission denied" in out and str(last) in out
+        hidden.chmod(0o644)
+        (first / "manifest.json").rename(first / "aside")
+        first.chmod(0)
+        try:
+            code, out, _ = run("doctor", first / "model")
+            assert code == Code.STORAGE and "chmod" in out and "it may not read" in out
+            with pytest.raises(holdfast.StorageError, match="no permission"):
+                holdfast.open(first)
+        finally:
+            first.chmod(0o755)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.export.to_store import LAST, grown_at
+from holdfast.export.partial import LAST
+from holdfast.export.to_store import grown_at
 from holdfast.testing import Failing, Memory
 
 STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3)}, "step": 7}

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint import read_manifest
+from holdfast.engine import folder as folders
+from holdfast.engine import storage
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
 from holdfast.upkeep.leavings import BENCH, collect
@@ -134,3 +139,92 @@ def test_in_a_store_what_is_young_stays() -> None:
     place.store.delete([(place / "step-2" / "manifest.json").key])
     done = collect(place, dry_run=False)
     assert not done.leavings and "six hours" in done.spared[0].why
+
+
+def _sweeps(folder: Path) -> None:
+    folders.sweep_dead(folder)
+
+
+def _collects(folder: Path) -> None:
+    collect(folder.parent, dry_run=False)
+
+
+def _saves(folder: Path) -> None:
+    with pytest.raises(holdfast.StorageError, match="just committed"):
+        folders.prepare(folder, overwrite=False)
+
+
+@pytest.mark.parametrize("do", [_collects, _sweeps, _saves])
+def test_a_save_that_commits_while_somebody_looks_stays(
+    do: Callable[[Path], None], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, aside = root / "step-2" / "manifest.json", root / "aside"
+    manifest.rename(aside)
+    living = storage.living
+
+    def commits(folder: Path, paths: list[str]) -> list[str]:
+        if aside.exists():
+            aside.rename(manifest)
+        return living(folder, paths)
+
+    monkeypatch.setattr(storage, "living", commits)
+    do(root / "step-2")
+    monkeypatch.undo()
+    holdfast.verify(root / "step-2")
+
+
+def test_a_save_that_replaces_one_while_somebody_sweeps_stays(root: Path) -> None:
+    before = read_manifest(root / "step-2")
+    holdfast.save({"model": {"w": torch.ones(9000)}}, root / "step-2", step=2, overwrite=True)
+    assert not folders.sweep_beside(root / "step-2", before)
+    holdfast.verify(root / "step-2")
+
+
+def test_without_locks_only_what_is_old_is_dead(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _dead(root)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert "six hours" in collect(root, dry_run=False).spared[0].why
+    assert not folders.sweep_dead(folder) and list(folder.rglob("*.safetensors"))
+    for path in folder.rglob("*.safetensors"):
+        os.utime(path, (0, 0))
+    assert collect(root, dry_run=False).leavings and not folder.exists()
+
+
+def test_a_conversion_that_begins_while_somebody_looks_goes_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "hf.partial").mkdir()
+    (root / "hf.partial" / "lock").write_bytes(b"")
+    (root / "hf.partial" / "content").mkdir()
+    began: list[int] = []
+    in_use = storage.in_use
+
+    def begins(path: Path) -> bool:
+        found = in_use(path)
+        if not began:
+            began.append(os.open(root / "hf.partial" / "lock", os.O_RDWR))
+            fcntl.flock(began[0], fcntl.LOCK_EX)
+        return found
+
+    monkeypatch.setattr(storage, "in_use", begins)
+    done = collect(root, dry_run=False)
+    assert not done.leavings and "another process is converting" in done.spared[0].why
+    assert (root / "hf.partial" / "content").is_dir()
+    os.close(began[0])
+    assert collect(root / "hf.partial", dry_run=False).leavings and not (root / "hf.partial").exists()
+
+
+def test_what_is_called_like_a_conversion_and_is_none_stays(root: Path) -> None:
+    (root / "mine.partial" / "content").mkdir(parents=True)
+    (root / "mine.partial" / "content" / "data").write_text("mine")
+    assert not collect(root, dry_run=False).leavings and (root / "mine.partial" / "content" / "data").exists()
+
+
+def test_what_tells_that_an_upload_broke_off_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(Memory(), "models")
+    place.store.put((place / "mine" / ".holdfast-converting").key, [b"x"], 1)
+    monkeypatch.setattr(storage, "LIVING", -1.0)
+    done = collect(place, dry_run=False)
+    assert not done.leavings and "upload" in done.spared[0].why

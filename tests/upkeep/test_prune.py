@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.keep import Keep
+from holdfast.steps import Steps
 from holdfast.upkeep.prune import name_of, prune
 
 
@@ -100,3 +102,19 @@ def test_other_names_and_fast_tiers_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".holdfast-tier.json").write_text("{}")
     with pytest.raises(ValueError, match="fast tier"):
         prune(tmp_path, Keep(last=1))
+
+
+def test_a_step_that_is_committed_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, aside = tmp_path / "run", tmp_path / "aside"
+    _run(root, range(1, 5), incremental=False)
+    (root / "step-4").rename(aside)
+    steps_prune = Steps.prune
+
+    def commits(*given: Any) -> None:
+        aside.rename(root / "step-4")
+        steps_prune(*given)
+
+    monkeypatch.setattr(Steps, "prune", commits)
+    prune(root, Keep(last=1), dry_run=False)
+    assert sorted(path.name for path in root.iterdir()) == ["step-3", "step-4"]
+    holdfast.verify(root / "step-4")
