@@ -38,7 +38,7 @@ from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
 from holdfast.signing import sign
-from holdfast.tiers.tiers import Durability
+from holdfast.tiers.home import Durability
 from holdfast.verify import verify
 from holdfast.version import __version__
 

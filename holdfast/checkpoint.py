@@ -12,12 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import msgspec
 import torch
 
 from holdfast import events
@@ -35,15 +33,16 @@ from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import bounded, cached
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.filling import into_given, into_mapped, into_new, unlike
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.keys import Keys, read_signature
 from holdfast.nested import nest
-from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, spans, values
+from holdfast.ondisk import blocks, dtypes, manifest, names, spans, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.manifest import Manifest, TensorRecord
 from holdfast.ondisk.signature import Signature
+from holdfast.per_rank import value_of_rank
 
 Patterns = str | Sequence[str]
 
@@ -285,36 +284,7 @@ class Checkpoint:
         """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
         if self._foreign is not None:
             return materialized(self._foreign.per_rank[path][rank], self.path)
-        indices = spans.read(self.manifest.per_rank[path])
-        if not 0 <= rank < indices.count:
-            raise KeyError(f"{self.path} was saved by {indices.count} ranks: there is no value of rank {rank}")
-        index = indices.at(rank)
-        header = self._data_files.header(index)
-        base = f"{names.in_section(path)}@{rank}"
-
-        def fetch(key: str) -> torch.Tensor:
-            piece = header.pieces.get(key)
-            if piece is None:
-                raise Damaged(f"{self.files.path(index)} does not hold {key} as the manifest says")
-            shape = _stored_shape(piece, header.metadata, self.files.path(index))
-            record = TensorRecord(piece.dtype, shape, None, str(index) if 0 not in shape else "")
-            result = torch.empty(shape, dtype=dtypes.torch_dtype(piece.dtype))
-            wanted = [Wanted(f"{_SECTION}/{key}", record, whole(shape), result)]
-            read_boxes(self.files, wanted, verify=self.verifying(True))
-            return result
-
-        try:
-            encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
-            return values.decode_tree(encoded, lambda reference: fetch(f"{base}/{reference}"))
-        except (
-            TypeError,
-            ValueError,
-            LookupError,
-            RecursionError,
-        ) as error:  # nothing that `values.encode_tree` makes
-            if isinstance(error, HoldfastError):
-                raise
-            raise Damaged(f"{self.files.path(index)} holds no value at {base}: {error}") from None
+        return value_of_rank(self._data_files, self.manifest.per_rank[path], path, rank, verify=self.verifying(True))
 
     def state_dict(
         self, only: Patterns = "*", *, into: Mapping[Any, Any] | None = None, cast: bool = False, mmap: bool = False,
@@ -391,23 +361,6 @@ class Checkpoint:
             except Damaged as error:
                 found.append(Damage(str(self.path / path), str(error), nbytes=size))
         return found
-
-
-_SECTION = "state"  # any section: a piece's key is its name without one
-
-
-def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str], where: Location) -> tuple[int, ...]:
-    # A number of a type that safetensors cannot name looks like one row of bytes; its true shape is noted.
-    try:
-        noted = msgspec.json.decode(metadata.get("shapes", "{}"), type=dict[str, tuple[int, ...]])
-    except msgspec.MsgspecError as error:
-        raise Damaged(f"{where}: the header that holds {piece.key} has no valid shapes: {error}") from None
-    shape = noted.get(piece.key, piece.lengths)
-    if any(n < 0 for n in shape) or prod(shape) * dtypes.itemsize(piece.dtype) != piece.nbytes:
-        raise Damaged(
-            f"{where} holds {piece.nbytes} bytes of {piece.key}, which is not {piece.dtype} {list(shape)[:9]}"
-        )
-    return shape
 
 
 def open_checkpoint(

@@ -20,31 +20,34 @@ import torch.distributed as dist
 
 from holdfast.bases import Bases
 from holdfast.checkpoint import Checkpoint, Patterns
-from holdfast.engine.board import Board, Notice
 from holdfast.engine.borrow import Previous
-from holdfast.engine.commit import Attached
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.storage import is_file
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.errors import Damaged, NotACheckpoint, RankLost, SaveFailed, StorageError, Untrusted
+from holdfast.errors import RankLost, SaveFailed, StorageError
 from holdfast.events import log
 from holdfast.figures import Figures
+from holdfast.foreground import Foreground
 from holdfast.interval import Advice, check_mtbf
 from holdfast.journal import Now
 from holdfast.journaling import Journal, as_number, entry_of
 from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
-from holdfast.load import Loaded, load
+from holdfast.load import Loaded
+from holdfast.notices import Notices
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.save import RUN, save, signing
+from holdfast.recent import Recent
+from holdfast.save import RUN, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.scrub import RATE, Scrubbing
 from holdfast.signals import Signals
-from holdfast.steps import NOTES, Steps, note_of
-from holdfast.tiers.tiers import Durability, Tiers
+from holdfast.steps import NOTES, note_of
+from holdfast.tiers.home import Asked, Durability, Home
+from holdfast.tiers.one import OneRoot
+from holdfast.tiers.tiers import Tiers
 
 SURVIVORS = 60.0
 """Seconds to wait at a restart for writer processes that outlived their trainers."""
@@ -121,55 +124,54 @@ class CheckpointManager:
         if mtbf is not None:
             check_mtbf(mtbf)
         self.root, self.every, self.keep = patiently(location(root), deadline), every, keep
-        self._files, self._group, self._deadline = dict(files or {}), group, deadline
-        self._on_failure, self._grace, self._mtbf, self._degraded = on_failure, grace, mtbf, degraded
-        self._check_replicas, self._sign = check_replicas, sign
+        self._files, self._deadline, self._on_failure = dict(files or {}), deadline, on_failure
+        self._grace, self._mtbf = grace, mtbf
         self._ranks = ranks_of(group)
         # Ranks make their managers in the same order, so the same number means the same manager on each of them.
         made = self._ranks.remembered["managers"] = self._ranks.remembered.get("managers", 0) + 1
         key = f"manager/{self._ranks.calls}.{made}"
-        self._tiers = None
+        self._home: Home
         if fast is not None:
-            self._tiers = Tiers(
-                fast, self.root, name, upload=upload, keep=keep, keep_fast=keep_fast, ranks=self._ranks, key=key,
-                deadline=deadline,
+            self._home = Tiers(
+                fast, self.root, name, upload=upload, keep=keep, keep_fast=keep_fast, sign=signing(sign),
+                ranks=self._ranks, key=key, deadline=deadline,
             )  # fmt: skip
-        self._steps = self._tiers.fast if self._tiers is not None else Steps(self.root, name)
-        for steps in [self._steps] if self._tiers is None else [self._tiers.fast, self._tiers.store]:
-            steps.sign = signing(sign)
-        self._saver = None
+        else:
+            self._home = OneRoot(
+                self.root, name, keep=keep, sign=signing(sign), doubtful=self._damaged, group=group, deadline=deadline,
+            )  # fmt: skip
+        self._saver: Saver | Foreground
         if worker != "none":
             self._saver = Saver(
                 worker=worker, slots=slots, busy=busy, memory_limit=memory_limit, group=group, deadline=deadline,
                 degraded=degraded, check_replicas=check_replicas, sign=sign,
             )  # fmt: skip
+        else:
+            self._saver = Foreground(
+                group=group, deadline=deadline, degraded=degraded, check_replicas=check_replicas, sign=sign,
+            )  # fmt: skip
         self._run: str | None = None
         self._newest: Saving | None = None
         self._restored: tuple[int | None, Location] | None = None
+        self._recent = Recent(raises=on_failure == "raise")
         self._bases = None
         if incremental:
-            self._bases = Bases(self._steps, slots if worker != "none" else 1, lambda: self._recent.values())
-        self._begun = 0
-        self._recent: dict[int, Saving] = {}  # by number: under way, failed and not heard of, and the last one
+            self._bases = Bases(self._home.fast, slots if worker != "none" else 1, lambda: self._recent)
         self._writing_to: set[Location] = set()
-        self._board = Board(self._ranks.store, key, poll, rank=self._ranks.rank, size=self._ranks.size)
         self._scrubbing: Scrubbing | None = None
-        self._calls = 0  # of `step`: ranks make them alike, whatever the steps are called
-        self._spared = (-1, -1)  # number and step of the last save that has ended well
-        self._stop: Notice | None = None
-        self._to_raise: list[int] = []
         self._figures = Figures()
         self._journal = Journal(self.root) if journal and self._ranks.first else None
         self._at: tuple[int, float | None] = (0, None)  # the last step that was told, and its metric
         self.should_stop = False
         self._signals = Signals(signals, self._ranks, grace)
+        self._notices = Notices(self._ranks, key, poll, signals=self._signals, recent=self._recent)
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._tiers is not None:
-            self._tiers.leave()  # training that failed is to start again soon, and uploads go on then
+        if kind is not None:
+            self._home.leave()  # training that failed is to start again soon, and uploads go on then
         try:
             self.close()
         except SaveFailed as error:
@@ -190,13 +192,12 @@ class CheckpointManager:
         try:
             if self._scrubbing is not None:
                 self._scrubbing.stop(timeout=STOPS)
-            if self._saver is not None:
-                with self._failures_heard(quiet=self.should_stop):
-                    self._saver.close(timeout=self._signals.left)
+            with self._failures_heard(quiet=self.should_stop):
+                self._saver.close(timeout=self._signals.left)
         finally:
-            if self._tiers is not None:
-                self._tiers.close(self._signals.left)
-            if self._journal is not None and (self._calls or self._begun):  # else this one has only looked
+            self._home.close(self._signals.left)
+            only_looked = not self._notices.heard and not self._recent.begun
+            if self._journal is not None and not only_looked:
                 left = self._signals.left
                 self._journal.close(self._now, STOPS if left is None else min(left, STOPS))
             self._signals.give_back()
@@ -206,8 +207,7 @@ class CheckpointManager:
 
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Do now what the first save would have to, best once model and optimizers exist; see `Saver.prepare`."""
-        if self._saver is not None:
-            self._saver.prepare(state)
+        self._saver.prepare(state)
 
     def step(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, due: bool | None = None
@@ -222,9 +222,8 @@ class CheckpointManager:
         due = step % self.every == 0 if due is None else due
         self._figures.arrived(step)
         self._at = (step, metric)
-        self._calls += 1
         try:
-            if self._hear(step):
+            if self._notices.hear(step):
                 return self._save_last(step, state, metric)
             if not due or step == self._saved:
                 return None
@@ -243,7 +242,8 @@ class CheckpointManager:
         save that failed does not keep this one from being made; it was logged when it failed.
         """
         step = index(step)
-        self._settle_quietly()
+        self._recent.settle()
+        self._recent.hear()  # what has failed of the saves under way will not be raised any more
         if step == self._saved and not overwrite:
             if self._newest is None and self._restored is not None:
                 return Checkpoint(self._restored[1])
@@ -251,17 +251,10 @@ class CheckpointManager:
                 return self._newest.wait()
         return self._begin(step, state, metric, overwrite=overwrite).wait()
 
-    def _settle_quietly(self) -> None:
-        """Wait for the saves under way; what has failed of them will not be raised any more."""
-        for saving in self._recent.values():
-            saving.settled()
-            saving.hear()
-
     def wait(self) -> None:
         """Wait for the saves under way. Raises a failure that no `step` has raised, if ``on_failure`` says so."""
-        if self._saver is not None:
-            with self._failures_heard():
-                self._saver.wait()
+        with self._failures_heard():
+            self._saver.wait()
 
     @property
     def _saved(self) -> int | None:
@@ -273,89 +266,47 @@ class CheckpointManager:
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
         files = {**self._files, NOTES: note_of(metric)}
-        path, run = self._steps.path(step), self._run_id(step)
+        path, run = self._home.fast.path(step), self._run_id(step)
         # A step that was not restored, although it is there, stands in the way of its own successor.
-        overwrite = overwrite or path.name in self._steps.broken | self._steps.passed
+        overwrite = overwrite or path.name in self._home.fast.broken | self._home.fast.passed
+        base = None if self._bases is None else self._bases.next or Previous(lambda: None)
         self._writing_to.add(path)
         try:
-            saving = self._start(state, path, step, files, overwrite, run)
+            saving = self._saver.save(
+                state, path, step=step, base=base, files=files, overwrite=overwrite, run=run,
+                label=self._home.label(step),
+            )  # fmt: skip
         except BaseException:
             self._writing_to.discard(path)
             raise
         self._newest = saving
-        self._begun += 1
-        self._recent = {**self._recent_that_count(), self._begun: saving}
+        number = self._recent.add(saving)
         if self._bases is not None:
             self._bases.begun(saving)
         if self._journal is not None:
             self._journal.tell(self._now, news=True)
-        saving.add_done_callback(partial(self._ended, self._begun, metric))
-        if self._saver is None:
+        saving.add_done_callback(partial(self._ended, number, step, metric))
+        if isinstance(self._saver, Foreground):
             if saving.failed is not None and self._on_failure == "warn":
                 log.warning("%s: %s", saving.path, saving.failed)
             with self._failures_heard():
                 saving.wait()
         return saving
 
-    def _recent_that_count(self) -> dict[int, Saving]:
-        """Saves under way, those whose failure somebody has yet to hear of, and the last one that took place."""
-        last = max((number for number, s in self._recent.items() if s.done and not s.skipped), default=None)
-        return {
-            number: saving
-            for number, saving in self._recent.items()
-            if number == last or not saving.done or (self._on_failure == "raise" and self._unheard(saving))
-        }
-
-    @staticmethod
-    def _unheard(saving: Saving) -> bool:
-        return saving.failed is not None and not saving.heard and not saving.skipped
-
-    def _start(
-        self, state: Mapping[str, Any], path: Location, step: int, files: Attached, overwrite: bool, run: str | None
-    ) -> Saving:
-        # With tiers the folder may be called another way on each node.
-        label = None if self._tiers is None else f"save step {step} of {self.root}"
-        base = self._bases.next if self._bases is not None else None
-        previous = None
-        if self._bases is not None:
-            previous = Previous(base.to_cite if base is not None else lambda: None)
-        if self._saver is not None:
-            return self._saver.save(
-                state, path, step=step, base=base or previous, files=files, overwrite=overwrite, run=run, label=label
-            )
-        saving = Saving(path, step, base)
-        saving.follow(
-            lambda: save(
-                state, path, step=step, base=previous, files=files, overwrite=overwrite, group=self._group,
-                deadline=self._deadline, run=run, label=label, degraded=self._degraded,
-                check_replicas=self._check_replicas, sign=self._sign,
-            )
-        )  # fmt: skip
-        return saving
-
-    def _ended(self, number: int, metric: float | None, saving: Saving) -> None:
+    def _ended(self, number: int, step: int, metric: float | None, saving: Saving) -> None:
         """In the thread of a save, once its outcome is known."""
         if self._bases is not None:
             self._bases.let_go()
-        if self._tiers is None or saving.failed is not None or saving.step is None:
-            self._writing_to.discard(saving.path)
         self._write_down(metric, saving)
         if saving.failed is not None:
+            self._writing_to.discard(saving.path)
             if self._on_failure == "warn":
                 saving.hear()  # it was logged, and that is all
             return
         self._figures.saved(saving.timing)
-        if self._ranks.first and saving.step is not None:
-            if self._mtbf is not None:
-                log.debug("for a mean time between failures of %g s: %s", self._mtbf, self.advice(self._mtbf))
-            if self._tiers is None:
-                self._steps.renewed(saving.step)
-                # Saves may end in another order than they were begun: what is spared is the last one, not this one.
-                self._spared = max(self._spared, (number, saving.step))
-                self._steps.sweep(self.keep, self._spared[1], self._writing_to)
-        if self._tiers is not None and saving.step is not None:
-            self._tiers.committed(number, saving.step, self._writing_to)
-            self._writing_to.discard(saving.path)
+        if self._ranks.first and self._mtbf is not None:
+            log.debug("for a mean time between failures of %g s: %s", self._mtbf, self.advice(self._mtbf))
+        self._home.committed(number, step, self._writing_to)
 
     def _write_down(self, metric: float | None, saving: Saving) -> None:
         """What became of a save: in the log, and in the journal."""
@@ -363,7 +314,7 @@ class CheckpointManager:
             return
         entry = entry_of(
             saving, metric=metric, ranks=self._ranks.size, step_seconds=self._figures.step_seconds,
-            backlog=self._tiers.backlog() if self._tiers is not None else None,
+            backlog=self._home.backlog(),
         )  # fmt: skip
         if entry.outcome == "saved":
             log.info(
@@ -377,18 +328,18 @@ class CheckpointManager:
     def _now(self, ended: Saving | None = None) -> Now:
         """Where training is; from any thread. A save that has ``ended`` may still have to tell others so."""
         step, metric = self._at
-        flying = next((s for s in reversed([*self._recent.values()]) if s is not ended and not s.done), None)
+        flying = next((saving for saving in reversed(self._recent.flying) if saving is not ended), None)
         return Now(
             step, time.time(), self.every, self._ranks.size, saving=None if flying is None else flying.step,
             since=None if flying is None else flying.began,
             step_seconds=self._figures.step_seconds, metric=as_number(metric), mode=self.keep.mode,
-            backlog=self._tiers.backlog() if self._tiers is not None else None,
+            backlog=self._home.backlog(),
         )  # fmt: skip
 
     def _run_id(self, step: int) -> str | None:
         if self._run is None and self._ranks.first:
             try:
-                newest = self._at_hand()
+                newest = self._home.newest_fast()
                 # A run that is resumed is the same run; one that begins afresh beside old steps is not, nor is one that
                 # goes back behind them without having restored them here.
                 resumed = newest is not None and (newest.step is None or step > newest.step)
@@ -408,12 +359,6 @@ class CheckpointManager:
         except SaveFailed:
             if self._on_failure == "raise" and not quiet:
                 raise
-
-    def _raise(self, number: int) -> None:
-        """Raise the failure of a save, unless that was done."""
-        saving = self._recent.get(number)
-        if saving is not None and not saving.settled() and not saving.heard:
-            saving.wait()
 
     # Restoring
 
@@ -442,15 +387,9 @@ class CheckpointManager:
         where it came from. A rank whose node lacks a file reads it from the store. If the store does not answer, the
         fast tier's newest is taken, with a warning, and StorageError raised if it has none.
         """
-        for saving in self._recent.values():
-            saving.settled()
+        self._recent.settle()
         patience = min(SURVIVORS, self._deadline / 2)  # the other ranks wait meanwhile
-        if self._tiers is not None:
-            loaded = self._tiers.restore(
-                state, patience, self._writing_to, only, require, None if run == "any" else run, other_model
-            )
-        else:
-            loaded = self._restore(state, patience, only, require, run, other_model)
+        loaded = self._home.restore(state, Asked(only, require, run, other_model), patience, self._writing_to)
         if loaded is not None:
             self._run, self._newest = loaded.checkpoint.manifest.run, None
             self._restored = loaded.step, loaded.checkpoint.path
@@ -465,70 +404,19 @@ class CheckpointManager:
             )  # fmt: skip
         return loaded
 
-    def _restore(
-        self, state: dict[str, Any], patience: float, only: Patterns, require: Keys | None, run: str | None,
-        other_model: bool,
-    ) -> Loaded | None:  # fmt: skip
-        refused: list[str] = []
-        untrusted: Untrusted | None = None
-        while True:
-            with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
-                choose = partial(self._choose, refused, patience, run, complete=only == "*")
-                name = call.exchange("choose", lambda: True, lambda notes: choose(), str)
-            if not name:
-                if untrusted is not None:
-                    raise untrusted
-                if refused:
-                    raise NotACheckpoint(f"no checkpoint of {self.root} can be restored: " + "; ".join(refused))
-                return None
-            try:
-                return load(
-                    self.root / name, state, only=only, group=self._group, deadline=self._deadline, require=require,
-                    run=None if run == "any" else run, other_model=other_model,
-                )  # fmt: skip
-            except (Damaged, NotACheckpoint, Untrusted) as error:
-                untrusted = error if isinstance(error, Untrusted) else untrusted
-                log.warning("%s cannot be restored, trying the one before: %s", name, error)
-                refused.append(name)
-                self._steps.broken.add(name)
-
-    def _choose(self, refused: list[str], patience: float, run: str | None, *, complete: bool) -> str:
-        if not refused:
-            self._steps.commit_late(patience)
-            self._steps.sweep(self.keep, None, self._writing_to)
-        doubtful = self._scrubbing.damaged(self.root) if self._scrubbing is not None else []
-        of_run = None if run == "any" else run
-        newest = self._steps.newest([*refused, *doubtful], complete=complete, run=of_run)
-        if newest is None and doubtful:  # what is damaged may not be what is asked for: loading tells
-            newest = self._steps.newest(refused, complete=complete, run=of_run)
-        if newest is not None and run is None:
-            self._steps.refuse_another_run(newest, refused)
-        if newest is None:
-            self._steps.refuse_a_checkpoint()
-        return newest.name if newest is not None else ""
-
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint, opened, or None; with ``fast``, of both tiers. Local: any rank may ask."""
-        return self._tiers.latest() if self._tiers is not None else self._at_hand()
-
-    def _at_hand(self) -> Checkpoint | None:
-        """The newest whole checkpoint where saves go to."""
-        if self._tiers is not None:
-            return self._tiers.newest_fast()
-        newest = self._steps.newest()
-        return Checkpoint(newest) if newest is not None else None
+        return self._home.latest()
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first; with ``fast``, of both tiers."""
-        return self._tiers.steps() if self._tiers is not None else list(self._steps.committed())
+        return self._home.steps()
 
     def durability(self, step: int) -> Durability:
         """Where a step is safe. Any rank may ask: one look at the disk and one question to the store, which may wait
         for its answer up to half a minute. Without ``fast``, what is committed is safe in ``root`` alone.
         """
-        if self._tiers is not None:
-            return self._tiers.durability(step)
-        return Durability(step, False, is_file(self._steps.path(step) / FILE_NAME), False)
+        return self._home.durability(step)
 
     # Scrubbing
 
@@ -546,47 +434,32 @@ class CheckpointManager:
         """
         if self._scrubbing is not None:
             self._scrubbing.stop(timeout=STOPS)
-        steps = self._tiers.store if self._tiers is not None else self._steps
-        others = [] if self._tiers is None else [self._tiers.fast]
+        steps, fast = self._home.store, self._home.fast
 
         def sources(name: str) -> list[Location]:
-            near = [tier.root / name for tier in others if is_file(tier.root / name / FILE_NAME)]
-            return [*near, steps.root]
+            near = fast is not steps and is_file(fast.root / name / FILE_NAME)
+            return [fast.root / name, steps.root] if near else [steps.root]
 
         self._scrubbing = Scrubbing(
             steps if self._ranks.first else None, every=every, rate=rate, repair=repair, sources=sources,
-            busy=lambda: any(not saving.done for saving in [*self._recent.values()]),
+            busy=lambda: bool(self._recent.flying),
         )  # fmt: skip
         return self._scrubbing
 
-    # The end: signals, and what the ranks tell each other
+    def _damaged(self) -> list[str]:
+        """Names of steps that scrubbing has found damaged."""
+        return self._scrubbing.damaged(self.root) if self._scrubbing is not None else []
 
-    def _hear(self, step: int) -> bool:
-        """Tell the other ranks what this one knows, and act on what all know. True if this step is the last one."""
-        now = self._calls
-        if self._signals.arrived and self._stop is None:
-            flying = any(not saving.done for saving in self._recent.values())
-            self._board.put(Notice("stop", step, now, flying, self._signals.hurries))
-        for number, saving in self._recent.items() if self._on_failure == "raise" else ():
-            if self._unheard(saving):
-                self._board.put(Notice("failed", number, now))
-        due = self._board.due(now)
-        for notice in [*self._board.pending, *due]:
-            if notice.kind == "stop" and notice.hurry and not self._signals.hurries:
-                self._signals.hurry()
-        self._stop = next((notice for notice in due if notice.kind == "stop"), self._stop)
-        self._to_raise += [notice.of for notice in due if notice.kind == "failed"]
-        while self._to_raise and self._stop is None:
-            self._raise(self._to_raise.pop(0))
-        return self._stop is not None
+    # The end
 
     def _save_last(self, step: int, state: Mapping[str, Any], metric: float | None) -> Saving | None:
         """Have one last step on disk: the save that was under way at the signal, or else this step."""
         if self._ranks.first and not self.should_stop:  # a run that ends early with status 0 has to say why
             log.warning("a signal asks this run to stop: step %d is its last one", step)
         self.should_stop = True
-        flying = self._stop is not None and self._stop.flying
-        for saving in reversed(self._recent.values()):
+        stop = self._notices.stop
+        flying = stop is not None and stop.flying
+        for saving in reversed(self._recent):
             ended = self._finish(saving)
             if ended == "late" or (ended == "saved" and (flying or saving.step == step)):
                 return saving
@@ -594,8 +467,7 @@ class CheckpointManager:
                 break
         if self._newest is None and step == self._saved:
             return None
-        for saving in self._recent.values():
-            saving.hear()  # what failed before was logged; now this step counts
+        self._recent.hear()  # what failed before was logged; now this step counts
         last = self._begin(step, state, metric)
         if self._finish(last) == "failed":
             with self._failures_heard():
@@ -614,7 +486,7 @@ class CheckpointManager:
             pass
         newest = None
         with suppress(StorageError):
-            newest = self._at_hand()
+            newest = self._home.newest_fast()
         log.error(
             "step %s cannot be saved within the grace of %g s; the newest checkpoint is %s", saving.step, self._grace,
             newest.path if newest is not None else "none",

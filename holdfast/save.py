@@ -20,6 +20,7 @@ from holdfast.checkpoint import Checkpoint, Patterns, matches
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.memory import no_collection
+from holdfast.engine.order import Order
 from holdfast.engine.ranks import DEADLINE, Call, ranks_of
 from holdfast.engine.ring import Ring
 from holdfast.engine.save_work import SaveWork
@@ -91,10 +92,11 @@ def save_in(
         events.span("save", folder, rank, whole=True, step=step) as whole,
         Ring(remote=isinstance(folder, Place)) as ring,
     ):
-        work = SaveWork(
+        order = Order(
             call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded,
             compared=compared, sign=sign,
         )  # fmt: skip
+        work = SaveWork(order)
         work.gather(state, files)
         work.plan(call)
         work.settle(call)

@@ -26,8 +26,9 @@ from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.device import Moments
 from holdfast.engine.memory import no_collection
+from holdfast.engine.order import REHEARSAL, Order
 from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
-from holdfast.engine.save_work import REHEARSAL, SaveWork
+from holdfast.engine.save_work import SaveWork
 from holdfast.engine.state import Recall
 from holdfast.engine.still import Held, before_change, check_still, hold_still
 from holdfast.engine.stores.around import patiently
@@ -127,16 +128,16 @@ class Saver:
     def _prepare(self, state: Mapping[str, Any]) -> None:
         for saving in self._savings:
             saving._done.wait()  # it ends, here and below: all waits of a save for other ranks have a deadline
-        work = SaveWork(self._ranks, None, None, False, RUN, _Taken(self, None), recall=self._recall)
+        work = SaveWork(Order(self._ranks, None, None, False, RUN, _Taken(self, None), recall=self._recall))
         with no_collection():
             work.gather(state, {})
 
         def reserve() -> bool:
-            sizes = [*work.sizes, *work.sizes_to_come]
+            sizes = [*work.outgoing.sizes, *work.outgoing.sizes_to_come]
             if work.collected.to_come and not any(sizes):
                 sizes = [1]  # small state that is to come may be this rank's to write
             for number in range(self._count):
-                self._equip(number, sizes, pinned=work.on_device, touch=True)
+                self._equip(number, sizes, pinned=work.outgoing.on_device, touch=True)
             return True
 
         with self._ranks.call("prepare", deadline=self._deadline) as call:
@@ -168,12 +169,13 @@ class Saver:
         saving._label = label or label_of(folder, step)
         previous = previous_of(Previous(base.to_cite) if isinstance(base, Saving) else base, self._deadline)
         before = self._savings[-1] if self._savings else None
-        work = SaveWork(
+        order = Order(
             self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
             busy=number is None, recall=self._recall, previous=previous, degraded=self._degraded,
             compared=compared_by(self._check_replicas if check_replicas is None else check_replicas),
             sign=self._sign if sign is None else signing(sign),
         )  # fmt: skip
+        work = SaveWork(order)
         held: list[Held] = []
         saving._span = events.begin(BACKGROUND, folder, rank, whole=True, step=step, lane="saves")
         calling = events.begin("call", folder, rank, step=step)
@@ -338,7 +340,7 @@ class Saver:
         if failed is not None:
             log.log(DEBUG if saving.skipped else WARNING, "%s: %s", saving.path, failed)
             _forget_frames(failed)
-        work.slots.give()
+        work.order.slots.give()
         saving._staged_at, saving._written_at, saving._bytes = work.staged_at, work.written_at, work.nbytes
         saving._span.nbytes = work.nbytes
         saving._span.end(None if saving.skipped else failed)

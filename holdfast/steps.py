@@ -73,13 +73,14 @@ class Steps:
 
     ``broken`` are names of steps that were committed once and found damaged, ``passed`` of those that a restore passed
     over for an older one, since they have lost sections. Both stand in the way of steps that training makes again.
+    ``sign`` gives what signs steps anew that lose sections.
     """
 
-    def __init__(self, root: Location, name: str) -> None:
+    def __init__(self, root: Location, name: str, *, sign: Callable[[], Signer] | None = None) -> None:
         self.root, self._name, self._pattern = root, name, _pattern_of(name)
         self.broken: set[str] = set()
         self.passed: set[str] = set()
-        self.sign: Callable[[], Signer] | None = None  # what signs steps anew that lose sections
+        self._sign = sign
         # Names of steps that were seen to be committed or were swept, and their metrics: each look into a store costs.
         self._known: set[str] = set()
         self._swept: dict[str, float] = {}  # each with the moment from which on it is worth another look
@@ -349,7 +350,7 @@ class Steps:
 
     def _lose(self, path: Location, sections: str | tuple[str, ...]) -> None:
         try:
-            key = self.sign() if self.sign is not None else None
+            key = self._sign() if self._sign is not None else None
             done = drop_from(path, sections, cited=self._cited(but=[path.name]), sign=key)
             if not isinstance(done, Dropped) and not self._warned:
                 self._warned = True

@@ -102,7 +102,7 @@ def watch(stage: str, number: int) -> None:
     """Stop this process at a stage of the save to `step`."""
 
     def stop(work: Any) -> None:
-        folder = work if isinstance(work, Path) else work.folder
+        folder = work if isinstance(work, Path) else work.order.folder
         if folder.name == "step":
             os.kill(os.getpid(), number)
 

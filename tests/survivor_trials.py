@@ -135,7 +135,7 @@ class Rank:
 
             setattr(owner, name, watched)
 
-        work, of_work = save_work.SaveWork, lambda work, *_: work.folder
+        work, of_work = save_work.SaveWork, lambda work, *_: work.order.folder
         stages: dict[str, Callable[[], None]] = {
             "save": lambda: before(work, "gather", of_work),
             "plan": lambda: before(work, "plan", of_work),

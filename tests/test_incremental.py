@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.engine import borrow as module
-from holdfast.engine import save_work
+from holdfast.engine import save_work, write
 from holdfast.engine.stores.place import Place
 from holdfast.ondisk.manifest import Manifest
 from holdfast.testing import Failing, Memory
@@ -274,13 +274,13 @@ def test_a_cited_file_that_goes_before_the_commit_fails_the_save(
 ) -> None:
     _forbid_links(monkeypatch, errno.EXDEV)
     holdfast.save(_state(1), tmp_path / "1")
-    real = save_work.Writing.finish
+    real = write.Writing.finish
 
     def finish(self: Any) -> None:
         real(self)
         shutil.rmtree(tmp_path / "1")
 
-    monkeypatch.setattr(save_work.Writing, "finish", finish)
+    monkeypatch.setattr(write.Writing, "finish", finish)
     with pytest.raises(holdfast.SaveFailed, match="which this save was to borrow, is gone"):
         holdfast.save(_state(2), tmp_path / "2", base=tmp_path / "1")
     assert not (tmp_path / "2").exists()
@@ -507,7 +507,7 @@ def manage(root: str, worker: str, slots: int, steps: int) -> list[Any]:
         dist.barrier()  # the first rank sweeps
     same = []
     for step in sorted(manager.steps()):
-        found = holdfast.open(manager._steps.path(step))
+        found = holdfast.open(manager._home.fast.path(step))
         found.verify()
         same.append(_equal(found.state_dict("model")["model"], states[step - 1]) or found.path)
     return [wrote, manager.steps(), same]
@@ -652,7 +652,7 @@ def test_behind_a_fast_tier_every_step_is_whole(links: bool, tmp_path: Path, mon
     with holdfast.CheckpointManager(root, every=1, **options) as manager:
         for step in range(1, 5):
             manager.save(step, _state(step))
-    for step in manager._steps.committed():
+    for step in manager._home.fast.committed():
         assert step == 1 or any(f.save for f in _is(fast / f"step-{step:09d}", _state(step), reader=False).data_files)
     shutil.rmtree(fast)
     found = sorted(path.parent.name for path in root.glob("*/manifest.json"))

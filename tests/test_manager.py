@@ -561,20 +561,21 @@ def test_no_rank_raises_a_failure_twice_when_busy_saves_are_skipped(
 
 
 def train_with_a_slow_rank(root: str) -> list[tuple[int, bool]]:
-    found = []
+    found, w = [], torch.arange(3.0 * (1 << 18))  # large enough for every rank to write a share
     with CheckpointManager(root, every=2, worker="thread", busy="skip", keep=Keep(last=99)) as manager:
         with held_back() if dist.get_rank() == 1 else _nothing():
             for step in range(1, 12):
                 dist.all_reduce(torch.ones(1))
-                saving = manager.step(step, {"w": torch.arange(6.0) + step, "step": step})
+                saving = manager.step(step, {"w": w + step, "step": step})
                 found += [] if saving is None else [saving]
             for saving in found[1:]:
                 assert not saving.settled()
+            assert dist.get_rank() != 1 or not found[0].done
         assert found[0].settled(), found[0].failed
         dist.barrier()
         for step in range(12, 15):
             dist.all_reduce(torch.ones(1))
-            saving = manager.step(step, {"w": torch.arange(6.0) + step, "step": step})
+            saving = manager.step(step, {"w": w + step, "step": step})
             found += [] if saving is None else [saving]
             manager.wait()
     return [(s.step, s.skipped) for s in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def _imports(path: Path) -> set[str]:
 
 
 # They take a process group as an argument and pass it on.
-TAKE_A_GROUP = {"save.py", "saver.py", "load.py", "manager.py", "verify.py"}
+TAKE_A_GROUP = {"save.py", "saver.py", "foreground.py", "load.py", "manager.py", "tiers/one.py", "verify.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
@@ -60,6 +61,34 @@ def test_modules_say_what_they_are(path: Path) -> None:
     text = ast.get_docstring(ast.parse(path.read_text()))
     assert text and text.splitlines()[0].endswith(".")
     assert path.stem not in ("utils", "common", "base", "types", "misc", "helpers")
+
+
+def _loaded_with(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The imports that run when a module is loaded, or that a type checker follows: not those inside of functions."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        for part in ("body", "orelse", "handlers", "finalbody"):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield from _loaded_with(getattr(node, part, []))
+
+
+def test_no_import_leads_back() -> None:
+    """Not for types either: modules that need each other are one idea in two files, or two ideas in the wrong ones."""
+    modules = {f"holdfast.{_name(path)[:-3]}".replace("/", ".").removesuffix(".__init__"): path for path in FILES}
+    needs: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found = set()
+        for node in _loaded_with(ast.parse(path.read_text()).body):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                full = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= (full & set(modules)) or {node.module}
+        needs[module] = found & set(modules) - {module}
+    while free := {m for m in needs if not needs[m] or not any(m in others for others in needs.values())}:
+        needs = {module: others - free for module, others in needs.items() if module not in free}
+    assert not needs, {module: sorted(others) for module, others in needs.items()}
 
 
 # They open no files of a checkpoint: memory that processes share, and what the system tells.

@@ -29,7 +29,7 @@ from holdfast.engine.stores.place import Place
 from holdfast.keep import Upload
 from holdfast.testing import Failing, Memory
 from holdfast.tiers import uploader
-from holdfast.tiers.tiers import Durability
+from holdfast.tiers.home import Durability
 from tests import pool
 from tests.citing import is_state, needed
 from tests.patience import wait_until
@@ -294,7 +294,7 @@ def test_close_gives_up_when_nothing_moves(tmp_path: Path, caplog: pytest.LogCap
     store.down = True
     manager = _manager(Place(store, "run"), tmp_path / "fast", upload=Upload(every=2), keep=Keep(last=9))
     _train(manager, 1, 2, 3)
-    manager._tiers._deadline = 0.2
+    manager._home._deadline = 0.2
     manager.close()
     assert "steps 2, 3. They are in" in caplog.text
     store.down = False
@@ -346,7 +346,7 @@ def test_a_half_uploaded_step_is_no_step_and_is_continued(tmp_path: Path) -> Non
     broken = Failing(store, 14, times=10**6)
     broken_manager = _manager(Place(broken, "run"), fast)
     broken_manager.save(2, state(2))
-    broken_manager._tiers.leave()
+    broken_manager._home.leave()
     broken_manager.close()
     sent = [key for key in store.sent if "step-000000002" in key]
     assert 0 < len(sent) < 4 and store.commits == [1], "the fault has to hit the middle for this test"
@@ -441,13 +441,13 @@ def test_a_store_that_is_down_at_the_restart(tmp_path: Path, caplog: pytest.LogC
     assert "what is in the store is not known" in caplog.text
     latest = manager.latest()
     assert latest is not None and latest.step == 2
-    manager._tiers.leave()
+    manager._home.leave()
     manager.close()
     shutil.rmtree(fast)
     manager = _manager(root, fast)
     with pytest.raises(holdfast.StorageError, match="the store is down"):
         manager.restore(_state())  # never: afresh, because nobody answers
-    manager._tiers.leave()
+    manager._home.leave()
     manager.close()
 
 
@@ -475,7 +475,7 @@ def test_a_damaged_step_that_is_nowhere_else_is_passed_over(how: str, tmp_path: 
     store.down = True
     manager = _manager(root, fast)
     _train(manager, 3)
-    manager._tiers.leave()
+    manager._home.leave()
     manager.close()
     store.down = False
     file = next((fast / "step-000000003").rglob("*.safetensors"))
@@ -514,7 +514,7 @@ def test_two_saves_of_a_step_are_never_mixed(tmp_path: Path) -> None:
     store.down = True  # so step 2 is not found
     manager = _restored(root, fast, 1, fast)
     _train(manager, 2)
-    manager._tiers.leave()
+    manager._home.leave()
     manager.close()
     store.down = False
     second = holdfast.open(fast / "step-000000002").manifest.save
@@ -600,10 +600,10 @@ def run_on_nodes(base: str, nodes: list[str], steps: list[int], options: dict[st
     seen: dict[str, Any] = {}
     chosen = {"keep": Keep(last=9), "upload": Upload(**options.get("upload", {})), "slots": options.get("slots", 1)}
     with _manager(Place(store, "run"), fast, worker=options.get("worker", "thread"), **chosen) as manager:
-        seen["leaders"] = manager._tiers._nodes.leaders
+        seen["leaders"] = manager._home._nodes.leaders
         if options.get("hard of hearing") and rank:
-            ordered = manager._tiers._nodes.ordered
-            manager._tiers._nodes.ordered = lambda: ordered() or time.sleep(0.2)
+            ordered = manager._home._nodes.ordered
+            manager._home._nodes.ordered = lambda: ordered() or time.sleep(0.2)
         if options.get("restore", True):
             state = sharded(0)
             loaded = manager.restore(state)
@@ -620,7 +620,7 @@ def run_on_nodes(base: str, nodes: list[str], steps: list[int], options: dict[st
                 assert saving.wait().manifest.step == step, "the manifest is there once the save is"
         manager.wait()
         if options.get("give up"):
-            manager._tiers._deadline = 0.5
+            manager._home._deadline = 0.5
         if steps and options.get("await", True):
             wait_until(lambda: manager.durability(steps[-1]).store)
     dist.barrier()

@@ -21,6 +21,7 @@ from holdfast.dcp.arguments import Destination, PathLike, destination, stages_la
 from holdfast.dcp.flattened import Description
 from holdfast.dcp.states import has_optimizer, state_to_save
 from holdfast.engine.memory import no_collection
+from holdfast.engine.order import Order
 from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.engine.ring import Ring
 from holdfast.engine.save_work import SaveWork
@@ -139,7 +140,7 @@ def _save_alone(state: Any, to: Destination) -> Future[Any]:
     A Saver would need all ranks to make it, and here only some may save.
     """
     ranks, step, ring = Ranks(0, 1), step_of(state, None), Ring()
-    work = SaveWork(ranks, to.folder, step, to.overwrite, RUN, ring)
+    work = SaveWork(Order(ranks, to.folder, step, to.overwrite, RUN, ring))
     work.gather(state, {}, lambda: _copy_aside(work.collected))
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()

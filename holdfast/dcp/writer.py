@@ -23,6 +23,7 @@ from holdfast.dcp.items import Told, containers, gather, joined
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
 from holdfast.engine import folder, storage
 from holdfast.engine.commit import Identity, commit, complete, draft
+from holdfast.engine.image import Image, OpenFiles
 from holdfast.engine.images import images_of
 from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.memory import no_collection
@@ -32,7 +33,6 @@ from holdfast.engine.ring import write_at_once
 from holdfast.engine.state import Collected
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
-from holdfast.engine.write import Image, OpenFiles
 from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import FileRecord

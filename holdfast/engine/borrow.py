@@ -15,11 +15,11 @@ from pathlib import Path
 from holdfast.engine import disk, storage
 from holdfast.engine.device import Copier
 from holdfast.engine.fingerprint import Fingerprints, Prints
+from holdfast.engine.image import Image, OpenFiles
 from holdfast.engine.plan import Plan
 from holdfast.engine.read import DataFiles
 from holdfast.engine.same import Claim, unchanged
 from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.write import Image, OpenFiles
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError
 from holdfast.events import log
 from holdfast.ondisk import datafile, dtypes, manifest, names

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.engine.device import Copier
+from holdfast.engine.ranks import Ranks
 from holdfast.engine.stage import contiguous_parts, host_view
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
@@ -102,6 +103,12 @@ class Fingerprints:
             drawn = bytearray(hashlib.shake_256(self.key).digest(2 * ROW * 8))
             self._tables[on] = like.new_empty(2, ROW).copy_(torch.frombuffer(drawn, dtype=torch.int64).view(2, ROW))
         return self._tables[on]
+
+
+def fingerprints_of(ranks: Ranks) -> Fingerprints:
+    """Those that are remembered between saves of these ranks."""
+    known: Fingerprints = ranks.remembered.setdefault("fingerprints", Fingerprints())
+    return known
 
 
 def _items(sums: torch.Tensor) -> Iterator[bytes]:

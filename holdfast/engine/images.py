@@ -10,11 +10,11 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from holdfast.engine.image import Image
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import Collected
 from holdfast.engine.volumes import file_of
-from holdfast.engine.write import Image
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.ondisk import datafile, dtypes, names
 from holdfast.ondisk.box import Box, relative

@@ -12,9 +12,10 @@ from holdfast.engine import storage
 from holdfast.engine.arena import WINDOW, Slot, windows_for
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.device import Moments, devices_of
+from holdfast.engine.image import Image, OpenFiles
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.worker import ThreadWorker
-from holdfast.engine.write import Image, OpenFiles, Writing
+from holdfast.engine.write import Writing
 from holdfast.ondisk.manifest import FileRecord
 
 WINDOWS = 4

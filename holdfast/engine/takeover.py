@@ -22,6 +22,7 @@ from holdfast.engine.commit import Identity, commit, draft, place_attachments
 from holdfast.engine.degraded import Key, TakenOver, kept_by, taken_over, told, writer_of
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.folder import withdraw
+from holdfast.engine.image import OpenFiles
 from holdfast.engine.images import images_of, memory_of
 from holdfast.engine.layout import OwnedJoin, OwnedValues, join_owned, owned_values
 from holdfast.engine.plan import Plan
@@ -31,7 +32,6 @@ from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected
 from holdfast.engine.still import Watched, check_sent
 from holdfast.engine.stores.place import Location
-from holdfast.engine.write import OpenFiles
 from holdfast.errors import Failure, HoldfastError, RankLost, error_from
 from holdfast.ondisk import blocks, manifest, names
 from holdfast.ondisk.box import Box

@@ -8,13 +8,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import Unsupported
 from holdfast.foreign.inert import Name, Record
-
-if TYPE_CHECKING:
-    from holdfast.foreign.pickles import Machine
+from holdfast.foreign.machine import Machine
 
 _BYTE, _INT = struct.Struct("<B"), struct.Struct("<i")
 _UNSIGNED, _LONG, _DOUBLE = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct(">d")

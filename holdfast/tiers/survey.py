@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint import Checkpoint, Patterns, read_manifest
+from holdfast.checkpoint import Checkpoint, read_manifest
 from holdfast.engine import storage
 from holdfast.engine.sections import dropped_of
 from holdfast.engine.stores.place import Location
@@ -24,6 +24,7 @@ from holdfast.load import Loaded, load_opened
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.steps import Steps, lacking_files
+from holdfast.tiers.home import Asked
 from holdfast.tiers.nodes import Nodes, Told
 
 
@@ -79,13 +80,11 @@ class Survey:
         self._restores = 0
 
     def restore(
-        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns = "*",
-        require: Keys | None = None, run: str | None = None, other_model: bool = False,
+        self, state: dict[str, Any], asked: Asked, patience: float, spare: Container[Location]
     ) -> Loaded | None:  # fmt: skip
         """Load the newest step that is whole on the fast tier or in the store; None if there is none.
 
-        All ranks call it; see `CheckpointManager.restore`, also for ``only``. Waits up to ``patience`` seconds for
-        writers that live on.
+        All ranks call it. Waits up to ``patience`` seconds for writers that live on.
         """
         refused: set[tuple[str, str]] = set()
         untrusted: Untrusted | None = None
@@ -93,7 +92,7 @@ class Survey:
         try:
             while True:
                 with self._ranks.call(f"restore {self.store.root}", deadline=self._deadline) as call:
-                    choose = partial(self._choose, refused, complete=only == "*")
+                    choose = partial(self._choose, refused, complete=asked.complete)
                     choice = call.exchange("choose", lambda: True, lambda notes: choose(), Choice)
                 if not choice.name:
                     if untrusted is not None:
@@ -103,9 +102,10 @@ class Survey:
                         raise NotACheckpoint(f"no checkpoint of {self.store.root} can be restored: {names}")
                     return None
                 try:
+                    opening, label = partial(self._open, choice, asked.require), f"restore {choice.name}"
                     return load_opened(
-                        partial(self._open, choice, require), state, f"restore {choice.name} of {self.store.root}",
-                        self._ranks, only=only, deadline=self._deadline, run=run, other_model=other_model,
+                        opening, state, f"{label} of {self.store.root}", self._ranks, only=asked.only,
+                        deadline=self._deadline, run=asked.of_run, other_model=asked.other_model,
                     )  # fmt: skip
                 except (Damaged, NotACheckpoint, Untrusted) as error:
                     untrusted = error if isinstance(error, Untrusted) else untrusted

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint import Checkpoint, Patterns
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine import storage
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.stores.around import patiently
@@ -22,11 +21,12 @@ from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.events import log
 from holdfast.keep import Keep, Kept, Upload
-from holdfast.keys import Keys
+from holdfast.keys import Signer
 from holdfast.load import Loaded
 from holdfast.ondisk import manifest
 from holdfast.steps import Steps, fault_of
 from holdfast.tiers.backlog import Backlog
+from holdfast.tiers.home import Asked, Durability
 from holdfast.tiers.nodes import Told, find_nodes
 from holdfast.tiers.survey import Survey, bring_manifest, bytes_of
 from holdfast.tiers.uploader import Uploader
@@ -38,18 +38,6 @@ ASK = 30.0
 """Seconds to wait for the store's answer to a small question."""
 
 
-@dataclass(frozen=True)
-class Durability:
-    """Where a step is safe: ``fast``: committed on the fast tier, as this rank's node sees it; ``store``: committed in
-    the store, None if the store does not answer; ``uploading``: on its way there right now.
-    """
-
-    step: int
-    fast: bool
-    store: bool | None
-    uploading: bool
-
-
 class Tiers:
     """A run's steps in the folder ``fast`` and at ``root``. Made by all ranks at once; meets them.
 
@@ -58,15 +46,15 @@ class Tiers:
 
     def __init__(
         self, fast: str | os.PathLike[str], root: Location, name: str, *, upload: Upload, keep: Keep, keep_fast: Keep,
-        ranks: Ranks, key: str, deadline: float,
+        sign: Callable[[], Signer] | None, ranks: Ranks, key: str, deadline: float,
     ) -> None:  # fmt: skip
         folder = location(fast)
         if isinstance(folder, Place):
             raise ValueError(f"fast={str(fast)!r} is to be a folder on local disk")
         if isinstance(root, Path) and (folder == root or folder in root.parents or root in folder.parents):
             raise ValueError(f"fast={str(fast)!r} and the root {root} lie in each other: give each its own folder")
-        self._keep_fast, self._deadline = keep_fast, deadline
-        self.fast, self.store = Steps(folder, name), Steps(patiently(root, deadline), name)
+        self._root, self._keep_fast, self._deadline = root, keep_fast, deadline
+        self.fast, self.store = Steps(folder, name, sign=sign), Steps(patiently(root, deadline), name, sign=sign)
         self._asked = Steps(patiently(root, min(ASK, deadline)), name)
         with ranks.call(f"tiers of {root}", deadline=deadline) as call:
             self._nodes = find_nodes(call, folder, str(root), f"{key}/tiers")
@@ -81,10 +69,14 @@ class Tiers:
 
     # After a save
 
-    def committed(self, number: int, step: int, spare: Container[Location]) -> None:
+    def label(self, step: int) -> str | None:
+        """The folder may be called another way on each node."""
+        return f"save step {step} of {self._root}"
+
+    def committed(self, number: int, step: int, writing_to: set[Location]) -> None:
         """Spread the news of a save that has committed, sweep the fast tier, let the uploader know.
 
-        Called on all ranks, in the thread of the save, which has the same ``number`` on each of them.
+        See `Home.committed`.
         """
         nodes, path = self._nodes, self.fast.path(step)
         self.fast.broken.discard(path.name)
@@ -101,7 +93,7 @@ class Tiers:
                 if kept is not None:
                     self.fast.retire(kept, step)
                 if not nodes.several:  # else a folder without a manifest may only wait to be told of it
-                    self.fast.clean(spare)
+                    self.fast.clean(writing_to)
             elif nodes.leads:
                 told = nodes.hear(f"save/{number}", HEARSAY, len(nodes.followers))
                 if told is None:
@@ -121,6 +113,7 @@ class Tiers:
             log.warning("%s is committed, but not all nodes know: %s", path, error)
         self._start()
         self._uploader.wake(step)
+        writing_to.discard(path)
 
     def _await_manifest(self, step: int) -> None:
         """Until the leader of this node has brought the manifest of a step; saves that overlap may have swept it."""
@@ -133,12 +126,11 @@ class Tiers:
             self._uploader.start()
 
     def restore(
-        self, state: dict[str, Any], patience: float, spare: Container[Location], only: Patterns,
-        require: Keys | None = None, run: str | None = None, other_model: bool = False,
+        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Location]
     ) -> Loaded | None:  # fmt: skip
         """`Survey.restore`; uploads begin after it, as they would take disk and network from it."""
         try:
-            return self._survey.restore(state, patience, spare, only, require, run, other_model)
+            return self._survey.restore(state, asked, patience, spare)
         finally:
             self._start()
 

@@ -18,13 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import device, save_work, still, write
+from holdfast.engine import device, outgoing, still, stream, sums
 from holdfast.engine.arena import Slot
 from holdfast.engine.device import Copier, Moments
+from holdfast.engine.image import Image, OpenFiles, Written
 from holdfast.engine.memory import buffer
 from holdfast.engine.stage import host_tensor
 from holdfast.engine.worker import ThreadWorker
-from holdfast.engine.write import Image, OpenFiles, Writing, Written
+from holdfast.engine.write import Writing
 from holdfast.ondisk import datafile
 from holdfast.ondisk.datafile import Piece
 
@@ -137,8 +138,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Device:
             assert not on_its_way or made.current_stream() is not made.training, "made beside the copies, not after"
             yield part
 
-    real = write.contiguous_parts
-    monkeypatch.setattr(write, "contiguous_parts", contiguous_parts)
+    real = stream.contiguous_parts
+    monkeypatch.setattr(stream, "contiguous_parts", contiguous_parts)
+    monkeypatch.setattr(sums, "contiguous_parts", contiguous_parts)
     monkeypatch.setattr(device, "streams_of", lambda kind: made if kind == "cuda" else None)
     monkeypatch.setattr(device, "host_tensor", Host)
     monkeypatch.setattr(device, "torch", Torch())
@@ -294,14 +296,14 @@ def test_files_from_a_device_are_those_from_the_host(
 @pytest.fixture
 def pretending(fake: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every tensor of a save lies on the device."""
-    real = save_work.images_of
+    real = outgoing.images_of
 
     def images_of(*args: Any) -> list[Image]:
         return [
             Image(i.path, i.section, i.pieces, [pretended(s) for s in i.sources], i.shapes) for i in real(*args)
         ]  # fmt: skip
 
-    monkeypatch.setattr(save_work, "images_of", images_of)
+    monkeypatch.setattr(outgoing, "images_of", images_of)
     monkeypatch.setattr(still, "devices_of", lambda tensors: [DEVICE])
     return fake
 
@@ -356,11 +358,11 @@ def test_a_save_that_fails_while_a_device_copies_gives_every_window_back(
     pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"a": {"t": torch.ones(1000)}, "b": {"t": torch.ones(1000)}}
-    real = write._Sums.feed
+    real = sums.Sums.feed
     with holdfast.Saver(worker="thread") as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(write._Sums, "feed", lambda self, view: 1 / 0)
+            patch.setattr(sums.Sums, "feed", lambda self, view: 1 / 0)
             with pytest.raises(holdfast.SaveFailed, match="ZeroDivisionError"):
                 saver.save(state, tmp_path / "c").wait()
-        assert write._Sums.feed is real and not (tmp_path / "c").exists()
+        assert sums.Sums.feed is real and not (tmp_path / "c").exists()
         saver.save(state, tmp_path / "c").wait().verify()

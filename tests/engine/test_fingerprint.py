@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import fingerprint, same, save_work
+from holdfast.engine import fingerprint, outgoing, same, save_work
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.fingerprint import Fingerprints
+from holdfast.engine.image import Image
 from holdfast.engine.ranks import ranks_of
-from holdfast.engine.write import Image
 from holdfast.ondisk.box import Box, whole
 from tests.engine.test_device import pretend, pretended
 
@@ -195,8 +195,8 @@ def _there(image: Image) -> Image:
 def test_on_a_device_nothing_is_copied_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a device, whose copies to the host are counted: once to compare sums, then only what trains."""
     fake = pretend(monkeypatch)
-    real = save_work.images_of
-    monkeypatch.setattr(save_work, "images_of", lambda *args: [_there(image) for image in real(*args)])
+    real = outgoing.images_of
+    monkeypatch.setattr(outgoing, "images_of", lambda *args: [_there(image) for image in real(*args)])
     monkeypatch.setattr(fingerprint, "applies", lambda tensor: tensor.device.type != "cpu")
     ranks_of().remembered.pop("fingerprints", None)
     copied = []

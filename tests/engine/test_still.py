@@ -21,14 +21,14 @@ from torch import nn
 
 import holdfast
 from holdfast import saver as module
-from holdfast.engine import arena, still, write
+from holdfast.engine import arena, still, stream
 from holdfast.ondisk import dtypes
 from tests import meshes, pool
 
 LONG = 30.0
 WINDOW = 8192  # small, so that a small memory limit means waves
 
-SLOW = write.copy_bytes
+SLOW = stream.copy_bytes
 
 
 def slowly(*args: Any) -> None:
@@ -42,8 +42,8 @@ def patched(*, hold: int = still.HOLD, small: int = still.SMALL, copy: Callable[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(still, "HOLD", hold)
         patch.setattr(still, "SMALL", small)
-        patch.setattr(write, "STRIDE", 1024)
-        patch.setattr(write, "copy_bytes", copy)
+        patch.setattr(stream, "STRIDE", 1024)
+        patch.setattr(stream, "copy_bytes", copy)
         patch.setattr(module, "WINDOW", WINDOW)
         patch.setattr(module, "Slot", partial(arena.Slot, window=WINDOW))
         patch.setattr(module, "windows_for", partial(arena.windows_for, window=WINDOW))

@@ -69,13 +69,13 @@ def _stop_at(rank: Any, stage: str, step: int) -> None:
 
     work = save_work.SaveWork
     places: dict[str, Callable[[], None]] = {
-        "save": lambda: around(work, "gather", lambda work, *_: work.folder),
-        "plan": lambda: around(work, "plan", lambda work, *_: work.folder),
-        "planned": lambda: around(work, "plan", lambda work, *_: work.folder, after=True),
+        "save": lambda: around(work, "gather", lambda work, *_: work.order.folder),
+        "plan": lambda: around(work, "plan", lambda work, *_: work.order.folder),
+        "planned": lambda: around(work, "plan", lambda work, *_: work.order.folder, after=True),
         "staging": lambda: around(write.Writing, "stage", lambda writing, *_: writing.folder, after=True),
         "staged": lambda: around(Saver, "_staged", lambda saver, saving, *_: saving.path, after=True),
         "handed": lambda: around(write.Writing, "leave", lambda writing, *_: writing.folder, after=True),
-        "durable": lambda: around(work, "_write", lambda work, *_: work.folder, after=True),
+        "durable": lambda: around(work, "_write", lambda work, *_: work.order.folder, after=True),
         "committing": lambda: around(save_work, "commit", lambda folder, *_: folder),
         "committed": lambda: around(save_work, "commit", lambda folder, *_: folder, after=True),
         "parts": lambda: around(save_work, "take_away", lambda folder, *_: folder),

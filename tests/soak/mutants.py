@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast import checkpoint, steps
-from holdfast.engine import folder, save_work, write
+from holdfast.engine import folder, image, save_work, stream, write
 from holdfast.errors import HoldfastError
 
 
@@ -33,19 +33,19 @@ def sweep_newest() -> None:
 
 def restore_oldest() -> None:
     """The oldest whole step counts as the newest."""
-    steps.Steps.newest = lambda self, refused=(), complete=False: next(iter(self.committed().values()), None)  # type: ignore
+    steps.Steps.newest = lambda self, refused=(), **_: next(iter(self.committed().values()), None)  # type: ignore
 
 
 def wrong_byte() -> None:
     """One bit of what is saved is another one, before it is summed."""
-    copied = write.copy_bytes
+    copied = stream.copy_bytes
 
     def copy(tensor: Any, start: int, nbytes: int, address: int) -> None:
         copied(tensor, start, nbytes, address)
         if nbytes > 2000:
-            write.host_view(address, nbytes)[1999] ^= 4
+            stream.host_view(address, nbytes)[1999] ^= 4
 
-    write.copy_bytes = copy
+    stream.copy_bytes = copy
 
 
 def leave_litter() -> None:
@@ -57,7 +57,7 @@ def leave_litter() -> None:
 
 def keep_descriptors() -> None:
     """Files stay open after their save."""
-    write.OpenFiles.close = lambda self: None  # type: ignore[method-assign]
+    image.OpenFiles.close = lambda self: None  # type: ignore[method-assign]
 
 
 def silent_failure() -> None:
