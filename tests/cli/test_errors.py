@@ -266,6 +266,15 @@ def test_suggestions_are_near(steps: Path, run: Run) -> None:
     assert f"{_newest(steps)}?" in run("verify", steps / "step-00000050")[2]
 
 
+def test_what_to_do_next_names_the_checkpoint_and_no_option(steps: Path, run: Run) -> None:
+    pattern = "w" * 300
+    for before, after in (((), ("--tensors", pattern)), (("--json", "--tensors", pattern), ())):
+        code, _, err = run("show", *before, _newest(steps), *after)
+        assert code == Code.MISMATCH and f"holdfast show {_newest(steps)} lists" in err
+    code, _, err = run("plan", "--ranks", 2, steps / "gone", "--shard", pattern + "=1")
+    assert code == Code.NOT_A_CHECKPOINT and f"holdfast ls {steps} lists" in err
+
+
 @pytest.fixture
 def foreign_user() -> Iterator[Path]:
     """A folder in which this process is not the owner of anything, and another user while it is."""
