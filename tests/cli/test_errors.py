@@ -226,6 +226,13 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     "missing obstore": (_no_obstore, Code.MISMATCH, "missing package", "pip install"),
     "missing zstandard": (_no_zstandard, Code.MISMATCH, "missing package", "pip install"),
     "no such scheme": (lambda r, p: ["verify", "s4://bucket/x"], Code.USAGE, "usage", "docs/stores.md"),
+    **{
+        f"no such scheme: {command}": (
+            lambda root, patch, command=command: [command, _newest(root), "s4://bucket/x"],  # type: ignore[misc]
+            Code.USAGE, "usage", "docs/stores.md",
+        )
+        for command in ("convert", "unshard", "copy")
+    },
     "a slash lost": (lambda r, p: ["verify", "s3:/bucket/x"], Code.USAGE, "usage", "docs/stores.md"),
     "no bucket": (lambda r, p: ["verify", "s3://"], Code.USAGE, "usage", "docs/stores.md"),
     "no credentials": (_no_credentials, Code.STORAGE, "no credentials", "holdfast doctor "),

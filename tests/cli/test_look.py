@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,29 @@ def test_du(run: Any, saved: Path, tmp_path: Path) -> None:
     assert code == Code.FINE and "deleting it frees" in out and "each file once" in out
     told = json.loads(run("du", tmp_path, "--json")[1])
     assert told["steps"][1]["frees"] < told["steps"][1]["nbytes"] and told["steps"][1]["shared"] > 0
+
+
+def test_du_of_what_is_not_there(run: Any, saved: Path, tmp_path: Path) -> None:
+    code, out, err = run("du", saved / "step-3", "--tensors", "modle")
+    assert code == Code.MISMATCH and not out and "fits 'modle'" in err
+    assert run("du", saved, "--tensors", "model")[0] == Code.MISMATCH
+    shutil.copytree(GOLDEN / "dcp_single" / "ckpt", tmp_path / "step-1")
+    assert "the last of 1 steps, step-1" in run("du", tmp_path)[1]
+
+
+def test_pages_are_called_like_what_they_show(
+    run: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    copied = shutil.copytree(saved / "step-3", tmp_path / "run" / "step-3")
+    monkeypatch.chdir(copied)
+    assert f"{copied}/step-3.html" in run("view", ".")[1] and f"{copied}/run.html" in run("view", "..")[1]
+
+
+def test_a_port_that_is_taken(run: Any, saved: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = run("view", saved / "step-3", "--serve", "--port", port)
+    assert code == Code.USAGE and f"port {port} cannot be had" in err and "--port" in err
 
 
 def test_plan(run: Any, saved: Path) -> None:
