@@ -333,7 +333,7 @@ def test_a_killed_writer_fails_its_save_and_the_next_one_starts_another(tmp_path
 def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     """Whatever the moment: a failure that says so, or a whole checkpoint; and the next save works."""
     with holdfast.Saver() as saver:
-        for trial in range(12):
+        for trial in range(0, 12, 2):
             saver.save(_state(trial), tmp_path / f"{trial} first").wait()
             threading.Timer(0.001 * trial, os.kill, [_writer(saver), signal.SIGKILL]).start()
             saving = saver.save(_state(trial, 20_000), tmp_path / f"{trial}")

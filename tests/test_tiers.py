@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -600,6 +601,9 @@ def run_on_nodes(base: str, nodes: list[str], steps: list[int], options: dict[st
     chosen = {"keep": Keep(last=9), "upload": Upload(**options.get("upload", {})), "slots": options.get("slots", 1)}
     with _manager(Place(store, "run"), fast, worker=options.get("worker", "thread"), **chosen) as manager:
         seen["leaders"] = manager._tiers._nodes.leaders
+        if options.get("hard of hearing") and rank:
+            ordered = manager._tiers._nodes.ordered
+            manager._tiers._nodes.ordered = lambda: ordered() or time.sleep(0.2)
         if options.get("restore", True):
             state = sharded(0)
             loaded = manager.restore(state)
@@ -688,6 +692,12 @@ def test_saves_that_overlap_on_several_nodes(tmp_path: Path) -> None:
     pool.run(4, run_on_nodes, str(tmp_path), TWO, list(range(1, 13)), {"slots": 3})
     assert _steps(tmp_path / "a") == _steps(tmp_path / "b") == [11, 12]
     holdfast.open(tmp_path / "store" / "run" / "step-000000012").verify()
+
+
+def test_a_node_obeys_the_last_order_before_it_ends(tmp_path: Path) -> None:
+    pool.run(4, run_on_nodes, str(tmp_path), TWO, [1, 2, 3, 4], {"slots": 3, "hard of hearing": True})
+    assert _steps(tmp_path / "a") == [3, 4]
+    assert _steps(tmp_path / "b") == [3, 4], "it keeps nothing that it was told to delete"
 
 
 def test_nodes_end_together_when_one_cannot_upload(tmp_path: Path) -> None:

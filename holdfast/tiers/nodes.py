@@ -175,11 +175,11 @@ class Nodes:
     def end(self) -> None:
         """Tell the other leaders that nothing more will be ordered."""
         if self.several:
-            self._set("end", True)
+            self._set("end", self._ordered)
 
-    def ended(self) -> bool:
-        """Whether nothing more will be ordered."""
-        return bool(self._get("end", bool))
+    def ended(self, obeyed: int) -> bool:
+        """Whether nothing was ordered after the order of number ``obeyed``, nor will be."""
+        return self._get("end", int) == obeyed
 
     def _set(self, name: str, word: Any) -> None:
         with self._asking():

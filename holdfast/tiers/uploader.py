@@ -68,6 +68,7 @@ class Uploader:
         self._deadline, self._sent = deadline, 0
         self._attempts: dict[str, int] = {}  # by save: how often a file was missing once all had been sent
         self._moved = time.monotonic()
+        self._obeyed = 0  # the number of the last order that was carried out here
         self._wanted, self._looked = 1, 0  # numbers of looks: the last one asked for, and the last with nothing to do
         self._changed = threading.Condition()
         self._stop = threading.Event()
@@ -128,7 +129,7 @@ class Uploader:
 
     def _finished(self) -> bool:
         if not self._nodes.first:
-            return self._nodes.ended()
+            return self._nodes.ended(self._obeyed)
         return self._looked == self._wanted
 
     @property
@@ -333,6 +334,7 @@ class Uploader:
             self._fast.retire(order.kept, order.upto)
         if order.name:
             self._nodes.report(order.number, self._obey(order))
+        self._obeyed = order.number
 
     def _obey(self, order: Order) -> str:
         """Do what was ordered; why it failed, if it did."""

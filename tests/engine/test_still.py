@@ -231,7 +231,7 @@ def run(root: Path, kind: str, worker: Any, slots: int, limit: int | None, when:
     return found
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     st.sampled_from(list(OPTIMIZERS)), st.sampled_from(["thread", "thread", "process"]), st.integers(1, 2), limits,
     holds, st.lists(moments, min_size=1, max_size=3),
