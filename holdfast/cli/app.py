@@ -123,7 +123,7 @@ def main() -> None:
             os.fstat(number)
         except OSError:
             disk.open(os.devnull, os.O_RDWR)
-    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")  # noqa: SIM115
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     for stream in (sys.stdout, sys.stderr):  # what an old terminal cannot show is told by its number
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
