@@ -125,7 +125,7 @@ def main() -> None:
             disk.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
     for stream in (sys.stdout, sys.stderr):  # what an old terminal cannot show is told by its number
-        if isinstance(stream, TextIOWrapper):
+        if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
