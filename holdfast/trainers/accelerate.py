@@ -87,8 +87,9 @@ class _MicroBatches:
     def state_dict(self) -> dict[str, int]:
         if not self._accelerator.sync_gradients:
             raise Unsupported(
-                "a state was to be saved between two micro-batches of one optimizer step, and gradients are not saved: "
-                "call the manager where accelerator.sync_gradients is true"
+                "a state was to be saved or loaded between two micro-batches of one optimizer step, and gradients are "
+                "in no state: call the manager where accelerator.sync_gradients is true. To go back to a saved step "
+                "from here, drop what was accumulated: accelerator.sync_gradients = True, then optimizer.zero_grad()"
             )
         return {"step": self._accelerator.step}
 

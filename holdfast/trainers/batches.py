@@ -97,6 +97,7 @@ class Position:
         self._epoch, self._fetched, self._ended = 0, 0, False
         self._before: Any = None  # the generators before the last fetch
         self._skip = 0
+        self._resumed = False  # whether the epoch under way began before a load
         self._shuffles = None if self._streams else _generator_of(loader)
         self._order: bytes | None = None  # its state when the epoch began
         self._reading: Any = lambda: None
@@ -169,6 +170,7 @@ class Position:
     def _begin(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         self._epoch, self._fetched, self._ended = int(self.loader.iteration), 0, False
+        self._resumed = resume is not None
         if resume is not None and resume["order"] is not None and self._shuffles is not None:
             self._shuffles.set_state(torch.frombuffer(bytearray(resume["order"]), dtype=torch.uint8))
         self._order = _state_of(self._shuffles)
@@ -204,7 +206,7 @@ class Position:
 
     def _stopped(self, *, empty: bool) -> None:
         self._ended = True
-        if empty and self._fetched:
+        if empty and self._resumed:
             self.loader.iteration += 1  # accelerate counts an epoch only if it gives a batch
 
 

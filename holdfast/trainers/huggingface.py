@@ -26,6 +26,7 @@ from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
 from holdfast.manager import CheckpointManager
+from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.batches import Draws
 
 try:
@@ -71,7 +72,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
         mtbf: float | None = None, degraded: bool = False, check_replicas: bool | Patterns = False,
-        sign: Key | Literal[True] | None = None,
+        sign: Key | Literal[True] | None = None, journal: bool = True,
     ) -> None:  # fmt: skip
         if every is not None and every < 1:
             raise ValueError(f"every={every} must be at least 1, or None for Trainer's own save_strategy")
@@ -80,7 +81,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             CheckpointManager, root, every=every or 1, keep=keep, name=name, fast=fast, upload=upload,
             keep_fast=keep_fast, incremental=incremental, files=files, deadline=deadline, worker=worker, slots=slots,
             busy=busy, memory_limit=memory_limit, on_failure=on_failure, grace=grace, signals=signals, poll=poll,
-            mtbf=mtbf, degraded=degraded, check_replicas=check_replicas, sign=sign,
+            mtbf=mtbf, degraded=degraded, check_replicas=check_replicas, sign=sign, journal=journal,
         )  # fmt: skip
         self.every, self._also = every, dict(also or {})
         self._run, self._other_model, self._require = run, other_model, require
@@ -154,6 +155,14 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
             return loading
 
+        def beginning(begin: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+            def first_epoch_and_batch(*args: Any, **kwargs: Any) -> tuple[int, int]:
+                first, state = begin(*args, **kwargs), trainer.state
+                # Else Trainer makes one more step before it asks whether it has made all.
+                return (state.num_train_epochs, 0) if state.global_step >= state.max_steps else first
+
+            return first_epoch_and_batch
+
         def ask(*_: Any, **__: Any) -> None:
             self._asked = True
 
@@ -163,6 +172,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         trainer._load_from_checkpoint = unless_ours(load_model, lambda: None)
         trainer._load_optimizer_and_scheduler = unless_ours(load_optimizer, self._restore)
         trainer._load_rng_state = unless_ours(load_rng, self._restore_rng)
+        if hasattr(trainer, "_init_training_state"):
+            trainer._init_training_state = beginning(trainer._init_training_state)
         if load_scaler is not None:
             trainer._load_scaler = unless_ours(load_scaler, lambda: None)
 
@@ -172,7 +183,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self.should_stop, self.restored, self._rng = False, None, None
         with self._make() as self.manager, TemporaryDirectory(prefix="holdfast-") as self._folder:
             found = None
-            if asked is not False:
+            if asked is False:
+                refuse_old_steps(self.manager, "train(resume_from_checkpoint=False)")
+            else:
                 found = self.manager.restore(
                     {"trainer": PerRank(self._progress, elsewhere="first")}, only="trainer", run=self._run,
                     other_model=self._other_model, require=self._require,

@@ -7,16 +7,22 @@ writes a pickle, and leaves Lightning's own checkpoints alone (`lightning_io.py`
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
+from holdfast.checkpoint import Patterns
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.state.per_rank import Elsewhere
 from holdfast.engine.stores.place import Place
-from holdfast.errors import Unsupported
+from holdfast.errors import Mismatch, Unsupported
 from holdfast.keep import Keep, Upload
+from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
 from holdfast.manager import CheckpointManager
+from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.lightning_io import HoldfastCheckpointIO
 
 try:
@@ -45,10 +51,10 @@ class HoldfastCheckpoint(Checkpoint):
     callbacks, of the datamodule and of the precision plugin, what ``on_save_checkpoint`` hooks add, and the generators.
 
     ``elsewhere`` says what a loader and a datamodule get on another number of ranks, as of `holdfast.PerRank`.
-    ``monitor`` is the name of the logged metric that ``Keep(best=…)`` compares. ``resume=False`` begins anew. ``keep``,
-    ``fast``, ``upload``, ``keep_fast``, ``files``, ``deadline``, ``worker`` and ``on_failure`` as of
-    `holdfast.CheckpointManager`, which is there as ``manager`` while `fit` runs. With it Lightning adds no
-    `ModelCheckpoint` of its own.
+    ``monitor`` is the name of the logged metric that ``Keep(best=…)`` compares. ``resume=False`` begins anew, in a root
+    without steps. All other arguments are those of `holdfast.CheckpointManager`, which is there as ``manager`` while
+    `fit` runs, and ``run``, ``other_model`` and ``require`` those of its `restore`. A ``fast_dev_run`` neither restores
+    nor saves. With this callback Lightning adds no `ModelCheckpoint` of its own.
 
     A step that ends an epoch is saved once the epoch has ended, with what validation and schedulers did then. After a
     SIGTERM or SIGUSR1 the last step is saved, and `fit` ends.
@@ -56,21 +62,27 @@ class HoldfastCheckpoint(Checkpoint):
 
     def __init__(
         self, root: str | os.PathLike[str] | Place, *, every: int, keep: Keep = Keep(), resume: bool = True,
-        elsewhere: Elsewhere = "error", monitor: str | None = None, fast: str | os.PathLike[str] | None = None,
-        upload: Upload = Upload(), keep_fast: Keep = Keep(last=2),
-        files: dict[str, str | os.PathLike[str] | bytes] | None = None, deadline: float = DEADLINE,
-        worker: Any = "process", on_failure: Any = "raise",
+        elsewhere: Elsewhere = "error", monitor: str | None = None, run: str | None = None, other_model: bool = False,
+        require: Keys | None = None, name: str = "step-{step:09d}",
+        fast: str | os.PathLike[str] | None = None, upload: Upload = Upload(), keep_fast: Keep = Keep(last=2),
+        incremental: bool = False, files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
+        deadline: float = DEADLINE, worker: Literal["process", "thread", "none"] = "process", slots: int = 1,
+        busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
+        on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
+        signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
+        mtbf: float | None = None, degraded: bool = False, check_replicas: bool | Patterns = False,
+        sign: Key | Literal[True] | None = None, journal: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.root, self.every, self.keep, self.resume = root, every, keep, resume
-        self.elsewhere, self.monitor, self.fast, self.upload, self.keep_fast = (
-            elsewhere,
-            monitor,
-            fast,
-            upload,
-            keep_fast,
-        )
-        self.files, self.deadline, self.worker, self.on_failure = files, deadline, worker, on_failure
+        # The group of ranks exists once the strategy is set up, so the manager is made when `fit` begins.
+        self._make = partial(
+            CheckpointManager, root, every=every, keep=keep, name=name, fast=fast, upload=upload, keep_fast=keep_fast,
+            incremental=incremental, files=files, deadline=deadline, worker=worker, slots=slots, busy=busy,
+            memory_limit=memory_limit, on_failure=on_failure, grace=grace, signals=signals, poll=poll, mtbf=mtbf,
+            degraded=degraded, check_replicas=check_replicas, sign=sign, journal=journal,
+        )  # fmt: skip
+        self.resume, self.elsewhere, self.monitor = resume, elsewhere, monitor
+        self._run, self._other_model, self._require = run, other_model, require
         self.manager: CheckpointManager | None = None
         self.loaded: Loaded | None = None
         """What the last `fit` went on from; None if it began anew."""
@@ -86,21 +98,40 @@ class HoldfastCheckpoint(Checkpoint):
                 "HoldfastCheckpoint does not know how Lightning's DeepSpeedStrategy keeps its optimizer: use "
                 "holdfast.trainers.deepspeed with an engine of your own, or another strategy"
             )
-        self.manager = CheckpointManager(
-            self.root, every=self.every, keep=self.keep, fast=self.fast, upload=self.upload, keep_fast=self.keep_fast,
-            files=self.files, deadline=self.deadline, worker=self.worker, on_failure=self.on_failure,
-        )  # fmt: skip
+        self.loaded = None
+        if getattr(trainer, "fast_dev_run", False):
+            return  # a trial of the code: a run that begins later must not go on from it
+        self.manager = self._make()
         self._state = self._state_of(trainer)
-        self.loaded = self.manager.restore(self._state) if self.resume else None
+        self.loaded = self._restore(self.manager)
         self._told, self._ends_epoch = trainer.global_step, False
         if self.loaded is not None:
             self._told = self._state["step"]
 
+    def _restore(self, manager: CheckpointManager) -> Loaded | None:
+        if not self.resume:
+            refuse_old_steps(manager, "resume=False")
+            return None
+        try:
+            return manager.restore(self._state, run=self._run, other_model=self._other_model, require=self._require)
+        except Mismatch as error:
+            if "elsewhere" not in str(error):
+                raise
+            raise Mismatch(
+                f'{error}. Here it is HoldfastCheckpoint that takes elsewhere="first", or a function'
+            ) from error
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Lightning has just made its loaders and their iterators, in an order of its own: samplers hear of the epoch
-        # too late for an epoch that was begun, and generators were drawn from. So they are made once more.
         if self.loaded is None:
             return
+        if trainer.ckpt_path:  # put over what was restored, and only now it is known for every strategy
+            raise ValueError(
+                f"HoldfastCheckpoint has restored step {self.loaded.step} from {self.loaded.checkpoint.path}, and "
+                f"fit(ckpt_path={str(trainer.ckpt_path)!r}) another state over it: leave out ckpt_path, or give "
+                "HoldfastCheckpoint a root without steps"
+            )
+        # Lightning has just made its loaders and their iterators, in an order of its own: samplers hear of the epoch
+        # too late for an epoch that was begun, and generators were drawn from. So they are made once more.
         loop, inside, positions = trainer.fit_loop, self._state["inside_of_epoch"], self._loaders.positions
         combined, fetcher = loop._combined_loader, loop._data_fetcher
         assert combined is not None and fetcher is not None

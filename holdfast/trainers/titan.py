@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.checkpoint import Patterns
 from holdfast.checkpoint import open_checkpoint as holdfast_open
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.state import RNG, PerRank
-from holdfast.errors import Unsupported
+from holdfast.errors import Mismatch, Unsupported
 from holdfast.keep import Keep
 from holdfast.load import load
 from holdfast.manager import CheckpointManager as Manager
@@ -33,7 +34,7 @@ class CheckpointManager:
 
     ``config`` needs the fields of torchtitan's that are named here, and takes defaults for those it lacks: ``enable``,
     ``folder``, ``interval``, ``keep_latest_k``, ``async_mode`` (``"disabled"`` waits, all others save beside training),
-    ``load_step``, ``load_only``, ``exclude_from_loading``, ``enable_first_step_checkpoint``, ``last_save_model_only``,
+    ``load_only``, ``exclude_from_loading``, ``enable_first_step_checkpoint``, ``last_save_model_only``,
     ``export_dtype``, ``initial_load_path``, ``initial_load_model_only``. Hugging Face's form (``last_save_in_hf``,
     ``initial_load_in_hf``) is refused: `holdfast.convert` makes it.
 
@@ -56,10 +57,12 @@ class CheckpointManager:
         for name in ("last_save_in_hf", "initial_load_in_hf"):
             if self._setting(name, False):
                 raise Unsupported(f"{name}=True: save as ever, and holdfast.convert(path, target, to='huggingface')")
+        taken = sorted({"rng", "step"} & states.keys())
+        if taken:
+            raise ValueError(f"states has {taken[0]!r}, a name under which this manager saves something of its own")
         self.states = states
         self._parts = list(model_parts)
         states.update({MODEL: self._parts, OPTIMIZER: optimizers, DATALOADER: dataloader, LR_SCHEDULER: lr_schedulers})
-        self._state = self._all()
         every_one = self._setting("keep_latest_k", 10) == 0
         self._manager = Manager(
             self.folder, every=self.interval, name="step-{step}", deadline=deadline, signals=(),
@@ -72,7 +75,7 @@ class CheckpointManager:
     def _setting(self, name: str, default: Any) -> Any:
         return getattr(self._config, name, default)
 
-    def _all(self) -> dict[str, Any]:
+    def _state(self, step: int) -> dict[str, Any]:
         """What is saved: live modules and optimizers, whatever has a state, a loader of each rank, the generators."""
         state = dict(self.states)
         optimizers = list(getattr(state[OPTIMIZER], "optimizers", [state[OPTIMIZER]]))
@@ -81,7 +84,12 @@ class CheckpointManager:
             del state[DATALOADER]
         else:
             state[DATALOADER] = PerRank(state[DATALOADER], _merged)
-        return {**state, "rng": RNG(), "step": 0}
+        return {**state, "rng": RNG(), "step": step}
+
+    def _take(self, loaded: dict[str, Any]) -> None:
+        """Hand back what is no object that was loaded in place: plain values of ``states``."""
+        ours = {MODEL, OPTIMIZER, DATALOADER, LR_SCHEDULER}
+        self.states.update({name: loaded[name] for name in self.states.keys() & loaded.keys() - ours})
 
     def load(self, step: int = -1) -> bool:
         """Go on from ``step``, or from the newest whole one; from ``initial_load_path`` if there is none yet.
@@ -91,26 +99,35 @@ class CheckpointManager:
         """
         if not self.enable:
             return False
-        out = [f"!{name}" for name in self._setting("exclude_from_loading", [])]
-        kept = [name for name in self._state if f"!{name}" not in out]
+        out = self._setting("exclude_from_loading", [])
+        state = {name: value for name, value in self._state(0).items() if name not in out}
+        only: Patterns = [*state] if out else "*"
         if step != -1:
-            load(self._manager.root / f"step-{step}", {name: self._state[name] for name in kept}, only=kept)
+            load(self._manager.root / f"step-{step}", state, only=only)
             self._later = {other for other in self._manager.steps() if other > step}
-            return True
-        state = {name: self._state[name] for name in kept}
-        if self._manager.restore(state, only=kept if out else "*") is not None:
-            self._state.update(state)
-            return True
+        elif not self._restore(state, only) and not self._load_initially(state, only):
+            return False
+        self._take(state)
+        return True
+
+    def _restore(self, state: dict[str, Any], only: Patterns) -> bool:
+        try:
+            return self._manager.restore(state, only=only) is not None
+        except Mismatch as error:
+            if "run=" not in str(error):
+                raise
+            raise Mismatch(f"{error}. Here that is said by the step to go on from: load(step=…), load_step") from error
+
+    def _load_initially(self, state: dict[str, Any], only: Patterns) -> bool:
         path = self._setting("initial_load_path", None)
         if not path:
             return False
-        if self._setting("initial_load_model_only", True):
-            model, saved = {MODEL: self._parts}, holdfast_open(path)
-            bare = not any(name.startswith(f"{MODEL}/") for name in saved.tensors)
-            # torchtitan's own checkpoints hold the model's parameters at the top.
-            load(path, model, only=MODEL, rename=(lambda name: f"{MODEL}/{name}") if bare else None)
-        else:
-            load(path, state)
+        if not self._setting("initial_load_model_only", True):
+            load(path, state, only=only)
+            return True
+        bare = not any(name.startswith(f"{MODEL}/") for name in holdfast_open(path).tensors)
+        # torchtitan's own checkpoints hold the model's parameters at the top.
+        load(path, {MODEL: self._parts}, only=MODEL, rename=(lambda name: f"{MODEL}/{name}") if bare else None)
         return True
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -120,7 +137,6 @@ class CheckpointManager:
         """
         if not self.enable or self._setting("load_only", False):
             return False
-        self._state["step"] = curr_step
         if last_step:
             self._save_last(curr_step)
             return True
@@ -128,11 +144,11 @@ class CheckpointManager:
         if first or (curr_step in self._later and curr_step % self.interval == 0):
             self._save_and_wait(curr_step)
             return True
-        self._saving = self._manager.step(curr_step, self._state)
+        self._saving = self._manager.step(curr_step, self._state(curr_step))
         return self._saving is not None
 
     def _save_and_wait(self, step: int) -> None:
-        self._manager.save(step, self._state, overwrite=step in self._later)
+        self._manager.save(step, self._state(step), overwrite=step in self._later)
         self._later.discard(step)
 
     def _save_last(self, step: int) -> None:

@@ -44,7 +44,7 @@ class Net(nn.Module):
         return self.head(self.body(x)) * self.scale[0]
 
 
-def settings(stage: int, dtype: str) -> dict[str, Any]:
+def settings(stage: int, dtype: str, *, offload: bool = False) -> dict[str, Any]:
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -53,6 +53,8 @@ def settings(stage: int, dtype: str) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
     }
+    for part in ("offload_optimizer", *(["offload_param"] if stage == 3 else [])) if offload else ():
+        found["zero_optimization"][part] = {"device": "cpu"}
     if dtype != "fp32":
         found[dtype] = {
             "enabled": True,
@@ -61,7 +63,7 @@ def settings(stage: int, dtype: str) -> dict[str, Any]:
     return found
 
 
-def make_engine(stage: int, dtype: str) -> Any:
+def make_engine(stage: int, dtype: str, *, offload: bool = False) -> Any:
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     torch.manual_seed(0)
     net = Net()
@@ -69,14 +71,21 @@ def make_engine(stage: int, dtype: str) -> Any:
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     return deepspeed.initialize(
-        model=net, optimizer=optimizer, lr_scheduler=schedule, config=settings(stage, dtype), dist_init_required=True
+        model=net,
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config=settings(stage, dtype, offload=offload),
+        dist_init_required=True,
     )[0]
 
 
-def train(root: Path, stage: int, dtype: str, steps: int, dies_after: int = 0) -> list[str]:
+def train(
+    root: Path, stage: int, dtype: str, steps: int, dies_after: int = 0, offload: bool = False
+) -> list[str]:  # fmt: skip
     """Train to ``steps`` steps of the optimizer, saved every 2; the losses of this life, as exact texts."""
     deepspeed.init_distributed("gloo", verbose=False)
-    engine = make_engine(stage, dtype)
+    engine = make_engine(stage, dtype, offload=offload)
+    assert bool(engine.zero_cpu_offload() if stage < 3 else engine.optimizer.offload_optimizer) == offload
     rank = torch.distributed.get_rank()
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(5 + rank)

@@ -124,7 +124,7 @@ def trainer_of(root: Any, *, workers: int = 0, more: tuple[Any, ...] = (), draws
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "num_train_epochs": 3, "logging_steps": 3,
         "eval_strategy": "epoch", "save_strategy": "no", **args,
     }  # fmt: skip
-    return Trainer(
+    trainer = Trainer(
         model,
         TrainingArguments(
             os.fspath(root), report_to=[], use_cpu=True, disable_tqdm=True, dataloader_num_workers=workers, seed=3,
@@ -133,6 +133,9 @@ def trainer_of(root: Any, *, workers: int = 0, more: tuple[Any, ...] = (), draws
         train_dataset=Tokens(), eval_dataset=Tokens(), data_collator=masked if draws else unmasked,
         callbacks=[Counts(), *more],
     )  # fmt: skip
+    # On a CPU accelerate makes none itself.
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
+    return trainer
 
 
 def train(
@@ -164,6 +167,7 @@ def train(
         "mean": trained.training_loss,
         "flos": trainer.state.total_flos,
         "counted": counts.steps,
+        "scale": trainer.accelerator.scaler.state_dict(),
         "digest": digest(trainer.model, trainer.optimizer.optimizer),
         "sharded": any(isinstance(p, DTensor) for p in trainer.model.parameters()),
         "weights": sum(
@@ -225,6 +229,8 @@ def loop(
             use_stateful_dataloader=stateful, dispatch_batches=False, use_seedable_sampler=seedable
         ),
     )  # fmt: skip
+    # On a CPU accelerate makes none itself.
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
     if fsdp:
         shard(accelerator)
         accelerator.state.fsdp_plugin.auto_wrap_policy = None
@@ -266,6 +272,7 @@ def loop(
         "restored": loaded.step if loaded is not None else None,
         "first": first,
         "rate": optimizer.param_groups[0]["lr"],
+        "scale": accelerator.scaler.state_dict(),
         "sharded": any(isinstance(p, DTensor) for p in model.parameters()),
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -25,6 +26,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import holdfast
 from holdfast.trainers.lightning import HoldfastCheckpoint, HoldfastCheckpointIO
+from tests.trainers import arguments
 from tests.trainers.lives import die
 from tests.trainers.scripts import play
 
@@ -191,6 +193,62 @@ def fit_and_stop(root: Path, after: int, name: str) -> tuple[list[str], int]:
         trainer.fit(module, datamodule=Data())
     assert signal.getsignal(signal.SIGTERM) == before
     return module.losses, int(count.seen)
+
+
+def arguments_that_are_missing(root: Path) -> list[str]:
+    """Of what a manager takes: what `HoldfastCheckpoint` does not take or does not hand on."""
+    given = arguments.lost(lambda **given: HoldfastCheckpoint(root, every=1, **given))
+    return [*arguments.forgotten(HoldfastCheckpoint), *given]
+
+
+def fit_wrongly(root: Path) -> dict[str, Any]:
+    """What comes of calls that ask for two things at once, by the name of each; ``root`` holds a step at the end."""
+    found: dict[str, Any] = {}
+
+    def fit(name: str, saves: HoldfastCheckpoint, ckpt_path: Path | None = None, **options: Any) -> pl.Trainer:
+        trainer = make_trainer("alone", [saves], **{"max_steps": 2, "max_epochs": -1, **options})
+        try:
+            trainer.fit(Net(), datamodule=Data(), ckpt_path=ckpt_path, weights_only=False)
+            found[name] = trainer.global_step
+        except ValueError as error:
+            found[name] = str(error)
+        return trainer
+
+    fit("a trial", HoldfastCheckpoint(root, every=1), fast_dev_run=True)
+    found["left by a trial"] = sorted(path.name for path in root.glob("*"))
+    theirs = root.parent / "theirs.ckpt"
+    fit("first", HoldfastCheckpoint(root.parent / "other", every=1)).save_checkpoint(theirs)
+    fit("theirs alone", HoldfastCheckpoint(root, every=1), theirs, max_steps=3)
+    fit("theirs and ours", HoldfastCheckpoint(root, every=1), theirs, max_steps=4)
+    fit("afresh", HoldfastCheckpoint(root, every=1, resume=False))
+    fit("done", HoldfastCheckpoint(root, every=1), max_steps=3)
+    fit("no data", HoldfastCheckpoint(root.parent / "none", every=1), limit_train_batches=0)
+    return found
+
+
+def fit_again(root: Path, after: int) -> tuple[list[str], dict[str, Any]]:
+    """Losses of a fit that raises after so many batches and is called again, and at the end the gradient scaler."""
+
+    class Raises(Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Net, batch: Any, batch_idx: int) -> None:
+            if after and len(module.losses) == after and not self.raised:
+                self.raised = True
+                raise InterruptedError
+
+        raised = False
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
+    saves = HoldfastCheckpoint(root, every=4, keep=holdfast.Keep(last=30), deadline=60)
+    trainer = make_trainer("alone", [saves, Raises()], plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    module = Net()
+    torch.manual_seed(50)
+    with suppress(InterruptedError):
+        trainer.fit(module, datamodule=Data())
+    if after:
+        scaler.update(1.0)  # what it is now counts for nothing
+        del module.losses[after - after % 4 :]
+        trainer.fit(module, datamodule=Data())
+    return module.losses, scaler.state_dict()
 
 
 def fit_with_plugin(root: Path, kind: str, goes_on_from: str, epochs: int = 3) -> tuple[list[str], str]:

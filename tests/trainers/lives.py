@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import holdfast
+from tests.pool import _context as warm
 
 LIMIT = 120.0
 KILLED = "killed"
@@ -106,9 +107,8 @@ def live(world: int, function: Callable[..., Any] | str, *args: Any) -> list[Any
         module, name = function.__module__, function.__name__
     key = (module,)
     if key not in _mothers:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_mother, args=(theirs, key))
+        ours, theirs = warm.Pipe()  # torch is imported there already
+        process = warm.Process(target=_mother, args=(theirs, key))
         process.start()
         theirs.close()
         _mothers[key] = process, ours

@@ -18,11 +18,12 @@ def same(whole, resumed, step):
     assert resumed["restored"] == step
     steps = [line[0] for line in whole["log"]]
     assert resumed["log"] == whole["log"][steps.index(step) + 1 :]
-    for key in ("digest", "average", "rate"):
+    for key in ("digest", "average", "rate", "scale"):
         assert resumed[key] == whole[key], key
 
 
 # Seven steps an epoch: 7 is its last, 8 the first of the next, 11 in its middle.
+# A gradient scaler doubles its factor at every fifth.
 @pytest.mark.parametrize("broken_at", [*(pytest.param(at, marks=pytest.mark.slow) for at in (7, 8)), 11])
 def test_a_loop_goes_on_bit_for_bit(tmp_path, broken_at):
     same(*hf_runs.loop_and_resumed(tmp_path, broken_at, {}), broken_at)
@@ -30,7 +31,16 @@ def test_a_loop_goes_on_bit_for_bit(tmp_path, broken_at):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"accumulate": 1}, {"workers": 2}, {"stream": True}, {"stateful": True}, {"seedable": True}]
+    "options",
+    [
+        {"accumulate": 1},
+        {"accumulate": 3},
+        {"workers": 2},
+        {"stream": True},
+        {"stateful": True},
+        {"stateful": True, "workers": 2},
+        {"seedable": True},
+    ],
 )
 def test_so_does_one_with_other_loaders(tmp_path, options):
     same(*hf_runs.loop_and_resumed(tmp_path, 9, options), 9)
@@ -64,6 +74,36 @@ def test_between_two_micro_batches_nothing_is_saved(tmp_path):
     with accelerator.accumulate(model):
         model(torch.ones(1, 2)).sum().backward()
     holdfast.save(state, tmp_path / "whole")
+
+
+def test_one_goes_back_to_a_saved_step_from_between_two_micro_batches(tmp_path):
+    hf_runs.fresh()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = nn.Linear(2, 2), torch.optim.SGD
+    model, optimizer = accelerator.prepare(model, optimizer(model.parameters(), lr=0.1))
+    state = state_of(accelerator)
+    holdfast.save(state, tmp_path / "saved")
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(Unsupported) as refused:
+        holdfast.load(tmp_path / "saved", state)
+    say = str(refused.value).partition("accumulated: ")[2]
+    exec(say.partition(" (")[0].replace(", then", ";"), {"accelerator": accelerator, "optimizer": optimizer})
+    holdfast.load(tmp_path / "saved", state)
+    assert accelerator.step == 0 and model.weight.grad is None
+
+
+def test_an_epoch_that_had_ended_has_ended_on_more_ranks():
+    hf_runs.fresh()
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(hf_runs.Numbers(), batch_size=28))
+    position = state_of(accelerator)["loader"].value
+    for _ in loader:
+        after_the_last = position.state_dict()
+    loader.iteration = 0
+    position.load_state_dict(position.elsewhere([after_the_last], 0, 4))  # a quarter of one batch: none
+    assert (epoch_of(loader), len(list(loader))) == (0, 0)
+    assert (epoch_of(loader), len(list(loader))) == (1, 1)
 
 
 def test_everything_prepared_and_registered_is_in_the_state():

@@ -37,6 +37,16 @@ def test_a_killed_engine_goes_on_bit_for_bit(tmp_path: Path, stage: int, dtype: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype"), [(2, "bf16"), (3, "bf16"), (3, "fp32")])
+def test_so_does_one_that_offloads_to_the_cpu(tmp_path: Path, stage: int, dtype: str) -> None:
+    whole = live(2, f"{RUNS}:train", tmp_path / "whole", stage, dtype, 4, 0, True)
+    live(2, f"{RUNS}:train", tmp_path / "parts", stage, dtype, 2, 0, True)
+    again = live(2, f"{RUNS}:train", tmp_path / "parts", stage, dtype, 4, 0, True)
+    assert again == [losses[2:] for losses in whole]
+    assert differences(tmp_path / "whole" / "step-000000004", tmp_path / "parts" / "step-000000004") == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((2, 3), (1, 3)), ((1, 1), (2, 3))])
 def test_on_other_ranks_and_by_another_stage(tmp_path: Path, before: tuple[int, int], after: tuple[int, int]) -> None:
     """(ranks, stage of ZeRO) each: the same weights, moments and masters are there."""

@@ -13,14 +13,14 @@ import holdfast
 from holdfast.errors import Unsupported
 from holdfast.trainers.huggingface import HoldfastCallback
 from tests import pool
-from tests.trainers import hf_runs
+from tests.trainers import arguments, hf_runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def same(whole, resumed, restored):
     assert resumed["restored"] == restored
-    for key in ("step", "digest", "log", "flos", "counted"):
+    for key in ("step", "digest", "log", "flos", "counted", "scale"):
         assert resumed[key] == whole[key], key
 
 
@@ -43,7 +43,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path, fsdp):
     for whole, resumed in found:
         assert whole["sharded"] == fsdp
         assert resumed["restored"] == 4
-        for key in ("step", "digest", "flos", "counted"):
+        for key in ("step", "digest", "flos", "counted", "scale"):
             assert resumed[key] == whole[key], key
     assert found[0][0]["log"] == found[0][1]["log"]
     # On another number of ranks model, optimizer and step are what they were.
@@ -93,12 +93,41 @@ def _damage(file):
     file.write_bytes(data)
 
 
-@pytest.mark.slow
-def test_a_finished_run_does_nothing_more(tmp_path):
-    whole = hf_runs.train(tmp_path, args={"num_train_epochs": 1})
-    again = hf_runs.train(tmp_path, args={"num_train_epochs": 1})
-    assert again["restored"] == again["step"] == whole["step"] == 6
+@pytest.mark.parametrize(
+    ("args", "last"), [({"max_steps": 2}, 2), pytest.param({"num_train_epochs": 1}, 6, marks=pytest.mark.slow)]
+)
+def test_a_finished_run_does_nothing_more(tmp_path, args, last):
+    whole = hf_runs.train(tmp_path, args=args)
+    again = hf_runs.train(tmp_path, args=args)
+    assert again["restored"] == again["step"] == whole["step"] == last
     assert again["weights"] == whole["weights"]
+
+
+@pytest.mark.slow
+def test_a_trainer_goes_on_after_an_exception(tmp_path):
+    whole = hf_runs.train(tmp_path / "whole")
+    breaks = hf_runs.Breaks(9, False)
+    trainer = hf_runs.trainer_of(tmp_path, more=(breaks,))
+    callback = HoldfastCallback(tmp_path / "broken", every=2, worker="thread", deadline=60).attach(trainer)
+    with pytest.raises(hf_runs.Broken):
+        trainer.train()
+    breaks.at = None
+    trainer.train()
+    assert callback.restored.step == 8
+    assert hf_runs.digest(trainer.model, trainer.optimizer.optimizer) == whole["digest"]
+
+
+def test_a_run_that_is_to_begin_afresh_does_not_among_older_steps(tmp_path):
+    holdfast.save({"step": 7}, tmp_path / "step-000000007", step=7)
+    trainer = hf_runs.trainer_of(tmp_path)
+    HoldfastCallback(tmp_path, every=1, worker="thread").attach(trainer)
+    with pytest.raises(ValueError, match="earlier run, up to 7"):
+        trainer.train(resume_from_checkpoint=False)
+
+
+def test_it_takes_what_a_manager_takes(tmp_path):
+    assert arguments.forgotten(HoldfastCallback) == []
+    assert arguments.lost(lambda **given: HoldfastCallback(tmp_path, every=1, **given)) == []
 
 
 def test_what_cannot_be_done_is_said_at_once(tmp_path):

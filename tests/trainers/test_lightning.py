@@ -70,7 +70,7 @@ def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path, epochs: i
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_on_another_number_of_ranks(tmp_path: Path, kind: str) -> None:
     assert live(2, f"{FITS}:fit", tmp_path, kind, 4, 11) == KILLED
-    with pytest.raises(AssertionError, match="elsewhere"):
+    with pytest.raises(AssertionError, match='Here it is HoldfastCheckpoint that takes elsewhere="first"'):
         live(1, f"{FITS}:fit", tmp_path, "alone", 4)
     ((losses, _),) = live(1, f"{FITS}:fit", tmp_path, "ddp" if kind == "ddp" else "fsdp2", 4, 0, "first")
     assert len(losses) == 22  # the loader of one rank has 12 batches an epoch: 10 of the second, and the third
@@ -83,6 +83,26 @@ def test_a_signal_leaves_a_last_step(tmp_path: Path) -> None:
     ((second, _),) = live(1, f"{FITS}:fit_and_stop", tmp_path / "stopped", 5, "SIGUSR1")
     ((third, counted),) = live(1, f"{FITS}:fit", tmp_path / "stopped", "alone", 100)
     assert first + second + third == whole and counted == seen and 15 <= len(first) < 18
+
+
+def test_it_takes_what_a_manager_takes(tmp_path: Path) -> None:
+    assert live(1, f"{FITS}:arguments_that_are_missing", tmp_path) == [[]]
+
+
+@pytest.mark.slow
+def test_a_fit_that_raised_goes_on_when_it_is_called_again(tmp_path: Path) -> None:
+    """With the gradient scaler that it had."""
+    whole = live(1, f"{FITS}:fit_again", tmp_path / "whole", 0)
+    assert live(1, f"{FITS}:fit_again", tmp_path / "again", 11) == whole
+
+
+@pytest.mark.slow
+def test_what_asks_for_two_things_at_once(tmp_path: Path) -> None:
+    (found,) = live(1, f"{FITS}:fit_wrongly", tmp_path / "run")
+    assert found["a trial"] == 1 and found["left by a trial"] == []
+    assert (found["first"], found["theirs alone"], found["done"], found["no data"]) == (2, 3, 3, 0)
+    assert "has restored step 3" in found["theirs and ours"] and "leave out ckpt_path" in found["theirs and ours"]
+    assert "earlier run, up to 3" in found["afresh"]
 
 
 def test_the_plugin_keeps_lightnings_own_checkpoints(tmp_path: Path) -> None:

@@ -50,10 +50,11 @@ class Run:
             optimizers=[torch.optim.AdamW(part.parameters(), lr=0.1) for part in self.parts]
         )
         self.loader, self.schedule, self.train_state = Counter(), Counter(), Counter()
+        self.states: dict[str, Any] = {"train_state": self.train_state, "tokens": seed}
         config = SimpleNamespace(**{"interval": 2, "async_mode": "disabled", "last_save_model_only": False, **settings})
         self.manager = CheckpointManager(
             config, dataloader=self.loader, model_parts=self.parts, optimizers=self.optimizers,
-            lr_schedulers=self.schedule, states={"train_state": self.train_state}, base_folder=str(root),
+            lr_schedulers=self.schedule, states=self.states, base_folder=str(root),
         )  # fmt: skip
 
     def train(self, steps: int) -> Run:
@@ -61,6 +62,7 @@ class Run:
             self.train_state.count += 1
             self.loader.count += 10
             self.schedule.count += 100
+            self.states["tokens"] = self.train_state.count * 1000
             for part, optimizer in zip(self.parts, self.optimizers.optimizers, strict=True):
                 sum(p.square().sum() for p in part.parameters()).backward()
                 optimizer.step()
@@ -97,11 +99,28 @@ def test_a_step_that_is_named_is_loaded_and_gone_on_from(tmp_path: Path) -> None
     last = Run(tmp_path, 2)
     with pytest.raises(holdfast.NotACheckpoint, match="step-3"):
         last.manager.load(step=3)
-    with pytest.raises(holdfast.Mismatch, match="steps of two runs"):
+    with pytest.raises(holdfast.Mismatch, match=r"steps of two runs.*load\(step=…\)"):
         last.manager.load()  # which of both is meant, is to be said
     assert last.manager.load(step=4) and same(last.weights, fourth) and last.counts == (4, 40, 400)
     last.train(2).manager.close()
     assert Run(tmp_path, 3).manager.load()
+
+
+@pytest.mark.parametrize("step", [-1, 2])
+def test_plain_values_of_states_come_and_go(tmp_path: Path, step: int) -> None:
+    Run(tmp_path, 0).train(2).manager.close()
+    again = Run(tmp_path, 1)
+    assert again.manager.load(step=step) and again.states["tokens"] == 2000
+    again.train(2).manager.close()
+    assert holdfast.open(tmp_path / "checkpoint" / "step-4").value("tokens") == 4000
+
+
+def test_names_that_it_needs_itself_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="states has 'step'"):
+        CheckpointManager(
+            SimpleNamespace(), dataloader=None, model_parts=[], optimizers=[], lr_schedulers=None,
+            states={"step": Counter()}, base_folder=str(tmp_path),
+        )  # fmt: skip
 
 
 def test_what_is_excluded_is_not_loaded(tmp_path: Path) -> None:
@@ -111,6 +130,9 @@ def test_what_is_excluded_is_not_loaded(tmp_path: Path) -> None:
         assert again.manager.load(step=step)
         assert same(again.weights, run.weights) and again.counts == (2, 0, 0)
         assert again.moments() == run.moments()
+    first = {"initial_load_path": str(tmp_path / "checkpoint/step-2"), "initial_load_model_only": False}
+    other = Run(tmp_path / "other", 1, exclude_from_loading=["dataloader", "lr_scheduler"], **first)
+    assert other.manager.load() and other.counts == (2, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

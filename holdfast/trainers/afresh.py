@@ -1,0 +1,22 @@
+"""A run that is to begin afresh, and a folder that holds steps already: refused at once.
+
+The integrations that may be told not to resume ask it before training. Never deletes anything.
+"""
+
+from __future__ import annotations
+
+from holdfast.manager import CheckpointManager
+
+
+def refuse_old_steps(manager: CheckpointManager, asked: str) -> None:
+    """Raise ValueError if there are steps below the manager's root, although ``asked`` says not to go on from them.
+
+    Else training would begin, its steps would be older than those by their numbers, so be deleted first, and the save
+    that comes to the number of one of them would fail.
+    """
+    steps = manager.steps()
+    if steps:
+        raise ValueError(
+            f"{asked} begins afresh, and {manager.root} holds steps of an earlier run, up to {steps[-1]}: give a root "
+            "of its own, or delete those steps first"
+        )
