@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -191,13 +190,6 @@ def test_pages_are_called_like_what_they_show(
     copied = shutil.copytree(saved / "step-3", tmp_path / "run" / "step-3")
     monkeypatch.chdir(copied)
     assert f"{copied}/step-3.html" in run("view", ".")[1] and f"{copied}/run.html" in run("view", "..")[1]
-
-
-def test_a_port_that_is_taken(run: Any, saved: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, _, err = run("view", saved / "step-3", "--serve", "--port", port)
-    assert code == Code.USAGE and f"port {port} cannot be had" in err and "--port" in err
 
 
 def test_plan(run: Any, saved: Path) -> None:
