@@ -75,12 +75,16 @@ def told_time(seconds: float) -> str:
 
 @contextmanager
 def _ended_gently() -> Iterator[None]:
-    """What ends a program from outside is an interrupt here, after which everything is cleaned up."""
+    """What ends a program from outside is an interrupt here, after which everything is cleaned up.
+
+    A signal that is ignored, as under nohup, stays ignored.
+    """
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in heard}
     try:
         yield
     finally:

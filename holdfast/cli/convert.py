@@ -17,6 +17,7 @@ import typer
 import holdfast
 from holdfast.cli import output
 from holdfast.engine.ranges import Verify
+from holdfast.engine.stores.urls import location
 from holdfast.export.huggingface import Extras
 from holdfast.export.work import Converted
 
@@ -106,11 +107,18 @@ def convert(
 
     For transformers: holdfast convert SOURCE TARGET --to huggingface --extras FOLDER_WITH_CONFIG_AND_TOKENIZER
     """
+    proved(source, target)
     done = holdfast.convert(
         source, target, to=to.value, only=only_of(only), rename=renames_of(rename), dtype=dtype_of(dtype), step=step,
         max_shard_bytes=bytes_of(shard), extras=extras_of(extras), overwrite=overwrite, verify=_VERIFY[verify],
     )  # fmt: skip
     show(done, as_json=json)
+
+
+def proved(*paths: str) -> None:
+    """Raise ValueError for a path or URL that cannot be meant: to a conversion on many ranks it is a failed save."""
+    for path in paths:
+        location(path)
 
 
 def only_of(patterns: list[str] | None) -> str | list[str]:

@@ -80,12 +80,12 @@ def _around(place: Here) -> Here:
         return place
 
 
-_MARKS = {"ok": "[green]ok[/]  ", "warn": "[yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
+_MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 
 
 def _show(section: str, found: list[Finding]) -> None:
-    output.marked(f"[bold]{section}[/]")
+    output.say((section, "bold"))
     for one in found:
-        output.marked(f"  {_MARKS[one.verdict]} {output.plain(one.name)}: {output.plain(one.text)}")
+        output.say("  ", _MARKS[one.verdict], f" {one.name}: {one.text}")
         if one.mend:
-            output.marked(f"       [dim]->[/] {output.plain(one.mend)}")
+            output.say("       ", ("->", "dim"), f" {one.mend}")

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 import holdfast
+from holdfast.checkpoint import near
 from holdfast.cli import output
-from holdfast.errors import NotACheckpoint
+from holdfast.errors import Mismatch, NotACheckpoint
 from holdfast.inspect.usage import RootUsage, Usage, modules, usage, usage_of_root
 
 
@@ -26,9 +27,14 @@ def du(
         checkpoint = holdfast.open(path)
     except NotACheckpoint:
         found = usage_of_root(path)
+        if tensors != "*":
+            raise Mismatch(f"{path} is a folder of steps: --tensors looks into one of them") from None
         output.as_json(found) if json else _show_root(found)
         return
     total, top = usage(checkpoint, only=tensors), modules(checkpoint, only=tensors)
+    if tensors != "*" and not top.tensors:
+        hint = near(tensors, checkpoint.manifest.tensors)
+        raise Mismatch(f"{checkpoint.path} has no tensor whose name fits {tensors!r}{hint}")
     rows = [(level, node) for level, node in top.walk(deepest=depth)]
     if json:
         below = [
@@ -37,18 +43,20 @@ def du(
         ]
         output.as_json({**{name: getattr(total, name) for name in total.__dataclass_fields__}, "modules": below})
         return
-    _show(total)
+    _show(total, checkpoint.reading)
     output.table(
         ("module", "tensors", "bytes", "of all"),
         (("  " * level + n.label, n.tensors, output.size(n.nbytes), _share(n.nbytes, total)) for level, n in rows),
     )
 
 
-def _show(total: Usage) -> None:
+def _show(total: Usage, reading: str) -> None:
     cited = f", {output.size(total.cited)} of them borrowed from older steps" if total.cited else ""
     attached = f"; {output.size(total.attached)} attached" if total.attached else ""
     output.say(f"{total.path} ({total.format}): {output.size(total.tensors)} of tensors in files of "
                f"{output.size(total.files)}{cited}{attached}")  # fmt: skip
+    if reading:
+        output.say(f"read as: {reading}")
     for heading, amounts in (("section", total.by_section), ("dtype", total.by_dtype)):
         output.table(
             (heading, "tensors", "elements", "bytes", "of all"),

@@ -45,10 +45,11 @@ _USAGE: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__n
 """What wrong arguments are: click's, or that of the copy of click which newer typers carry."""
 
 
-def told(error: BaseException, arguments: Sequence[str] = ()) -> Told | None:
+def told(error: BaseException, arguments: Sequence[str] = (), places: Sequence[str] = ()) -> Told | None:
     """What a caller is told of an error that a user can cause; None for any other, which is a fault of ours.
 
-    ``arguments`` are those of the program: what to do next names the one that the error is about.
+    ``arguments`` are those of the program, ``places`` those of them that are neither options nor values of options:
+    what to do next names the one that the error is about.
     """
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED
@@ -61,7 +62,7 @@ def told(error: BaseException, arguments: Sequence[str] = ()) -> Told | None:
     cause = getattr(error, "cause", None) if not isinstance(error, SaveFailed) else None
     text = cause or str(error) or type(error).__name__
     command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
-    kind, hint = _kind(error, _subject(error, arguments), command, arguments)
+    kind, hint = _kind(error, _subject(error, arguments, places), command, arguments)
     return Told(code, kind, text, hint)
 
 
@@ -75,13 +76,14 @@ def _usage(error: Any) -> Told:
     return Told(Code.USAGE, "usage", error.format_message(), f"{path} --help")
 
 
-def _subject(error: BaseException, arguments: Sequence[str]) -> str:
+def _subject(error: BaseException, arguments: Sequence[str], places: Sequence[str]) -> str:
     """The path that an error is about, as the user wrote it."""
     words = [word for word in arguments if not word.startswith("-")][1:]
     # Options of a URL stand in no error, and the next command needs them: to another endpoint, say.
     bare = {word: word.partition("?")[0] if "://" in word else word for word in words}
     named = [word for word in words if bare[word] in str(error) or os.path.abspath(word) in str(error)]
-    found = max(named, key=len, default=getattr(error, "file", None) or (words[0] if words else "PATH"))
+    otherwise = getattr(error, "file", None) or next(iter([*places, *words]), "PATH")
+    found = max(named, key=lambda word: (word in places, len(word)), default=otherwise)
     return bare.get(found, found) if _SECRET.search(found) else found
 
 

@@ -1,18 +1,20 @@
 """What commands say: tables for people, one JSON object for programs.
 
-Every command calls it. Results go to standard output, everything else to standard error. Never decides an exit code.
+Every command calls it. Results go to standard output, everything else to standard error. Never decides an exit code,
+and never lets a name or a path move a terminal's cursor.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,60 +32,76 @@ def be_quiet(quiet: bool) -> None:
 
 def as_json(value: object) -> None:
     """One line of JSON on standard output; dataclasses and structs are objects."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.write(_encoded(value) + "\n")
 
 
-def say(text: str) -> None:
-    """A line for people; of any length, so that paths can be copied."""
+def _encoded(value: object) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:  # a file's name that is no text: its odd bytes as Python has them, lone surrogates
+        return json.dumps(msgspec.to_builtins(value), separators=(",", ":"))
+
+
+def say(*parts: str | tuple[str, str]) -> None:
+    """A line for people, of texts and of texts with their styles; of any length, so that paths can be copied."""
     if not _quiet:
-        Console(soft_wrap=True, highlight=False).print(escape(text))
-
-
-def plain(text: str) -> str:
-    """A text for `marked`, in which brackets are brackets."""
-    return escape(text)
-
-
-def marked(text: str) -> None:
-    """A line with rich's marks."""
-    if not _quiet:
-        Console(soft_wrap=True, highlight=False).print(text)
+        _console(soft_wrap=True).print(_line(parts))
 
 
 def aside(text: str) -> None:
     """What is being done, on standard error, if a person is looking."""
     if not _quiet and sys.stderr.isatty():
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[dim]{escape(text)}[/]")
+        _console(stderr=True, soft_wrap=True).print(_line([(text, "dim")]))
 
 
 def fail(told: Told, *, as_json: bool) -> None:
     """What went wrong and what to do next, on standard error: two lines for people, or one object."""
     if as_json:
-        sys.stderr.write(msgspec.json.encode({"error": told}).decode() + "\n")
+        sys.stderr.write(_encoded({"error": told}) + "\n")
         return
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
-    console.print(f"[bold red]error[/]: {escape(told.text)}")
+    console = _console(stderr=True, soft_wrap=True)
+    console.print(_line([("error", "bold red"), f": {told.text}"]))
     if told.next:
-        console.print(f"[bold]next[/]:  {escape(told.next)}")
+        console.print(_line([("next", "bold"), f":  {told.next}"]))
+
+
+def visible(text: str) -> str:
+    """A text in which whatever moves a cursor, turns the direction of letters or is no letter is told by its number."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _line(parts: Iterable[str | tuple[str, str]]) -> Text:
+    found = Text()
+    for part in parts:
+        text, style = (part, "") if isinstance(part, str) else part
+        found.append("\n".join(visible(line) for line in text.split("\n")), style)
+    return found
+
+
+def _console(*, stderr: bool = False, soft_wrap: bool = False, width: int | None = None) -> Console:
+    return Console(stderr=stderr, soft_wrap=soft_wrap, width=width, highlight=False)
 
 
 def show(picture: RenderableType) -> None:
     """What rich can draw, as wide as the terminal."""
     if not _quiet:
-        Console(highlight=False).print(picture)
+        _console().print(picture)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Rows under their headings; nothing if there are none."""
     found = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        found.add_column(column, overflow="fold")
+        found.add_column(Text(visible(column)), overflow="fold")
     for row in rows:
-        found.add_row(*(escape(str(cell)) for cell in row))
+        found.add_row(*(Text(visible(str(cell))) for cell in row))
     if found.rows and not _quiet:
         # Not on a terminal, a table is as wide as it needs: it is searched and cut by other programs.
-        console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=1000)
-        console.print(found)
+        _console(width=None if sys.stdout.isatty() else _WIDEST).print(found)
+
+
+_WIDEST = 1 << 20
+"""Letters of a line that nobody sees at a terminal."""
 
 
 def size(nbytes: int) -> str:

@@ -12,7 +12,7 @@ import typer
 
 import holdfast
 from holdfast.cli import output
-from holdfast.cli.convert import EXTRAS, Format, bytes_of, dtype_of, extras_of, show
+from holdfast.cli.convert import EXTRAS, Format, bytes_of, dtype_of, extras_of, proved, show
 from holdfast.export.huggingface import section_of
 
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -41,9 +41,11 @@ def unshard(
 
     The names in it are those of the model: load_state_dict takes what torch.load makes of the file.
     """
-    to = Format.torch if PurePosixPath(target).suffix in _FILES else Format.huggingface
+    bare = target.partition("?")[0] if "://" in target else target  # without options of a URL
+    to = Format.torch if PurePosixPath(bare).suffix in _FILES else Format.huggingface
     if everything and to is Format.huggingface:
         raise typer.BadParameter("--all goes with a file for torch (.pt): a folder for inference holds weights alone")
+    proved(target)
     opened = holdfast.open(source)
     only = "*" if everything else section_of(opened, section or "*") or "*"
     if not json:

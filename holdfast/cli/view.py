@@ -5,6 +5,8 @@ Called by `app`. Never writes over a file that is no page of ours, and never ser
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,11 +99,16 @@ def _serve(
     from holdfast.view.checkpoint import checkpoint_page, figures
     from holdfast.view.server import Served
 
-    served = Served(
-        lambda: checkpoint_page(checkpoint, timeline=told, look=check, served=True),
-        {"statistics": lambda name: figures(checkpoint, name)},
-        port=port,
-    )
+    try:
+        served = Served(
+            lambda: checkpoint_page(checkpoint, timeline=told, look=check, served=True),
+            {"statistics": lambda name: figures(checkpoint, name)},
+            port=port,
+        )
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        raise ValueError(f"port {port} cannot be had ({error.strerror}): leave out --port, or name another") from None
     with served:
         if json:
             output.as_json({"url": served.url})
@@ -128,9 +135,8 @@ def is_root(path: str) -> bool:
 
 
 def _name(path: str) -> str:
-    if path.rstrip("/").rpartition("/")[2] in (".", ".."):
-        path = str(Path(path).resolve())
-    return path.partition("?")[0].rstrip("/").rpartition("/")[2].replace("{", "").replace("}", "") or "checkpoint"
+    text = path.partition("?")[0] if "://" in path else os.path.abspath(path)  # also of "." and ".."
+    return text.rstrip("/").rpartition("/")[2].replace("{", "").replace("}", "") or "checkpoint"
 
 
 def _write(page: Path, data: bytes) -> None:

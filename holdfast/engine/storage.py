@@ -298,7 +298,7 @@ def folders_in(path: Location) -> list[str]:
     with naming(path, "list"):
         if isinstance(path, Place):
             return [key.rpartition("/")[2] for key in path.store.list(path.key, deep=False).folders]
-        return [entry.name for entry in disk.listed(path) if entry.is_dir()] if path.is_dir() else []
+        return [entry.name for entry in disk.listed(path) if _is_folder(entry)] if path.is_dir() else []
 
 
 def files_below(folder: Location) -> list[str]:
@@ -312,8 +312,11 @@ def sizes_below(folder: Location) -> dict[str, int]:
         return {path: nbytes for path, nbytes, _ in _entries(folder)}
     found = {}
     for path in sorted(_walk(folder)):
-        with suppress(FileNotFoundError):  # deleted meanwhile
+        try:
             found[path] = disk.stat(folder / path).st_size
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):  # deleted meanwhile, or a link that leads nowhere
+                raise
     return found
 
 
@@ -323,8 +326,17 @@ def _walk(folder: Path, above: str = "") -> Iterator[str]:
         for entry in disk.listed(folder):
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(folder / entry.name, f"{above}{entry.name}/")
-            elif not entry.is_dir():
+            elif not _is_folder(entry):
                 yield above + entry.name
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False  # a link that leads back to itself is like one that leads nowhere
 
 
 def _entries(folder: Place) -> list[tuple[str, int, float]]:

@@ -20,6 +20,10 @@ REPLICATED = ("ddp", "dp", "replicate", "dp_replicate")
 """Names of mesh axes, as people call them: those over which FSDP cuts, tensor parallelism cuts, and none does."""
 
 
+MOST = 1 << 16
+"""Ranks that a plan is made for: each is looked at."""
+
+
 class Rule(NamedTuple):
     """Tensors whose names fit ``pattern`` are cut on axis ``dim`` by mesh axes of ``kind``; not at all if it is None.
 
@@ -116,13 +120,15 @@ def parse_mesh(text: str, ranks: int | None = None) -> Mesh:
                 f"{part.strip()!r} is no axis of a mesh: name=size, of {', '.join(known)}. The stages of a pipeline "
                 "load their own layers: plan one at a time with --tensors"
             )
-        if not size.isdecimal() or not 0 < int(size) <= 1 << 20:
+        if not re.fullmatch("[0-9]{1,18}", size) or not int(size):
             raise ValueError(f"mesh axis {name} has size {size!r}, which is no number of ranks")
         if name in names:
             raise ValueError(f"mesh axis {name} is there twice")
         names.append(name)
         sizes.append(int(size))
     mesh = Mesh(tuple(names), tuple(sizes))
+    if mesh.ranks > MOST:
+        raise ValueError(f"the mesh {mesh} has {mesh.ranks:,} ranks: a plan is made for at most {MOST:,}")
     if ranks is not None and mesh.ranks != ranks:
         raise ValueError(f"the mesh {mesh} has {mesh.ranks} ranks, not {ranks}")
     return mesh

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -12,7 +13,6 @@ from typing import cast
 import torch
 
 from holdfast.checkpoint import Checkpoint, Patterns, matches
-from holdfast.engine.memory import buffer
 from holdfast.engine.pass_on import LONGEST, Line, Lines, line_of, wanted_of
 from holdfast.engine.ranges import GAP, Verify
 from holdfast.engine.ranks import Ranks
@@ -107,6 +107,9 @@ def plan(
     return _Planning(checkpoint, mesh, records, rules, node_size, verify).plan(share=share)
 
 
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # a tensor may be larger than memory; Python names it from 3.11 on
+
+
 @dataclass(frozen=True)
 class _Seat:
     """A rank as far as `Sharing` looks at it before ranks talk."""
@@ -130,7 +133,8 @@ class _Planning:
         self.headers = [file.header_bytes for file in checkpoint.manifest.data_files]
         # Views of memory that nobody touches: plans only look where they would lie.
         largest = max(record.nbytes for record in records.values())
-        self.memory = torch.frombuffer(buffer(max(largest, 2 * LONGEST)).view, dtype=torch.uint8)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        self.memory = torch.frombuffer(mmap.mmap(-1, max(largest, 2 * LONGEST), flags=flags), dtype=torch.uint8)
         self._lines: dict[tuple[Holders, tuple[Item, ...]], Line] = {}
 
     def plan(self, *, share: bool) -> Plan:
@@ -143,10 +147,11 @@ class _Planning:
             ranks.append(self._rank(rank, sharing, lines))
         nodes = [
             NodeReads(
-                node, *(sum(getattr(rank, what) for rank in some) for what in ("needed", "read", "requests", "files"))
+                start // self.node_size,
+                *(sum(getattr(rank, what) for rank in some) for what in ("needed", "read", "requests", "files")),
             )
-            for node in range(-(-size // self.node_size))
-            for some in [[rank for rank in ranks if rank.node == node]]
+            for start in range(0, size, self.node_size)
+            for some in [ranks[start : start + self.node_size]]
         ]
         state = sum(record.nbytes for record in self.records.values())
         where = str(self.checkpoint.path)
@@ -155,9 +160,13 @@ class _Planning:
     def _sharing(self, rank: int) -> Sharing:
         """What a rank wants, offered to the others."""
         wanted, spreads = [], []
+        held: dict[tuple[tuple[int, ...], int], list[Box]] = {}  # most tensors are cut like many others
         for name, record in self.records.items():
             spread = self.spreads[name]
-            for box in boxes_held(record.shape, spread, rank):
+            key = record.shape, id(spread)
+            if key not in held:
+                held[key] = boxes_held(record.shape, spread, rank)
+            for box in held[key]:
                 wanted.append(Wanted(name, record, box, self._view(record, box)))
                 spreads.append(spread)
         seat = _Seat(rank, self.mesh.ranks, f"node {rank // self.node_size}")

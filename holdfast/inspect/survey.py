@@ -94,7 +94,9 @@ def survey(
     home = bounded(location(root), DEADLINE)
     tiers: list[tuple[str, Location]] = [("store" if fast is not None else "", home)]
     if fast is not None:
-        tiers.append(("fast", location(fast)))
+        tiers.append(("fast", there := location(fast)))
+        if isinstance(there, Path) and not there.is_dir():  # a slip of the pen must not read like "nothing there"
+            raise NotACheckpoint(f"there is no folder {there}, which is to be the fast tier")
     found = [step for tier, folder in tiers for step in _look(folder, tier, headers=headers)]
     if not found:
         open_checkpoint(home)  # it says best what is there instead
@@ -105,8 +107,7 @@ def survey(
 def _look(root: Location, tier: str, *, headers: bool) -> list[Step]:
     if storage.is_file(root / manifest.FILE_NAME) or (isinstance(root, Path) and root.is_file()):
         return [_seen(root, "", tier, headers=headers)]
-    folders = storage.folders_in(root)
-    asked = [name for name in folders if not name.startswith(".")]
+    asked = [name for name in storage.folders_in(root) if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
         ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), asked) if step]
     named = {step.name for step in ours}
@@ -116,9 +117,11 @@ def _look(root: Location, tier: str, *, headers: bool) -> list[Step]:
         itself = _ours(root, "", tier, headers=headers) or _foreign(root, "", tier)
         if itself is not None and not _is_of_a_run(itself, asked):
             return [itself]
-    others = (_foreign(root / name, name, tier) for name in [*asked, *_files_in(root)] if name not in named)
+    folders = [_foreign(root / name, name, tier) for name in asked if name not in named]
+    files = [_foreign(root / name, name, tier) for name in _files_in(root)]
     # A file that says which step is the latest is none itself.
-    return [*ours, *(step for step in others if step is not None and not _is_of_a_run(step, asked))]
+    single = [step for step in files if step is not None and not _is_of_a_run(step, asked)]
+    return [*ours, *(step for step in folders if step is not None), *single]
 
 
 def _is_of_a_run(found: Step, folders: list[str]) -> bool:
@@ -132,7 +135,8 @@ def _files_in(root: Location) -> list[str]:
             listed = root.store.list(root.key, deep=False).files
         names = [entry.key.rpartition("/")[2] for entry in listed]
     else:
-        names = [entry.name for entry in disk.listed(root) if entry.is_file()] if root.is_dir() else []
+        names = [entry.name for entry in disk.listed(root)] if root.is_dir() else []
+        names = [name for name in names if (root / name).is_file()]  # a link in a circle is none
     return [name for name in sorted(names) if not name.startswith(".")][:MOST_FILES]
 
 

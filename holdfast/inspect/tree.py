@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from holdfast.ondisk.spans import ranges
 
 _PARTS = re.compile(r"([^/.]*)([/.]|$)")
-_NUMBER = re.compile(r"\{[^}]*\}|(\d+)")  # what is folded already is passed over
+_NUMBER = re.compile(r"\{[^}]*\}|(?<!\d)(\d{1,18})(?!\d)")  # what is folded already is passed over
+DEEPEST = 64
+"""Levels of modules; what a name has below them is one part."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def tree(leaves: Iterable[Leaf], *, fold: bool = True) -> Node:
 
 def labels_of(name: str) -> list[str]:
     """The parts of a name with what joins them: ``model/layers.0.w`` is ``model/``, ``layers.``, ``0.``, ``w``."""
-    return [part + joint for part, joint in _PARTS.findall(name) if part or joint]
+    labels = [part + joint for part, joint in _PARTS.findall(name) if part or joint]
+    return labels if len(labels) <= DEEPEST else [*labels[: DEEPEST - 1], "".join(labels[DEEPEST - 1 :])]
 
 
 def _closed(label: str, node: _Open, fold: bool) -> tuple[Node, Hashable]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import typer
 
-from holdfast.cli.bench import seconds_of, told_time
+from holdfast.cli.bench import _ended_gently, seconds_of, told_time
 from holdfast.cli.codes import Code
 from holdfast.cli.convert import bytes_of
 from holdfast.interval import advise
@@ -58,3 +60,15 @@ def test_sizes_and_times() -> None:
         with pytest.raises(typer.BadParameter):
             seconds_of(text)
     assert [told_time(seconds) for seconds in (5, 600, 7200, 400000)] == ["5 s", "10 min", "2 h", "4.63 days"]
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _ended_gently():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

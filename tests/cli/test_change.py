@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -49,6 +50,18 @@ def test_unshard_takes_weights_alone(steps: Path, run: Run) -> None:
     assert run("unshard", source, target / "optimizer.pt", "--section", "optimizer")[0] == Code.FINE
     assert set(torch.load(target / "optimizer.pt", weights_only=True)) == {"m"}
     assert run("unshard", source, target / "hf2", "--all")[0] == Code.USAGE
+
+
+def test_unshard_to_a_url(steps: Path, run: Run) -> None:
+    target = steps.parent / "model.pt"
+    assert run("unshard", steps / "step-000000200", f"file://{target}?a=b", "--json")[0] == Code.FINE
+    assert (steps.parent / "model.pt?a=b").is_file(), "a file for torch, as its name says, whatever the options are"
+
+
+def test_no_path_is_no_working_directory(steps: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(steps)
+    for command in (["prune"], ["gc"], ["ls"], ["copy", "out"], ["convert", "out"]):
+        assert run(command[0], "", *command[1:])[0] == Code.USAGE
 
 
 def test_unshard_of_other_formats_fits_the_model(tmp_path: Path, run: Run) -> None:

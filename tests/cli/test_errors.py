@@ -226,6 +226,13 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     "missing obstore": (_no_obstore, Code.MISMATCH, "missing package", "pip install"),
     "missing zstandard": (_no_zstandard, Code.MISMATCH, "missing package", "pip install"),
     "no such scheme": (lambda r, p: ["verify", "s4://bucket/x"], Code.USAGE, "usage", "docs/stores.md"),
+    **{
+        f"no such scheme: {command}": (
+            lambda root, patch, command=command: [command, _newest(root), "s4://bucket/x"],  # type: ignore[misc]
+            Code.USAGE, "usage", "docs/stores.md",
+        )
+        for command in ("convert", "unshard", "copy")
+    },
     "a slash lost": (lambda r, p: ["verify", "s3:/bucket/x"], Code.USAGE, "usage", "docs/stores.md"),
     "no bucket": (lambda r, p: ["verify", "s3://"], Code.USAGE, "usage", "docs/stores.md"),
     "no credentials": (_no_credentials, Code.STORAGE, "no credentials", "holdfast doctor "),
@@ -264,6 +271,15 @@ def test_suggestions_are_near(steps: Path, run: Run) -> None:
     assert "did you mean s3://?" in run("verify", "s4://bucket/x")[2]
     assert "did you mean model" in run("convert", _newest(steps), steps.parent / "o", "--only", "modle/*")[2]
     assert f"{_newest(steps)}?" in run("verify", steps / "step-00000050")[2]
+
+
+def test_what_to_do_next_names_the_checkpoint_and_no_option(steps: Path, run: Run) -> None:
+    pattern = "w" * 300
+    for before, after in (((), ("--tensors", pattern)), (("--json", "--tensors", pattern), ())):
+        code, _, err = run("show", *before, _newest(steps), *after)
+        assert code == Code.MISMATCH and f"holdfast show {_newest(steps)} lists" in err
+    code, _, err = run("plan", "--ranks", 2, steps / "gone", "--shard", pattern + "=1")
+    assert code == Code.NOT_A_CHECKPOINT and f"holdfast ls {steps} lists" in err
 
 
 @pytest.fixture

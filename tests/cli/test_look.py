@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,30 @@ def test_show_tensors(run: Any, saved: Path) -> None:
     assert code == Code.MISMATCH and "no tensor whose name fits 'modell*'" in err
 
 
+def test_names_move_no_cursor_and_stay_what_they_are(run: Any, tmp_path: Path) -> None:
+    name = "a[b/c]\\"
+    holdfast.save({"m": {f":on: x[/b]\\{i}": torch.ones(2) for i in range(2)}, "\u202ertl": 1}, tmp_path / name)
+    for word, *options in COMMANDS:
+        if word != "ls":
+            out = run(word, tmp_path / name, *options)[1]
+            assert f"{tmp_path / name}" in out or word == "diff"
+            assert ":on: x" in out or word == "plan"
+            assert "\u202e" not in out
+    (tmp_path / name).rename(tmp_path / ":on: x\x1b[31m\u202e\n[b]")
+    out = run("ls", tmp_path)[1]
+    assert ":on: x\\x1b[31m\\u202e\\n[b]" in out
+
+
+def test_names_that_are_no_text(run: Any, saved: Path, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"step-\xff")
+    shutil.copytree(saved / "step-3", odd)
+    assert "step-\\udcff" in run("ls", tmp_path)[1]
+    assert json.loads(run("ls", tmp_path, "--json")[1])["checkpoints"][0]["name"] == odd.name
+    assert json.loads(run("show", odd, "--json")[1])["path"] == str(odd)
+    code, _, err = run("show", f"{odd}x", "--json")
+    assert code == Code.NOT_A_CHECKPOINT and odd.name in json.loads(err)["error"]["text"]
+
+
 def test_show_tied(run: Any, tmp_path: Path) -> None:
     w = torch.zeros(3)
     holdfast.save({"m": {"a": w, "b": w}}, tmp_path / "c")
@@ -149,6 +174,22 @@ def test_du(run: Any, saved: Path, tmp_path: Path) -> None:
     assert code == Code.FINE and "deleting it frees" in out and "each file once" in out
     told = json.loads(run("du", tmp_path, "--json")[1])
     assert told["steps"][1]["frees"] < told["steps"][1]["nbytes"] and told["steps"][1]["shared"] > 0
+
+
+def test_du_of_what_is_not_there(run: Any, saved: Path, tmp_path: Path) -> None:
+    code, out, err = run("du", saved / "step-3", "--tensors", "modle")
+    assert code == Code.MISMATCH and not out and "fits 'modle'" in err
+    assert run("du", saved, "--tensors", "model")[0] == Code.MISMATCH
+    shutil.copytree(GOLDEN / "dcp_single" / "ckpt", tmp_path / "step-1")
+    assert "the last of 1 steps, step-1" in run("du", tmp_path)[1]
+
+
+def test_pages_are_called_like_what_they_show(
+    run: Any, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    copied = shutil.copytree(saved / "step-3", tmp_path / "run" / "step-3")
+    monkeypatch.chdir(copied)
+    assert f"{copied}/step-3.html" in run("view", ".")[1] and f"{copied}/run.html" in run("view", "..")[1]
 
 
 def test_plan(run: Any, saved: Path) -> None:

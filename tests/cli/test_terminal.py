@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import pytest
 
+import holdfast
 from holdfast.cli import app as application
 from holdfast.cli.codes import Code
 from holdfast.report import progress
@@ -93,6 +94,11 @@ def test_bars_at_a_terminal_and_none_in_a_pipe(command: str, steps: Path) -> Non
     assert code == Code.FINE and err == "" and "\x1b" not in out
 
 
+def test_no_bars_where_quiet_is_asked_for(steps: Path) -> None:
+    code, shown = _at_a_terminal("verify", steps / "step-000000200", "--quiet")
+    assert (code, shown) == (Code.FINE, "") and progress.VARIABLE not in os.environ
+
+
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     code, shown = _at_a_terminal("bench", tmp_path / "b", "--size", "64MB", until=lambda told: b"raw write" in told)
     assert code == Code.INTERRUPTED and "interrupted" in shown and "Traceback" not in shown, shown
@@ -103,6 +109,47 @@ def test_a_reader_that_leaves(steps: Path) -> None:
     for command in (["--help"], ["prune", str(steps)], ["prune", str(steps), "--json"]):
         code, _, err = _in_a_pipe(*command, gone=True)
         assert (code, err) == (Code.CLOSED, "")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_nobody_hears_an_error(options: list[str], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    child = os.fork()
+    if child == 0:
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        _run_here(("verify", tmp_path / "nothing", *options))
+    os.close(writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == Code.CLOSED
+
+
+def test_nobody_listens_at_all(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under some daemons: the program starts with its standard streams closed."""
+    copied = steps.parent / "copy"
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.closerange(0, 3)
+            sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
+            sys.argv = ["holdfast", "copy", str(steps / "step-000000200"), str(copied)]
+            application.main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == Code.FINE
+    assert holdfast.verify(copied).whole
+
+
+def test_an_old_terminal(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, open(steps.parent / "told", "w", encoding="ascii") as told:
+        patch.setattr(sys, "stdout", told)
+        patch.setattr(sys, "argv", ["holdfast", "watch", str(steps), "--once"])
+        with pytest.raises(SystemExit) as ended:
+            application.main()
+    assert not ended.value.code and "\\u25cf" in (steps.parent / "told").read_text()
 
 
 def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

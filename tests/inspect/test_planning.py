@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
@@ -16,8 +18,9 @@ from holdfast.engine import pass_on, share, share_plan
 from holdfast.engine.spread import WHOLE, boxes_held
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
+from holdfast.inspect import planning
 from holdfast.inspect.mesh import Mesh, parse_mesh, parse_rule
-from holdfast.inspect.planning import plan
+from holdfast.inspect.planning import _Planning, plan
 from tests import pool
 from tests.foreign.truth import GOLDEN
 from tests.inspect import plan_trials
@@ -116,6 +119,8 @@ def test_what_tensor_parallelism_cuts_by_default(name: str, dim: int | None) -> 
         ("fsdp", None, "no number of ranks"), ("pp=4", None, "pipeline"), ("fsdp=0", None, "no number"),
         ("", None, "say which"),
         ("fsdp=2,fsdp=2", None, "twice"), ("fsdp=4", 8, "has 4 ranks, not 8"), ("fsdp=x", None, "no number"),
+        ("fsdp=1000000", None, "at most 65,536"), ("fsdp=4096,tp=4096", None, "at most 65,536"),
+        ("", 1 << 40, "at most 65,536"), ("fsdp=" + "9" * 5000, None, "no number"),
     ],
 )  # fmt: skip
 def test_meshes_that_are_none(mesh: str, ranks: int | None, said: str) -> None:
@@ -161,6 +166,27 @@ def test_nothing_is_touched_of_what_would_be_read(tmp_path: Path) -> None:
     data[5000:] = b"x" * len(data[5000:])
     path.write_bytes(data)
     assert plan(holdfast.open(tmp_path / "c"), parse_mesh("fsdp=2")).needed == 400_000
+
+
+def test_what_is_alike_is_cut_once_for_each_rank(tmp_path: Path) -> None:
+    checkpoint = holdfast.save({"model": {f"w{i}": torch.zeros(8, 2) for i in range(300)}}, tmp_path / "c")
+    asked = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return boxes_held(*arguments)
+
+    with patch.object(planning, "boxes_held", counted):
+        found = plan(checkpoint, parse_mesh("fsdp=16"), node_size=3, share=False)
+    assert asked == 16 and found.needed == found.state
+    assert [node.node for node in found.nodes] == [*range(6)] and sum(n.needed for n in found.nodes) == found.needed
+
+
+def test_a_tensor_larger_than_memory(tmp_path: Path) -> None:
+    checkpoint = holdfast.save({"model": {"w": torch.zeros(8, 2)}}, tmp_path / "c")
+    record = replace(checkpoint.manifest.tensors["model/w"], shape=(1 << 20, 1 << 20))
+    assert _Planning(checkpoint, parse_mesh("fsdp=2"), {"model/w": record}, [], 8, True).memory.nbytes == 4 << 40
 
 
 def test_no_tensor_fits(tmp_path: Path) -> None:

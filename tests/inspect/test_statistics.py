@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.inspect import reading, statistics
+from holdfast.inspect import compare, reading, statistics
 from holdfast.ondisk.box import tiling_fault
 
 BITS = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2", *(f"uint{n}" for n in range(1, 8)))
@@ -131,15 +132,27 @@ def test_boxes_tile_and_are_bounded(shape: tuple[int, ...], most: int) -> None:
     assert boxes == sorted(boxes)
 
 
-def test_no_more_than_a_box_is_held(saved: holdfast.Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_no_more_than_a_box_of_each_is_held(
+    saved: holdfast.Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, held = [], []
     read = holdfast.Checkpoint.read
 
     def noting(self: holdfast.Checkpoint, name: str, box: Any = None) -> torch.Tensor:
+        held.append(sum(earlier() is not None for earlier in kept))
         found = read(self, name, box)
         asked.append(found.nbytes)
+        kept.append(weakref.ref(found))
         return found
 
+    kept: list[weakref.ref[torch.Tensor]] = []
     monkeypatch.setattr(holdfast.Checkpoint, "read", noting)
     statistics.statistics(saved, "m/transposed")
-    assert max(asked) <= 64 and sum(asked) == 12 * 30 * 4
+    assert max(asked) <= 64 and sum(asked) == 12 * 30 * 4 and max(held) == 0
+    statistics.statistics(saved, "m/transposed", bins=4)
+    assert max(held) == 0
+    other = holdfast.save({"m": {"transposed": states()["transposed"] + 1}}, tmp_path / "other")
+    monkeypatch.setattr(compare, "BOX", 64)
+    asked.clear()
+    (found,) = compare.compare(saved, other, only="m/transposed")
+    assert found.status == "changed" and len(asked) == 2 + 2 * 30 and max(held) == 1

@@ -16,6 +16,7 @@ from holdfast.engine.storage import open_locked
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
 from holdfast.inspect.survey import Step, survey
+from holdfast.inspect.usage import usage_of_root
 from holdfast.ondisk import part
 from holdfast.ondisk.part import Part
 from tests.citing import save_on, state_of
@@ -157,6 +158,29 @@ def test_a_folder_of_several_formats(run: Path, tmp_path: Path) -> None:
     assert {name: step.format for name, step in found.items()} == {
         "ours": "holdfast", "theirs": "torch.distributed.checkpoint", "last.pt": "torch.save",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["composer_tar_2r", "dcp_hf_sharded_2r"])
+def test_folders_whose_names_are_numbers(name: str, tmp_path: Path) -> None:
+    for folder in ("0", "2", "3"):  # what is told of how these are read has such numbers in it
+        shutil.copytree(GOLDEN / name / "ckpt", tmp_path / folder)
+    assert {step.name: step.health for step in survey(tmp_path)} == {"0": "opens", "2": "opens", "3": "opens"}
+
+
+def test_links_that_lead_nowhere(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "step-1", tmp_path / "step-1")
+    shutil.copytree(run / "step-6", tmp_path / "step-6")
+    for folder in (tmp_path, tmp_path / "step-1", tmp_path / "step-6"):
+        (folder / "circle").symlink_to("circle")
+        (folder / "nothing").symlink_to("gone")
+    found = by_name(tmp_path)
+    assert {n: s.health for n, s in found.items()} == {"step-1": "whole", "step-6": "unfinished"}
+    assert usage_of_root(tmp_path).leavings > 0
+
+
+def test_a_fast_tier_that_is_not_there(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(holdfast.NotACheckpoint, match="there is no folder .*/fast"):
+        survey(run, fast=tmp_path / "fast")
 
 
 def test_one_that_is_broken_hides_no_other(tmp_path: Path) -> None:

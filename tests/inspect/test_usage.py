@@ -136,6 +136,14 @@ def test_a_tensor_that_has_others_below_it() -> None:
     assert folded(["w", "w.scale", "v"]) == [(0, "w", 1, 4), (0, "w.scale", 1, 4), (0, "v", 1, 4)]
 
 
+def test_names_of_any_depth_and_numbers_of_any_length() -> None:
+    deep, digits = ".".join(["a"] * 5000), ["m." + digit * 5000 for digit in "12"]
+    assert "".join(labels_of(deep)) == deep and [label for _, label, _, _ in folded([deep, *digits])] == [
+        deep, "m.", *(name[2:] for name in digits)
+    ]  # fmt: skip
+    assert len(folded([deep, deep + ".b", deep + ".c"])) == 4
+
+
 def test_ten_thousand_tensors_are_few_lines() -> None:
     names = [f"{s}/layers.{i}.{m}.weight" for s in ("a", "b", "c") for i in range(400) for m in "opqrstuvw"]
     assert len(folded(names)) == 3 * 10

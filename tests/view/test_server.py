@@ -149,7 +149,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken_is_an_error(served: Served, run: Any, tmp_path: Path) -> None:
     code, _, err = run("view", tmp_path / "c", "--serve", "--port", served.server_address[1])
-    assert code == 4 and "in use" in err and "Traceback" not in err
+    assert code == 2 and "in use" in err and "leave out --port" in err and "Traceback" not in err
 
 
 def test_any_failure_is_an_answer(served: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -58,6 +58,8 @@ def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | 
             raise ValueError(f"{path} is a place in a store already: options belong to holdfast.at")
         return path
     text = os.fspath(path)
+    if not text:  # a variable of a script that was never set: it shall not mean the working directory
+        raise ValueError("the path is empty: give a folder, or a URL")
     matched = _URL.match(text)
     if matched and matched[1].lower() != "file":
         return _place(matched[1].lower(), matched[2], options or {})
