@@ -1,6 +1,6 @@
 """What is said of a path that holds no checkpoint: what is there instead, and what to do.
 
-`open` and `read_manifest` raise NotACheckpoint with it. Reads no file.
+`open` and `read_manifest` raise NotACheckpoint with it. Reads no file, and never walks a large tree.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from holdfast.engine import storage
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import StorageError
 from holdfast.ondisk import datafile, manifest
+
+LEVELS = 3
+"""Levels of a folder that tell what it is: of a root, the files of its steps. Data sets may lie beside a run."""
 
 
 def what_is_there(folder: Path) -> str:
@@ -34,7 +37,7 @@ def what_is_there(folder: Path) -> str:
     for above in (folder.parent, folder.parent.parent):
         if (above / manifest.FILE_NAME).is_file():
             return f"{folder} is a part of the checkpoint {above}"
-    return _uncommitted(folder, storage.files_below(folder))
+    return _uncommitted(folder, storage.files_near(folder, levels=LEVELS))
 
 
 def what_is_in_store(folder: Place) -> str:

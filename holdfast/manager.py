@@ -280,6 +280,8 @@ class CheckpointManager:
             self._writing_to.discard(path)
             raise
         self._newest = saving
+        if step != self._at[0]:  # saved without having been told of by `step`
+            self._at = (step, metric)
         number = self._recent.add(saving)
         if self._bases is not None:
             self._bases.begun(saving)

@@ -21,8 +21,8 @@ from typing import Any
 LIMIT = 120.0
 
 # A process that has imported what ranks need, and is forked for each of them: importing it costs each some 4 s.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.meshes"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.meshes"])
 
 
 @dataclass
@@ -72,8 +72,8 @@ class Pool:
             port = probe.getsockname()[1]
         self.pipes, self.processes = [], []
         for rank in range(world):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -65,7 +65,7 @@ def test_every_save_has_an_entry(worker: Any, tmp_path: Path) -> None:
     assert last.step_seconds is not None and last.step_seconds >= 0 and last.backlog is None
     assert len({e.start for e in found}) == 1 and last.start
     now = Reader(tmp_path).read().now
-    assert now is not None and now.ended and now.saving is None and now.step == 4 and now.every == 2
+    assert now is not None and now.ended and now.saving is None and now.step == 5 and now.every == 2
 
 
 def test_a_save_that_borrows_says_what_it_wrote(tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli import output
 from holdfast.errors import NotACheckpoint, StorageError
-from holdfast.inspect.history import History, Past
+from holdfast.inspect.history import History, Past, ends_with
 from holdfast.inspect.standing import Save, Standing, rate_of, standing
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def _state(now: Standing) -> str:
     if now.state == "ended":
         return f"ended{step}, {ago(now.heard)}"
     if now.state == "unknown":
+        if now.fast_of is not None:
+            return "the fast tier of a run, whose journal is with its root"
         return f"steps without a journal: whether it runs is not told; the last one is{step[3:] or ' not known'}"
     return f"running{step}"
 
@@ -133,6 +136,8 @@ def _lines(now: Standing) -> list[tuple[str, str | Text]]:
     from rich.text import Text
 
     found: list[tuple[str, str | Text]] = []
+    if now.fast_of is not None:
+        found.append(("root", f"{now.fast_of}: holdfast watch {quote(now.fast_of)}"))
     ranks = [] if now.ranks is None else [f"{now.ranks:,} rank{'s' if now.ranks != 1 else ''}"]
     pace = [] if now.step_seconds is None else [f"{span(now.step_seconds)} a step"]
     start = [f"start {now.starts}"] if now.starts > 1 else []
@@ -154,6 +159,9 @@ def _lines(now: Standing) -> list[tuple[str, str | Text]]:
         since = f"{now.failed_since:,} since the last save; " if now.failed_since else ""
         words = f"{since}step {now.failure.step:,}, {ago(now.failure.age)}: {now.failure.error}"
         found.append(("failure", Text(words, "red" if now.failed_since else "yellow")))
+    if now.unreadable:
+        more = f" (and {len(now.unreadable) - 1:,} more)" if len(now.unreadable) > 1 else ""
+        found.append(("unreadable", Text(next(iter(now.unreadable.values())) + more, "red")))
     if now.best is not None:
         found.append(("best", f"{now.best.metric:.6g} at step {now.best.step:,}"))
     if now.backlog is not None:
@@ -181,13 +189,14 @@ def _saves(history: History) -> RenderableType:
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     rated = any(entry.metric is not None for entry in history.entries[-ROWS:])
+    newest = {id(entry) for entry in history.saved}
     columns = ["step", "age", "took", "stall", "size", "rate", *(["metric"] if rated else []), "outcome"]
     for column in columns:
         table.add_column(column, justify="left" if column == "outcome" else "right", no_wrap=column != "outcome")
     for entry in history.entries[-ROWS:]:
         rate, told, saved = rate_of(entry), bool(entry.start), entry.outcome == "saved"
-        gone = "" if entry.step in history.there or not saved else ", swept"
-        words = f"{entry.outcome}{gone}" if saved else f"{entry.outcome}: {entry.error}"
+        fate = _fate(entry.step, history) if id(entry) in newest else ", replaced"
+        words = f"{entry.outcome}{fate}" if saved else f"{entry.outcome}: {entry.error}"
         style = "" if saved else "red" if entry.outcome == "failed" else "yellow"
         cells = [
             f"{entry.step:,}", span(max(history.at - entry.began, 0.0)), span(entry.seconds) if told else "–",
@@ -196,6 +205,13 @@ def _saves(history: History) -> RenderableType:
         ]  # fmt: skip
         table.add_row(*cells, Text(words, style, overflow="ellipsis", no_wrap=True))
     return table
+
+
+def _fate(step: int, history: History) -> str:
+    """What became of a step that was saved, where it is not simply there."""
+    if step in history.there:
+        return ""
+    return ", unreadable" if any(ends_with(name, step) for name in history.unreadable) else ", swept"
 
 
 # Words

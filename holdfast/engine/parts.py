@@ -7,6 +7,7 @@ which a file, a header or a part is missing, and never one that a living process
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 from holdfast.engine import storage
 from holdfast.engine.citing import Did, joined
@@ -15,7 +16,7 @@ from holdfast.engine.inside import Inside
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError, StorageError
 from holdfast.events import log
-from holdfast.ondisk import blocks, manifest, part
+from holdfast.ondisk import blocks, datafile, manifest, part
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.part import Part
 
@@ -67,6 +68,18 @@ def finished(folder: Location) -> str | None:
         except (HoldfastError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             log.debug("%s: save %s is no whole one: %s", folder, save, error)  # as `commit_late` finds
     return None
+
+
+def sizes_of_save(folder: Location) -> dict[str, int]:
+    """`sizes_below` of a folder with files of a save of ours; empty for one without, which on disk is not walked.
+
+    A data set beside a run may be millions of files. Raises StorageError.
+    """
+    if isinstance(folder, Path):
+        near = storage.files_near(folder, levels=2)
+        if not any(datafile.save_of(path) or part.save_of(path) for path in near):
+            return {}
+    return storage.sizes_below(folder)
 
 
 def _is_written_to(folder: Location) -> bool:

@@ -306,6 +306,41 @@ def files_below(folder: Location) -> list[str]:
     return list(sizes_below(folder)) if isinstance(folder, Place) else sorted(_walk(folder))
 
 
+def files_near(folder: Path, *, levels: int, most: int = 5000, each: int = 1000) -> list[str]:
+    """Relative paths (with ``/``) of the nearest files in a folder, the upper ones first, however much lies below.
+
+    Of each folder no more than ``each`` entries are looked at, of all no more than ``most``. A folder that is not
+    looked into, for it is too deep or cannot be listed, is told of too, with a ``/`` at its end. Raises StorageError
+    if ``folder`` itself cannot be listed.
+    """
+    found: list[str] = []
+    near = [""]
+    for level in range(levels):
+        below: list[str] = []
+        for above in near:
+            if most <= 0:
+                found.append(above)
+                continue
+            try:
+                with naming_unless_missing(folder / above, "list"):
+                    entries = sorted(disk.listed(folder / above), key=lambda entry: entry.name)[: min(each, most)]
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except StorageError:
+                if not level:
+                    raise
+                found.append(above)
+                continue
+            most -= len(entries)
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    below.append(f"{above}{entry.name}/")
+                elif not _is_folder(entry):
+                    found.append(above + entry.name)
+        near = below
+    return found + near
+
+
 def sizes_below(folder: Location) -> dict[str, int]:
     """Relative paths of all files in a folder with their bytes."""
     if isinstance(folder, Place):

@@ -10,20 +10,23 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 
 from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import read_manifest
 from holdfast.engine import storage
+from holdfast.engine.parts import sizes_of_save
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
-from holdfast.journal import ASK, Entry, Now, Reader, joined
+from holdfast.journal import ASK, Entry, Now, Reader, joined, printable
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.steps import metric_of
+from holdfast.tiers.nodes import root_of_fast
 
 ASKERS = 16
 """Folders of a store that are looked into at once."""
@@ -49,7 +52,8 @@ class History:
 
     ``entries``: every save that is told of, the oldest first. Those that no journal tells of have no ``start``; their
     ``seconds`` and ``stall`` are not known and 0. ``there``: names of the folders that hold a committed step now, by
-    step. ``now``: where training was when it last said so. ``saving``: the saves under way.
+    step. ``now``: where training was when it last said so. ``saving``: the saves under way. ``unreadable``: folders
+    that cannot be looked into, with why. ``fast_of``: the root that this is the fast tier of, None if it is none.
     """
 
     at: float
@@ -57,6 +61,8 @@ class History:
     there: dict[int, str]
     now: Now | None
     saving: list[Underway]
+    unreadable: dict[str, str] = field(default_factory=dict)
+    fast_of: str | None = None
 
     @property
     def saved(self) -> list[Entry]:
@@ -79,28 +85,53 @@ class Past:
         names = [name for name in storage.folders_in(self.root) if not name.startswith(".")]
         self._committed = {name: entry for name, entry in self._committed.items() if name in names}
         unknown = [name for name in names if name not in self._committed]
+        refused: dict[str, str] = {}
         with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-history") as pool:
-            whole = dict(zip(unknown, pool.map(self._is_committed, unknown), strict=True))
+            whole = dict(zip(unknown, pool.map(lambda name: self._is_committed(name, refused), unknown), strict=True))
             fresh = [name for name in unknown if whole[name]]
-            self._committed.update(zip(fresh, pool.map(self._step_of, fresh), strict=True))
+            read = zip(fresh, pool.map(lambda name: self._step_of(name, refused), fresh), strict=True)
+            self._committed.update((name, entry) for name, entry in read if name not in refused)
         there = {entry.step: name for name, entry in self._committed.items() if entry is not None}
         known = {entry.step for entry in told.entries if entry.outcome == "saved"}
         others = [entry for entry in self._committed.values() if entry is not None and entry.step not in known]
-        saving = self._underway([name for name in unknown if not whole[name]], told.now, told.entries)
+        lacking = [name for name in unknown if not whole[name] and name not in refused]
+        saving = self._underway(lacking, told.now, told.entries, refused)
         if not (told.entries or there or saving or told.now):
             root = self.root
             if storage.is_file(root / manifest.FILE_NAME):
                 raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
+            if refused:
+                raise StorageError(refused[min(refused)])
             raise NotACheckpoint(what_is_in_store(root) if isinstance(root, Place) else what_is_there(root))
-        return History(time.time(), joined([*told.entries, *others]), dict(sorted(there.items())), told.now, saving)
+        return History(
+            time.time(), joined([*told.entries, *others]), dict(sorted(there.items())), told.now, saving,
+            dict(sorted(refused.items())), self._fast_of() if told.now is None else None,
+        )  # fmt: skip
 
-    def _is_committed(self, name: str) -> bool:
-        return storage.is_file(self.root / name / manifest.FILE_NAME)
+    def _fast_of(self) -> str | None:
+        root = root_of_fast(self.root) if isinstance(self.root, Path) else None
+        return None if root is None else printable(root)
 
-    def _step_of(self, name: str) -> Entry | None:
+    def _refuses(self, name: str, error: OSError, refused: dict[str, str]) -> None:
+        """Note a folder of a disk that cannot be looked into: the others still can. Of a store the next look tells."""
+        if isinstance(self.root, Place):
+            raise error
+        refused[name] = str(error)
+
+    def _is_committed(self, name: str, refused: dict[str, str]) -> bool:
+        try:
+            return storage.size_of(self.root / name / manifest.FILE_NAME) is not None
+        except StorageError as error:
+            self._refuses(name, error, refused)
+            return False
+
+    def _step_of(self, name: str, refused: dict[str, str]) -> Entry | None:
         """A committed step, by its manifest alone."""
         try:
             record = read_manifest(self.root / name)
+        except StorageError as error:
+            self._refuses(name, error, refused)
+            return None
         except (NotACheckpoint, Damaged, Unsupported) as error:
             log.debug("%s is passed over: %s", name, error)
             return None
@@ -122,16 +153,22 @@ class Past:
         except (HoldfastError, OSError):  # swept meanwhile
             return None
 
-    def _underway(self, names: Sequence[str], now: Now | None, entries: Sequence[Entry]) -> list[Underway]:
+    def _underway(
+        self, names: Sequence[str], now: Now | None, entries: Sequence[Entry], refused: dict[str, str]
+    ) -> list[Underway]:  # fmt: skip
         """Folders with files of a save and without a manifest, in which something lives, and what training says."""
         found = []
         ranks = now.ranks if now is not None else entries[-1].ranks if entries else None
         for name in names:
             folder = self.root / name
-            sizes = storage.sizes_below(folder)
+            try:
+                sizes = sizes_of_save(folder)
+            except OSError as error:
+                self._refuses(name, error, refused)
+                continue
             files = [path for path in sizes if datafile.save_of(path)]
             parts = [path for path in sizes if part.save_of(path)]
-            is_told = now is not None and now.saving is not None and _ends_with(name, now.saving)
+            is_told = now is not None and now.saving is not None and ends_with(name, now.saving)
             if not is_told and not (files and self._lives(folder, files)):
                 continue
             found.append(
@@ -153,6 +190,6 @@ class Past:
             return False
 
 
-def _ends_with(name: str, step: int) -> bool:
+def ends_with(name: str, step: int) -> bool:
     digits = name[len(name.rstrip("0123456789")) :]
     return digits != "" and int(digits[-18:]) == step

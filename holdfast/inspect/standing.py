@@ -52,7 +52,9 @@ class Standing:
     ``step``: the last one that training told of; ``heard``: how long ago. ``starts``: how often it was started, as far
     as the journal goes. ``failed_since``: failures since the last save that committed. ``next_step`` is when the next
     save is due, ``next_in`` in how many seconds, as steps went of late. ``there``: steps that are committed,
-    by their manifests. ``stalls`` and ``rates``: of the last saves, the oldest first, None for one that failed.
+    by their manifests; ``unreadable``: folders that cannot be looked into, with why. ``fast_of``: the root that this is
+    the fast tier of, where the journal lies. ``stalls`` and ``rates``: of the last saves, the oldest first, None for
+    one that failed.
     """
 
     root: str
@@ -75,6 +77,8 @@ class Standing:
     best: Save | None
     backlog: int | None
     there: list[int]
+    unreadable: dict[str, str]
+    fast_of: str | None
     stalls: list[float | None]
     rates: list[float | None]
 
@@ -105,6 +109,7 @@ def standing(root: str, history: History) -> Standing:
         failure=Failure(failed[-1].step, max(at - failed[-1].began, 0.0), failed[-1].error) if failed else None,
         best=_best(saved, at, largest=now is not None and now.mode == "max"),
         backlog=newest.backlog if newest is not None else None, there=[*history.there],
+        unreadable=history.unreadable, fast_of=history.fast_of,
         stalls=[entry.stall if entry.outcome == "saved" else None for entry in told],
         rates=[rate_of(entry) for entry in told],
     )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Literal
 from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.engine import disk, storage
-from holdfast.engine.parts import finished
+from holdfast.engine.parts import finished, sizes_of_save
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.read import DataFiles
 from holdfast.engine.sections import dropped_of
@@ -156,6 +156,9 @@ def _ours(path: Location, name: str, tier: str, *, headers: bool) -> Step | None
         return None
     blank = Step(name, str(path), tier, manifest.FORMAT, "unreadable", step=_number_of(path.name))
     try:
+        # Asked first: what there is instead, which is found out for the error, would be told to nobody.
+        if isinstance(path, Path) and storage.size_of(path / manifest.FILE_NAME) is None:
+            return _uncommitted(path, blank)
         record = read_manifest(path)
     except NotACheckpoint:
         return _uncommitted(path, blank)
@@ -199,7 +202,7 @@ def _health(path: Location, record: Manifest, *, headers: bool) -> tuple[Health,
 def _uncommitted(path: Location, blank: Step) -> Step | None:
     """A save that nobody committed; None if no file there is one of a save of ours."""
     try:
-        sizes = storage.sizes_below(path)
+        sizes = sizes_of_save(path)
         ours = [name for name in sizes if datafile.save_of(name) or part.save_of(name)]
         if not ours:
             return None

@@ -232,6 +232,14 @@ def find_nodes(call: Call, folder: Path, root: str, key: str) -> Nodes:
     return nodes
 
 
+def root_of_fast(folder: Path) -> str | None:
+    """The root whose fast tier a folder is marked as; None if it is not."""
+    try:
+        return msgspec.json.decode(storage.read_small(folder / MARK), type=_Mark).root
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # nobody has marked it, or not for us to read
+        return None
+
+
 def _mark(folder: Path, root: str, temporary: str) -> None:
     mark = folder / MARK
     data = msgspec.json.encode(_Mark(root))

@@ -130,7 +130,11 @@ def test_every_command_has_help() -> None:
 
 
 def test_as_a_module_and_without_typer_in_the_library(saved: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "holdfast", "verify", str(saved)], capture_output=True, text=True)
-    assert done.returncode == 0 and "is whole" in done.stdout
-    check = "import sys, holdfast; sys.exit('typer' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+    code = """if True:
+        import runpy, sys, holdfast
+        assert "typer" not in sys.modules
+        sys.argv = ["holdfast", "verify", sys.argv[1]]
+        runpy.run_module("holdfast", run_name="__main__")  # as `python -m holdfast` does
+    """
+    done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True)
+    assert done.returncode == 0 and "is whole" in done.stdout, done.stderr

@@ -22,7 +22,7 @@ from holdfast.report import progress
 from tests.cli.conftest import Run
 
 
-def _run_here(arguments: tuple[object, ...]) -> NoReturn:
+def run_here(arguments: tuple[object, ...]) -> NoReturn:
     """In a forked child, whose imports are done: run the program on the descriptors 0 to 2, and end."""
     code = 99
     try:
@@ -42,7 +42,7 @@ def _at_a_terminal(*arguments: object, until: Callable[[bytes], bool] | None = N
     """Run the program at a terminal of its own; an interrupt is typed once ``until`` says so of what was shown."""
     child, terminal = pty.fork()
     if child == 0:
-        _run_here(arguments)
+        run_here(arguments)
     shown, typed = b"", False
     while True:
         ready, _, _ = select.select([terminal], [], [], 120)
@@ -70,7 +70,7 @@ def _in_a_pipe(*arguments: object, gone: bool = False) -> tuple[int, str, str]:
         os.dup2(pipes[1][1], 2)
         for _, writer in pipes:
             os.close(writer)
-        _run_here(arguments)
+        run_here(arguments)
     for _, writer in pipes:
         os.close(writer)
     told = []
@@ -119,7 +119,7 @@ def test_nobody_hears_an_error(options: list[str], tmp_path: Path) -> None:
     if child == 0:
         os.dup2(writer, 1)
         os.dup2(writer, 2)
-        _run_here(("verify", tmp_path / "nothing", *options))
+        run_here(("verify", tmp_path / "nothing", *options))
     os.close(writer)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == Code.CLOSED
 

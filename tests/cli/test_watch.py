@@ -8,9 +8,8 @@ import pty
 import re
 import select
 import signal
-import subprocess
-import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 import holdfast
 from holdfast import CheckpointManager, Keep
+from holdfast.cli import output
 from holdfast.cli import watch as watching
 from holdfast.cli.app import run
 from holdfast.cli.codes import Code
@@ -28,6 +28,8 @@ from holdfast.engine.stores.place import Place
 from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import standing
 from holdfast.journal import Entry, Now
+from tests.cli.test_terminal import run_here
+from tests.rights import refused
 from tests.test_manager import before_each_write, held_back, refuse
 
 
@@ -65,6 +67,66 @@ def test_a_run_that_trains_and_one_that_has_ended(tmp_path: Path, capsys: pytest
             assert told["state"] == "saving" and [one["step"] for one in told["saving"]] == [6]
             assert "saving" in shown(capsys, "watch", tmp_path, "--once")
     assert "ended at step 6" in shown(capsys, "watch", tmp_path, "--once")
+
+
+def test_a_run_that_only_calls_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with CheckpointManager(tmp_path, every=1, worker="none") as manager:
+        manager.save(3, state_of(3), metric=0.5)
+        told = manager._now()
+        assert (told.step, told.metric) == (3, 0.5)
+    assert "ended at step 3" in shown(capsys, "watch", tmp_path, "--once")
+
+
+def test_a_step_that_was_saved_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    entries = [entry(10), entry(15), entry(20), replace(entry(15, start="b"), began=130.0)]
+    history = History(200.0, entries, {10: "s10", 15: "s15"}, None, [])
+    output.show(watching._saves(history))
+    fates = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [fate[-1] for fate in fates] == ["saved", "replaced", "swept", "saved"]
+
+
+def test_the_fast_tier_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast, root = tmp_path / "fast", tmp_path / "a run"
+    with CheckpointManager(root, fast=fast, every=1, worker="none") as manager:
+        manager.save(1, state_of(1))
+        out = "".join(shown(capsys, "watch", fast, "--once").split())  # where lines end depends on the path's length
+        assert "thefasttierofarun" in out and f"holdfastwatch'{root}'".replace(" ", "") in out
+        assert json.loads(shown(capsys, "watch", fast, "--once", "--json"))["fast_of"] == str(root)
+    assert "fast tier" not in shown(capsys, "watch", root, "--once")
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o600])
+def test_a_step_that_cannot_be_looked_into(mode: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, keep=Keep(last=9)).close()
+    (shut,) = tmp_path.glob("*2")
+    (tmp_path / "step-000000009" / "model").mkdir(parents=True)
+    shut.chmod(mode)
+    (tmp_path / "step-000000009" / "model").chmod(0)
+    try:
+        with refused():
+            past = Past(tmp_path)
+            out = " ".join(shown(capsys, "watch", tmp_path, "--once").split())
+            assert "ended at step 4" in out and "unreadable cannot" in out and "saved, unreadable" in out
+            assert [*past.look().unreadable] == [shut.name], "of a folder that is no step nothing is lost"
+    finally:
+        shut.chmod(0o700)
+    found = past.look()
+    assert found.unreadable == {} and sorted(found.there) == [2, 4], "the next look tells"
+
+
+def test_nothing_but_what_cannot_be_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir(mode=0)
+    with refused(), pytest.raises(holdfast.StorageError, match="no permission"):
+        Past(tmp_path).look()
+
+
+def test_a_manifest_that_cannot_be_read(tmp_path: Path) -> None:
+    for step in (1, 2):
+        holdfast.save(state_of(step), tmp_path / f"step-{step}", step=step)
+    (tmp_path / "step-1" / "manifest.json").chmod(0)
+    with refused():
+        found = Past(tmp_path).look()
+    assert [*found.unreadable] == ["step-1"] and [*found.there] == [2]
 
 
 def test_failures_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,30 +189,22 @@ def read_until(fd: int, words: str, limit: float = 60.0) -> str:
 
 def test_at_a_terminal(tmp_path: Path) -> None:
     with trained(tmp_path) as manager:
-        above, below = pty.openpty()
-        import fcntl
-        import struct
-        import termios
-
-        fcntl.ioctl(below, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        command = [sys.executable, "-m", "holdfast", "watch", str(tmp_path), "--every", "0.1"]
-        watcher = subprocess.Popen(
-            command, stdin=below, stdout=below, stderr=below, env={**os.environ, "TERM": "xterm"}
-        )
-        os.close(below)
+        watcher, above = pty.fork()
+        if watcher == 0:
+            run_here(("watch", tmp_path, "--every", 0.1))
         try:
             read_until(above, "running at step 4")
             manager.save(6, state_of(6))
             manager.step(6, state_of(6))
             manager._journal.tell(manager._now, news=True)
             assert "\x1b[" in read_until(above, "running at step 6"), "it draws over what was there"
-            watcher.send_signal(signal.SIGINT)
+            os.kill(watcher, signal.SIGINT)
             read_until_closed(above)
-            assert watcher.wait(30) == Code.FINE
         finally:
-            watcher.kill()
-            watcher.wait()
+            os.kill(watcher, signal.SIGKILL)  # one that has ended stays until it is waited for
+            _, status = os.waitpid(watcher, 0)
             os.close(above)
+        assert os.waitstatus_to_exitcode(status) == Code.FINE
 
 
 def read_until_closed(fd: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import read_manifest
+from holdfast.engine import disk
 from holdfast.engine.storage import open_locked
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
+from holdfast.inspect.history import Past
 from holdfast.inspect.survey import Step, survey
 from holdfast.inspect.usage import usage_of_root
 from holdfast.ondisk import part
@@ -196,6 +199,27 @@ def test_nothing_there(tmp_path: Path) -> None:
         survey(tmp_path)
     with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
         survey(tmp_path / "none")
+
+
+def test_a_data_set_beside_a_run_is_not_walked(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "step-6", tmp_path / "run" / "step-6")
+    deep = tmp_path / "run" / "data" / "a" / "b" / "c" / "d"
+    deep.mkdir(parents=True)
+    (deep / "x.bin").write_text("x")
+    listed: list[str] = []
+
+    def note(call: disk.Call, do: Callable[[], Any]) -> Any:
+        listed.extend([call.path] * (call.verb == "list"))
+        return do()
+
+    with disk.hooked(note):
+        assert [step.name for step in survey(tmp_path / "run")] == ["step-6"]
+        assert "data" in {name for path in listed for name in Path(path).parts}
+        with pytest.raises(holdfast.NotACheckpoint, match="holds no manifest.json, and no checkpoint of a format"):
+            holdfast.open(tmp_path / "run" / "data")
+        with pytest.raises(holdfast.NotACheckpoint, match="saves that never committed, step-6"):
+            Past(tmp_path / "run").look()
+    assert not [path for path in listed if Path(path).is_relative_to(deep.parent)]
 
 
 def test_in_a_store(run: Path, tmp_path: Path) -> None:

@@ -5,23 +5,33 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 
+from tests.pool import context
+
 _PIECES = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
+
+
+def _run(code: str, terminal: str, environment: Mapping[str, str]) -> None:
+    """In a process of its own, whose imports are done."""
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(os.open(terminal, os.O_RDWR | os.O_NOCTTY), 2)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    exec(code, {"__name__": "__main__"})
 
 
 class Watched:
     """A Python program whose standard error is a terminal."""
 
     def __init__(self, code: str, environment: Mapping[str, str]) -> None:
-        ours, theirs = pty.openpty()
+        self._ours, self._theirs = pty.openpty()
         told = {**os.environ, "TERM": "xterm", "COLUMNS": "160", "LINES": "40", **environment}
-        self._process = subprocess.Popen([sys.executable, "-c", code], env=told, stderr=theirs, stdout=subprocess.PIPE)
-        os.close(theirs)
-        self._ours, self._parts = ours, [b""]
+        self._process = context.Process(target=_run, args=(code, os.ttyname(self._theirs), told), daemon=True)
+        self._process.start()
+        self._parts = [b""]
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -35,9 +45,10 @@ class Watched:
 
     def written(self) -> str:
         """All that was written to the terminal, once the program has ended well."""
-        code = self._process.wait(120)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._process.join(120)
+        code = self._process.exitcode
+        self._process.kill()
+        os.close(self._theirs)  # the last end of the terminal: the reader gets what is left, and ends
         self._reader.join()
         text = b"".join(self._parts).decode()
         assert code == 0, text

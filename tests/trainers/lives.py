@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import holdfast
-from tests.pool import _context as warm
+from tests.pool import context as warm
 
 LIMIT = 120.0
 KILLED = "killed"
