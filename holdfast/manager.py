@@ -344,6 +344,12 @@ class CheckpointManager:
                 # goes back behind them without having restored them here.
                 resumed = newest is not None and (newest.step is None or step > newest.step)
                 fresh = RUN if newest is None else secrets.token_hex(8)
+                if newest is not None and not resumed:
+                    log.warning(
+                        "%s holds steps up to %s, and this run goes on at step %d without having restored them: it is "
+                        "another run from now on, and cannot save a step that is there. Give each run its own folder",
+                        self.root, newest.step, step,
+                    )  # fmt: skip
                 self._run = newest.run if newest is not None and resumed else fresh
             except StorageError as error:  # then the save fails too, and on all ranks
                 log.warning("which run %s is of is not known: %s", self.root, error)

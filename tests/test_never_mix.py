@@ -159,14 +159,17 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.mark.parametrize("where", ["disk", "store"])
 def test_a_run_that_began_afresh_beside_an_older_one(
-    where: str, tmp_path: Path, _new_process: Callable[[], None]
+    where: str, tmp_path: Path, _new_process: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path if where == "disk" else Place(Local(tmp_path), "")
     old = _run(root, range(98, 101), 1.0)
+    assert "another run" not in caplog.text
     _new_process()
     with _manager(root) as manager:  # forgets to restore
         for step in (1, 2):
             manager.save(step, {"w": {"x": torch.full((4,), 2.0)}, "step": step})
+    told = [record.getMessage() for record in caplog.records if "another run" in record.getMessage()]
+    assert len(told) == 1 and "holds steps up to 100, and this run goes on at step 1" in told[0], told
     new = holdfast.open(tmp_path / "step-000000002").run
     assert new != old
     state = {"w": {"x": torch.zeros(4)}, "step": 0}

@@ -72,7 +72,7 @@ class Served(ThreadingHTTPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:
+        except RuntimeError:  # no thread could be begun: else it gives its room back, even if Ctrl-C arrives here
             self._room.release()
             raise
 

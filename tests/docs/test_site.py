@@ -57,7 +57,7 @@ def of_trainers() -> set[str]:
     for module in (ROOT / "holdfast/trainers").glob("[!_]*.py"):
         for name in re.findall(r"^(?:def|class) ([^\W_]\w*)", module.read_text(), re.MULTILINE):
             found_there.add(f"holdfast.trainers.{module.stem}.{name}")
-    return found_there
+    return found_there - {"holdfast.trainers.afresh.refuse_old_steps"}  # the others ask it, users do not
 
 
 def used_by_pages() -> set[str]:

@@ -147,6 +147,28 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     assert (started.returncode, out, err) == (0, "", "")
 
 
+def test_room_is_given_back_once_whatever_arrives(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives when the thread of a connection has begun: it has the room, and gives it back."""
+    begin = threading.Thread.start
+
+    def begin_and_interrupt(thread: threading.Thread) -> None:
+        begin(thread)
+        raise KeyboardInterrupt
+
+    gone: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", gone.append)
+    ours, theirs = socket.socketpair()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", begin_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            served.process_request(theirs, ("127.0.0.1", 1))
+    ours.close()
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(30)
+    assert gone == []
+
+
 def test_a_port_that_is_taken_is_an_error(served: Served, run: Any, tmp_path: Path) -> None:
     code, _, err = run("view", tmp_path / "c", "--serve", "--port", served.server_address[1])
     assert code == 2 and "in use" in err and "leave out --port" in err and "Traceback" not in err

@@ -49,9 +49,12 @@ def told(url: str, options: dict[str, Any] | None = None) -> tuple[str, str, str
 # Local paths
 
 
-@pytest.mark.parametrize(
-    "path", ["run", "./run/../b", "/a//b/", "~/x", "~nobody-of-this-name/x", "", "a:b", "s3:", "C:/x"]
-)
+def test_an_empty_path_is_not_the_working_directory() -> None:
+    with pytest.raises(ValueError, match="the path is empty"):
+        location("")
+
+
+@pytest.mark.parametrize("path", ["run", "./run/../b", "/a//b/", "~/x", "~nobody-of-this-name/x", "a:b", "s3:", "C:/x"])
 def test_local_paths_are_what_they_were(path: str) -> None:
     assert location(path) == Path(os.path.abspath(os.path.expanduser(path)))
     if path:
