@@ -62,6 +62,12 @@ def unfinished(files: Iterable[str]) -> list[str]:
     return sorted({name for name, _, rest in parted if datafile.save_of(rest) is not None} - committed)
 
 
+def what_is_lent(names: Sequence[str]) -> str:
+    """Of the folder of a swept step, whose files checkpoints of these ``names`` have borrowed."""
+    told = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return f"no checkpoint any more: its files stay since {told} borrow{'s' if len(names) == 1 else ''} them"
+
+
 def _uncommitted(folder: Location, files: Sequence[str]) -> str:
     if any(path.startswith("parts/") for path in files):
         return f"{folder} holds a save that never committed; holdfast.recover commits it if all its ranks had finished"

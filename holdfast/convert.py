@@ -59,6 +59,12 @@ def convert(
     """
     asked = Asked(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
     asked.check()
+    if to == "huggingface" and str(target).partition("?")[0].endswith(".safetensors"):
+        folder = str(target).partition("?")[0].removesuffix(".safetensors")
+        raise ValueError(
+            f"{target} is called like a file, and a Hugging Face model is a folder: give {folder}, and its weights "
+            f"are in {folder}/model.safetensors"
+        )
     ranks, began = ranks_of(group), monotonic()
     place = patiently(location(target), deadline)
     grown = grown_at(place) if isinstance(place, Place) else place

@@ -37,14 +37,14 @@ from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
 from holdfast.notices import Notices
-from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.ondisk.manifest import FILE_NAME, NOTES
 from holdfast.recent import Recent
 from holdfast.save import RUN, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.scrub import RATE, Scrubbing
 from holdfast.signals import Signals
-from holdfast.steps import NOTES, note_of
+from holdfast.steps import note_of
 from holdfast.tiers.home import Asked, Durability, Home
 from holdfast.tiers.one import OneRoot
 from holdfast.tiers.tiers import Tiers

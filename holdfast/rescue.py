@@ -44,6 +44,10 @@ RESCUED = "rescued"
 """The key of ``producer`` under which a manifest tells when it was made anew, and where its values are from."""
 
 
+IN_NO_FILE = ", which the neighbour has, is in no file"
+"""What stands behind a tensor's name on a line of the error of `rescue` with ``like``."""
+
+
 @dataclass(frozen=True)
 class Rescued:
     """What `rescue` brought back. ``origin`` says from what: the parts of all ranks, a copy's manifest, or headers.
@@ -164,7 +168,7 @@ def _chosen(
         faults += [f"save {one}: {fault}" for fault in made.faults if fault not in faults]
         if not made.faults and like is not None:
             lacking = sorted(set(like.tensors) - set(made.tensors))
-            faults += [f"save {one}: {name}, which the neighbour has, is in no file" for name in lacking]
+            faults += [f"save {one}: {name}{IN_NO_FILE}" for name in lacking]
             made.faults += lacking
         if made.faults:
             continue

@@ -42,13 +42,10 @@ from holdfast.events import log
 from holdfast.keep import Keep, Kept
 from holdfast.keys import Signer
 from holdfast.ondisk import manifest
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import NOTES, Manifest
 
 FEW = 16
 """Folders of a store that are looked into one by one."""
-
-NOTES = "holdfast-manager.json"
-"""The attachment in which the metric of a step is kept."""
 
 
 class _Notes(msgspec.Struct):

@@ -95,7 +95,7 @@ def _check(root: Path, truth: dict[int, dict[str, torch.Tensor]], chance: random
             assert not well or hasattr(verified, "whole"), (found, verified)
             assert well or not getattr(verified, "whole", False), (found, verified)
         _same(at, verified, truth[step])
-        checkpoints.mending(str(at)), checkpoints.advice(str(at)), checkpoints.better_with(str(at))
+        checkpoints.mending(str(at)), checkpoints.advice(str(at)), checkpoints.not_by_headers(str(at))
         _tried(lambda at=at: holdfast.repair(at, sources=[root], dry_run=True))
     _tried(lambda: checkpoints.diagnose(root))
     _tried(lambda: collect(root))

@@ -5,8 +5,10 @@ Called by `app`. Changes nothing. Ends with 0 if they are the same and with 1 if
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -38,23 +40,45 @@ def diff(
     if not every and tensors != "*":  # a slip of the pen must not read like "the same"
         raise Mismatch(f"neither {a} nor {b} has a name that fits {tensors!r}")
     found = sorted((d for d in every if d.status != "same"), key=_by_size)
-    shown = found[:top] if top else found
     counts = Counter[str](d.status for d in every)
     if json:
+        shown = found[:top] if top else found
         told = [{**{k: getattr(d, k) for k in d.__dataclass_fields__}, "relative": d.relative} for d in shown]
         output.as_json({"a": a, "b": b, "same": not found, "counts": counts, "differences": told})
     else:
-        _show(left, right, shown)
-        if len(shown) < len(found):
-            output.say(f"… and {len(found) - len(shown)} more (--top 0 shows all)")
+        lines = _lines(left, right, found)
+        _show(left, right, lines[:top] if top else lines)
+        if top and len(lines) > top:
+            output.say(f"… and {sum(map(len, lines[top:]))} more (--top 0 shows all)")
         output.say(_summary(counts, names_only=names_only))
     raise typer.Exit(Code.DIFFERENT if found else Code.FINE)
 
 
-def _by_size(found: Difference) -> tuple[int, float, str]:
+def _by_size(found: Difference) -> tuple[int, float, list[tuple[int, str]]]:
     """Names first, then what has changed most; where nothing is finite it may have changed by anything."""
     relative = found.relative
-    return _ORDER.index(found.status), -float("inf") if relative is None else -relative, found.name
+    return _ORDER.index(found.status), -float("inf") if relative is None else -relative, _natural(found.name)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Numbers in names by what they count: 2 before 10."""
+    parts = re.split(r"0*([0-9]+)", name)  # every other one is a number
+    return [(len(part) if at % 2 else 0, part) for at, part in enumerate(parts)]
+
+
+def _lines(a: Checkpoint, b: Checkpoint, found: list[Difference]) -> list[list[Difference]]:
+    """Which differences stand on a line of their own, and which items of one list, of values that one lacks, on one."""
+    lines: dict[tuple[str, str], list[Difference]] = {}
+    for d in found:
+        parent, _, last = d.name.rpartition("/")
+        is_item = (
+            d.status in ("only in a", "only in b")
+            and last.isdigit()
+            and d.name not in a.records
+            and d.name not in b.records
+        )
+        lines.setdefault((d.status, f"{parent}/" if is_item else d.name), []).append(d)
+    return list(lines.values())
 
 
 def _summary(counts: Counter[str], *, names_only: bool) -> str:
@@ -70,9 +94,9 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _show(a: Checkpoint, b: Checkpoint, found: list[Difference]) -> None:
-    values = [d for d in found if d.name not in a.records and d.name not in b.records]
-    tensors = [d for d in found if d.name in a.records or d.name in b.records]
+def _show(a: Checkpoint, b: Checkpoint, lines: list[list[Difference]]) -> None:
+    values = [line for line in lines if line[0].name not in a.records and line[0].name not in b.records]
+    tensors = [line[0] for line in lines if line[0].name in a.records or line[0].name in b.records]
     names = [d for d in tensors if d.status != "changed"]
     output.table(
         ("name", "is", "first", "second"),
@@ -96,7 +120,17 @@ def _show(a: Checkpoint, b: Checkpoint, found: list[Difference]) -> None:
     output.table(tuple(columns), ([cell(d) for cell in columns.values()] for d in numbers))
     if tensors and values:
         output.say("")
-    output.table(("value", "first", "second"), ((d.name, _kind(a, d.name), _kind(b, d.name)) for d in values))
+    output.table(("value", "first", "second"), map(partial(_value, a, b), values))
+
+
+def _value(a: Checkpoint, b: Checkpoint, line: list[Difference]) -> tuple[str, str, str]:
+    name = line[0].name
+    if len(line) == 1:
+        return name, _kind(a, name), _kind(b, name)
+    parent, last = name.rpartition("/")[0], line[-1].name.rpartition("/")[2]
+    there = f"{len(line)} items"
+    first, second = (there, "none") if line[0].status == "only in a" else ("none", there)
+    return f"{parent}/{name.rpartition('/')[2]} … {last}", first, second
 
 
 def _number(value: float | None) -> str:

@@ -73,7 +73,9 @@ _SECRET = re.compile(r"://[^/]*@|[?&][^=&]*(key|secret|token|sas|sig|password)[^
 def _usage(error: Any) -> Told:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "holdfast"
-    return Told(Code.USAGE, "usage", error.format_message(), f"{path} --help")
+    text = error.format_message()
+    hint = "--to huggingface writes safetensors" if "'safetensors' is not one of" in text else f"{path} --help"
+    return Told(Code.USAGE, "usage", text, hint)
 
 
 def _subject(error: BaseException, arguments: Sequence[str], places: Sequence[str]) -> str:

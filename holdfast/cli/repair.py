@@ -30,7 +30,7 @@ def repair(
     if json:
         told = {name: getattr(done, name) for name in done.__dataclass_fields__}
         told["mended"] = [one._asdict() for one in done.mended]
-        output.as_json({"whole": done.whole, **told, "next": "" if done.whole else mending(path)})
+        output.as_json({"whole": done.whole, **told, "next": "" if done.whole else mending(path, source or ())})
     else:
         rows = ((f"{one.begin}:{one.begin + one.nbytes}", one.file, one.source) for one in done.mended)
         output.table(("bytes", "of", "could come from" if dry_run else "came from"), rows)
@@ -41,5 +41,5 @@ def repair(
             output.say(f"{done.path} {'could be' if dry_run else 'is'} whole: {output.size(done.nbytes)} mended")
         else:
             output.say(f"{done.path} stays damaged: {len(done.tensors)} tensors are hit")
-            show_next(mending(path))
+            show_next(mending(path, source or ()))
     raise typer.Exit(Code.FINE if done.whole else Code.DAMAGED)

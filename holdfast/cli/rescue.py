@@ -13,7 +13,7 @@ import holdfast
 from holdfast.cli import output
 from holdfast.cli.codes import Code
 from holdfast.cli.verify import show_damages
-from holdfast.doctor.checkpoints import better_with
+from holdfast.doctor.checkpoints import not_by_headers
 from holdfast.errors import Mismatch
 
 
@@ -27,11 +27,8 @@ def rescue(
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Make the manifest of a checkpoint anew from its data files; exit code 1 if bytes are damaged."""
-    if like is None and save is None and (other := better_with(folder)):
-        raise Mismatch(
-            f"{folder} can be made from its headers, which tell no values (steps, settings), tied names or lists; "
-            f"{other} tells them. Name it with --like, or the save with --save to do without"
-        )
+    if like is None and save is None and (why := not_by_headers(folder)):
+        raise Mismatch(f"{why}, or the save with --save to do without")
     done = holdfast.rescue(folder, like=like, save=save, step=step)
     if json:
         output.as_json(done)

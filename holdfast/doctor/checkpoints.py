@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from holdfast.absent import unfinished
+from holdfast.absent import unfinished, what_is_lent
 from holdfast.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from holdfast.doctor.finding import Finding
 from holdfast.engine import storage
+from holdfast.engine.citations import Citations, borrowers
 from holdfast.engine.folder import is_leaving, may_hold_leavings
 from holdfast.engine.parts import finished
 from holdfast.engine.sections import dropped_of
@@ -23,7 +24,7 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.ondisk import datafile, manifest, part
-from holdfast.rescue import rescuable
+from holdfast.rescue import IN_NO_FILE, rescuable
 from holdfast.steps import Steps, fault_of, lacking_files
 
 NAME = "checkpoint"
@@ -68,30 +69,45 @@ def advice(path: str) -> str:
     return next((one.mend for one in found if one.mend), "")
 
 
-def better_with(path: str) -> str:
-    """The step beside a local ``path`` with which `rescue` brings back more than headers tell; empty without one."""
+def not_by_headers(path: str) -> str:
+    """Why `rescue` is not to go by headers alone at a local ``path``: a step beside it tells more. Else empty."""
     try:
         place = location(path)
         older = [] if isinstance(place, Place) else _neighbours(place)
         if older and not storage.is_file(place / manifest.FILE_NAME) and rescuable(place)[0] == "headers":
-            return str(older[-1]) if _fits(place, older[-1]) else ""
+            if lacking := _lacking(place, older[-1]):
+                return f"{place} is not all there: {lacking}. Name a copy of it with --like"
+            if _fits(place, older[-1]):
+                told = f"{place} can be made from its headers, which tell no values (steps, settings), tied names or"
+                return f"{told} lists; {older[-1]} tells them. Name it with --like"
     except (HoldfastError, OSError, ValueError):  # rescuing it says what is wrong
         return ""
     return ""
 
 
-def mending(path: str) -> str:
-    """How to get back what is damaged at a local ``path`` that opens; empty in a store, where that costs requests."""
+def mending(path: str, asked: Sequence[str] = ()) -> str:
+    """How to get back what is damaged at a local ``path`` that opens; empty in a store, where that costs requests.
+
+    ``asked``: the sources of which none had it.
+    """
     try:
         place = location(path)
         if isinstance(place, Place):
             return ""
+        if asked:
+            return _mend_elsewhere(place)
         return _mend(place) if storage.is_file(place / manifest.FILE_NAME) else _BRING_BACK
     except (HoldfastError, OSError, ValueError):
         return ""
 
 
 _BRING_BACK = "bring back that file from where it was copied, or take another checkpoint"
+
+
+def _mend_elsewhere(place: Location) -> str:
+    older = _neighbours(place)
+    go_on = f"go on from {older[-1].name}, as a restore of the run does" if older else "take another checkpoint"
+    return f"none of these sources has what is left: name a copy by --from COPY; or {go_on}"
 
 
 def _mend(place: Location) -> str:
@@ -207,9 +223,13 @@ def _run(root: Location, steps: Sequence[Location]) -> list[Finding]:
         if fault is not None:
             found.append(_damaged(f"{step.name}: {fault}", _command("doctor", step)))
     found += _other_runs(root, steps)
+    citations = Citations(root)
     for name in sorted(set(storage.folders_in(root)) - {step.name for step in steps}):
         files = storage.files_below(root / name)
-        if any(datafile.save_of(path) for path in files):
+        lent_to = borrowers(root / name, [path for path in files if is_leaving(path)], citations)
+        if lent_to:
+            found.append(Finding(NAME, "ok", f"{name} is {what_is_lent(lent_to)}"))
+        elif any(datafile.save_of(path) for path in files):
             one = _uncommitted(root / name, files)
             found.append(Finding(NAME, "warn", one.text, one.mend, one.kind))
     return found
@@ -248,6 +268,10 @@ def _empty(place: Location) -> Finding:
 
 
 def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
+    lent_to = borrowers(place, [path for path in files if is_leaving(path)])
+    if lent_to:
+        told = f"{place} is {what_is_lent(lent_to)}"
+        return _missing(told, f"take one of these, and leave its files where they are; {_command('ls', place.parent)}")
     if storage.living(place, [path for path in files if datafile.save_of(path)]):
         if isinstance(place, Place):
             told = f"{place} holds no manifest.json, and files younger than six hours: a save may be under way"
@@ -281,14 +305,35 @@ def _rescue(place: Location) -> tuple[str, str]:
             if like is None:
                 raise
             continue  # that step cannot be read
-        if origin == "headers" and like is None and older and _fits(place, older[-1]):
-            continue  # it knows what headers do not
+        if origin == "headers" and like is None and older:
+            if _fits(place, older[-1]):
+                continue  # it knows what headers do not
+            if lacking := _lacking(place, older[-1]):
+                told = f"its manifest.json is missing, and that is not all: {lacking}"
+                return told, f"{_take_older(older)}; or, if there is a copy: {_command('rescue', place)} --like COPY"
         told = "its manifest.json is missing, and its data files are whole"
         if origin == "headers":
             told += f"; of what headers do not tell: {'; '.join(lost) or 'nothing is lost'}"
         return told, _command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
-    use = f"take an older step ({older[-1]}), as a restore of the run does" if older else "take another checkpoint"
-    return "", f"{use}; or, if there is a copy of this one: {_command('rescue', place)} --like COPY"
+    return "", f"{_take_older(older)}; or, if there is a copy of this one: {_command('rescue', place)} --like COPY"
+
+
+def _take_older(older: Sequence[Location]) -> str:
+    return f"take an older step ({older[-1]}), as a restore of the run does" if older else "take another checkpoint"
+
+
+def _lacking(place: Location, like: Location) -> str:
+    """What a step has that is in no file of ``place``, whose headers by themselves are whole; else empty."""
+    try:
+        rescuable(place, like)
+    except Damaged as error:
+        lines = [line.partition(": ")[2] for line in str(error).splitlines() if line.endswith(IN_NO_FILE)]
+        gone = [line.removesuffix(IN_NO_FILE) for line in lines]
+        more = f" and {len(gone) - 1} more tensors" if len(gone) > 1 else ""
+        return f"{gone[0]}{more}, which {like.name} has, stand in none of its files" if gone else ""
+    except (Mismatch, NotACheckpoint, StorageError, Unsupported):  # it tells nothing: of another model, say
+        return ""
+    return ""
 
 
 def _fits(place: Location, like: Location) -> bool:

@@ -24,6 +24,8 @@ DEADLINE = 30.0
 SKEW = 60.0
 """Seconds; stores refuse what is signed some minutes away from their own time."""
 
+_UNFETCHED = "no credentials could be fetched"
+_WHO = "docs/stores.md has a page for each cloud, which tells where credentials are looked for"
 _PUBLIC = {"gs": "https://storage.googleapis.com", "s3": "https://s3.amazonaws.com"}
 
 
@@ -32,16 +34,20 @@ def findings(place: Place, *, write: bool = True) -> Iterator[Finding]:
     spec = _spec_of(place)
     scheme, options = str(spec.get("scheme", "")), spec.get("options", {})
     endpoint = str(options.get("endpoint_url") or _PUBLIC.get(scheme, ""))
-    yield _credentials(scheme, options)
-    if endpoint:
-        yield _clock(endpoint)
     patient = Place(Deadline(place.store, DEADLINE), place.key)
     if scheme in ("http", "https"):
-        yield _verb("reading", patient.is_file)
+        tried = _verb("reading", patient.is_file)
+    else:
+        tried = _verb("listing", lambda: patient.store.list(patient.key, deep=False))
+    who = _credentials(scheme, options)
+    unfetched = who.verdict == "ok" and _UNFETCHED in tried.text  # where from is known, and nothing came
+    yield Finding(who.name, "fail", tried.text, _WHO, "storage") if unfetched else who
+    if endpoint:
+        yield _clock(endpoint)
+    if unfetched:
         return
-    listed = _verb("listing", lambda: patient.store.list(patient.key, deep=False))
-    yield listed
-    if listed.verdict == "ok" and write:
+    yield tried
+    if tried.verdict == "ok" and write and scheme not in ("http", "https"):
         yield from _tried(patient)
 
 
@@ -62,7 +68,7 @@ def _credentials(scheme: str, options: Mapping[str, Any]) -> Finding:
     try:
         found = ways[scheme]()
     except NoCredentials as error:
-        return Finding("credentials", "fail", str(error), "docs/stores.md has a page for each cloud", "storage")
+        return Finding("credentials", "fail", str(error), _WHO, "storage")
     return Finding("credentials", "ok", f"from {found.source}")
 
 

@@ -157,6 +157,23 @@ def cited_beside(folder: Location) -> Cited:
     return Citations(root).by(kin)
 
 
+def borrowers(folder: Location, files: Collection[str], citations: Citations | None = None) -> list[str]:
+    """The checkpoints beside ``folder`` that cite ``files`` of it, if they cite every one; else none.
+
+    Then these files are neither a save under way nor a dead one's leavings: what a swept step has lent. ``citations``
+    of the folder's root, if the caller asks of several folders. Raises StorageError.
+    """
+    root, name = root_of(folder)
+    known = citations or Citations(root)
+    try:
+        kin = [found for found in storage.folders_in(root) if found not in (name, storage.JOURNAL)]
+        if not files or not set(files) <= known.by(kin).get(name, set()):
+            return []
+        return sorted(found for found in kin if name in known.by([found]))
+    except Unsupported:  # a newer holdfast wrote one of them: what that cites is not known
+        return []
+
+
 def cited_in(folder: Location) -> set[str]:
     """Paths in ``folder`` that other checkpoints cite; raises as `cited_beside` does."""
     return cited_beside(folder).get(root_of(folder)[1], set())

@@ -20,6 +20,7 @@ from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import whole
+from holdfast.ondisk.manifest import NOTES
 
 Extras = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str] | bytes]
 """Files to carry over: one, several, a folder (its files that are no weights), or names with paths or bytes."""
@@ -108,8 +109,11 @@ def _header(leaves: Sequence[Leaf], tied: Mapping[str, str]) -> bytes:
 
 
 def small_files(checkpoint: Checkpoint, extras: Extras | None) -> dict[str, bytes]:
-    """What the checkpoint has attached, and over it what is given. Raises StorageError, Unsupported for a bad name."""
-    found = {name: checkpoint.attachment(name) for name in checkpoint.attachments}
+    """What the checkpoint has attached, but for its manager's own note, and over it what is given.
+
+    Raises StorageError, Unsupported for a bad name.
+    """
+    found = {name: checkpoint.attachment(name) for name in checkpoint.attachments if name != NOTES}
     if isinstance(extras, Mapping):
         given = dict(extras)
     else:

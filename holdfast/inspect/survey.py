@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,9 +16,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from holdfast.absent import what_is_in_store, what_is_there
+from holdfast.absent import what_is_in_store, what_is_lent, what_is_there
 from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.engine import disk, storage
+from holdfast.engine.citations import Citations, borrowers
+from holdfast.engine.folder import is_leaving
 from holdfast.engine.parts import finished, sizes_of_save
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.read import DataFiles
@@ -41,7 +44,7 @@ MOST_FILES = 1000
 
 _NUMBERED = re.compile(r"(?:^|step|iter|iteration|checkpoint|ckpt|ba)[-_=]?(?P<step>\d{1,17})(?=\D|$)", re.IGNORECASE)
 
-Health = Literal["whole", "opens", "partly here", "pending", "writing", "unfinished", "damaged", "unreadable"]
+Health = Literal["whole", "opens", "partly here", "pending", "writing", "lent", "unfinished", "damaged", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,9 @@ class Step:
     - ``whole``: every file is there, as long as the manifest says; if headers were asked for, these are right too.
     - ``opens``: another format, whose description is consistent.
     - ``partly here``: on a fast tier, of which each node has the files of its own ranks.
-    - ``pending``: all ranks had finished, nobody committed: `holdfast.recover` does.
+    - ``pending``: all ranks had finished, nobody committed: `holdfast.rescue` does.
     - ``writing``: a living process still writes it, or may: a store does not tell.
+    - ``lent``: no step any more; what is left of it are files that later steps have borrowed.
     - ``unfinished``: a save that died; the next manager sweeps it.
     - ``damaged``.
     - ``unreadable``: not enough rights, a store that does not answer, a format that is newer than this holdfast.
@@ -110,11 +114,14 @@ def _look(root: Location, tier: str, *, headers: bool) -> list[Step]:
     asked = [name for name in storage.folders_in(root) if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
         ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), asked) if step]
+    citations = Citations(root)
+    ours = [_or_lent(root / step.name, step, citations) for step in ours]
     named = {step.name for step in ours}
     if not ours and isinstance(root, Path) and storage.is_file(root.parent / manifest.FILE_NAME):
         return []  # a part of a checkpoint: its files say less each than all of them
     if not ours:
-        itself = _ours(root, "", tier, headers=headers) or _foreign(root, "", tier)
+        found = _ours(root, "", tier, headers=headers)
+        itself = _or_lent(root, found) if found is not None else _foreign(root, "", tier)
         if itself is not None and not _is_of_a_run(itself, asked):
             return [itself]
     folders = [_foreign(root / name, name, tier) for name in asked if name not in named]
@@ -212,7 +219,7 @@ def _uncommitted(path: Location, blank: Step) -> Step | None:
         if written and not isinstance(path, Place):
             return replace(found, health="writing", fault="a living process writes it")
         if finished(path) is not None:
-            return replace(found, health="pending", fault="all its ranks had finished: holdfast.recover commits it")
+            return replace(found, health="pending", fault=_FINISHED.format(path=shlex.quote(str(path))))
         if written:
             return replace(found, health="writing", fault="too young to tell whether anybody still writes it")
         return replace(found, health="unfinished", fault=_DEAD)
@@ -220,7 +227,21 @@ def _uncommitted(path: Location, blank: Step) -> Step | None:
         return replace(blank, fault=str(error))
 
 
+_FINISHED = "all its ranks had finished: holdfast rescue {path} commits it"
 _DEAD = "it never committed, or its manifest was deleted: holdfast doctor tells; the run's next start sweeps it"
+
+
+def _or_lent(path: Location, found: Step, citations: Citations | None = None) -> Step:
+    """A save that nobody committed, or what a step that was swept has lent to others."""
+    if found.health not in ("writing", "unfinished"):
+        return found
+    try:
+        names = borrowers(path, [name for name in storage.files_below(path) if is_leaving(name)], citations)
+    except StorageError as error:
+        return replace(found, health="unreadable", fault=str(error))
+    if not names:
+        return found
+    return replace(found, health="lent", fault=what_is_lent(names))
 
 
 # Other people's

@@ -25,6 +25,9 @@ from holdfast.ondisk.spans import ranges as ranges
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "holdfast", 1
 
+NOTES = "holdfast-manager.json"
+"""The attachment in which a manager keeps the metric of a step."""
+
 MAX_RANKS = 1 << 24
 """More than ever saved together; a greater number would only make a reader count to it."""
 

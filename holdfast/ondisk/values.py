@@ -128,7 +128,10 @@ def encode_tree(value: object, tensor_at: Callable[[torch.Tensor], str], path: s
     ``tensor_at(tensor)`` stores a tensor and returns the reference that stands for it.
     """
     if isinstance(value, torch.Tensor):
-        return {"$": "tensor", "v": tensor_at(value)}
+        try:
+            return {"$": "tensor", "v": tensor_at(value)}
+        except Refused as error:
+            raise Refused(path, error.reason) from None
     if type(value) is list:
         return [encode_tree(v, tensor_at, f"{path}/{i}") for i, v in enumerate(value)]
     if type(value) is tuple:

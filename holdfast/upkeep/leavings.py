@@ -13,10 +13,10 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-from holdfast.absent import what_is_in_store, what_is_there
+from holdfast.absent import what_is_in_store, what_is_lent, what_is_there
 from holdfast.checkpoint import read_manifest
 from holdfast.engine import disk, storage
-from holdfast.engine.citations import Citations, cited_in
+from holdfast.engine.citations import Citations, borrowers, cited_in, root_of
 from holdfast.engine.folder import goes_along, is_leaving, standing_save
 from holdfast.engine.parts import finished
 from holdfast.engine.stores.around import patiently
@@ -108,7 +108,7 @@ def _looks(place: Location) -> Iterator[Callable[[], Found]]:
         yield partial(_conversion, place)
         return
     if storage.is_file(place / manifest.FILE_NAME) or _is_step(place):
-        yield partial(_step, place, partial(cited_in, place))
+        yield partial(_step, place, partial(cited_in, place), Citations(root_of(place)[0]))
         return
     names = storage.folders_in(place)
     citations = Citations(place)
@@ -121,7 +121,7 @@ def _looks(place: Location) -> Iterator[Callable[[], Found]]:
         elif name.endswith(".partial") and isinstance(folder, Path):
             yield partial(_conversion, folder)
         else:
-            yield partial(_step, folder, partial(_cited, citations, names, name))
+            yield partial(_step, folder, partial(_cited, citations, names, name), citations)
 
 
 def _cited(citations: Citations, names: Collection[str], name: str) -> Collection[str]:
@@ -133,7 +133,7 @@ def _is_step(place: Location) -> bool:
     return any(datafile.save_of(path) and path.count("/") == 1 for path in storage.files_below(place))
 
 
-def _step(folder: Location, cited: Callable[[], Collection[str]]) -> Found:
+def _step(folder: Location, cited: Callable[[], Collection[str]], citations: Citations) -> Found:
     try:
         record: Manifest | None = read_manifest(folder)
     except NotACheckpoint:
@@ -155,6 +155,9 @@ def _step(folder: Location, cited: Callable[[], Collection[str]]) -> Found:
         ours = [path for path in ours if path not in named and signature.save_of(path) != record.save]
     if not ours:
         return None
+    lent_to = borrowers(folder, ours, citations) if record is None else []
+    if lent_to:
+        return Spared(str(folder), what_is_lent(lent_to))
     if storage.may_live(folder, ours):
         sure = isinstance(folder, Path) and storage.living(folder, ours)
         why = "a save is under way" if sure else "younger than six hours, with no locks there: a save may be under way"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -176,27 +176,38 @@ def _fates(
     stay = [path.name for path in committed.values() if path.name not in going]
     cited = Citations(root).by([*stay, *others])
     account = _Account(root, cited)
-    loose = _loose(Citations(root).by(going), going)
+    loose = _loose(root, going)
     fates = []
     for step, path in committed.items():
         sizes = storage.sizes_below(path)
         fate = Fate(step, path.name, "nothing", tuple(_reasons(step, keep, rated, kept, faults)), sum(sizes.values()))
         if path.name in going:
             freed = account.of(path.name, sizes)
-            fate = replace(fate, goes="all", freed=freed, lent=fate.nbytes - freed)
+            lent = fate.nbytes - freed
+            freed += sum(account.of(name, _sizes_of(root / name, paths)) for name, paths in loose[path.name].items())
+            fate = replace(fate, goes="all", freed=freed, lent=lent)
         elif step in kept.steps and step not in kept.whole:
             lost = _without_optimizer(path, kept, cited)
             fate = replace(fate, goes="optimizer", freed=lost.nbytes) if lost is not None else fate
         fates.append(fate)
-    if going and loose:  # in folders that are no steps any more: freed with the last one that cites them
-        more = sum(account.of(name, _sizes_of(root / name, paths)) for name, paths in loose.items())
-        last = max(i for i, fate in enumerate(fates) if fate.goes == "all")
-        fates[last] = replace(fates[last], freed=fates[last].freed + more)
     return tuple(fates)
 
 
-def _loose(cited: Cited, going: Collection[str]) -> Cited:
-    return {name: paths for name, paths in cited.items() if name not in going}
+def _loose(root: Location, going: Sequence[str]) -> dict[str, Cited]:
+    """What the steps that go cite in folders that are no steps any more: each file at the last one that cites it."""
+    citations = Citations(root)
+    citations.by(going)  # all at once
+    last = {
+        (folder, path): name
+        for name in going
+        for folder, paths in citations.by([name]).items()
+        if folder not in going
+        for path in paths
+    }
+    found: dict[str, Cited] = {name: {} for name in going}
+    for (folder, path), name in last.items():
+        found[name].setdefault(folder, set()).add(path)
+    return found
 
 
 def _sizes_of(folder: Location, paths: Iterable[str]) -> dict[str, int]:

@@ -29,6 +29,7 @@ _KINDS = {
     "partly here": "warn",
     "pending": "warn",
     "writing": "",
+    "lent": "",
     "unfinished": "warn",
 }
 

@@ -111,3 +111,18 @@ def test_gc(steps: Path, run: Run) -> None:
     assert code == Code.FINE and told["done"] and told["leavings"][0]["files"] == 4
     assert not (steps / "step-000000500").exists()
     holdfast.verify(steps / "step-000000400")
+
+
+def test_a_folder_is_not_called_like_a_file(steps: Path, run: Run) -> None:
+    source, target = steps / "step-000000200", steps.parent / "w.safetensors"
+    for command, *options in (("unshard",), ("convert", "--to", "huggingface")):
+        code, _, err = run(command, source, target, *options)
+        assert code == Code.USAGE and f"{steps.parent / 'w' / 'model.safetensors'}" in err and not target.exists()
+    code, _, err = run("convert", source, target, "--to", "safetensors")
+    assert code == Code.USAGE and "--to huggingface writes safetensors" in err
+
+
+def test_the_note_of_a_manager_is_not_exported(steps: Path, run: Run) -> None:
+    target = steps.parent / "hf"
+    assert json.loads(run("unshard", steps / "step-000000200", target, "--json")[1])["beside"] == []
+    assert [path.name for path in target.iterdir()] == ["model.safetensors"]

@@ -62,6 +62,14 @@ def test_damage_is_found_and_repaired(run: Any, saved: Path) -> None:
     told = json.loads(out)
     assert code == Code.DAMAGED and told["tensors"] == ["model/w"] and told["damages"][0]["begin"] == 4096
     assert run("repair", saved)[0] == Code.DAMAGED
+    for beside in ("step-1", "step-2"):
+        holdfast.save({"model": {"w": torch.zeros(3)}}, saved.parent / "other" / beside)
+    code, out, _ = run("repair", saved, "--from", saved.parent / "other")
+    assert (
+        code == Code.DAMAGED
+        and "none of these sources has what is left" in out
+        and str(saved.parent / "other") not in out
+    )
     code, out, _ = run("repair", saved, "--from", saved.parent / "copy", "--dry-run")
     assert code == Code.FINE and "could be whole" in out and contents_of(saved) != before
     code, out, _ = run("repair", saved, "--from", saved.parent / "nothing", "--from", saved.parent / "copy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections import namedtuple
@@ -15,6 +16,8 @@ import torch
 import holdfast
 from holdfast.cli.codes import Code
 from holdfast.doctor import folders, machine, stores
+from holdfast.engine.folder import delete_checkpoint
+from tests.citing import save_on, state_of
 from tests.cli.conftest import Run
 from tests.damaging import flip
 from tests.foreign.truth import GOLDEN
@@ -215,3 +218,42 @@ def test_what_may_not_be_read_is_told_with_what_to_do(steps: Path, run: Run) -> 
                 holdfast.open(first)
         finally:
             first.chmod(0o755)
+
+
+def test_a_swept_step_whose_files_others_borrow(tmp_path: Path, run: Run) -> None:
+    save_on(state_of(1), tmp_path / "step-1")
+    save_on(state_of(2, model=2), tmp_path / "step-2", tmp_path / "step-1")
+    delete_checkpoint(tmp_path / "step-1")
+    code, found = _checkpoint(run, tmp_path)
+    assert code == Code.FINE and [one["verdict"] for one in found] == ["ok", "ok"]
+    assert "step-1 is no checkpoint any more" in found[1]["text"] and "step-2 borrows them" in found[1]["text"]
+    code, [one] = _checkpoint(run, tmp_path / "step-1")
+    assert code == Code.NOT_A_CHECKPOINT and "step-2 borrows them" in one["text"] and "rescue" not in one["mend"]
+
+
+def test_a_section_that_a_neighbour_has_is_told_to_be_missing(tmp_path: Path, run: Run) -> None:
+    for step in (1, 2):
+        state = {"model": {"w": torch.ones(900) * step}, "optimizer": {"m": torch.ones(9), "v": torch.ones(9)}}
+        holdfast.save(state, tmp_path / f"step-{step}", step=step)
+    newest = tmp_path / "step-2"
+    (newest / "manifest.json").unlink()
+    shutil.rmtree(newest / "optimizer")
+    code, [one] = _checkpoint(run, newest)
+    assert code == Code.NOT_A_CHECKPOINT and "optimizer/m and 1 more tensors, which step-1 has" in one["text"]
+    assert "take an older step" in one["mend"] and one["mend"].endswith("--like COPY")
+    code, _, err = run("rescue", newest)
+    assert code == Code.MISMATCH and "which step-1 has" in err and "--save" in err and not list(newest.glob("*.json"))
+    save = next(iter((newest / "model").iterdir())).name.split(".")[-2].split("-")[-1]
+    assert run("rescue", newest, "--save", save)[0] == Code.FINE, "who wants what is there says so"
+
+
+def test_credentials_that_cannot_be_fetched_are_not_called_fine(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in (("ID", "arn:aws:iam::1:role/x"), ("FILE", "/nowhere/token")):
+        monkeypatch.setenv({"ID": "AWS_ROLE_ARN", "FILE": "AWS_WEB_IDENTITY_TOKEN_FILE"}[name], value)
+    code, out, _ = run("doctor", "s3://bucket/run?endpoint_url=http://127.0.0.1:1", "--json")
+    found = {one["name"]: one for one in json.loads(out)["store"]}
+    assert code == Code.STORAGE and found["credentials"]["verdict"] == "fail", found
+    assert "could be fetched" in found["credentials"]["text"] and "listing" not in found
+    assert "credentials" in found["credentials"]["mend"]

@@ -248,3 +248,15 @@ def test_a_url(run: Any, moto: Server, saved: Path, monkeypatch: pytest.MonkeyPa
     for word, *options in (("show", "--stats"), ("du",), ("plan", "--ranks", "2")):
         assert run(word, f"{url}/step-3", *options)[0] == Code.FINE
     assert "each file once" in run("du", url)[1]
+
+
+def test_diff_tells_a_list_that_one_lacks_on_one_line(run: Any, tmp_path: Path) -> None:
+    w = torch.ones(3)
+    holdfast.save({"w": w, "names": [f"n{i}" for i in range(12)], "at-10": 1, "at-9": 1}, tmp_path / "a")
+    holdfast.save({"w": w}, tmp_path / "b")
+    for first, second, cells in (("a", "b", ["12 items", "none"]), ("b", "a", ["none", "12 items"])):
+        out = run("diff", tmp_path / first, tmp_path / second, "--top", 3)[1]
+        lines = [line.strip() for line in out.splitlines() if line.startswith(("names", "at-"))]
+        assert [line.split()[0] for line in lines] == ["at-9", "at-10", "names/0"] and "more" not in out
+        assert lines[2].startswith("names/0 … 11 ") and lines[2].split("11", 1)[1].split() == " ".join(cells).split()
+    assert len(json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json")[1])["differences"]) == 14

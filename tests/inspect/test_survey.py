@@ -13,7 +13,8 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import disk
+from holdfast.engine import disk, storage
+from holdfast.engine.folder import delete_checkpoint
 from holdfast.engine.storage import open_locked
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
@@ -75,7 +76,7 @@ def test_each_state_is_told(run: Path) -> None:
     assert [step.step for step in survey(run)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert found["step-8"].lost == ("optimizer",) and found["step-1"].lost == ()
     assert "truncated" in found["step-2"].fault and "is missing" in found["step-3"].fault
-    assert "instead of" in found["step-4"].fault and "recover" in found["step-5"].fault
+    assert "instead of" in found["step-4"].fault and f"holdfast rescue {run}/step-5" in found["step-5"].fault
     whole = found["step-1"]
     assert whole.nbytes == whole.own == holdfast.open(run / "step-1").nbytes + 100
     assert (whole.world_size, whole.format, whole.run) == (1, "holdfast", holdfast.open(run / "step-1").run)
@@ -237,3 +238,20 @@ def test_in_a_store(run: Path, tmp_path: Path) -> None:
     assert [s.name for s in survey(root / "step-1")] == [""]
     with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
         survey(Place(store, "elsewhere"))
+
+
+def test_a_swept_step_whose_files_others_borrow_is_neither_dead_nor_written(tmp_path: Path) -> None:
+    for root in (tmp_path, Place(Memory(), "run")):
+        save_on(state_of(1), root / "step-1")
+        for step in (2, 3):
+            save_on(state_of(step, model=step), root / f"step-{step}", root / "step-1")
+        delete_checkpoint(root / "step-1")
+        found = by_name(root)
+        assert {name: step.health for name, step in found.items()} == {
+            "step-1": "lent", "step-2": "whole", "step-3": "whole",
+        }  # fmt: skip
+        assert "since step-2, step-3 borrow them" in found["step-1"].fault
+        assert by_name(root / "step-1")[""].health == "lent"
+        stray = next(iter(save_on(state_of(1, model=9), root / "other").data_files)).path
+        storage.write_small(root / "step-1" / stray, b"x")  # a save there, of whichever kind, is told as before
+        assert by_name(root)["step-1"].health == ("writing" if isinstance(root, Place) else "unfinished")

@@ -22,6 +22,7 @@ from holdfast.engine import storage
 from holdfast.engine.stores.memory import Memory
 from holdfast.engine.stores.place import Place
 from holdfast.upkeep.leavings import BENCH, collect
+from tests.citing import save_on, state_of
 from tests.damaging import contents_of
 
 
@@ -228,3 +229,14 @@ def test_what_tells_that_an_upload_broke_off_stays(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(storage, "LIVING", -1.0)
     done = collect(place, dry_run=False)
     assert not done.leavings and "upload" in done.spared[0].why
+
+
+def test_what_a_swept_step_has_lent_is_no_save_under_way() -> None:
+    root = Place(Memory(), "run")
+    save_on(state_of(1), root / "step-1")
+    save_on(state_of(2, model=2), root / "step-2", root / "step-1")
+    folders.delete_checkpoint(root / "step-1")
+    for place in (root, root / "step-1"):
+        done = collect(place)
+        assert not done.leavings and ["step-2 borrows them" in one.why for one in done.spared] == [True]
+    holdfast.verify(root / "step-2")

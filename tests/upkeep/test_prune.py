@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.engine.folder import delete_checkpoint
 from holdfast.keep import Keep
 from holdfast.steps import Steps
 from holdfast.upkeep.prune import name_of, prune
+from tests.citing import save_on, state_of
 
 
 def _run(root: Path, steps: range, *, incremental: bool = True) -> None:
@@ -118,3 +120,17 @@ def test_a_step_that_is_committed_meanwhile_stays(tmp_path: Path, monkeypatch: p
     prune(root, Keep(last=1), dry_run=False)
     assert sorted(path.name for path in root.iterdir()) == ["step-3", "step-4"]
     holdfast.verify(root / "step-4")
+
+
+def test_what_a_swept_step_has_lent_is_freed_with_the_last_that_borrows_it(tmp_path: Path) -> None:
+    save_on(state_of(1), tmp_path / "step-1")
+    for step in (2, 3):
+        save_on(state_of(step, model=step), tmp_path / f"step-{step}", tmp_path / "step-1")
+    for step in (4, 5):
+        save_on(state_of(step, model=step), tmp_path / f"step-{step}")
+    delete_checkpoint(tmp_path / "step-1")
+    lent = sum(path.stat().st_size for path in (tmp_path / "step-1").rglob("*.safetensors"))
+    told = prune(tmp_path, Keep(last=1)).steps
+    assert lent > 0 and [fate.freed for fate in told] == [
+        told[0].nbytes, told[1].nbytes + lent, told[2].nbytes, 0,
+    ]  # fmt: skip

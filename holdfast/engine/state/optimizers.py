@@ -19,7 +19,7 @@ from holdfast.engine.state import modules
 from holdfast.engine.state.kinds import is_dtensor, is_flat_parameter
 from holdfast.engine.state.leaves import Collected, Entry, Group, Saved, Slot
 from holdfast.engine.state.modules import FlatPart
-from holdfast.engine.state.tensors import entries_of, local_views, placed
+from holdfast.engine.state.tensors import dtype_name, entries_of, local_views, placed
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk import dtypes, names, values
 
@@ -227,7 +227,7 @@ def _entries(
         spread, position = placed(name, parameter, ranks)
         shape = tuple(parameter.shape)
         views = local_views(name, shape, spread, position, value.detach()) if position is not None else []
-        return [Entry(name, dtypes.name_of(value.dtype), shape, spread, views)]
+        return [Entry(name, dtype_name(name, value), shape, spread, views)]
     return list(entries_of(name, value, ranks))
 
 

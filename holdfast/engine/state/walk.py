@@ -19,7 +19,7 @@ from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, S
 from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
 from holdfast.engine.state.recall import Recall, so_far
 from holdfast.engine.state.structure import kinds_of
-from holdfast.engine.state.tensors import entries_of, is_tensor_leaf
+from holdfast.engine.state.tensors import dtype_name, entries_of, is_tensor_leaf
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names, values
 from holdfast.ondisk.values import JSON
@@ -224,6 +224,10 @@ class _Walk:
         def keep(tensor: torch.Tensor) -> str:
             if type(tensor) not in (torch.Tensor, nn.Parameter):
                 raise values.Refused("", f"a {type(tensor).__qualname__} inside of a PerRank value")
+            try:
+                dtype_name("it", tensor)
+            except Unsupported as error:  # its bytes do not tell it
+                raise values.Refused("", str(error)) from None
             reference = str(len(tensors))
             tensors[reference] = tensor.detach()
             return reference

@@ -336,3 +336,10 @@ def test_integer_keys_never_collide_with_texts(tmp_path: Path) -> None:
         holdfast.save({"x": {1: "a", "1": "b"}}, tmp_path / "c")
     with pytest.raises(holdfast.Unsupported, match="keys are strings"):
         holdfast.save({1: {"a": 2}}, tmp_path / "c")  # type: ignore[dict-item]
+
+
+def test_a_value_of_each_rank_without_plain_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    bad = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(holdfast.Unsupported, match=r"a/in/1: it is quantized \(torch.qint8\); save int_repr"):
+        holdfast.save({"a": holdfast.PerRank({"in": [1, bad]})}, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
