@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -343,11 +344,11 @@ def test_a_reader_reads_what_holdfast_saved_and_only_the_bytes_it_needs(
 
 
 def test_a_reader_tells_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(torch_dcp.CheckpointException) as caught:
+    lost = "|metadata is None" if torch.__version__ < (2, 13) else ""  # an older torch drops what a reader says first
+    with pytest.raises(torch_dcp.CheckpointException, match=f"there is nothing at {re.escape(str(tmp_path))}/c{lost}"):
         torch_dcp.load({"x": torch.ones(1)}, storage_reader=dcp.Reader(tmp_path / "c"))
-    assert f"there is nothing at {tmp_path / 'c'}" in str(caught.value)
     holdfast.save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}, "m": {"w": torch.ones(4 << 10)}}, tmp_path / "c")
-    with pytest.raises(torch_dcp.CheckpointException, match="which torch both calls 'a.b'"):
+    with pytest.raises(torch_dcp.CheckpointException, match=f"which torch both calls 'a.b'{lost}"):
         torch_dcp.load({"x": torch.ones(1)}, storage_reader=dcp.Reader(tmp_path / "c"))
     holdfast.save({"m": {"w": torch.ones(4 << 10)}}, tmp_path / "d")
     with pytest.raises(torch_dcp.CheckpointException, match="Missing key in checkpoint state_dict: m.x"):

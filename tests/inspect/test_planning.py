@@ -90,7 +90,7 @@ def test_cut_as_torch_cuts(shape: tuple[int, ...], text: str, rule: str) -> None
             tp_inside = cut == 0 and name == "fsdp" and "tp" in mesh.names[axis:]
             kind = {"tp": Replicate() if cut is None else Shard(cut), "fsdp": Shard(0), "replicate": Replicate()}[name]
             placements.append(_StridedShard(0, split_factor=2) if tp_inside else kind)
-        local, offset = _compute_local_shape_and_global_offset(shape, mesh.sizes, lambda at: coordinate[at], placements)
+        local, offset = _compute_local_shape_and_global_offset(shape, mesh.sizes, coordinate, placements)
         boxes = boxes_held(shape, spread, rank)
         assert sum(box.size for box in boxes) == torch.Size(local).numel()
         if boxes and not any(isinstance(p, _StridedShard) for p in placements):
