@@ -479,7 +479,7 @@ def test_a_sweeper_spares_what_is_being_copied(kept: Path, tmp_path: Path) -> No
     swept: list[bool] = []
 
     def sweep(event: holdfast.Event) -> None:
-        if event.kind == "advance" and len(list(target.glob("*/*.safetensors"))) > 1:
+        if event.kind == "advance" and any(target.glob("*/*.safetensors")):
             folder.sweep_dead(target)
             swept.append(True)
 

@@ -420,6 +420,14 @@ def test_the_newest_step_of_both_tiers(tmp_path: Path) -> None:
         assert manager.restore(_state()) is None
 
 
+def test_a_manager_that_saved_nothing_leaves_no_uploader_behind(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with _manager(Place(Local(tmp_path / "store"), "run"), tmp_path / "fast") as manager:
+        assert manager.restore(_state()) is None
+        assert {thread.name for thread in set(threading.enumerate()) - before} >= {"holdfast-uploader"}
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "holdfast-uploader"]
+
+
 def test_a_root_on_local_disk(tmp_path: Path) -> None:
     """A slow tier that is a folder needs no store."""
     _run(tmp_path / "slow", tmp_path / "fast", 1, 2, 3)

@@ -186,6 +186,8 @@ class Tiers:
         if self._nodes.several or self.fast.committed():
             self._start()
             self._uploader.close(timeout=timeout, patience=self._deadline)
+        else:
+            self._uploader.stop()  # it waits for a first step, and must not find one of the next manager
         unsafe = self._backlog.unsafe() if self._nodes.first else []
         if unsafe:
             log.warning(
