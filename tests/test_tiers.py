@@ -163,9 +163,9 @@ def test_every_save_is_fast_and_the_newest_follows(worker: str, tmp_path: Path) 
     with _manager(root, fast, **options) as manager:
         assert manager.restore(_state()) is None and manager.latest() is None
         _train(manager, 1, 2, 3, 4, 5)
-        assert _steps(fast) == [4, 5]
         # What is committed in the store is under way for a moment more, until the uploader has said so.
         wait_until(lambda: manager.durability(5) == Durability(5, True, True, False))
+        wait_until(lambda: _steps(fast) == [4, 5])
         assert manager.durability(9) == Durability(9, False, False, False)
         latest = manager.latest()
         assert latest is not None and latest.step == 5 and set(_steps(fast)) < {*manager.steps(), 0} | {4, 5}
