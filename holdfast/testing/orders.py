@@ -231,10 +231,15 @@ def _shorten(order: Order, call: Asked, do: Callable[[], Any]) -> Any:
 
 
 def _flip(order: Order, call: Asked, do: Callable[[], Any]) -> Any:
+    # Files get their length first. Direct writes go on to the end of a sector, and what is too much is cut off again: a
+    # bit there would be none of the file.
+    length = os.stat(call.path).st_size if call.verb == "write" else 0
     done: int | bytes = do()
     nbytes = done if isinstance(done, int) else len(done)
     if not nbytes:
         return done
+    if 0 <= call.offset < length:
+        nbytes = min(nbytes, length - call.offset)
     chance = random.Random(order.seed)
     at, bit = chance.randrange(nbytes), 1 << chance.randrange(8)
     if isinstance(done, bytes):

@@ -105,21 +105,15 @@ def disk_write(path: Path, data: bytes) -> None:
 
 
 @settings(max_examples=12)
-@example(seed=639, nth=1)
+@example(seed=639, nth=1)  # beyond the end of the file, if that is not minded
 @given(seed=st.integers(0, 1 << 30), nth=st.sampled_from([1, 3, 4]))
 def test_a_bit_that_flips_on_its_way_is_found(tmp_path_factory: pytest.TempPathFactory, seed: int, nth: int) -> None:
     path = tmp_path_factory.mktemp("flip") / "c"
     with flip("write", nth=1 + nth // 3, seed=seed, under=path) as met:
         holdfast.save(state_of(1), path)
     assert len(met.hits) == 1
-    try:
+    with pytest.raises(holdfast.Damaged):
         holdfast.open(path).verify()
-    except holdfast.Damaged:
-        pass
-    else:  # whole sectors are written, and what lies beyond the end of the file is cut off: a bit there is nowhere
-        state = state_of(0)
-        holdfast.load(path, state)
-        assert torch.equal(state["model"]["w"], state_of(1)["model"]["w"]) and state["step"] == 1
     holdfast.save(state_of(2), path, overwrite=True)
     with flip("read", nth=nth, seed=seed, under=path) as met, pytest.raises(holdfast.HoldfastError):
         holdfast.load(path, state_of(0))
