@@ -99,7 +99,7 @@ def _compare(
     match = Match(checkpoint, name_here, saved, _everything, True, collect(target.tree, group, saved))
     fit = match.compare(keep=False, world_size=meeting.size)
     known = [*saved.tensors, *saved.values]
-    missing, misfits = [], list(fit.misfits)
+    missing, misfits = [], [*target.misfits, *fit.misfits]
     for name in fit.missing:
         if name in saved.tensors:
             misfits.append(f"{name}: saved as a tensor, here a value")
