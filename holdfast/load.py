@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any, Literal
 
+import msgspec
 import torch.distributed as dist
 
 from holdfast import events
@@ -28,7 +29,8 @@ from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, StorageError
 from holdfast.keys import Keys
-from holdfast.match import Came, Fit, Loaded, Match, named_ids, saved_names
+from holdfast.loaded import Loaded
+from holdfast.match import Came, Fit, Match, named_ids, saved_names
 from holdfast.ondisk import names
 from holdfast.ondisk.manifest import FORMAT
 
@@ -128,17 +130,38 @@ def load_opened(
             return fit
 
         with span("match"):
-            choice = call.exchange("match", compare, _judge, Choice)
+            verdict = call.exchange("match", compare, _judge, _Verdict)
             work = match[0]
             sharing = work.sharing(ranks)
-            sharing.agree(call, choice)
+            sharing.agree(call, verdict.choice)
         with span("copy wait"):
             wait_for_copies()  # a save in the background still reads what would change here
+        if verdict.early:
+            _hand_over_early(call, work, verify)
         restore(call, work, sharing, where, verify=verify)
         all_of_it.nbytes = work.loaded.bytes_read + work.loaded.bytes_received
     events.reached("loaded", work.checkpoint.path, ranks.rank)
     work.loaded.seconds = monotonic() - began
     return work.loaded
+
+
+def _hand_over_early(call: Call, match: Match, verify: Verify) -> None:
+    """Let objects take their state by methods of their own, on every rank. If one refuses it all get theirs back."""
+    undo: list[Callable[[], None]] = []
+
+    def hand_over() -> bool:
+        undo.extend(match.hand_over_early(verify))
+        return True
+
+    try:
+        call.settle("objects", hand_over, lambda notes: True, bool)
+    except BaseException:
+        for back in reversed(undo):
+            try:
+                back()
+            except Exception as error:  # noqa: BLE001 - an object that refuses its own state as well
+                events.log.warning("an object could not be given back the state that it had: %s", error)
+        raise
 
 
 def restore(call: Call, match: Match, sharing: Sharing, where: object, *, verify: Verify) -> None:
@@ -183,7 +206,14 @@ def came(notes: list[Came]) -> bool:
     return True
 
 
-def _judge(fits: list[Fit]) -> Choice:
+class _Verdict(msgspec.Struct, array_like=True):
+    """What the first rank makes of all fits: who shares reading, and whether objects of any rank are told early."""
+
+    choice: Choice
+    early: bool
+
+
+def _judge(fits: list[Fit]) -> _Verdict:
     """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading."""
     joint = fits[0].unclaimed
     for fit in fits[1:]:
@@ -193,7 +223,7 @@ def _judge(fits: list[Fit]) -> Choice:
     missing = list(dict.fromkeys(name for fit in fits for name in fit.missing))
     misfits = list(dict.fromkeys(text for fit in fits for text in fit.misfits))
     if not (extra or missing or misfits):
-        return who_shares([fit.offer for fit in fits])
+        return _Verdict(who_shares([fit.offer for fit in fits]), any(fit.early for fit in fits))
     text = [f"{fits[0].where} does not fit what it is loaded into; nothing was changed."]
     if misfits:
         text.append(f"{len(misfits)} differ:" + _listed(misfits))

@@ -97,7 +97,7 @@ def _compare(
     name_here, values = named_ids(checkpoint, target.name_here, target.tree)
     saved = saved_names(checkpoint, name_here, values, _everything)
     match = Match(checkpoint, name_here, saved, _everything, True, collect(target.tree, group, saved))
-    fit = match.compare(keep=False, world_size=meeting.size)
+    fit = match.compare(keep=False, world_size=meeting.size, early=False)
     known = [*saved.tensors, *saved.values]
     missing, misfits = [], [*target.misfits, *fit.misfits]
     for name in fit.missing:

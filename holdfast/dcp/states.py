@@ -108,9 +108,9 @@ class _Place:
 class Target:
     """What a state dict asks of a checkpoint, in torch's way: ``tree`` is a state that holdfast's walk understands.
 
-    ``then`` hands the objects their state dicts once they are filled. ``optimizers`` are paths of optimizers, ``misfits`` lines of what cannot fit. Tensors
-    are filled in place; each value has a place of its own, so that nested dicts stay the same objects; what torch
-    would not have saved is not asked for.
+    ``then`` hands the objects their state dicts once they are filled. ``optimizers`` are paths of optimizers,
+    ``misfits`` lines of what cannot fit. Tensors are filled in place; each value has a place of its own, so that nested
+    dicts stay the same objects; what torch would not have saved is not asked for.
     """
 
     checkpoint: Checkpoint
