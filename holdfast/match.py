@@ -63,7 +63,11 @@ class Loaded:
 
 
 class Fit(msgspec.Struct, array_like=True):
-    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order."""
+    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order.
+
+    ``unfit``: patterns of ``only=`` that fit nothing, with what errors say of each; ``awaited``: those that fit the
+    target alone.
+    """
 
     where: str
     names: list[str]
@@ -71,6 +75,8 @@ class Fit(msgspec.Struct, array_like=True):
     missing: list[str]
     misfits: list[str]
     offer: Offer = Offer()
+    unfit: dict[str, str] = {}
+    awaited: list[str] = []
 
 
 class Came(msgspec.Struct, array_like=True):
