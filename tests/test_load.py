@@ -127,6 +127,16 @@ def test_a_pattern_may_fit_what_only_the_target_has(saved: Path) -> None:
     assert config == {"config": {"lr": 0.1}}
 
 
+def test_the_state_of_an_optimizer_that_has_not_stepped_may_be_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    holdfast.save(state, tmp_path / "c")
+    loaded = holdfast.load(tmp_path / "c", state, only=["model", "optimizer/state"])
+    assert loaded.restored == ["model/weight", "model/bias"] and not loaded.kept
+    with pytest.raises(holdfast.Mismatch, match="'optimizer/states'"):
+        holdfast.load(tmp_path / "c", state, only=["model", "optimizer/states"])
+
+
 def test_only_means_what_was_saved_whatever_it_is_renamed_to(saved: Path) -> None:
     into = {"net": _target()["model"], "config": {}}
     with pytest.raises(holdfast.Mismatch, match="only= takes names as they were saved, and net/.* was saved as model/"):
