@@ -93,7 +93,10 @@ def _hint(pattern: str, known: Collection[str], separator: str, renamed: Mapping
     stem = pattern.rstrip("*?").rstrip("/.") or pattern
     parts = stem.count(separator) + 1
     heads = dict.fromkeys(separator.join(name.split(separator, parts)[:parts]) for name in known)
-    return near(stem, heads) or near(stem, list(known))
+    hint = near(stem, heads) or near(stem, list(known))
+    first = stem.split(separator, 1)[0]
+    firsts = dict.fromkeys(name.split(separator, 1)[0] for name in known)
+    return hint if hint or first in firsts else near(first, firsts)
 
 
 def near(name: str, known: Collection[str]) -> str:

@@ -104,6 +104,10 @@ def test_sections_are_near_among_very_many_names_too() -> None:
     known = [f"model/layers.{i}" for i in range(5000)]
     with pytest.raises(holdfast.Mismatch, match=r"'modle' \(did you mean model\?\)"):
         selector("modle", known, "here")
+    with pytest.raises(holdfast.Mismatch, match=r"'modle/block\*' \(did you mean model\?\)"):
+        selector("modle/block*", known, "here")
+    with pytest.raises(holdfast.Mismatch, match=r"'model/block\*'$"):
+        selector("model/block*", known, "here")
 
 
 def test_what_cannot_be_a_pattern() -> None:
