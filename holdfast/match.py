@@ -37,7 +37,11 @@ MOST_EARLY = 64 << 20
 
 
 class Fit(msgspec.Struct, array_like=True):
-    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order."""
+    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order.
+
+    ``unfit``: patterns of ``only=`` that fit nothing, with what errors say of each; ``awaited``: those that fit the
+    target alone.
+    """
 
     where: str
     names: list[str]
@@ -46,6 +50,8 @@ class Fit(msgspec.Struct, array_like=True):
     misfits: list[str]
     offer: Offer = Offer()
     early: bool = False
+    unfit: dict[str, str] = {}
+    awaited: list[str] = []
 
 
 class Came(msgspec.Struct, array_like=True):

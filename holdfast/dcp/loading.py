@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast import events
-from holdfast.checkpoint import near
 from holdfast.dcp.arguments import PathLike, keeps_missing, origin
 from holdfast.dcp.opening import open_by_key
 from holdfast.dcp.states import Target
@@ -28,6 +27,7 @@ from holdfast.errors import Mismatch
 from holdfast.load import restore
 from holdfast.match import Match, named_ids, saved_names
 from holdfast.ondisk import names
+from holdfast.patterns import near
 
 _SHOWN = 100
 
