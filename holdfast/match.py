@@ -277,11 +277,12 @@ class Match:
     def _tree(self, slot: Slot) -> Any:
         """What was saved at a slot, nested as it was."""
         below = [slot.path, *self.below.get(slot.path, ())]
-        leaves: dict[str, Any] = {
-            n: values.decoded(self.saved.values[n], n, self.checkpoint.path) for n in below if n in self.saved.values
-        }
+        leaves: dict[str, Any] = {}
         if slot.whole:
             leaves.update((n, slot.held.get(n, self.fresh.get(n))) for n in below if n in self.saved.tensors)
+        leaves.update(
+            (n, values.decoded(self.saved.values[n], n, self.checkpoint.path)) for n in below if n in self.saved.values
+        )
         containers = {n: self.containers[n] for n in below if n in self.containers}
         root = "r"
         tree = nest(

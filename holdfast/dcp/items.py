@@ -24,6 +24,7 @@ from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
 from holdfast.engine.state.tensors import dtype_name
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk.box import Box, tiling_fault, whole
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.ondisk.values import JSON
 
@@ -35,7 +36,7 @@ class Told:
     rank: int
     tensors: dict[str, PiecedTensor] = field(default_factory=dict)
     values: dict[str, JSON] = field(default_factory=dict)
-    containers: dict[str, str] = field(default_factory=dict)
+    containers: dict[str, Note] = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
 
 
@@ -120,7 +121,7 @@ def joined(told: list[Told]) -> dict[str, PiecedTensor]:
     return found
 
 
-def containers(metadata: Metadata, told: list[Told]) -> dict[str, str]:
+def containers(metadata: Metadata, told: list[Told]) -> dict[str, Note]:
     """Lists and tuples inside of values, and the lists that torch has taken apart: their positions are integers."""
     found = {path: kind for one in told for path, kind in one.containers.items()}
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}

@@ -13,7 +13,8 @@ from holdfast.engine.spread import Spread
 from holdfast.engine.state import Collected
 from holdfast.errors import Mismatch
 from holdfast.ondisk.blocks import digest
-from holdfast.ondisk.values import JSON
+from holdfast.ondisk.containers import Note
+from holdfast.ondisk.values import JSON, version_of_tree
 
 
 class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -33,14 +34,18 @@ class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):
-    """All that a plan needs of one rank. Ranks of one mesh tell equal ones."""
+    """All that a plan needs of one rank. Ranks of one mesh tell equal ones.
+
+    ``version``: the version of the format that its PerRank values need.
+    """
 
     tensors: list[TensorLayout]
     spreads: list[Spread]
     aliases: dict[str, str]
-    containers: dict[str, str]
+    containers: dict[str, Note]
     per_rank: list[str]
     group_params: dict[str, list[list[str]]]
+    version: int = 1
 
 
 class OwnedValues(msgspec.Struct, array_like=True, frozen=True):
@@ -74,7 +79,8 @@ def layout_of(state: Collected) -> Layout:
         tensors.append(TensorLayout(entry.name, entry.dtype, entry.shape, index, alias, lone, buffer))
     unheld = {a: n for a, n in state.aliases.items() if a not in state.entries}
     params = {path: [g.params for g in groups] for path, groups in state.groups.items()}
-    return Layout(tensors, spreads, unheld, dict(state.containers), list(state.per_rank), params)
+    version = max((version_of_tree(leaf.encoded) for leaf in state.per_rank.values()), default=1)
+    return Layout(tensors, spreads, unheld, dict(state.containers), list(state.per_rank), params, version)
 
 
 def digest_of(message: object) -> str:

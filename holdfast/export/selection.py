@@ -18,6 +18,7 @@ from holdfast.errors import Mismatch, Unsupported
 from holdfast.nested import nest
 from holdfast.ondisk import datafile, dtypes, names, values
 from holdfast.ondisk.box import relative, runs, whole
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import TensorRecord
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -85,7 +86,7 @@ class Selection:
     tensors: dict[str, Leaf]
     aliases: dict[str, str]
     values: dict[str, Any]
-    containers: dict[str, str]
+    containers: dict[str, Note]
     per_rank: dict[str, str]
     world_size: int
     origin: dict[str, str]

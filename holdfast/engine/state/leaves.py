@@ -13,6 +13,7 @@ import torch
 
 from holdfast.engine.spread import Spread
 from holdfast.ondisk.box import Box
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.values import JSON
 
 
@@ -83,7 +84,7 @@ class Collected:
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, JSON] = field(default_factory=dict)
     owned: dict[str, JSON] = field(default_factory=dict)
-    containers: dict[str, str] = field(default_factory=dict)
+    containers: dict[str, Note] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     buffers: set[str] = field(default_factory=set)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import modules, optimizers
+from holdfast.engine.state.in_place import Filling
 from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
 from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
 from holdfast.engine.state.recall import Recall, so_far
 from holdfast.engine.state.structure import kinds_of
 from holdfast.engine.state.tensors import dtype_name, entries_of, is_tensor_leaf
 from holdfast.errors import Unsupported
-from holdfast.ondisk import names, values
+from holdfast.ondisk import containers, names, values
 from holdfast.ondisk.values import JSON
 
 
@@ -39,7 +40,10 @@ def collect(
     if recall is not None:
         recall.begin()
     walk = _Walk(ranks, state, saved, recall)
-    walk.container("", state)
+    try:
+        walk.container("", state)
+    except RecursionError:
+        raise Unsupported("a container of the state contains itself, or is nested hundreds of times") from None
     _find_aliases(walk.into)
     return walk.into
 
@@ -50,13 +54,18 @@ def modules_of(path: str, node: Any) -> Iterator[tuple[str, nn.Module]]:
         yield path, node
     elif isinstance(node, dict):
         for key, value in node.items():
-            yield from modules_of(names.child(path, str(key)), value)
+            if type(value) not in values.SINGLE:
+                yield from modules_of(names.child(path, str(key)), value)
     elif isinstance(node, (list, tuple)):
         if node and all(isinstance(v, nn.Module) for v in node):
             yield from modules.merged(path, list(node))
         else:
             for i, value in enumerate(node):
-                yield from modules_of(names.child(path, str(i)), value)
+                if type(value) not in values.SINGLE:
+                    yield from modules_of(names.child(path, str(i)), value)
+
+
+_GROUPS = "param_groups"
 
 
 class _Walk:
@@ -65,6 +74,7 @@ class _Walk:
     def __init__(self, ranks: Ranks, state: Mapping[str, Any], saved: Saved | None, recall: Recall | None) -> None:
         self.ranks, self.state, self.saved, self.recall = ranks, state, saved, recall
         self.into = Collected()
+        self.filling = Filling()
 
     @cached_property
     def known(self) -> dict[int, tuple[str, optimizers.Named]]:
@@ -96,52 +106,68 @@ class _Walk:
                 self.optimizers(path, list(node))
             elif _only_values(node):
                 self.values(path, node, self.into.values)
-                self.into.slots.append(Slot(path, put))
+                self.into.slots.append(Slot(path, partial(self.put_in_place, node, put)))
             else:
                 self.container(path, node)
         elif is_stateful(node):
             self.stateful(path, node)
         else:
             self.values(path, node, self.into.values)
-            self.into.slots.append(Slot(path, put))
+            self.into.slots.append(Slot(path, partial(self.put_in_place, node, put)))
+
+    def put_in_place(self, present: Any, put: Callable[[Any], None], saved: Any) -> None:
+        """Fill a container that the state has, so that others who hold it see what was saved; else replace it."""
+        made = self.filling.filled(present, saved)
+        if made is not present:
+            put(made)
 
     def container(self, path: str, node: Any) -> None:
-        """The children of a container that holds more than plain values."""
-        self.note_container(path, node)
-        if isinstance(node, tuple):
-            for i, value in enumerate(node):
-                self.node(names.child(path, str(i)), value, _cannot_put(names.child(path, str(i))))
-            return
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            at = names.child(path, _key(path, key))
-            if is_tensor_leaf(value):  # needs no way back: it is filled where it lies
+        """The children of a container that holds more than plain values; it is filled in place and keeps its class."""
+        named = self.note_container(path, node, in_place=True)
+        for (name, _), (key, value) in zip(named, _items(node), strict=True):
+            at = names.child(path, name)
+            if isinstance(node, tuple):
+                self.node(at, value, _cannot_put(at))
+            elif is_tensor_leaf(value):  # needs no way back: it is filled where it lies
                 self.into.plain += [entry.name for entry in self.tensor(at, value)]
             else:
                 self.node(at, value, partial(node.__setitem__, key))
 
-    def note_container(self, path: str, node: Any) -> None:
-        """Lists, tuples and empty containers are noted; so is a dict whose keys are integers (see docs/format.md)."""
-        if isinstance(node, (list, tuple)):
-            self.into.containers[path] = "list" if isinstance(node, list) else "tuple"
-        elif path and (not node or any(type(k) is int for k in node)):
-            alike = [k for k in node if type(k) is str and _looks_like_integer(k)]
-            if alike and any(type(k) is int for k in node):
-                raise Unsupported(
-                    f"{path} has integers and the text {alike[0]!r} as keys, which could not be told apart"
-                )
-            self.into.containers[path] = "dict"
+    def note_container(self, path: str, node: Any, *, in_place: bool = False) -> list[tuple[str, Any]]:
+        """Note what kind of container this is, where its name does not say it (see docs/format.md).
+
+        Returns its children's names, each with the key that it stands for.
+        """
+        try:
+            named = containers.key_names(node) if isinstance(node, dict) else [(str(i), i) for i in range(len(node))]
+            if path:
+                # A module's state dict is an OrderedDict of tensors: of such the class does not matter.
+                exact = not in_place and not (node and all(map(is_tensor_leaf, containers.children(node))))
+                ordered = not in_place and isinstance(node, dict) and _comes_back_in_another_order(node)
+                note = containers.note_of(node, named, ordered=ordered, exact=exact)
+                if note is not None:
+                    self.into.containers[path] = note
+            else:
+                _check_top(named)
+        except values.Refused as error:
+            raise Unsupported(f"{path or 'the state'}: {error.reason}") from None
+        return named
 
     def values(self, path: str, node: Any, into: dict[str, JSON]) -> None:
-        """Plain values, however nested."""
-        if _is_container(node):
-            self.note_container(path, node)
-            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-                self.values(names.child(path, _key(path, key)), value, into)
-            return
+        """Plain values, however nested; a long container is one value (see `values.is_long`)."""
         try:
-            into[path] = values.encode(node)
+            if not _is_container(node):
+                into[path] = values.encode(node)
+                return
+            # Optimizer state that torch keeps by number is looked up by the names of these.
+            if values.is_long(node) and _GROUPS not in path.split("/"):
+                into[path] = values.packed(node)
+                return
         except values.Refused as error:
-            raise Unsupported(f"{path}: {error.reason}") from None
+            raise Unsupported(f"{path}{error.path}: {error.reason}") from None
+        named = self.note_container(path, node)
+        for (name, _), (_, value) in zip(named, _items(node), strict=True):
+            self.values(names.child(path, name), value, into)
 
     def tensor(self, path: str, tensor: Any) -> list[Entry]:
         added = list(entries_of(path, tensor, self.ranks))
@@ -205,10 +231,10 @@ class _Walk:
             if self.saved is None or self.fits(path, node):
                 self.into.plain += [entry.name for entry in self.tensor(path, node)]
                 held[path] = node
-        elif _is_container(node):
-            self.note_container(path, node)
-            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-                self.saved_tree(names.child(path, _key(path, key)), value, into, held)
+        elif _is_container(node) and not _only_values(node):
+            named = self.note_container(path, node)
+            for (name, _), (_, value) in zip(named, _items(node), strict=True):
+                self.saved_tree(names.child(path, name), value, into, held)
         else:
             self.values(path, node, into)
 
@@ -245,27 +271,38 @@ def _is_plain_optimizer(node: Any) -> bool:
 
 
 def _is_container(node: Any) -> bool:
-    return isinstance(node, dict) or type(node) in (list, tuple)
+    return containers.kind_of(node) is not None
+
+
+def _items(node: Any) -> Iterable[tuple[Any, Any]]:
+    return node.items() if isinstance(node, dict) else enumerate(node)
 
 
 def _only_values(node: Any) -> bool:
-    if _is_container(node):
-        return all(map(_only_values, node.values() if isinstance(node, dict) else node))
-    return not (is_tensor_leaf(node) or isinstance(node, (PerRank, RNG, nn.Module, Optimizer)) or is_stateful(node))
+    if not _is_container(node):
+        return not (is_tensor_leaf(node) or isinstance(node, (PerRank, RNG, nn.Module, Optimizer)) or is_stateful(node))
+    inside = containers.children(node)
+    return set(map(type, inside)) <= values.SINGLE or all(map(_only_values, inside))
 
 
-def _looks_like_integer(key: str) -> bool:
-    return key.removeprefix("-").isdecimal()
+def _comes_back_in_another_order(node: Mapping[Any, Any]) -> bool:
+    """Whether `nest` would give the children of a dict in another order: tensors, then values, then what is empty."""
+    if set(map(type, node.values())) <= values.SINGLE:
+        return False
+    ranks = [0 if not _only_values(value) else 1 if _has_leaf(value) else 2 for value in node.values()]
+    return ranks != sorted(ranks)
 
 
-def _key(path: str, key: Any) -> str:
-    if type(key) is str:
-        if not path and key in ("", "manifest.json"):
+def _has_leaf(node: Any) -> bool:
+    return not _is_container(node) or any(map(_has_leaf, containers.children(node)))
+
+
+def _check_top(named: Sequence[tuple[str, Any]]) -> None:
+    for name, key in named:
+        if type(key) is not str:
+            raise Unsupported(f"the state has the key {key!r} of type {type(key).__qualname__}; keys are strings")
+        if name in ("", "manifest.json"):
             raise Unsupported(f"the state has the key {key!r} at the top, which cannot name a section; rename it")
-        return key
-    if type(key) is int and path:
-        return str(key)
-    raise Unsupported(f"{path or 'the state'} has the key {key!r} of type {type(key).__qualname__}; keys are strings")
 
 
 def _cannot_put(path: str) -> Callable[[Any], None]:
