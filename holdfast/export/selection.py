@@ -18,7 +18,7 @@ from holdfast.errors import Mismatch, Unsupported
 from holdfast.nested import nest
 from holdfast.ondisk import datafile, dtypes, names, values
 from holdfast.ondisk.box import relative, runs, whole
-from holdfast.ondisk.containers import Note
+from holdfast.ondisk.containers import Note, is_sequence, mapping_of, sequence_of
 from holdfast.ondisk.manifest import TensorRecord
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -226,5 +226,10 @@ def check_values(selection: Selection, check: Callable[[Any], object]) -> None:
     for path, value in selection.values.items():
         try:
             check(values.decoded(value, path, "the selection"))
+        except Unsupported as error:
+            raise Unsupported(f"{path}: {error}; leave it out by only=") from None
+    for path, note in selection.containers.items():
+        try:
+            check(sequence_of(note, []) if is_sequence(note) else mapping_of(note, {}))
         except Unsupported as error:
             raise Unsupported(f"{path}: {error}; leave it out by only=") from None

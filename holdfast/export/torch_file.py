@@ -20,6 +20,7 @@ from holdfast.export.selection import Leaf, Selection, check_values, nested
 from holdfast.export.zip_file import Ending, Member
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import whole
+from holdfast.ondisk.containers import built_mapping, built_sequence, kind_of
 
 NAME = "state.pt"
 """How the file is called until it stands at its target."""
@@ -87,8 +88,9 @@ def data_of(tensor: torch.Tensor) -> bytes:
 
 def mapped(node: Any, leaf: Callable[[Any], Any]) -> Any:
     """A nested state with every leaf replaced."""
-    if type(node) is dict:
-        return {key: mapped(value, leaf) for key, value in node.items()}
-    if type(node) is list or type(node) is tuple:
-        return type(node)(mapped(value, leaf) for value in node)
-    return leaf(node)
+    kind = kind_of(node)
+    if kind is None:
+        return leaf(node)
+    if isinstance(node, dict):
+        return built_mapping(kind, ((key, mapped(value, leaf)) for key, value in node.items()))
+    return built_sequence(kind, [mapped(value, leaf) for value in node])
