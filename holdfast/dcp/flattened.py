@@ -26,7 +26,7 @@ from holdfast.dcp.opening import as_torch_has_it, taken_apart
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names
-from holdfast.ondisk.containers import built_mapping, built_sequence, kind_of
+from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import TensorRecord
 
 
@@ -113,16 +113,13 @@ def describe(checkpoint: Checkpoint) -> Described:
 
 def value_at(checkpoint: Checkpoint, node: Any) -> Any:
     """What a leaf stands for, read and decoded."""
-    if isinstance(node, Value):
-        return checkpoint.value(node.name)
-    if isinstance(node, Tensor):
-        return checkpoint.read(node.name)
-    kind = kind_of(node)
-    if kind is None:
-        return node
-    if isinstance(node, dict):
-        return built_mapping(kind, ((key, value_at(checkpoint, value)) for key, value in node.items()))
-    return built_sequence(kind, [value_at(checkpoint, value) for value in node], getattr(node, "maxlen", None))
+
+    def read(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return checkpoint.value(leaf.name)
+        return checkpoint.read(leaf.name) if isinstance(leaf, Tensor) else leaf
+
+    return mapped(node, read)
 
 
 def _tensor_metadata(record: TensorRecord) -> TensorStorageMetadata:

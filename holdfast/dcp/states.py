@@ -77,7 +77,7 @@ def like(present: Any, value: Any) -> Any:
 
 def _plain_items(node: Any) -> Any:
     if isinstance(node, Mapping):
-        kind = type(node) if type(node) in (Counter, OrderedDict) else dict
+        kind: Callable[..., Any] = type(node) if type(node) in (Counter, OrderedDict) else dict
         return kind({key: _plain(value) for key, value in node.items()})
     return type(node)(map(_plain, node)) if type(node) in (list, tuple) else without_files(node)
 

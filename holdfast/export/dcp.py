@@ -19,11 +19,11 @@ from holdfast.export import pickles, zip_file
 from holdfast.export.draft import LARGE, Draft, Fixed, Span, packed, slabs
 from holdfast.export.pickles import Call, Global, Instance, Pairs
 from holdfast.export.selection import Leaf, Selection, check_values, nested
-from holdfast.export.torch_file import add_small, archive, mapped
+from holdfast.export.torch_file import add_small, archive
 from holdfast.export.zip_file import Ending, Member
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
-from holdfast.ondisk.containers import is_sequence
+from holdfast.ondisk.containers import is_sequence, mapped
 
 CHUNK = 16 << 20
 """A chunk of a tensor is at most this many bytes, or one row of its last axis."""

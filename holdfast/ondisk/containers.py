@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ FACTORIES: dict[str, Callable[[], Any]] = {
 MAPPINGS = ("dict", "OrderedDict", "Counter", "defaultdict")
 SEQUENCES = ("list", "tuple", "deque")
 _MAX_LENGTH = (1 << 63) - 1
+_SHOWN = 1000
 
 
 class Container(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -206,3 +208,24 @@ def built_sequence(kind: str, items: list[Any], maxlen: int | None = None) -> An
 def is_sequence(note: Note | None) -> bool:
     """Whether the children of what is noted so are called by their positions."""
     return (note.kind if isinstance(note, Container) else note) in SEQUENCES
+
+
+def mapped(node: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A nest of containers with every leaf replaced."""
+    kind = kind_of(node)
+    if kind is None:
+        return leaf(node)
+    if not isinstance(node, dict):
+        return built_sequence(kind, [mapped(child, leaf) for child in node], getattr(node, "maxlen", None))
+    made = built_mapping(kind, ((key, mapped(child, leaf)) for key, child in node.items()))
+    if isinstance(made, defaultdict) and isinstance(node, defaultdict):
+        made.default_factory = node.default_factory
+    return made
+
+
+def as_text(value: Any) -> str:
+    """A value as Python shows it; of a long container how it begins, and how much it holds."""
+    if kind_of(value) is None or len(value) <= _SHOWN:
+        return repr(value)
+    first = list(islice(value.items() if isinstance(value, dict) else value, _SHOWN))
+    return f"{len(value)} in all: {dict(first) if isinstance(value, dict) else first}"

@@ -20,6 +20,7 @@ from holdfast.engine.storage import delete, delete_empty_folders, files_below
 from holdfast.engine.stores.urls import location
 from holdfast.events import log
 from holdfast.ondisk import values
+from holdfast.ondisk.containers import check_key, mapped
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.saver import Saver
 from holdfast.saving import Saving
@@ -116,11 +117,19 @@ def _remove(path: str | os.PathLike[str]) -> None:
 def _plain(path: str, node: Any) -> Any:
     """A copy of a nest of settings with what the format keeps."""
     if isinstance(node, dict):
-        return _kept(path, ((str(key), value) for key, value in node.items()), dict)
+        return _kept(path, ((_key(key), value) for key, value in node.items()), dict)
     if isinstance(node, (list, tuple)):
         kept = _kept(path, ((str(i), value) for i, value in enumerate(node)), lambda pairs: [v for _, v in pairs])
         return tuple(kept) if isinstance(node, tuple) else kept
     return node
+
+
+def _key(key: Any) -> Any:
+    try:
+        check_key(key)
+    except values.Refused:
+        return str(key)
+    return key
 
 
 def _kept(path: str, items: Any, made: Callable[[Any], Any]) -> Any:
@@ -129,7 +138,7 @@ def _kept(path: str, items: Any, made: Callable[[Any], Any]) -> Any:
         at = f"{path}/{key}"
         if not isinstance(value, (dict, list, tuple, torch.Tensor)):
             try:
-                values.encode(value)
+                values.encode_tree(value, str)
             except values.Refused as error:
                 log.warning("%s is left out of the checkpoint: %s", at, error.reason)
                 continue
@@ -138,10 +147,4 @@ def _kept(path: str, items: Any, made: Callable[[Any], Any]) -> Any:
 
 
 def _moved(node: Any, device: torch.device) -> Any:
-    if isinstance(node, torch.Tensor):
-        return node.to(device)
-    if isinstance(node, dict):
-        return {key: _moved(value, device) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return type(node)(_moved(value, device) for value in node)
-    return node
+    return mapped(node, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
