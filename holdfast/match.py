@@ -353,14 +353,15 @@ class Match:
     def _tree(self, slot: Slot, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:
         """What was saved at a slot, nested as it was."""
         below = self._names(slot)
-        leaves: dict[str, Any] = {
-            n: values.decoded(self.saved.values[n], n, self.checkpoint.path) for n in below if n in self.saved.values
-        }
+        leaves: dict[str, Any] = {}
         if slot.whole:
             made = {n: self.fresh[n] for n in below if n in self.fresh}
             if assemble is not None:
                 assemble(made)
             leaves.update(made)
+        leaves.update(
+            (n, values.decoded(self.saved.values[n], n, self.checkpoint.path)) for n in below if n in self.saved.values
+        )
         containers = {n: self.containers[n] for n in below if n in self.containers and n not in leaves}
         root = "r"
         tree = nest(

@@ -15,6 +15,7 @@ import torch
 from holdfast.engine.spread import Spread
 from holdfast.errors import Unsupported
 from holdfast.ondisk.box import Box
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.values import JSON
 
 
@@ -107,7 +108,7 @@ class Collected:
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, JSON] = field(default_factory=dict)
     owned: dict[str, JSON] = field(default_factory=dict)
-    containers: dict[str, str] = field(default_factory=dict)
+    containers: dict[str, Note] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     buffers: set[str] = field(default_factory=set)
@@ -154,7 +155,7 @@ class Saved:
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     values: Mapping[str, JSON]
-    containers: Mapping[str, str] = field(default_factory=dict)
+    containers: Mapping[str, Note] = field(default_factory=dict)
     asked: Callable[[str], bool] = field(default=lambda name: True)
 
     def has(self, path: str) -> bool:
