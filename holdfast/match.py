@@ -329,7 +329,7 @@ class Match:
             self.state.clears[name]()
         for action in self.state.then:
             action()
-        for slot in self.slots:
+        for slot in [*self.slots, *(slot for slot in self.early if slot.again)]:
             self._put(slot)
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:

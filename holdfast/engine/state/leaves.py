@@ -55,7 +55,8 @@ class Slot:
     path, or those of it in ``names``, tensors included, in new memory that ``make`` makes. ``needs`` are names that
     must have been saved, at which or below which something lies. ``check`` raises Mismatch, before anything is changed,
     if the target cannot take what was saved. ``expects``: the dtype and shape (None: any) of tensors by name.
-    ``undoing()``, called before ``put``, gives what undoes it: the object's own method may refuse what was saved.
+    ``undoing()``, called before ``put``, gives what undoes it: the object's own method may refuse what was saved. With
+    ``again`` it is put once more when all tensors are filled.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Slot:
     needs: Collection[str] = ()
     expects: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
     undoing: Callable[[], Callable[[], None]] | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)

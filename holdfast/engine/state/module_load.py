@@ -133,7 +133,15 @@ class _Loading:
             present = {name: leaves[key]} if isinstance(leaves[key], torch.Tensor) else {}
             maker = Maker(self.saved, self.ranks, present=present)
             self.into.slots.append(
-                Slot(name, sub.set_extra_state, whole=True, make=maker.make, assemble=maker.assemble)
+                Slot(
+                    name,
+                    sub.set_extra_state,
+                    whole=True,
+                    make=maker.make,
+                    assemble=maker.assemble,
+                    undoing=partial(_undoing_extra, sub),
+                    again=True,  # torch sets it after the module's tensors, which it may look at
+                )
             )
 
     def _stored(self, prefix: str) -> dict[str, list[str]]:
@@ -194,6 +202,11 @@ def _undoing(scope: Scope, path: str) -> Callable[[], None]:
         for key, value in own_methods.state_of(scope).items()
     }
     return lambda: own_methods.load(scope, path, present)
+
+
+def _undoing_extra(module: nn.Module) -> Callable[[], None]:
+    present = copy.deepcopy(module.get_extra_state())
+    return lambda: module.set_extra_state(present)
 
 
 def _set_attribute(owner: nn.Module, name: str, value: torch.Tensor) -> None:
