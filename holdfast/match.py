@@ -130,6 +130,7 @@ class Match:
         self.containers = {target(p): kind for p, kind in manifest.containers.items()}
         everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
         found: set[str] = set()
+        self.in_part: set[str] = set()  # paths above a name that is not asked for
         for name in everything:
             own = target(name)
             found.add(own)
@@ -137,6 +138,8 @@ class Match:
                 self.loaded.renamed[name] = own
             if not asked(own):
                 self.loaded.skipped.append(name)
+                while "/" in own and (own := own.rpartition("/")[0]) not in self.in_part:
+                    self.in_part.add(own)
         if len(found) < len(everything):
             raise Mismatch(f"rename= gives two saved names of {checkpoint.path} the same new name")
         self.claimed: set[str] = set()
@@ -266,7 +269,8 @@ class Match:
         for action in self.state.then:
             action()
         for slot in self.slots:
-            slot.put(self._tree(slot))
+            put = slot.put_some if slot.path in self.in_part else None
+            (put or slot.put)(self._tree(slot))
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 saved = self.per_rank[path]

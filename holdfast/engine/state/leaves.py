@@ -40,7 +40,8 @@ class Slot:
 
     A slot of an object with a ``state_dict`` of its own is ``whole``: it takes all that was saved below its path,
     tensors included. ``held`` are its present tensors by name: the ones that fit are filled in place. ``check``
-    raises Mismatch, before anything is changed, if the target cannot take what was saved.
+    raises Mismatch, before anything is changed, if the target cannot take what was saved. ``put_some`` takes some of
+    what was saved, where the rest is not asked for, and leaves everything else as it is.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Slot:
     whole: bool = False
     check: Callable[[Any], object] | None = None
     held: dict[str, Any] = field(default_factory=dict)
+    put_some: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)

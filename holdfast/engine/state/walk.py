@@ -74,7 +74,7 @@ class _Walk:
     def __init__(self, ranks: Ranks, state: Mapping[str, Any], saved: Saved | None, recall: Recall | None) -> None:
         self.ranks, self.state, self.saved, self.recall = ranks, state, saved, recall
         self.into = Collected()
-        self.filling = Filling()
+        self.filling, self.filling_some = Filling(), Filling(keep=True)
 
     @cached_property
     def known(self) -> dict[int, tuple[str, optimizers.Named]]:
@@ -106,20 +106,20 @@ class _Walk:
                 self.optimizers(path, list(node))
             elif _only_values(node):
                 self.values(path, node, self.into.values)
-                self.into.slots.append(Slot(path, partial(self.put_in_place, node, put)))
+                self.values_slot(path, node, put)
             else:
                 self.container(path, node)
         elif is_stateful(node):
             self.stateful(path, node)
         else:
             self.values(path, node, self.into.values)
-            self.into.slots.append(Slot(path, partial(self.put_in_place, node, put)))
+            self.values_slot(path, node, put)
 
-    def put_in_place(self, present: Any, put: Callable[[Any], None], saved: Any) -> None:
-        """Fill a container that the state has, so that others who hold it see what was saved; else replace it."""
-        made = self.filling.filled(present, saved)
-        if made is not present:
-            put(made)
+    def values_slot(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
+        """A place for values: a container that stands there is filled, so that others who hold it see them."""
+        self.into.slots.append(Slot(
+            path, partial(self.filling.put, node, put), put_some=partial(self.filling_some.put, node, put)
+        ))  # fmt: skip
 
     def container(self, path: str, node: Any) -> None:
         """The children of a container that holds more than plain values; it is filled in place and keeps its class."""
