@@ -112,6 +112,7 @@ class Match:
         self.containers = saved.containers
         everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
         found: set[str] = set()
+        self.in_part: set[str] = set()  # paths above a name that is not asked for
         for name in everything:
             own = target(name)
             found.add(own)
@@ -119,6 +120,8 @@ class Match:
                 self.loaded.renamed[name] = own
             if not asked(own):
                 self.loaded.skipped.append(name)
+                while "/" in own and (own := own.rpartition("/")[0]) not in self.in_part:
+                    self.in_part.add(own)
         if len(found) < len(everything):
             raise Mismatch(f"rename= gives two saved names of {checkpoint.path} the same new name")
         self.claimed: set[str] = set()
@@ -342,7 +345,8 @@ class Match:
 
     def _put(self, slot: Slot) -> None:
         try:
-            slot.put(self._tree(slot, assemble=slot.assemble))
+            put = slot.put_some if slot.path in self.in_part else None
+            (put or slot.put)(self._tree(slot, assemble=slot.assemble))
         except HoldfastError:
             raise
         except Exception as error:  # whatever the object's own method raises

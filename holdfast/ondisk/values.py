@@ -61,6 +61,8 @@ def decode(value: JSON) -> Any:
         return value
     try:
         return _untagged(value.get("$"), value.get("v"), _no_tensor)
+    except Unsupported:
+        raise
     except FAULTS as error:
         raise ValueError(f"{_shown(value)} is no value: {error}") from None
 
@@ -69,10 +71,10 @@ def decoded(value: JSON, path: str, where: object) -> Any:
     """`decode` of the value at ``path`` of the file ``where``. Raises Damaged or Unsupported, naming both."""
     try:
         return decode(value)
-    except ValueError as error:
-        raise Damaged(f"{where}: {path[:200]}: {error}") from None
     except Unsupported as error:
         raise Unsupported(f"{where}: {path[:200]}: {error}") from None
+    except ValueError as error:
+        raise Damaged(f"{where}: {path[:200]}: {error}") from None
 
 
 def _shown(value: dict[str, JSON]) -> str:

@@ -6,7 +6,7 @@ The walk hands the values of a loaded slot to `Filling`. Never touches a tensor 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.ondisk import ndarrays
@@ -15,10 +15,20 @@ from holdfast.ondisk.values import SINGLE
 
 
 class Filling:
-    """One load; it remembers what it has filled, since a container may stand at several places of a state."""
+    """One load; it remembers what it has filled, since a container may stand at several places of a state.
 
-    def __init__(self) -> None:
+    With ``keep`` a dict keeps what it has under other keys than the saved ones.
+    """
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
         self._filled: set[int] = set()
+
+    def put(self, present: Any, put: Callable[[Any], None], saved: Any) -> None:
+        """Fill ``present`` with ``saved``, or ``put`` what belongs in its place."""
+        made = self.filled(present, saved)
+        if made is not present:
+            put(made)
 
     def filled(self, present: Any, saved: Any) -> Any:
         """What now belongs in the place of ``present``: itself, filled with ``saved``, if it is of the same kind."""
@@ -48,7 +58,8 @@ class Filling:
 
     def _fill_dict(self, present: dict[Any, Any], saved: dict[Any, Any]) -> None:
         children = {k: self.filled(present[k], v) if k in present else v for k, v in saved.items()}
-        present.clear()
+        if not self._keep:
+            present.clear()
         present.update(children)
         if isinstance(present, defaultdict) and isinstance(saved, defaultdict):
             present.default_factory = saved.default_factory

@@ -44,7 +44,10 @@ def collect(
     if recall is not None:
         recall.begin()
     walk = _Walk(ranks, state, saved, recall)
-    walk.container("", state, lambda value: None)
+    try:
+        walk.container("", state, _nothing)
+    except RecursionError:
+        raise Unsupported("a container of the state contains itself, or is nested hundreds of times") from None
     _find_aliases(walk.into)
     return walk.into
 
@@ -87,7 +90,7 @@ class _Walk:
     def __init__(self, ranks: Ranks, state: Mapping[str, Any], saved: Saved | None, recall: Recall | None) -> None:
         self.ranks, self.state, self.saved, self.recall = ranks, state, saved, recall
         self.into = Collected()
-        self.filling = Filling()
+        self.filling, self.filling_some = Filling(), Filling(keep=True)
 
     @cached_property
     def known(self) -> Known:
@@ -124,13 +127,13 @@ class _Walk:
                 self.stateful(path, node)
             case "values" | "value":
                 trees.add_values(path, node, self.into, owned=False)
-                self.into.slots.append(Slot(path, partial(self.put_in_place, node, put)))
+                self.values_slot(path, node, put)
 
-    def put_in_place(self, present: Any, put: Callable[[Any], None], saved: Any) -> None:
-        """Fill a container that the state has, so that others who hold it see what was saved; else replace it."""
-        made = self.filling.filled(present, saved)
-        if made is not present:
-            put(made)
+    def values_slot(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
+        """A place for values: a container that stands there is filled, so that others who hold it see them."""
+        self.into.slots.append(Slot(
+            path, partial(self.filling.put, node, put), put_some=partial(self.filling_some.put, node, put)
+        ))  # fmt: skip
 
     def container(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
         """The children of a container that holds more than plain values; it is filled in place and keeps its class."""
@@ -141,8 +144,8 @@ class _Walk:
                 self.plain(at, value)
             else:
                 self.node(at, value, partial(new_items.__setitem__, key))
-        if isinstance(node, tuple) and self.saved is not None and any(not _stays(value) for value in node):
-            self.into.after.append(lambda: put(tuple(new_items)))  # around the same tensors and objects
+        if isinstance(node, tuple) and self.saved is not None:
+            self.into.after.append(partial(_put_tuple, node, new_items, put))
 
     def tensor(self, path: str, tensor: Any) -> None:
         for entry in entries_of(path, tensor, self.ranks):
@@ -277,13 +280,14 @@ def _load_numbered(path: str, node: Any, live: list[list[str]], tree: Any) -> No
     node.load_state_dict(own_optimizers.numbered(path, tree, live))
 
 
-def _stays(value: Any) -> bool:
-    """Whether a load fills ``value`` where it is, and puts nothing in its place."""
-    return rule_of(value).kind not in ("value", "values")
+def _put_tuple(present: tuple[Any, ...], items: list[Any], put: Callable[[Any], None]) -> None:
+    """Put a new tuple around the same tensors and objects, if a value in it is another now."""
+    if any(new is not old for new, old in zip(items, present, strict=True)):
+        put(tuple(items))
 
 
 def _nothing(value: Any) -> None:
-    """Puts nothing: an optimizer stays the object that it is."""
+    """Puts nothing: for what stays the object that it is."""
 
 
 def _find_aliases(into: Collected) -> None:
