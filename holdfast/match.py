@@ -30,7 +30,7 @@ from holdfast.nested import nest
 from holdfast.ondisk import dtypes, values
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.values import JSON
-from holdfast.tied import same_as_saved, same_saved
+from holdfast.tied import same_as_saved, same_bytes, same_saved
 
 MOST_EARLY = 64 << 20
 """Bytes of objects that each rank reads before anything is changed; of more, they are read with all the rest."""
@@ -212,6 +212,11 @@ class Match:
         if shape != entry.shape:
             misfits.append(f"{entry.name}: saved with shape {list(shape)}, here {list(entry.shape)}")
             return
+        if any(_shares_elements(view.tensor) for view in entry.views):
+            misfits.append(
+                f"{entry.name}: is an expanded tensor here, whose elements share memory; give a clone() of it"
+            )
+            return
         if dtype != entry.dtype:
             if not self.may_cast:
                 misfits.append(f"{entry.name}: saved as {dtype}, here {entry.dtype} (cast=True converts)")
@@ -341,7 +346,20 @@ class Match:
                 leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
         for action in self.state.after:
             action()
+        self._tell_what_arrived()
         events.reached("filled", self.checkpoint.path, rank)
+
+    def _tell_what_arrived(self) -> None:
+        """What was handed to methods of a module and does not stand in its state dict as it was saved."""
+        for slot in (*self.slots, *self.early):
+            if slot.present is None:
+                continue
+            present = slot.present()
+            for name in (n for n in slot.names or () if n in self.fresh):
+                value, part = present.get(name), name.rpartition("/")[0] in present
+                if not part and not (isinstance(value, torch.Tensor) and same_bytes(value, self.fresh[name])):
+                    self.loaded.restored.remove(name)
+                    self.loaded.handed.append(name)
 
     def _put(self, slot: Slot) -> None:
         try:
@@ -373,6 +391,10 @@ class Match:
             {root + n[len(slot.path) :]: kind for n, kind in containers.items()},
         )
         return tree[root]
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _where(checkpoint: Checkpoint) -> str:

@@ -56,7 +56,8 @@ class Slot:
     must have been saved, at which or below which something lies. ``check`` raises Mismatch, before anything is changed,
     if the target cannot take what was saved. ``expects``: the dtype and shape (None: any) of tensors by name.
     ``undoing()``, called before ``put``, gives what undoes it: the object's own method may refuse what was saved. With
-    ``again`` it is put once more when all tensors are filled. ``put_some`` takes some of what was saved, where the rest
+    ``again`` it is put once more when all tensors are filled. ``present()`` gives the tensors that are there
+    afterwards, by name, to tell what arrived. ``put_some`` takes some of what was saved, where the rest
     is not asked for, and leaves everything else as it is.
     """
 
@@ -71,6 +72,7 @@ class Slot:
     expects: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
     undoing: Callable[[], Callable[[], None]] | None = None
     again: bool = False
+    present: Callable[[], Mapping[str, Any]] | None = None
     put_some: Callable[[Any], None] | None = None
 
 

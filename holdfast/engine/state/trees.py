@@ -5,6 +5,7 @@ The walk calls it for the containers of a state and for the state dicts of objec
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,13 @@ def note_tensor(path: str, tensor: Any, parameter: torch.Tensor | None, into: Co
     note = note_of(path, tensor, parameter) if isinstance(tensor, torch.Tensor) else None
     if note is not None:
         into.containers[path] = note
+
+
+def copied(node: Any) -> Any:
+    """A copy of a state dict, to be given back if a load fails; tensors as they are now."""
+    return containers.mapped(
+        node, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+    )
 
 
 def items_of(node: Any) -> Iterable[tuple[Any, Any]]:

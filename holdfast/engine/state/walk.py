@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -272,7 +271,7 @@ class _Walk:
 
 def _undoing(node: Any) -> Callable[[], None]:
     """What gives an object its present state back."""
-    present = copy.deepcopy(node.state_dict())
+    present = trees.copied(node.state_dict())
     return lambda: node.load_state_dict(present)
 
 
