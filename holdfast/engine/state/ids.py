@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim import Optimizer
-
 from holdfast.engine.state import optimizers, walk
+from holdfast.engine.state.own_optimizers import is_optimizer_like
 from holdfast.errors import Mismatch
 from holdfast.ondisk import names
 from holdfast.ondisk.values import JSON
@@ -71,11 +70,11 @@ def _numbered(path: str, saved: Mapping[str, JSON]) -> list[tuple[str, JSON]]:
     return found
 
 
-def _at(into: Any, keys: tuple[str, ...]) -> list[Optimizer]:
+def _at(into: Any, keys: tuple[str, ...]) -> list[Any]:
     for key in keys:
         if isinstance(into, (list, tuple)) and key.isdecimal() and int(key) < len(into):
             into = into[int(key)]
         else:
             into = into.get(key) if isinstance(into, Mapping) else None
     found = into if isinstance(into, (list, tuple)) else [into]
-    return list(found) if found and all(isinstance(one, Optimizer) for one in found) else []
+    return list(found) if found and all(map(is_optimizer_like, found)) else []

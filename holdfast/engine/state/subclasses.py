@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Note(msgspec.Struct, omit_defaults=True):
-    """``kind``: module and name of the subclass, empty for none; ``context``: what it gives beside its parts.
+    """``kind``: module and name of the subclass, empty for none; ``context``: what it gives beside its parts; ``outer``:
+    its size and strides.
 
     ``strides``: of a plain tensor whose elements lie in another order than those of a new one would: sums over them
     come out otherwise. ``placements``: of a DTensor, by mesh axis the tensor axis that it cuts, null if it replicates.
@@ -32,6 +33,7 @@ class Note(msgspec.Struct, omit_defaults=True):
 
     kind: str = ""
     context: Any = None
+    outer: tuple[list[int], list[int]] | None = None
     placements: list[int | None] | None = None
     strides: list[int] | None = None
     shape: list[int] | None = None
@@ -64,7 +66,9 @@ def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> 
             f"{name} is a {type(local).__qualname__} whose context cannot be kept: {error.reason}"
         ) from None
     kind = f"{type(local).__module__}:{type(local).__qualname__}"
-    return _noted(Note(kind, encoded, placements, list(tensor.shape) if placements is not None else None))
+    outer = list(local.shape), list(local.stride())
+    shape = list(tensor.shape) if placements is not None else None
+    return _noted(Note(kind, encoded, outer, placements=placements, shape=shape))
 
 
 def _strange_strides(tensor: torch.Tensor, parameter: torch.Tensor | None) -> list[int] | None:
@@ -97,7 +101,8 @@ def read_note(noted: containers.Note | None) -> Note | None:
 def made_of(name: str, note: Note, parts: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) -> torch.Tensor:
     """The noted tensor, of its ``parts``, on the mesh of ``parameter``. Raises Mismatch if it cannot be made."""
     context = values.decode_tree(note.context, _no_reference)
-    local: Any = _class_of(name, note.kind).__tensor_unflatten__(dict(parts), context, None, None)
+    size, strides = note.outer or (None, None)
+    local: Any = _class_of(name, note.kind).__tensor_unflatten__(dict(parts), context, size, strides)
     if note.placements is None:
         return local  # type: ignore[no-any-return]
     from torch.distributed.tensor import DTensor
