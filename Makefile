@@ -7,7 +7,7 @@ READY  := .venv/ready
 PEERS  := .venv/peers
 JOBS   ?= 3  # tests at a time: many wait for processes and deadlines, so one more than two cores
 FUZZ_SECONDS ?= 600
-FUZZ_TARGETS ?= manifest datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
+FUZZ_TARGETS ?= manifest values datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
 	huggingface full
 
 SOAK_MINUTES ?= 60

@@ -404,3 +404,14 @@ def test_state_of_an_optimizer_under_numbers_goes_to_a_live_one(tmp_path: Path) 
     other, live = made()
     holdfast.load(tmp_path / "c", {"model": other, "optimizer": live}, only="optimizer")
     assert live.param_groups[0]["lr"] == 0.25 and len(live.state) == LONG + 5
+
+
+def test_deep_nests_come_back(tmp_path: Path) -> None:
+    deep: Any = 0
+    for n in range(values.MAX_DEPTH - 5):
+        deep = [(deep,), {"a": deep}, {1: deep}, deque([deep]), [deep, {1}]][n % 5]
+    state = {"x": [deep] * LONG, "own": holdfast.PerRank(deep)}
+    holdfast.save(state, tmp_path / "c")
+    target: dict[str, Any] = {"x": None, "own": holdfast.PerRank(None)}
+    holdfast.load(tmp_path / "c", target)
+    assert repr(target["x"][-1]) == repr(deep) and repr(target["own"].value) == repr(deep)

@@ -9,7 +9,8 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -123,29 +124,27 @@ def encode_tree(value: object, tensor_at: TensorAt, depth: int = 0) -> JSON:
     return items if kind == "list" else {"$": kind, "v": items}
 
 
-def _encode_items(items: Any, tensor_at: TensorAt, depth: int) -> list[JSON]:
+# Loops and not comprehensions: where containers are nested deep, each costs a frame of Python's stack.
+
+
+def _encode_items(items: Any, tensor_at: TensorAt, depth: int, names: Iterable[object] | None = None) -> list[JSON]:
     if _is_json(items):
         return list(items)
-    return [_encode_child(at, item, tensor_at, depth) for at, item in enumerate(items)]
-
-
-def _encode_child(at: object, value: object, tensor_at: TensorAt, depth: int) -> JSON:
-    try:
-        return encode_tree(value, tensor_at, depth + 1)
-    except Refused as error:
-        raise Refused(f"/{at}{error.path}", error.reason) from None
+    encoded = []
+    for at, item in zip(count() if names is None else names, items, strict=False):
+        try:
+            encoded.append(encode_tree(item, tensor_at, depth + 1))
+        except Refused as error:
+            raise Refused(f"/{at}{error.path}", error.reason) from None
+    return encoded
 
 
 def _encode_mapping(kind: str, value: dict[Any, Any], tensor_at: TensorAt, depth: int) -> JSON:
-    native = _is_json(value.values())
+    inside = _encode_items(value.values(), tensor_at, depth, value)
     if kind == "dict" and "$" not in value and _are_texts(value):
-        return dict(value) if native else {k: _encode_child(k, v, tensor_at, depth) for k, v in value.items()}
-    if native and _is_json(value):
-        pairs: list[JSON] = list(map(list, value.items()))
-    else:
-        pairs = [
-            [scalars.encode_key(scalars.plain_key(k)), _encode_child(k, v, tensor_at, depth)] for k, v in value.items()
-        ]
+        return dict(zip(value, inside, strict=True))
+    keys = value if _is_json(value) else [scalars.encode_key(scalars.plain_key(key)) for key in value]
+    pairs = list(map(list, zip(keys, inside, strict=True)))
     if kind == "defaultdict":
         return {"$": kind, "v": [containers.factory_of(value), pairs]}
     return {"$": kind, "v": pairs}
@@ -186,12 +185,12 @@ def _are_unicode(texts: Collection[str]) -> bool:
 def decode_tree(value: JSON, tensor_of: TensorOf) -> Any:
     """The inverse of `encode_tree`; ``tensor_of(reference)`` fetches a tensor."""
     if isinstance(value, list):
-        return [decode_tree(v, tensor_of) for v in value]
+        return _items(value, tensor_of)
     if not isinstance(value, dict):
         return value
     tag = value.get("$")
     if tag is None:
-        return {k: decode_tree(v, tensor_of) for k, v in value.items()}
+        return dict(zip(value, _items(list(value.values()), tensor_of), strict=True))
     return _untagged(tag, value.get("v"), tensor_of)
 
 
@@ -225,11 +224,17 @@ def _untagged(tag: object, inner: Any, tensor_of: TensorOf) -> Any:
 def _items(inner: Any, tensor_of: TensorOf) -> list[Any]:
     if not isinstance(inner, list):
         raise ValueError("a container is a list of what it holds")
-    return [decode_tree(item, tensor_of) for item in inner]
+    if not {list, dict} & set(map(type, inner)):
+        return list(inner)
+    items = []
+    for item in inner:
+        items.append(decode_tree(item, tensor_of))
+    return items
 
 
-def _pairs(inner: Any, tensor_of: TensorOf) -> list[tuple[Any, Any]]:
-    return [(scalars.decode_key(key), decode_tree(value, tensor_of)) for key, value in inner]
+def _pairs(inner: Any, tensor_of: TensorOf) -> Iterable[tuple[Any, Any]]:
+    keys = [scalars.decode_key(key) for key, _ in inner]
+    return zip(keys, _items([value for _, value in inner], tensor_of), strict=True)
 
 
 def _no_tensor(reference: object) -> Any:
