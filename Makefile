@@ -72,6 +72,7 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.incremental
 	$(BIN)/python -m benchmarks.replicas
 	$(BIN)/python -m benchmarks.many
+	$(BIN)/python -m benchmarks.values
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.scale
 	$(PEERS)/bin/python -m benchmarks.cloud
@@ -84,6 +85,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.incremental --quick
 	$(BIN)/python -m benchmarks.replicas --quick
 	$(BIN)/python -m benchmarks.many --quick
+	$(BIN)/python -m benchmarks.values --quick
 	$(BIN)/python -m benchmarks.verify --quick
 	$(BIN)/python -m benchmarks.scale --quick
 	$(PEERS)/bin/python -m benchmarks.cloud --quick

@@ -15,7 +15,8 @@ from holdfast.engine.state import Collected
 from holdfast.errors import Mismatch
 from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.containers import Note
-from holdfast.ondisk.values import JSON, unpacked, version_of_tree
+from holdfast.ondisk.packing import unpacked
+from holdfast.ondisk.values import JSON, version_of_tree
 
 
 class TensorLayout(msgspec.Struct, array_like=True, frozen=True):

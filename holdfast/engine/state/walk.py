@@ -22,7 +22,7 @@ from holdfast.engine.state.recall import Recall, so_far
 from holdfast.engine.state.structure import kinds_of
 from holdfast.engine.state.tensors import dtype_name, entries_of, is_tensor_leaf
 from holdfast.errors import Unsupported
-from holdfast.ondisk import containers, names, values
+from holdfast.ondisk import containers, names, packing, values
 from holdfast.ondisk.values import JSON
 
 
@@ -154,14 +154,14 @@ class _Walk:
         return named
 
     def values(self, path: str, node: Any, into: dict[str, JSON]) -> None:
-        """Plain values, however nested; a long container is one value (see `values.is_long`)."""
+        """Plain values, however nested; a long container is one value (see `packing.is_long`)."""
         try:
             if not _is_container(node):
                 into[path] = values.encode(node)
                 return
             # Optimizer state that torch keeps by number is looked up by the names of these.
-            if values.is_long(node) and _GROUPS not in path.split("/"):
-                into[path] = values.packed(node)
+            if packing.is_long(node) and _GROUPS not in path.split("/"):
+                into[path] = packing.packed(node)
                 return
         except values.Refused as error:
             raise Unsupported(f"{path}{error.path}: {error.reason}") from None
