@@ -7,7 +7,7 @@ READY  := .venv/ready
 PEERS  := .venv/peers
 JOBS   ?= 3  # tests at a time: many wait for processes and deadlines, so one more than two cores
 FUZZ_SECONDS ?= 600
-FUZZ_TARGETS ?= manifest datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
+FUZZ_TARGETS ?= manifest values datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
 	huggingface full
 
 SOAK_MINUTES ?= 60
@@ -72,6 +72,7 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.incremental
 	$(BIN)/python -m benchmarks.replicas
 	$(BIN)/python -m benchmarks.many
+	$(BIN)/python -m benchmarks.values
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.scale
 	$(PEERS)/bin/python -m benchmarks.cloud
@@ -84,6 +85,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.incremental --quick
 	$(BIN)/python -m benchmarks.replicas --quick
 	$(BIN)/python -m benchmarks.many --quick
+	$(BIN)/python -m benchmarks.values --quick
 	$(BIN)/python -m benchmarks.verify --quick
 	$(BIN)/python -m benchmarks.scale --quick
 	$(PEERS)/bin/python -m benchmarks.cloud --quick

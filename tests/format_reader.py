@@ -254,6 +254,8 @@ def decoded(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> 
             return deque(decoded(inner[1], tensor), inner[0])
         case "dict":
             return pairs(inner)
+        case "map":
+            return dict(zip(decoded(inner[0]), decoded(inner[1], tensor), strict=True))
         case "OrderedDict":
             return OrderedDict(pairs(inner))
         case "Counter":

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.engine.ranks import Ranks
-from holdfast.ondisk import containers, part, values
+from holdfast.ondisk import containers, packing, part, values
 from holdfast.save import save_in
 from tests import format_reader
 from tests.ondisk.test_values import plain, same
 
-LONG = values.LONG
+LONG = packing.LONG
 
 
 class Holder:
@@ -94,7 +94,7 @@ several = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow
 def test_any_nest_comes_back_as_it_was(shared: Any, own: Any, long: int) -> None:
     """Also with every small container kept as one value, as long ones are."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(values, "LONG", long)
+        patch.setattr(packing, "LONG", long)
         path = Path(folder, "c")
         holdfast.save({"a": shared, "b": Holder(shared), "c": holdfast.PerRank(own), "d": {"x": shared}}, path)
         target: dict[str, Any] = {"a": None, "b": Holder(), "c": holdfast.PerRank(None), "d": {}}
@@ -340,7 +340,7 @@ LONGS: dict[str, Any] = {
 def test_a_long_container_is_one_value(name: str, tmp_path: Path) -> None:
     state = {"x": {"log": LONGS[name], "n": 1}, "own": holdfast.PerRank(LONGS[name])}
     holdfast.save(state, tmp_path / "c")
-    expected = values.decode(values.packed(LONGS[name]))  # NumPy's numbers as Python's
+    expected = values.decode(packing.packed(LONGS[name]))  # NumPy's numbers as Python's
     assert same(expected, LONGS[name]) or name.startswith("numpy")
     checkpoint = holdfast.open(tmp_path / "c")
     assert list(checkpoint.manifest.values) == ["x/log", "x/n"]
@@ -357,9 +357,9 @@ def test_a_long_container_is_one_value(name: str, tmp_path: Path) -> None:
 
 
 def test_a_list_among_long_ones_is_left_apart() -> None:
-    assert not values.is_long({"loss": [0.5] * N, "lr": [0.5] * N, "best": 1})
-    assert not values.is_long([0] * (LONG - 1)) and values.is_long([0] * LONG)
-    assert values.is_long([[0] * (LONG // 2)] * 2) and not values.is_long([[0] * (LONG // 2 - 1)] * 2)
+    assert not packing.is_long({"loss": [0.5] * N, "lr": [0.5] * N, "best": 1})
+    assert not packing.is_long([0] * (LONG - 1)) and packing.is_long([0] * LONG)
+    assert packing.is_long([[0] * (LONG // 2)] * 2) and not packing.is_long([[0] * (LONG // 2 - 1)] * 2)
 
 
 @pytest.mark.parametrize("name", [n for n in LONGS if n != "mixed"])
@@ -367,9 +367,9 @@ def test_with_a_name_for_each_element_it_loads_as_well(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As version 0.1 wrote it."""
-    expected = values.decode(values.packed(LONGS[name]))
+    expected = values.decode(packing.packed(LONGS[name]))
     with monkeypatch.context() as patch:
-        patch.setattr(values, "LONG", 1 << 60)
+        patch.setattr(packing, "LONG", 1 << 60)
         holdfast.save({"x": {"log": expected, "n": 1}, "o": Holder({"log": expected})}, tmp_path / "c")
     assert len(holdfast.open(tmp_path / "c").manifest.values) > N
     target: dict[str, Any] = {"x": {"log": None, "n": None}, "o": Holder({})}
@@ -404,3 +404,14 @@ def test_state_of_an_optimizer_under_numbers_goes_to_a_live_one(tmp_path: Path) 
     other, live = made()
     holdfast.load(tmp_path / "c", {"model": other, "optimizer": live}, only="optimizer")
     assert live.param_groups[0]["lr"] == 0.25 and len(live.state) == LONG + 5
+
+
+def test_deep_nests_come_back(tmp_path: Path) -> None:
+    deep: Any = 0
+    for n in range(values.MAX_DEPTH - 5):
+        deep = [(deep,), {"a": deep}, {1: deep}, deque([deep]), [deep, {1}]][n % 5]
+    state = {"x": [deep] * LONG, "own": holdfast.PerRank(deep)}
+    holdfast.save(state, tmp_path / "c")
+    target: dict[str, Any] = {"x": None, "own": holdfast.PerRank(None)}
+    holdfast.load(tmp_path / "c", target)
+    assert repr(target["x"][-1]) == repr(deep) and repr(target["own"].value) == repr(deep)

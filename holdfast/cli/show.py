@@ -22,7 +22,7 @@ from holdfast.inspect.statistics import Statistics, statistics_of_all
 from holdfast.inspect.tree import Leaf, tree
 from holdfast.inspect.usage import usage
 from holdfast.ondisk.containers import as_text
-from holdfast.ondisk.values import unpacked
+from holdfast.ondisk.packing import unpacked
 from holdfast.patterns import TENSOR, selector
 
 SHOWN = 16

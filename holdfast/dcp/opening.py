@@ -17,7 +17,7 @@ from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError
 from holdfast.foreign.assemble import Found, assemble
 from holdfast.foreign.dcp import read_folder
-from holdfast.ondisk import containers, manifest, names, values
+from holdfast.ondisk import containers, manifest, names, packing, values
 from holdfast.ondisk.containers import Note
 
 
@@ -68,7 +68,7 @@ def taken_apart(checkpoint: Checkpoint) -> Checkpoint:
 
 def _take_apart(path: str, node: Any, leaves: dict[str, Any], notes: dict[str, Note]) -> None:
     if not _has_keys(node):
-        leaves[path] = values.encode(node) if containers.kind_of(node) is None else values.packed(node)
+        leaves[path] = values.encode(node) if containers.kind_of(node) is None else packing.packed(node)
         return
     named = containers.key_names(node) if isinstance(node, dict) else [(str(i), i) for i in range(len(node))]
     note = containers.note_of(node, named, ordered=isinstance(node, dict), exact=True)

@@ -15,7 +15,8 @@ from holdfast.engine.state import Collected
 from holdfast.errors import Mismatch
 from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.containers import Note
-from holdfast.ondisk.values import JSON, unpacked, version_of_tree
+from holdfast.ondisk.packing import unpacked
+from holdfast.ondisk.values import JSON, version_of_tree
 
 
 class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -149,6 +150,19 @@ class OwnedJoin(msgspec.Struct, array_like=True, frozen=True):
     groups: dict[str, JoinedGroups]
 
 
+def _check_one_group(path: str, joined: JoinedGroups, at: int, params: Sequence[str], rank: int) -> None:
+    """Raise Mismatch if one of these parameters is in another group already, with the settings of another rank."""
+    here = set(params)
+    for index, others in enumerate(joined.params):
+        if index != at and (both := here.intersection(others)):
+            one, other = joined.settings[index], joined.settings[at]
+            odd = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+            raise Mismatch(
+                f"{path}/param_groups: the group of {min(both)} has another {', '.join(odd[:5])} on rank {rank} than "
+                "on ranks before it; make the ranks agree (all-reduce what the optimizer has summed up)"
+            )
+
+
 def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedValues]]) -> OwnedJoin:
     """One set of values and groups from those of all ranks; ``told`` = (rank, index of its layout, its values).
 
@@ -177,6 +191,7 @@ def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedVa
                     joined.settings.append(own)
                     joined.params.append([])
                 used.add(at)
+                _check_one_group(path, joined, at, params, rank)
                 have = set(joined.params[at])
                 joined.params[at].extend(p for p in params if p not in have)
     return OwnedJoin(values, groups)

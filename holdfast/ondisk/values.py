@@ -9,7 +9,8 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -19,9 +20,6 @@ from holdfast.errors import Damaged, Unsupported
 from holdfast.ondisk import containers, inline, ndarrays, scalars
 from holdfast.ondisk.scalars import JSON as JSON
 from holdfast.ondisk.scalars import Refused as Refused
-
-LONG = 1024
-"""A container whose leaves would take as many names is kept as one value."""
 
 MAX_DEPTH = 200
 """Containers within containers."""
@@ -53,9 +51,9 @@ def encode(value: object) -> JSON:
 
 
 def decode(value: JSON) -> Any:
-    """The inverse of `encode` and `packed`. Raises ValueError for what they cannot have made, or for a newer torch.
+    """The inverse of `encode` and of `packing.packed`.
 
-    Raises Unsupported for an array where NumPy is not installed.
+    Raises ValueError for what they cannot have made, or made for a newer torch, Unsupported for an array without NumPy.
     """
     if not isinstance(value, dict):
         return value
@@ -120,46 +118,49 @@ def encode_tree(value: object, tensor_at: TensorAt | None, depth: int = 0) -> JS
         raise Refused("", f"it is nested more than {MAX_DEPTH} deep, or contains itself")
     if isinstance(value, dict):
         return _encode_mapping(kind, value, tensor_at, depth)
-    items = _encode_items(value, tensor_at, depth)
+    items = encode_items(value, tensor_at, depth)
     if kind == "deque":
         return {"$": kind, "v": [value.maxlen, items]}  # type: ignore[attr-defined]
     return items if kind == "list" else {"$": kind, "v": items}
 
 
-def _encode_items(items: Any, tensor_at: TensorAt | None, depth: int) -> list[JSON]:
-    if _is_json(items):
+# Loops and not comprehensions: where containers are nested deep, each costs a frame of Python's stack.
+
+
+def encode_items(
+    items: Any, tensor_at: TensorAt | None, depth: int, names: Iterable[object] | None = None
+) -> list[JSON]:
+    if is_json(items):
         return list(items)
-    return [_encode_child(at, item, tensor_at, depth) for at, item in enumerate(items)]
-
-
-def _encode_child(at: object, value: object, tensor_at: TensorAt | None, depth: int) -> JSON:
-    try:
-        return encode_tree(value, tensor_at, depth + 1)
-    except Refused as error:
-        raise Refused(f"/{at}{error.path}", error.reason) from None
+    encoded = []
+    for at, item in zip(count() if names is None else names, items, strict=False):
+        try:
+            encoded.append(encode_tree(item, tensor_at, depth + 1))
+        except Refused as error:
+            raise Refused(f"/{at}{error.path}", error.reason) from None
+    return encoded
 
 
 def _encode_mapping(kind: str, value: dict[Any, Any], tensor_at: TensorAt | None, depth: int) -> JSON:
-    native = _is_json(value.values())
-    if kind == "dict" and "$" not in value and _are_texts(value):
-        return dict(value) if native else {k: _encode_child(k, v, tensor_at, depth) for k, v in value.items()}
-    if native and _is_json(value):
-        pairs: list[JSON] = list(map(list, value.items()))
-    else:
-        pairs = [
-            [scalars.encode_key(scalars.plain_key(k)), _encode_child(k, v, tensor_at, depth)] for k, v in value.items()
-        ]
+    inside = encode_items(value.values(), tensor_at, depth, value)
+    if kind == "dict" and "$" not in value and are_texts(value):
+        return dict(zip(value, inside, strict=True))
+    pairs = list(map(list, zip(encode_keys(value), inside, strict=True)))
     if kind == "defaultdict":
         return {"$": kind, "v": [containers.factory_of(value), pairs]}
     return {"$": kind, "v": pairs}
 
 
-def _are_texts(keys: Collection[Any]) -> bool:
+def encode_keys(keys: Collection[Any]) -> list[JSON]:
+    return list(keys) if is_json(keys) else [scalars.encode_key(scalars.plain_key(key)) for key in keys]
+
+
+def are_texts(keys: Collection[Any]) -> bool:
     """Whether all of these are plain texts that JSON can hold."""
     return set(map(type, keys)) <= {str} and _are_unicode(keys)
 
 
-def _is_json(items: Collection[Any]) -> bool:
+def is_json(items: Collection[Any]) -> bool:
     """Whether each of these stands for itself in JSON: no containers, nothing that needs a tag."""
     kinds = set(map(type, items))
     if not kinds <= _NATIVE:
@@ -189,12 +190,12 @@ def _are_unicode(texts: Collection[str]) -> bool:
 def decode_tree(value: JSON, tensor_of: TensorOf) -> Any:
     """The inverse of `encode_tree`; ``tensor_of(reference)`` fetches a tensor."""
     if isinstance(value, list):
-        return [decode_tree(v, tensor_of) for v in value]
+        return _items(value, tensor_of)
     if not isinstance(value, dict):
         return value
     tag = value.get("$")
     if tag is None:
-        return {k: decode_tree(v, tensor_of) for k, v in value.items()}
+        return dict(zip(value, _items(list(value.values()), tensor_of), strict=True))
     return _untagged(tag, value.get("v"), tensor_of)
 
 
@@ -205,6 +206,9 @@ def _untagged(tag: object, inner: Any, tensor_of: TensorOf) -> Any:
         return tuple(_items(inner, tensor_of))
     if tag in ("dict", "OrderedDict", "Counter"):
         return containers.built_mapping(str(tag), _pairs(inner, tensor_of))
+    if tag == "map":
+        keys, inner = inner
+        return dict(zip(_keys(keys), _items(inner, tensor_of), strict=True))
     if tag == "defaultdict":
         factory, pairs = inner
         return containers.built_mapping(tag, _pairs(pairs, tensor_of), factory)
@@ -221,7 +225,7 @@ def _untagged(tag: object, inner: Any, tensor_of: TensorOf) -> Any:
     if tag == "inline":
         return inline.decode(inner)
     if tag == "floats":
-        return _decode_floats(inner)
+        return decode_floats(inner)
     if tag == "tree":
         return _decode_text(inner, tensor_of)
     return scalars.decode(tag, inner)
@@ -230,77 +234,41 @@ def _untagged(tag: object, inner: Any, tensor_of: TensorOf) -> Any:
 def _items(inner: Any, tensor_of: TensorOf) -> list[Any]:
     if not isinstance(inner, list):
         raise ValueError("a container is a list of what it holds")
-    return [decode_tree(item, tensor_of) for item in inner]
+    if not {list, dict} & set(map(type, inner)):
+        return list(inner)
+    items = []
+    for item in inner:
+        items.append(decode_tree(item, tensor_of))
+    return items
 
 
-def _pairs(inner: Any, tensor_of: TensorOf) -> list[tuple[Any, Any]]:
-    return [(scalars.decode_key(key), decode_tree(value, tensor_of)) for key, value in inner]
+def _pairs(inner: Any, tensor_of: TensorOf) -> Iterable[tuple[Any, Any]]:
+    keys = _keys([key for key, _ in inner])
+    return zip(keys, _items([value for _, value in inner], tensor_of), strict=True)
+
+
+def _keys(keys: Any) -> list[Any]:
+    if not isinstance(keys, list):
+        raise ValueError("keys are a list")
+    return [scalars.decode_key(key) for key in keys] if {list, dict} & set(map(type, keys)) else keys
 
 
 def _no_tensor(reference: object) -> Any:
     raise ValueError("a reference to a tensor, where there is none")
 
 
-# Long containers, as one value of a manifest
-
-
-def is_long(node: object) -> bool:
-    """Whether a container of values is kept as one value, since its leaves would take `LONG` names or more."""
-    return _names(node) >= LONG
-
-
-def _names(node: Any) -> int:
-    """How many names the leaves of a container would take, `LONG` at most; a long container inside takes one."""
-    if containers.kind_of(node) is None:
-        return 1
-    inside = containers.children(node)
-    if len(inside) >= LONG:
-        return LONG
-    total = 0
-    for child in inside:
-        names = 1 if type(child) in SINGLE else _names(child)
-        total += 1 if names >= LONG else names
-        if total >= LONG:
-            return LONG
-    return max(total, 1)
-
-
-def packed(node: Any) -> JSON:
-    """A container of values as one value: a list of floats as their bytes, anything else as one text. Raises Refused.
-
-    It is text so that a manifest is read without making objects of what nobody may ask for.
-    """
-    if type(node) is list and _are_floats(node):
-        return {"$": "floats", "v": base64.b64encode(_little(array("d", node)).tobytes()).decode()}
-    return {"$": "tree", "v": msgspec.json.encode(encode_tree(node, _refuse_tensor)).decode()}
-
-
-def unpacked(value: JSON) -> JSON:
-    """A value of a manifest as plain as JSON can say it: for people, and for programs that know no tags of ours."""
-    tag = value.get("$") if isinstance(value, dict) else None
-    if tag == "floats":
-        return [scalars.encode(number) for number in _decode_floats(value["v"])]
-    return msgspec.json.decode(value["v"]) if tag == "tree" else value
-
-
-def _are_floats(items: list[Any]) -> bool:
-    kinds = set(map(type, items))
-    if kinds == {float}:
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and kinds <= {float, numpy.float64, numpy.float32, numpy.float16}
-
-
-def _little(numbers: array[float]) -> array[float]:
+def little(numbers: array[float]) -> array[float]:
+    """Numbers with their bytes in the order of the file, or back."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
 
 
-def _decode_floats(text: Any) -> list[float]:
+def decode_floats(text: Any) -> list[float]:
+    """What the text of a ``floats`` holds."""
     numbers = array("d")
     numbers.frombytes(base64.b64decode(text, validate=True))
-    return _little(numbers).tolist()
+    return little(numbers).tolist()
 
 
 def _decode_text(text: Any, tensor_of: TensorOf) -> Any:
@@ -309,7 +277,3 @@ def _decode_text(text: Any, tensor_of: TensorOf) -> Any:
     tree = msgspec.json.decode(text)
     # Without a tag all that is in it stands for itself.
     return decode_tree(tree, tensor_of) if '"$"' in text else tree
-
-
-def _refuse_tensor(tensor: torch.Tensor) -> str:
-    raise Refused("", "a tensor among values that are kept as one")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Maker:
         known = is_dtensor(like) or type(like) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         if known and like is not None and tuple(like.shape) == shape and shape and not like.is_meta:
             return torch.zeros_like(like.detach(), dtype=kind)
-        if is_dtensor(like) and (shape or note is not None):
+        if is_dtensor(like) and (prod(shape) > 1 or note is not None):  # a plain number stays one
             return dtensor_on(like, note, dtype, shape)
         device = self._device_of(name) or (like.device if isinstance(like, torch.Tensor) and not like.is_meta else HOST)
         return torch.empty(shape, dtype=kind, device=device)

@@ -31,7 +31,7 @@ from holdfast.engine.state.parameters import (
 )
 from holdfast.engine.state.trees import is_container
 from holdfast.errors import Unsupported
-from holdfast.ondisk import dtypes, names, values
+from holdfast.ondisk import dtypes, names, packing
 
 
 def is_plain(node: object) -> bool:
@@ -330,7 +330,7 @@ def _collect_shared(
                 )
             name = names.child(prefix, key)
             trees.add_tree(name, value, into, add_tensor, owned=True)
-            if is_container(value) and not values.is_long(value):
+            if is_container(value) and not packing.is_long(value):
                 into.containers.setdefault(name, "dict")  # tells it from the state of another rank's parameter
         return
     below = saved.below(prefix)

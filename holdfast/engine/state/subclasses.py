@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Note(msgspec.Struct, omit_defaults=True):
-    """``kind``: module and name of the subclass, empty for none; ``context``: what it gives beside its parts; ``outer``:
-    its size and strides.
+    """``kind``: module and name of the subclass, empty for none; ``context``: what it gives beside its parts;
+    ``outer``: its size and strides.
 
     ``strides``: of a plain tensor whose elements lie in another order than those of a new one would: sums over them
     come out otherwise. ``placements``: of a DTensor, by mesh axis the tensor axis that it cuts, null if it replicates.

@@ -18,7 +18,7 @@ from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
 from holdfast.engine.state.subclasses import note_of
 from holdfast.engine.state.tensors import is_tensor_leaf
 from holdfast.errors import Unsupported
-from holdfast.ondisk import containers, names, values
+from holdfast.ondisk import containers, names, packing, values
 
 _GROUPS = "param_groups"
 
@@ -64,14 +64,14 @@ def note_container(
 
 
 def add_values(path: str, node: Any, into: Collected, *, owned: bool) -> None:
-    """Add plain values, however nested; a long container is one value (see `values.is_long`)."""
+    """Add plain values, however nested; a long container is one value (see `packing.is_long`)."""
     try:
         if not is_container(node):
             into.add_value(path, values.encode(node), owned=owned)
             return
         # Optimizer state that torch keeps by number is looked up by the names of these.
-        if values.is_long(node) and _GROUPS not in path.split("/"):
-            into.add_value(path, values.packed(node), owned=owned)
+        if packing.is_long(node) and _GROUPS not in path.split("/"):
+            into.add_value(path, packing.packed(node), owned=owned)
             return
     except values.Refused as error:
         raise Unsupported(f"{path}{error.path}: {error.reason}") from None
