@@ -59,7 +59,12 @@ def through(state: dict[str, Any], path: Path) -> dict[str, Any]:
 
 single = st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.floats(width=16), st.text(max_size=3))
 keys = st.recursive(
-    st.one_of(single, st.integers(), st.binary(max_size=2), st.sampled_from(["1", "-1", "None", "1~", "a/b", "$", ""])),
+    st.one_of(
+        single,
+        st.integers(),
+        st.binary(max_size=2),
+        st.sampled_from(["1", "-1", "None", "1~", "a/b", "$", "", 1j, torch.uint8]),
+    ),
     lambda x: st.lists(x, max_size=2).map(tuple),
     max_leaves=3,
 )
@@ -147,6 +152,16 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     assert same(through(state, tmp_path / "c"), expected)
     holdfast.save({key: value for key, value in state.items() if key != "keys"}, tmp_path / "d")
     assert version(tmp_path / "d") == 1
+
+
+@pytest.mark.parametrize(
+    "key", [frozenset({1}), (1, (frozenset(),)), print, "\ud800"], ids=lambda key: type(key).__name__
+)
+def test_a_key_that_is_none_is_refused_however_long_its_dict_is(key: Any, tmp_path: Path) -> None:
+    for more in (0, LONG):
+        state = {"x": {"a": {key: 1, **dict.fromkeys(range(more))}}}
+        with pytest.raises(holdfast.Unsupported, match=r"x/a: the key .* is not kept; a key is a text|Unicode"):
+            holdfast.save(state, tmp_path / "c")
 
 
 def test_milestones_of_a_scheduler_are_a_counter(tmp_path: Path) -> None:

@@ -104,12 +104,16 @@ def check_key(key: object) -> None:
     if type(key) is tuple:
         for part in key:
             check_key(part)
-    elif key is not None and type(key) not in (bool, int, float, str, bytes):
+        return
+    try:
+        if type(key) is not str:
+            scalars.encode(key)
+    except Refused:
         raise Refused(
             "",
             f"the key {str(key)[:40]!r} of type {scalars.full_name(key)} is not kept; a key is a text, a number, "
             "bytes, None, or a tuple of these",
-        )
+        ) from None
 
 
 def note_of(node: Any, named: Sequence[tuple[str, Any]], *, ordered: bool, exact: bool) -> Note | None:

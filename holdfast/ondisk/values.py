@@ -152,7 +152,13 @@ def _encode_mapping(kind: str, value: dict[Any, Any], tensor_at: TensorAt | None
 
 
 def encode_keys(keys: Collection[Any]) -> list[JSON]:
-    return list(keys) if is_json(keys) else [scalars.encode_key(scalars.plain_key(key)) for key in keys]
+    """The keys of a dict, in their order. Raises Refused."""
+    if is_json(keys):
+        return list(keys)
+    plain = [scalars.plain_key(key) for key in keys]
+    for key in plain:
+        containers.check_key(key)
+    return [scalars.encode_key(key) for key in plain]
 
 
 def are_texts(keys: Collection[Any]) -> bool:
