@@ -232,7 +232,7 @@ class Match:
                     if name not in slot.held and name not in self.fresh:
                         saved_name, record = self._record(name)
                         self.checkpoint.prove([self.source[name]])
-                        tensor = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
+                        tensor = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
                         self.fresh[name] = tensor
                         self.wanted.append(Wanted(saved_name, record, whole(record.shape), tensor))
                         self.spreads.append(WHOLE)

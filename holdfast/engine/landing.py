@@ -74,7 +74,7 @@ class Landing:
 
     def __init__(self, first: int, nbytes: int, lengths: Sequence[int], view: torch.Tensor, dtype: str) -> None:
         self.nbytes, self.left, self.device = nbytes, 0, view.device
-        self._host = torch.empty(nbytes, dtype=torch.uint8)
+        self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._to = first, lengths, view, dtype
         self._lock = threading.Lock()
 
