@@ -57,7 +57,13 @@ def nowhere() -> Iterator[None]:
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     def tensors(of: dict[str, Any]) -> list[torch.Tensor]:
         kept = [value for slots in of["optimizer"].state.values() for value in slots.values()]
-        return [*of["model"].state_dict().values(), *kept, of["turned"], of["mine"].value["t"], of["keeper"].kept["ema"]]
+        return [
+            *of["model"].state_dict().values(),
+            *kept,
+            of["turned"],
+            of["mine"].value["t"],
+            of["keeper"].kept["ema"],
+        ]
 
     pairs = list(zip(tensors(one), tensors(other), strict=True))
     return all(b.device.type == "cpu" and torch.equal(a, b) for a, b in pairs)

@@ -1,16 +1,8 @@
-"""Copies from a device, without one: tensors that pretend to lie there, and streams that do everything too late.
-
-What is queued on a `Stream` here runs only when somebody waits for it. So whoever forgets to wait, or to make one
-stream wait for another, gets wrong bytes.
-"""
+"""Copies from a device, without one: on a stand-in that does everything as late as it may."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,133 +10,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import device, outgoing, still, stream, sums
+from holdfast.engine import device, still, sums
 from holdfast.engine.arena import Slot
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.image import Image, OpenFiles, Written
 from holdfast.engine.memory import buffer
-from holdfast.engine.stage import host_tensor
 from holdfast.engine.worker import ThreadWorker
 from holdfast.engine.write import Writing
 from holdfast.ondisk import datafile
 from holdfast.ondisk.datafile import Piece
-
-DEVICE = torch.device("cuda", 0)
-
-
-class Pretended(torch.Tensor):
-    """Says that it lies on a device; its bytes are on the host."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
-
-
-def pretended(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(Pretended)
-
-
-class Stream:
-    """Work in order, done when somebody waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._work: list[Callable[[], object]] = []
-        self._done = 0
-        self._lock = threading.RLock()
-
-    def queue(self, work: Callable[[], object]) -> int:
-        with self._lock:
-            self._work.append(work)
-            return len(self._work)
-
-    def run(self, until: int) -> None:
-        with self._lock:
-            while self._done < until:
-                self._done += 1
-                self._work[self._done - 1]()
-
-    def wait_event(self, event: Event) -> None:
-        self.queue(event.synchronize)
-
-
-class Training(Stream):
-    """The stream that trains: its work is done at once."""
-
-    def queue(self, work: Callable[[], object]) -> int:
-        work()
-        return 0
-
-
-class Event:
-    def record(self, stream: Stream) -> None:
-        self._stream, self._until = stream, stream.queue(lambda: None)
-
-    def synchronize(self) -> None:
-        self._stream.run(self._until)
-
-
-class Device:
-    """What stands in for `torch.cuda`; ``copies`` are the sizes of all copies to the host."""
-
-    Stream, Event = Stream, Event
-
-    def __init__(self) -> None:
-        self.training = Training(DEVICE)
-        self.copies: list[int] = []
-        self._here = threading.local()
-
-    def current_stream(self, device: torch.device | None = None) -> Stream:
-        return getattr(self._here, "stream", self.training)
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self._here.stream = self.current_stream(), stream
-        yield
-        self._here.stream = before
+from tests.gpu.standin import DEVICE, Device, Event, Stream, pretend, pretend_states, pretended
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     return pretend(monkeypatch)
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Put the stand-in where `torch.cuda` would be used."""
-    made = Device()
-
-    class Host:
-        def __init__(self, address: int, nbytes: int) -> None:
-            self.to, self.nbytes = host_tensor(address, nbytes), nbytes
-
-        def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> None:
-            assert non_blocking and source.nbytes == self.nbytes
-            made.copies.append(self.nbytes)
-            made.current_stream().queue(lambda: self.to.copy_(source.as_subclass(torch.Tensor)))
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            assert made.current_stream() is not made.training, "memory of the side stream is made on the side stream"
-            return pretended(torch.empty(size, dtype=dtype))
-
-        def _foreach_copy_(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-            made.current_stream().queue(lambda: torch._foreach_copy_(to, source))
-
-    def contiguous_parts(source: torch.Tensor) -> Iterator[torch.Tensor]:
-        for part in real(source):
-            on_its_way = part.data_ptr() != source.data_ptr()
-            assert not on_its_way or made.current_stream() is not made.training, "made beside the copies, not after"
-            yield part
-
-    real = stream.contiguous_parts
-    monkeypatch.setattr(stream, "contiguous_parts", contiguous_parts)
-    monkeypatch.setattr(sums, "contiguous_parts", contiguous_parts)
-    monkeypatch.setattr(device, "streams_of", lambda kind: made if kind == "cuda" else None)
-    monkeypatch.setattr(device, "host_tensor", Host)
-    monkeypatch.setattr(device, "torch", Torch())
-    return made
 
 
 # The copier
@@ -296,15 +176,7 @@ def test_files_from_a_device_are_those_from_the_host(
 @pytest.fixture
 def pretending(fake: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every tensor of a save lies on the device."""
-    real = outgoing.images_of
-
-    def images_of(*args: Any) -> list[Image]:
-        return [
-            Image(i.path, i.section, i.pieces, [pretended(s) for s in i.sources], i.shapes) for i in real(*args)
-        ]  # fmt: skip
-
-    monkeypatch.setattr(outgoing, "images_of", images_of)
-    monkeypatch.setattr(still, "devices_of", lambda tensors: [DEVICE])
+    pretend_states(monkeypatch)
     return fake
 
 
