@@ -238,3 +238,24 @@ def test_a_save_that_fails_while_a_device_copies_gives_every_window_back(
                 saver.save(state, tmp_path / "c").wait()
         assert sums.Sums.feed is real and not (tmp_path / "c").exists()
         saver.save(state, tmp_path / "c").wait().verify()
+
+
+@pytest.mark.parametrize("nth", range(3))  # the moments of two windows, and of the whole
+def test_a_device_that_fails_while_copies_are_queued_costs_one_save(
+    nth: int, pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a": {"t": torch.ones(1000)}, "b": {"t": torch.ones(1000)}}
+    real, calls = Copier.moment, iter(range(1000))
+
+    def moment(self: Copier) -> Moments:
+        if next(calls) == nth:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self)
+
+    with holdfast.Saver(worker="thread") as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(Copier, "moment", moment)
+            with pytest.raises(holdfast.SaveFailed, match="out of memory"):
+                saver.save(state, tmp_path / "c").wait()
+            assert not (tmp_path / "c").exists()
+        saver.save(state, tmp_path / "next").wait().verify()
