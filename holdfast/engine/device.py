@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,18 +91,16 @@ class Copier:
             host_tensor(address, nbytes).copy_(flat, non_blocking=True)
 
     def flush(self) -> None:
-        """Queue the small ones: gathered on the device, then one copy."""
-        small, total = self._small, self._bytes
-        self._small, self._bytes = [], 0
+        """Queue the small ones: gathered on the device, then one copy; each by itself if it has no memory left."""
+        small, self._small, self._bytes = self._small, [], 0
         if not small:
             return
         with self.on(small[0][0].device):
-            gathered = small[0][0]
             if len(small) > 1:
-                gathered = torch.empty(total, dtype=torch.uint8, device=small[0][0].device)
-                parts = gathered.split([flat.numel() for flat, _ in small])
-                torch._foreach_copy_(list(parts), [flat for flat, _ in small])
-            host_tensor(small[0][1], total).copy_(gathered, non_blocking=True)
+                with suppress(torch.OutOfMemoryError):
+                    small = [(_gathered([flat for flat, _ in small]), small[0][1])]
+            for flat, address in small:
+                host_tensor(address, flat.numel()).copy_(flat, non_blocking=True)
 
     def moment(self) -> Moments:
         """When all copies queued so far will be done."""
@@ -125,6 +123,14 @@ class Copier:
                         self._streams[device].wait_event(event)
             stack.enter_context(module.stream(self._streams[device]))
         return stack
+
+
+def _gathered(small: list[torch.Tensor]) -> torch.Tensor:
+    """Bytes of several tensors, one after the other."""
+    sizes = [flat.numel() for flat in small]
+    gathered = torch.empty(sum(sizes), dtype=torch.uint8, device=small[0].device)
+    torch._foreach_copy_(list(gathered.split(sizes)), small)
+    return gathered
 
 
 def pin(address: int, nbytes: int) -> bool:

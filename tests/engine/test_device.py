@@ -64,6 +64,20 @@ def test_what_is_no_neighbour_or_too_large_goes_alone(fake: Device, monkeypatch:
     assert bytes(memory.view[: len(expected)]) == expected
 
 
+def test_where_a_device_has_no_memory_left_small_ones_go_one_by_one(
+    fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(device.torch), "empty", full)
+    memory, copier = buffer(4096), Copier(Moments())
+    for at, byte in enumerate(b"holdfast"):
+        copier.copy(pretended(torch.tensor([byte], dtype=torch.uint8)), 0, 1, memory.address + at)
+    copier.moment().wait()
+    assert fake.copies == [1] * 8 and bytes(memory.view[:8]) == b"holdfast"
+
+
 def test_copies_come_after_what_the_save_was_called_after(fake: Device) -> None:
     """The moment of the save is recorded in the stream that trains; the side stream waits for it."""
     other = Stream(DEVICE)
