@@ -34,9 +34,13 @@ def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     return [d for d in found if streams_of(d.type) is not None]
 
 
-def _event(module: Any) -> Any:
+def _recorded(device: torch.device, stream: Any) -> Any:
+    """An event at the present end of a stream."""
+    module = streams_of(device.type)
     # One that lets a waiting host thread sleep: CUDA's own default is to spin, on a processor that training needs.
-    return module.Event(blocking=True) if module is torch.cuda else module.Event()
+    event = module.Event(blocking=True) if module is torch.cuda else module.Event()
+    event.record(stream)
+    return event
 
 
 @dataclass
@@ -48,13 +52,7 @@ class Moments:
     @staticmethod
     def now(devices: Iterable[torch.device]) -> Moments:
         """The present moment of the streams that train."""
-        found = []
-        for device in devices:
-            module = streams_of(device.type)
-            event = _event(module)
-            event.record(module.current_stream(device))
-            found.append((device, event))
-        return Moments(found)
+        return Moments([(d, _recorded(d, streams_of(d.type).current_stream(d))) for d in devices])
 
     def hold_streams(self) -> None:
         """What is queued from now on comes after these moments; the host goes on at once."""
@@ -65,6 +63,9 @@ class Moments:
         """Block the host until these moments have passed."""
         for _, event in self.events:
             event.synchronize()
+
+
+_side: dict[torch.device, Any] = {}  # the side stream of each device
 
 
 class Copier:
@@ -105,19 +106,24 @@ class Copier:
     def moment(self) -> Moments:
         """When all copies queued so far will be done."""
         self.flush()
-        found = []
+        return Moments([(device, _recorded(device, stream)) for device, stream in self._streams.items()])
+
+    def give_up(self) -> None:
+        """Queue nothing more, and wait until no copy writes to host memory any more; never raises."""
+        self._small, self._bytes = [], 0
         for device, stream in self._streams.items():
-            event = _event(streams_of(device.type))
-            event.record(stream)
-            found.append((device, event))
-        return Moments(found)
+            with suppress(RuntimeError):  # of a device that failed, and copies no more
+                _recorded(device, stream).synchronize()
 
     def on(self, device: torch.device) -> ExitStack:
         """Queue on the side stream of a device; where there are no streams, just run."""
         stack, module = ExitStack(), streams_of(device.type)
         if module is not None:
             if device not in self._streams:
-                self._streams[device] = module.Stream(device)
+                # One for all saves: what a stream has freed of a device's memory serves nobody but this stream.
+                if device not in _side:
+                    _side.setdefault(device, module.Stream(device))
+                self._streams[device] = _side[device]
                 for known, event in self._after.events:
                     if known == device:
                         self._streams[device].wait_event(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -252,6 +253,36 @@ def test_a_save_that_fails_while_a_device_copies_gives_every_window_back(
                 saver.save(state, tmp_path / "c").wait()
         assert sums.Sums.feed is real and not (tmp_path / "c").exists()
         saver.save(state, tmp_path / "c").wait().verify()
+
+
+def test_a_save_that_fails_waits_for_what_it_has_queued(
+    pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is still to come would go into a window of the next save."""
+    monkeypatch.setattr(device, "SMALL", 0)
+    real = Copier.copy
+
+    def copy(self: Copier, *args: Any) -> None:
+        if pretending.copies:
+            raise RuntimeError("CUDA error")
+        real(self, *args)
+
+    with holdfast.Saver(worker="thread") as saver:
+        with monkeypatch.context() as patch, pytest.raises(holdfast.SaveFailed, match="CUDA error"):
+            patch.setattr(Copier, "copy", copy)
+            saver.save({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "c").wait()
+        assert pretending.copies == [4000] and not pretending.streams[0].left
+        saver.save({"a": torch.zeros(1000)}, tmp_path / "c").wait().verify()
+
+
+def test_all_saves_share_a_side_stream(pretending: Device, tmp_path: Path) -> None:
+    """Memory that one stream of a device has freed serves no other: with one for each save it would add up."""
+    with holdfast.Saver(worker="thread", slots=2) as saver:
+        for number in range(5):
+            state = {"t": torch.full((1000,), float(number))}
+            saver.save(state, tmp_path / str(number))
+    assert len(pretending.streams) == 1 and len(pretending.copies) == 5
+    assert [holdfast.open(tmp_path / str(number)).read("t")[0] for number in range(5)] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("nth", range(3))  # the moments of two windows, and of the whole

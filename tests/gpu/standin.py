@@ -142,6 +142,7 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
     patch.setattr(sums, "contiguous_parts", contiguous_parts)
     patch.setattr(device, "host_tensor", Host)
     patch.setattr(device, "torch", Torch())
+    patch.setattr(device, "_side", {})
     for module in (device, landing):
         patch.setattr(module, "streams_of", lambda kind: made if kind == "cuda" else None)
     return made
