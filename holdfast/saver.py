@@ -324,6 +324,7 @@ class Saver:
         _step_back()
         failed: BaseException | None = None
         try:
+            work.after.make_current()
             if not saving._planned.is_set():
                 self._plan(work, saving, before)
             if saving.skipped:

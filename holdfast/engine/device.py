@@ -25,7 +25,8 @@ BATCH = 4 << 20
 def streams_of(kind: str) -> Any:
     """The module with streams and events of a kind of device, or None if it has none: then copies wait."""
     module = getattr(torch, kind, None)
-    return module if kind != "cpu" and hasattr(module, "Stream") and hasattr(module, "Event") else None
+    whole = all(hasattr(module, name) for name in ("Stream", "Event", "set_device"))
+    return module if kind != "cpu" and whole else None
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
@@ -53,6 +54,14 @@ class Moments:
     def now(devices: Iterable[torch.device]) -> Moments:
         """The present moment of the streams that train."""
         return Moments([(d, _recorded(d, streams_of(d.type).current_stream(d))) for d in devices])
+
+    def make_current(self) -> None:
+        """Make their devices this thread's own. A new thread stands on the first device of the process.
+
+        Whatever it asks of CUDA would set up a context there, half a gigabyte for each rank of a node.
+        """
+        for device, _ in self.events:
+            streams_of(device.type).set_device(device)
 
     def hold_streams(self) -> None:
         """What is queued from now on comes after these moments; the host goes on at once."""

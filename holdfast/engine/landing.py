@@ -110,10 +110,11 @@ class Streams:
                 self._found[device] = module, module.current_stream(device)
 
     def current(self) -> AbstractContextManager[object]:
-        """Make them the current streams of this thread."""
+        """Make them the current streams of this thread, and their devices its own: see `Moments.make_current`."""
         if not self._found:
             return nullcontext()
         stack = ExitStack()
-        for module, stream in list(self._found.values()):
+        for device, (module, stream) in list(self._found.items()):
+            module.set_device(device)
             stack.enter_context(module.stream(stream))
         return stack

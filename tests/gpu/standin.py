@@ -93,6 +93,9 @@ class Device:
         self.copies: list[int] = []
         self._here = threading.local()
 
+    def set_device(self, device: torch.device) -> None:
+        self._here.device = device
+
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802
         self.streams.append(Stream(device))
         return self.streams[-1]
@@ -102,6 +105,8 @@ class Device:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
+        here = getattr(self._here, "device", None) == DEVICE or threading.current_thread() is threading.main_thread()
+        assert here, "a thread of ours stands on another device, and would set up a context there"
         before, self._here.stream = self.current_stream(), stream
         yield
         self._here.stream = before
