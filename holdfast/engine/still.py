@@ -50,8 +50,12 @@ class Copying:
         if not self._released.is_set():
             self._moments = moments or Moments()
             self._released.set()
-            with _lock:
-                _under_way.discard(self)
+            if not self._moments.events:
+                self._leave()
+
+    def _leave(self) -> None:
+        with _lock:
+            _under_way.discard(self)
 
     def hold_step(self) -> None:
         """Make a step wait: the host until all copies are queued, each device until they are made."""
@@ -67,6 +71,7 @@ class Copying:
         if not self._released.wait(timeout):
             return False
         self._moments.wait()
+        self._leave()
         return True
 
 
@@ -103,7 +108,7 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     for copying in list(_under_way):
-        copying._released = threading.Event()
+        copying._released, copying._moments = threading.Event(), Moments()
         copying.release()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import device, still, sums
+from holdfast.engine import device, still, stream, sums
 from holdfast.engine.arena import Slot
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.image import Image, OpenFiles, Written
@@ -21,6 +22,8 @@ from holdfast.engine.write import Writing
 from holdfast.ondisk import datafile
 from holdfast.ondisk.datafile import Piece
 from tests.gpu.standin import DEVICE, Device, Event, Stream, pretend, pretend_states, pretended
+
+LONG = 30.0
 
 
 @pytest.fixture
@@ -228,6 +231,26 @@ def test_steps_on_a_device_wait_for_the_copies_alone(pretending: Device, tmp_pat
             for name, value in before.items():
                 assert torch.equal(saved[name], value)
                 assert not torch.equal(model.state_dict()[name], value)
+
+
+def test_a_load_waits_for_copies_that_are_only_queued(
+    pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(50, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    holdfast.save(state, tmp_path / "before")
+    with torch.no_grad():
+        model.weight.fill_(1)
+    gate, real = threading.Event(), stream.Stream.land_first
+    monkeypatch.setattr(stream.Stream, "land_first", lambda self: (gate.wait(LONG), real(self)))
+    with holdfast.Saver(worker="thread") as saver:
+        saving = saver.save(state, tmp_path / "c")
+        assert saving._copying._released.wait(LONG) and pretending.streams[0].left
+        holdfast.load(tmp_path / "before", state)
+        assert not (model.weight == 1).any()
+        gate.set()
+        saved = saving.wait().read("model/weight")
+    assert (saved == 1).all()
 
 
 def test_values_of_a_rank_that_lie_on_a_device_are_waited_for(
