@@ -253,6 +253,39 @@ def test_a_load_waits_for_copies_that_are_only_queued(
     assert (saved == 1).all()
 
 
+@pytest.mark.parametrize("first", ["nothing", "a step", "wait_staged"])
+def test_a_change_that_waits_for_nothing_is_seen_although_all_is_queued(
+    first: str, pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the copies are made: by hand it fails the save, after a step or a wait it is as it should be."""
+    model = torch.nn.Linear(50, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    gate, real = threading.Event(), stream.Stream.land_first
+    monkeypatch.setattr(stream.Stream, "land_first", lambda self: (gate.wait(LONG), real(self)))
+    model(torch.ones(1, 50)).sum().backward()
+    with holdfast.Saver(worker="thread") as saver:
+        there = model.weight.clone()
+        saving = saver.save(state, tmp_path / "c")
+        assert saving._copying._released.wait(LONG) and pretending.streams[0].left
+        if first == "a step":
+            state["optimizer"].step()
+        elif first == "wait_staged":
+            saving.wait_staged()
+        with torch.no_grad():
+            model.weight.clamp_(-0.01, 0.01)
+        gate.set()
+        if first == "nothing":
+            with pytest.raises(holdfast.SaveFailed, match=r"model/weight changed while .*wait_staged"):
+                saving.wait()
+        else:
+            assert torch.equal(saving.wait().read("model/weight"), there)
+        again = saver.save(state, tmp_path / "d")
+        there = model.weight.clone()
+        assert again._copying._released.wait(LONG)
+        again.wait()
+    assert torch.equal(holdfast.open(tmp_path / "d").read("model/weight"), there)
+
+
 def test_values_of_a_rank_that_lie_on_a_device_are_waited_for(
     fake: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
