@@ -44,6 +44,11 @@ def _recorded(device: torch.device, stream: Any) -> Any:
     return event
 
 
+def is_capturing() -> bool:
+    """Whether this thread is recording a CUDA graph: what it calls now is not done now, and may wait for no event."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass
 class Moments:
     """One moment of each device's stream: recorded now, waited for by other streams or by the host."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdfast import events
-from holdfast.engine.device import Moments, devices_of
+from holdfast.engine.device import Moments, devices_of, is_capturing
 from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected
 from holdfast.engine.state.leaves import View
@@ -72,7 +72,12 @@ class Copying:
             return self._torn
 
     def hold_step(self) -> None:
-        """Make a step wait: the host until all copies are queued, each device until they are made."""
+        """Make a step wait: the host until all copies are queued, each device until they are made.
+
+        Not one that is captured into a CUDA graph: it changes nothing now, and its replays run no hook.
+        """
+        if is_capturing():
+            return
         if not self._released.is_set():
             began = time.monotonic()
             with events.span("hook wait", self._path, self._rank, step=self._step):

@@ -253,6 +253,18 @@ def test_a_load_waits_for_copies_that_are_only_queued(
     assert (saved == 1).all()
 
 
+def test_a_step_that_is_captured_waits_for_nothing(pretending: Device, tmp_path: Path) -> None:
+    """A stream that is captured may wait for no event of before: CUDA would end the capture with an error."""
+    model = torch.nn.Linear(50, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    with holdfast.Saver(worker="thread") as saver:
+        saver.save(state, tmp_path / "c").wait()
+        pretending.training.capturing = True
+        state["optimizer"].step()
+        pretending.training.capturing = False
+        state["optimizer"].step()
+
+
 @pytest.mark.parametrize("first", ["nothing", "a step", "wait_staged"])
 def test_a_change_that_waits_for_nothing_is_seen_although_all_is_queued(
     first: str, pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

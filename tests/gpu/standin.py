@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine import device, landing, save_work, stream, sums
+from holdfast.engine import device, landing, save_work, still, stream, sums
 from holdfast.engine.stage import host_tensor
 from holdfast.engine.state import Collected
 
@@ -65,7 +65,14 @@ class Stream:
 
 
 class Training(Stream):
-    """The stream that trains: its work is done at once."""
+    """The stream that trains: its work is done at once. While it is captured it may wait for no event, as in CUDA."""
+
+    capturing = False
+
+    def wait_event(self, event: Event) -> None:
+        if self.capturing:
+            raise RuntimeError("CUDA error: dependency created on uncaptured work in another stream")
+        super().wait_event(event)
 
     def queue(self, work: Callable[[], object]) -> int:
         work()
@@ -150,6 +157,7 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
     patch.setattr(device, "_side", {})
     for module in (device, landing):
         patch.setattr(module, "streams_of", lambda kind: made if kind == "cuda" else None)
+    patch.setattr(still, "is_capturing", lambda: made.training.capturing)
     return made
 
 
