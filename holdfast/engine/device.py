@@ -103,7 +103,7 @@ class Copier:
             return
         self.flush()
         with self.on(flat.device):
-            host_tensor(address, nbytes).copy_(flat, non_blocking=True)
+            self._queue(flat, address)
 
     def flush(self) -> None:
         """Queue the small ones: gathered on the device, then one copy; each by itself if it has no memory left."""
@@ -115,7 +115,11 @@ class Copier:
                 with suppress(torch.OutOfMemoryError):
                     small = [(_gathered([flat for flat, _ in small]), small[0][1])]
             for flat, address in small:
-                host_tensor(address, flat.numel()).copy_(flat, non_blocking=True)
+                self._queue(flat, address)
+
+    def _queue(self, flat: torch.Tensor, address: int) -> None:
+        # Where there is no stream there will be no event to wait for.
+        host_tensor(address, flat.numel()).copy_(flat, non_blocking=flat.device in self._streams)
 
     def moment(self) -> Moments:
         """When all copies queued so far will be done."""

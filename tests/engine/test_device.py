@@ -82,6 +82,25 @@ def test_where_a_device_has_no_memory_left_small_ones_go_one_by_one(
     assert fake.copies == [1] * 8 and bytes(memory.view[:8]) == b"holdfast"
 
 
+def test_on_a_device_without_streams_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    class Host:
+        def __init__(self, address: int, nbytes: int) -> None:
+            pass
+
+        def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
+            waited.append(not non_blocking)
+
+    monkeypatch.setattr(device, "streams_of", lambda kind: None)
+    monkeypatch.setattr(device, "host_tensor", Host)
+    copier = Copier(Moments())
+    copier.copy(pretended(torch.zeros(4)), 0, 16, 0)
+    copier.copy(pretended(torch.zeros(1 << 20)), 0, 4 << 20, 16)
+    copier.moment()
+    assert waited == [True, True]
+
+
 def test_copies_come_after_what_the_save_was_called_after(fake: Device) -> None:
     """The moment of the save is recorded in the stream that trains; the side stream waits for it."""
     other = Stream(DEVICE)
