@@ -164,6 +164,9 @@ def pin(address: int, nbytes: int) -> bool:
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     if code:
         log.warning("cannot pin %d bytes of staging memory (CUDA error %d): copies will be slower", nbytes, code)
+        # CUDA keeps the error for the next kernel of this thread, which may be one of training: let it be this one.
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
     return code == 0
 
 
