@@ -145,6 +145,37 @@ def test_nothing_is_pinned_without_a_device() -> None:
     assert device.pin(0, 4096) is False
 
 
+def test_an_error_of_pinning_is_not_left_to_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA keeps the last error of a thread until somebody asks: else that is a kernel of the user's."""
+    left: list[int] = []
+
+    class Cuda:
+        OutOfMemoryError = torch.OutOfMemoryError
+
+        def __init__(self) -> None:
+            self.cuda = self
+
+        def is_available(self) -> bool:
+            return True
+
+        def cudart(self) -> Cuda:
+            return self
+
+        def cudaHostRegister(self, *_: int) -> int:
+            left.append(712)
+            return 712
+
+        def ones(self, *_: object, device: str) -> None:
+            assert device == "cuda"
+            raise RuntimeError(f"CUDA error: {left.pop()}")
+
+    monkeypatch.setattr(device, "torch", Cuda())
+    assert device.pin(4096, 4096) is False and not left
+    assert "cannot pin 4096 bytes of staging memory (CUDA error 712)" in caplog.text
+
+
 # Writing
 
 sizes = st.one_of(st.integers(0, 40), st.integers(0, 3000), st.integers(4000, 20_000))
@@ -370,6 +401,22 @@ def test_all_saves_share_a_side_stream(pretending: Device, tmp_path: Path) -> No
             saver.save(state, tmp_path / str(number))
     assert len(pretending.streams) == 1 and len(pretending.copies) == 5
     assert [holdfast.open(tmp_path / str(number)).read("t")[0] for number in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_save_that_training_waits_for_copies_into_pinned_windows_and_unpins_them(
+    pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: dict[int, int] = {}
+    monkeypatch.setattr(device, "pin", lambda address, nbytes: pinned.setdefault(address, nbytes) == nbytes)
+    monkeypatch.setattr(device, "unpin", lambda address: pinned.pop(address))
+    feed, seen = sums.Sums.feed, []
+    monkeypatch.setattr(sums.Sums, "feed", lambda self, view: (seen.append(dict(pinned)), feed(self, view))[1])
+    holdfast.save({"t": torch.ones(9_000_000)}, tmp_path / "c").verify()
+    assert [list(sizes.values()) for sizes in seen] == [[48 << 20]] * 3 and not pinned
+    with monkeypatch.context() as patch, pytest.raises(holdfast.SaveFailed):
+        patch.setattr(Copier, "moment", lambda self: 1 / 0)
+        holdfast.save({"t": torch.ones(9)}, tmp_path / "d")
+    assert not pinned
 
 
 @pytest.mark.parametrize("nth", range(3))  # the moments of two windows, and of the whole
