@@ -195,7 +195,8 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.reshape(-1).view(torch.uint8).numpy())
 
 
 def what_was_saved(path: Path, kind: str, device: str = "cpu") -> dict[str, Any]:

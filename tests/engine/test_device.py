@@ -406,17 +406,14 @@ def test_all_saves_share_a_side_stream(pretending: Device, tmp_path: Path) -> No
 def test_a_save_that_training_waits_for_copies_into_pinned_windows_and_unpins_them(
     pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pinned: dict[int, int] = {}
-    monkeypatch.setattr(device, "pin", lambda address, nbytes: pinned.setdefault(address, nbytes) == nbytes)
-    monkeypatch.setattr(device, "unpin", lambda address: pinned.pop(address))
     feed, seen = sums.Sums.feed, []
-    monkeypatch.setattr(sums.Sums, "feed", lambda self, view: (seen.append(dict(pinned)), feed(self, view))[1])
+    monkeypatch.setattr(sums.Sums, "feed", lambda self, view: (seen.append(dict(pretending.pinned)), feed(self, view)))
     holdfast.save({"t": torch.ones(9_000_000)}, tmp_path / "c").verify()
-    assert [list(sizes.values()) for sizes in seen] == [[48 << 20]] * 3 and not pinned
+    assert [list(sizes.values()) for sizes in seen] == [[48 << 20]] * 3 and not pretending.pinned
     with monkeypatch.context() as patch, pytest.raises(holdfast.SaveFailed):
         patch.setattr(Copier, "moment", lambda self: 1 / 0)
         holdfast.save({"t": torch.ones(9)}, tmp_path / "d")
-    assert not pinned
+    assert not pretending.pinned
 
 
 @pytest.mark.parametrize("nth", range(3))  # the moments of two windows, and of the whole

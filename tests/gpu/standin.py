@@ -41,13 +41,13 @@ class Stream:
 
     def __init__(self, device: torch.device = DEVICE) -> None:
         self._work: list[Callable[[], object]] = []
-        self._done = 0
+        self.done = 0
         self._lock = threading.RLock()
 
     @property
     def left(self) -> int:
         """What is queued and not done."""
-        return len(self._work) - self._done
+        return len(self._work) - self.done
 
     def queue(self, work: Callable[[], object]) -> int:
         with self._lock:
@@ -56,9 +56,9 @@ class Stream:
 
     def run(self, until: int) -> None:
         with self._lock:
-            while self._done < until:
-                self._done += 1
-                self._work[self._done - 1]()
+            while self.done < until:
+                self.done += 1
+                self._work[self.done - 1]()
 
     def wait_event(self, event: Event) -> None:
         self.queue(event.synchronize)
@@ -88,6 +88,9 @@ class Event:
     def synchronize(self) -> None:
         self._stream.run(self._until)
 
+    def query(self) -> bool:
+        return self._stream.done >= self._until
+
 
 class Device:
     """What stands in for `torch.cuda`; ``copies`` are the sizes of all copies to the host."""
@@ -98,10 +101,18 @@ class Device:
         self.training = Training()
         self.streams: list[Stream] = []
         self.copies: list[int] = []
+        self.pinned: dict[int, int] = {}
         self._here = threading.local()
 
     def set_device(self, device: torch.device) -> None:
         self._here.device = device
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        """As CUDA, refuse what is pinned already."""
+        return address not in self.pinned and self.pinned.setdefault(address, nbytes) == nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
 
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802
         self.streams.append(Stream(device))
@@ -155,6 +166,8 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
     patch.setattr(device, "host_tensor", Host)
     patch.setattr(device, "torch", Torch())
     patch.setattr(device, "_side", {})
+    patch.setattr(device, "pin", made.pin)
+    patch.setattr(device, "unpin", made.unpin)
     for module in (device, landing):
         patch.setattr(module, "streams_of", lambda kind: made if kind == "cuda" else None)
     patch.setattr(still, "is_capturing", lambda: made.training.capturing)
