@@ -80,6 +80,31 @@ class Lab:
         before, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         return lambda: (torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved() - kept)
 
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """No memory left on the device, for anybody of this process."""
+        if self.fake is not None:
+            self.fake.full = True
+            yield
+            self.fake.full = False
+            return
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_allocated() / total)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    def break_down(self) -> None:
+        """Fail for good, as after an assertion in a kernel: for a process that is to end after it."""
+        if self.fake is not None:
+            standin.Stream.broken = True
+            return
+        torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")]
+
     def another_stream(self) -> AbstractContextManager[Any]:
         """Train on another stream than the default one."""
         if self.fake is None:

@@ -37,7 +37,9 @@ def pretended(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Stream:
-    """Work in order, done when somebody waits for it."""
+    """Work in order, done when somebody waits for it; once a device is ``broken`` every wait fails, for good."""
+
+    broken = False
 
     def __init__(self, device: torch.device = DEVICE) -> None:
         self._work: list[Callable[[], object]] = []
@@ -86,6 +88,8 @@ class Event:
         self._stream, self._until = stream, stream.queue(lambda: None)
 
     def synchronize(self) -> None:
+        if self._stream.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
         self._stream.run(self._until)
 
     def query(self) -> bool:
@@ -93,7 +97,12 @@ class Event:
 
 
 class Device:
-    """What stands in for `torch.cuda`; ``copies`` are the sizes of all copies to the host."""
+    """What stands in for `torch.cuda`; ``copies`` are the sizes of all copies to the host.
+
+    While it is ``full`` it has no memory left.
+    """
+
+    full = False
 
     Event = Event
 
@@ -106,6 +115,10 @@ class Device:
 
     def set_device(self, device: torch.device) -> None:
         self._here.device = device
+
+    def take_memory(self) -> None:
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     def pin(self, address: int, nbytes: int) -> bool:
         """As CUDA, refuse what is pinned already."""
@@ -149,6 +162,7 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
 
         def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             assert made.current_stream() is not made.training, "memory of the side stream is made on the side stream"
+            made.take_memory()
             return pretended(torch.empty(size, dtype=dtype))
 
         def _foreach_copy_(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
@@ -158,6 +172,8 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
         for part in real(source):
             on_its_way = part.data_ptr() != source.data_ptr()
             assert not on_its_way or made.current_stream() is not made.training, "made beside the copies, not after"
+            if on_its_way:
+                made.take_memory()
             yield part
 
     real = stream.contiguous_parts

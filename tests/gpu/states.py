@@ -20,8 +20,8 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, kind: str, seed: int) -> t
     """Random bits of a type: for floats also infinities and NaNs with whatever is in them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).to(dtype).to(kind)
-    data = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+        return torch.randint(0, 2, shape, generator=generator, device="cpu").to(dtype).to(kind)
+    data = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator, device="cpu")
     return data.view(dtype).reshape(shape).to(kind)
 
 
@@ -39,7 +39,8 @@ def every_kind(kind: str, seed: int, *, large: int = 5_000_001) -> dict[str, tor
     for number in range(300):
         state[f"small {number}"] = noise((number + 1,), torch.uint8, kind, seed + number)
     # Of numbers: what becomes of a NaN's bits when it changes its sign is the device's own affair.
-    turned = torch.complex(*torch.randn(2, 40, 30, generator=torch.Generator().manual_seed(seed))).to(kind)
+    numbers = torch.randn(2, 40, 30, generator=torch.Generator().manual_seed(seed), device="cpu")
+    turned = torch.complex(*numbers).to(kind)
     state["conjugate"], state["minus"] = turned.conj(), turned.conj().imag
     state["wide"] = noise((7, 1), torch.float32, kind, seed).expand(7, 50)
     state["picture"] = noise((3, 4, 20, 20), torch.float32, kind, seed).to(memory_format=torch.channels_last)
@@ -94,7 +95,8 @@ class Training:
         self.model = Learner().to(kind, dtype)
         self.optimizer = make(list(self.model.parameters()))
         self.scaler = torch.amp.GradScaler(kind, init_scale=256.0, growth_interval=2) if scaled else None
-        self.data = torch.randn(40, 8, 16, generator=torch.Generator().manual_seed(5)).to(kind, dtype)
+        data = torch.randn(40, 8, 16, generator=torch.Generator().manual_seed(5), device="cpu")
+        self.data = data.to(kind, dtype)
 
     @property
     def state(self) -> dict[str, Any]:
