@@ -113,7 +113,8 @@ def _tests(rows: list[Answers]) -> str:
             text += f"\n- skipped: `{row['test']}` ({_text(row['why'])})"
     for row in rows:
         if row["outcome"] not in ("passed", "skipped"):
-            why = row["why"].strip().replace("```", "'''")[-1500:]
+            why = row["why"].strip().replace("```", "'''")
+            why = why[:1500] if row["outcome"] == "did not end" else why[-1500:]
             text += f"\n**{row['outcome']}: `{row['test']}`**\n\n```text\n{why}\n```\n"
     return text.rstrip() + "\n"
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ class Run:
     work: Path
     site: Path
     small: bool
+    tests: Path = ROOT / "tests/gpu"
     facts: Answer = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -84,7 +86,7 @@ class Run:
             "seconds": round(time.monotonic() - began, 1),
         }  # fmt: skip
         if part.tests:
-            answer["tests"] = rows_of(folder / "rows", log)
+            answer["tests"] = list(rows_of(folder / "rows").values())
         else:
             figures = folder / "figures.json"
             answer |= json.loads(figures.read_text()) if figures.exists() else {}
@@ -102,15 +104,15 @@ class Run:
     def _tests(self, part: Part, folder: Path, log: Path) -> str:
         """Run tests; behind one that ended the process, those that are left."""
         until = time.monotonic() + part.seconds
-        there = [str(ROOT / "tests/gpu" / name) for name in part.tests]
-        ini = ["-c", str(ROOT / "tests/gpu/pytest.ini"), "--confcutdir", str(ROOT / "tests/gpu")]
+        there = [str(self.tests / name) for name in part.tests]
+        ini = ["-c", str(ROOT / "tests/gpu/pytest.ini"), "--confcutdir", str(self.tests)]
         command = ["-m", "pytest", *ini, "--basetemp", str(folder / "tmp"), "--tb=short", *there]
         rows, begun = folder / "rows", -1
         while True:
             code = self._run(part, command, until - time.monotonic(), folder, log)
-            if code in (0, 1, 5):
+            if rows.with_name("rows.all").exists():  # a code does not tell: who hangs ends as if a test had failed
                 return "done"
-            count = rows.read_text().count("\n") if rows.exists() else 0
+            count = tell_end(rows, log, ended(code, part.seconds))
             if until - time.monotonic() < AGAIN or count <= begun or self._over:
                 return ended(code, part.seconds)
             begun = count
@@ -127,9 +129,10 @@ class Run:
     def _run(self, part: Part, command: list[str], seconds: float, folder: Path, log: Path) -> int | None:
         """The exit status; None if it had to be ended. Whatever it started is ended with it."""
         paths = [str(ROOT), str(self.site), *filter(None, [os.environ.get("PYTHONPATH")])]
+        temporary = tempfile.mkdtemp(prefix="gpu-")  # not in the work folder: names of sockets must be short
         environment = {
             **os.environ, **part.settings, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1",
-            "HOLDFAST_GPU_ROWS": str(folder / "rows"), "TMPDIR": str(folder),
+            "HOLDFAST_GPU_ROWS": str(folder / "rows"), "TMPDIR": temporary,
             "OMP_NUM_THREADS": "1" if self.small else "4",
         }  # fmt: skip
         with log.open("ab") as file:
@@ -145,7 +148,8 @@ class Run:
             end_group(process.pid)
             process.wait()
             self._running.discard(process.pid)
-            shutil.rmtree(SHARED / f"holdfast-gpu-{process.pid}", ignore_errors=True)
+            for left in (SHARED / f"holdfast-gpu-{process.pid}", temporary):
+                shutil.rmtree(left, ignore_errors=True)
 
     def _end(self) -> None:
         """End what is still running, and begin nothing more."""
@@ -183,19 +187,30 @@ def ended(code: int | None, seconds: float) -> str:
     return f"killed by signal {-code}" if code < 0 else f"failed with code {code}"
 
 
-def rows_of(rows: Path, log: Path) -> list[Answer]:
-    """What became of each test, in order; one that began and told no end has ended its process."""
+def rows_of(rows: Path) -> dict[str, Answer]:
+    """What became of each test, in order; one that began and has told no end has no outcome."""
     found: dict[str, Answer] = {}
     for line in rows.read_text().splitlines() if rows.exists() else []:
         row = json.loads(line)
         before = found.setdefault(row["test"], {})
         if before.get("outcome") != "failed":  # of a test and what follows it, a failure counts
             before.update(row)
-    tail = log.read_text(errors="replace")[-3000:]
-    for row in found.values():
-        if "outcome" not in row:
-            row.update(outcome="did not end", seconds=None, why=tail)
-    return list(found.values())
+    return found
+
+
+def tell_end(rows: Path, log: Path, how: str) -> int:
+    """The process of these tests is gone: the row of the one that it was at. How many tests have begun."""
+    found, traces = rows_of(rows), rows.with_name("rows.traces")
+    why = log.read_text(errors="replace")[-1000:]
+    if traces.exists():
+        why = traces.read_text(errors="replace")[:4000] or why  # where it was comes first
+        traces.unlink()
+    with rows.open("a") as file:
+        for row in found.values():
+            if "outcome" not in row:
+                told = {"test": row["test"], "outcome": "did not end", "seconds": None, "why": f"{how}\n{why}"}
+                file.write(json.dumps(told) + "\n")
+    return len(found)
 
 
 def summary(answer: Answer) -> str:

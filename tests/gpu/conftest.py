@@ -33,6 +33,7 @@ def _tell(row: dict[str, object]) -> None:
 
 
 if _ROWS:
+    _traces = Path(f"{_ROWS}.traces").open("a")  # noqa: SIM115
 
     def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out what an earlier process of the same part has begun: one of them may have ended it."""
@@ -43,7 +44,7 @@ if _ROWS:
 
     def pytest_runtest_logstart(nodeid: str) -> None:
         _tell({"test": nodeid})
-        faulthandler.dump_traceback_later(_LONGEST, exit=True)
+        faulthandler.dump_traceback_later(_LONGEST, exit=True, file=_traces)
 
     def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
@@ -57,3 +58,6 @@ if _ROWS:
 
     def pytest_runtest_logfinish(nodeid: str) -> None:
         faulthandler.cancel_dump_traceback_later()
+
+    def pytest_sessionfinish() -> None:
+        Path(f"{_ROWS}.all").touch()
