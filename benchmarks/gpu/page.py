@@ -30,6 +30,7 @@ pretends: its tensors lie in host memory, and its streams do everything as late 
 _HOW = """
 ## Run it yourself
 
+<!-- not run: it needs a device, or minutes; tests of its own run it in small -->
 ```console
 $ make gpu-wheels                  # once, where there is a network: the packages that the other machine lacks
 $ make gpu                         # on a machine with a CUDA device: nine minutes at the most
