@@ -14,7 +14,7 @@ SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-all soak fuzz lint docs docs-serve bench bench-quick clean
+.PHONY: help demo test test-torch test-all soak fuzz lint docs docs-serve bench bench-quick gpu gpu-wheels gpu-page clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -66,7 +66,6 @@ docs-serve: $(READY)  ## the same at http://127.0.0.1:8000, anew whenever a page
 bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.stall
-	$(BIN)/python -m benchmarks.gpu_stall
 	$(BIN)/python -m benchmarks.unshard
 	$(BIN)/python -m benchmarks.share
 	$(BIN)/python -m benchmarks.incremental
@@ -90,8 +89,28 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.scale --quick
 	$(PEERS)/bin/python -m benchmarks.cloud --quick
 
+# What one GPU can tell, on a machine that is lent without a network: nothing is installed there, what its Python lacks
+# comes as wheels. In small (SMALL=1) all of it runs on the CPU.
+GPU_PYTHON ?= $(if $(SMALL),$(BIN)/python,$(PYTHON))
+WHEELS ?= .gpu/wheels
+ONLY   ?=
+SMALL  ?=
+FOR    ?= 3.12
+LACKED := msgspec
+
+gpu: $(if $(SMALL),$(READY))  ## tests and benchmark on one CUDA device, nine minutes at the most; ONLY="steps loads" runs parts
+	$(GPU_PYTHON) -m benchmarks.gpu --wheels "$(WHEELS)" --only "$(ONLY)" $(if $(SMALL),--small)
+
+PLATFORMS := $(foreach glibc,2_17 2_27 2_28 2_34,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
+gpu-wheels:  ## the wheels for make gpu on a machine without a network, for Python FOR=3.12, into WHEELS=.gpu/wheels
+	$(PYTHON) -m pip download --disable-pip-version-check --quiet --no-deps --only-binary=:all: --implementation cp \
+		--python-version $(FOR) $(PLATFORMS) --dest "$(WHEELS)" $(LACKED)
+
+gpu-page: $(READY)  ## docs/gpu.md from docs/gpu.json, which make gpu has written
+	$(BIN)/python -m benchmarks.gpu.page docs/gpu.json > docs/gpu.md
+
 clean:  ## remove what the other targets made, but for the environment in .venv
-	rm -rf demo-run fuzz-found bench-out build dist site *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf demo-run fuzz-found bench-out gpu-out .gpu build dist site *.egg-info .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 # The environment, made once and looked at again when pyproject.toml changes. torch comes first and by itself: what

@@ -6,8 +6,7 @@ Never passes a bar whose figure is missing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from benchmarks.bar import Bar
 from benchmarks.rows import RAW, RAW_HUGE, Row, Rows
 
 SAVE = "durable save, 2 ranks"
@@ -16,24 +15,6 @@ WARM = "warm load, same 2 ranks"
 SMALL_SAVE = "small tensors, durable save"
 SMALL_LOAD = "small tensors, warm load"
 MEMORY = 256 << 20
-
-
-@dataclass(frozen=True)
-class Bar:
-    """``measured`` by the medians, ``best`` by the best repetitions; ``least`` or ``most`` is the limit."""
-
-    what: str
-    measured: float | None
-    best: float | None = None
-    least: float | None = None
-    most: float | None = None
-    unit: str = "×"
-
-    @property
-    def met(self) -> bool:
-        if self.measured is None:
-            return False
-        return (self.least is None or self.measured >= self.least) and (self.most is None or self.measured <= self.most)
 
 
 def resharding(saved: int, loaded: int) -> str:

@@ -11,7 +11,7 @@ from statistics import median
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.cloud_rows import Row, Rows
 from benchmarks.cloud_systems import HOLDFAST
 

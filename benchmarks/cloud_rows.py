@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.cloud_systems import FSSPEC, HOLDFAST, RAW_NAMES
 from benchmarks.gauge import Spent
 from benchmarks.jobs import LoadCost

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import holdfast
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 
 OUT = Path("bench-out")
 

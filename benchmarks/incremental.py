@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 
 import holdfast
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.repeated import Repeated, times
 from benchmarks.report import show_bars

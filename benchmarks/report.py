@@ -11,7 +11,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.rows import Row, Rows
 
 _COLUMNS = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.report import show_bars, tell_facts
 from benchmarks.scale_dcp import DcpCost
 from benchmarks.scale_load import LoadCost

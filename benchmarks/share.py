@@ -17,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch, here and in the ranks
 from rich.console import Console
 
 from benchmarks import jobs, share_job
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.cache import make_cold, make_warm
 from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.pool import Pool

@@ -11,7 +11,7 @@ from statistics import median
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.stall_rows import Row, Rows
 from benchmarks.stall_systems import HOLDFAST
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.stall_job import Segment
 from benchmarks.stall_systems import DCP, HOLDFAST, NOTHING, PURE
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
 from benchmarks import jobs
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.cache import make_cold, make_warm
 from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.pool import Pool

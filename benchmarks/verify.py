@@ -22,7 +22,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 import torch
 
 import holdfast
-from benchmarks.bars import Bar
+from benchmarks.bar import Bar
 from benchmarks.cache import files_in, make_cold, make_warm
 from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.repeated import Repeated

@@ -257,7 +257,7 @@ class Checkpoint:
         wanted = whole(record.shape) if box is None else _box_of(name, record.shape, box)
         if into is None:
             self.prove([name])
-            result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype))
+            result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
         else:
             for fault in unlike(name, record, wanted, into, cast=cast):
                 raise Mismatch(f"{self.path}: {fault}")

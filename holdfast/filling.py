@@ -48,7 +48,7 @@ def into_new(records: Records, saved_name: SavedName) -> Filled:
             first = alike.get((record.dtype, record.shape))
             if first is None:
                 made = alike[record.dtype, record.shape] = torch.empty(
-                    record.shape, dtype=dtypes.torch_dtype(record.dtype)
+                    record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu"
                 )
             else:  # in half the time
                 made = torch.empty_like(first)

@@ -42,7 +42,7 @@ def value_of_rank(files: DataFiles, of_ranks: str, path: str, rank: int, *, veri
             raise Damaged(f"{where} does not hold {key} as the manifest says")
         shape = _stored_shape(piece, header.metadata, where)
         record = TensorRecord(piece.dtype, shape, None, str(index) if 0 not in shape else "")
-        result = torch.empty(shape, dtype=dtypes.torch_dtype(piece.dtype))
+        result = torch.empty(shape, dtype=dtypes.torch_dtype(piece.dtype), device="cpu")
         read_boxes(files, [Wanted(f"{_SECTION}/{key}", record, whole(shape), result)], verify=verify)
         return result
 

@@ -192,6 +192,7 @@ class Saver:
         try:
             if held:
                 work.after, work.staged = held[0].moments, lambda moments: self._staged(saving, held[0], moments)
+                work.landed = lambda: self._check_still(saving._copying.torn())
                 if held[0].loose:
                     # Too much may change any moment to be copied aside: plan, and copy these sections, here and now.
                     self._plan(work, saving, before)
@@ -324,6 +325,7 @@ class Saver:
         _step_back()
         failed: BaseException | None = None
         try:
+            work.after.make_current()
             if not saving._planned.is_set():
                 self._plan(work, saving, before)
             if saving.skipped:
@@ -358,12 +360,12 @@ class Saver:
             saving._planned.set()
 
     def _staged(self, saving: Saving, held: Held, moments: Moments) -> None:
-        try:
-            check_still(held)
-        except HoldfastError:
-            self._distrusted.update(held.changed())
-            raise
-        saving._copying.release(moments)
+        self._check_still(held.changed())
+        saving._copying.release(moments, held)
+
+    def _check_still(self, changed: list[str]) -> None:
+        self._distrusted.update(changed)
+        check_still(changed)
 
     # Memory and the writer
 

@@ -190,6 +190,7 @@ class Saving:
             self._ended_at = time.monotonic()
         self._planned.set()
         self._copying.release()
+        self._copying.torn()  # lets go of the tensors
         self._teller = threading.get_ident()  # callbacks may ask for the outcome that they are told of
         for then in self._then:
             try:

@@ -82,9 +82,11 @@ def save_big(path: str) -> None:
     holdfast.save(big(1), path)
 
 
-def load_big(path: str, options: dict[str, Any], hosts: int = 1, block: int | None = None) -> Sizes:
+def load_big(
+    path: str, options: dict[str, Any], hosts: int = 1, block: int | None = None, default: str = "cpu"
+) -> Sizes:
     state = big(None)
-    with eager(hosts=hosts, block=block):
+    with eager(hosts=hosts, block=block), torch.device(default):
         loaded = holdfast.load(path, state, **options)
     for name, tensor in big(1)["model"].items():
         assert torch.equal(state["model"][name], tensor), name

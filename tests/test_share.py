@@ -53,6 +53,11 @@ def test_a_ddp_state_is_read_once(world: int, hosts: int, saved: Path) -> None:
     assert max(readers) - min(readers) < 9 << 20, "balanced, but for a block"
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_default_device_of_the_user_is_not_where_windows_lie(hosts: int, saved: Path) -> None:
+    assert all(s["received"] for s in pool.run(4, share_trials.load_big, str(saved), {}, hosts, 1 << 16, "meta"))
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_in_many_windows(hosts: int, saved: Path) -> None:
     sizes = pool.run(4, share_trials.load_big, str(saved), {}, hosts, 1 << 16)

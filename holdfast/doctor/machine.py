@@ -71,7 +71,7 @@ def _device() -> Finding:
         return Finding("accelerator", "ok", "none: pinned memory is not needed")
     names = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     try:
-        torch.empty(mmap.PAGESIZE, dtype=torch.uint8).pin_memory()
+        torch.empty(mmap.PAGESIZE, dtype=torch.uint8, device="cpu").pin_memory()
     except RuntimeError as error:
         return Finding(
             "accelerator", "fail", f"{names}; memory cannot be pinned ({str(error).splitlines()[0]})",

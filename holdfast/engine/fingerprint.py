@@ -27,8 +27,8 @@ from holdfast.ondisk.box import Box
 ROW = 1 << 18
 """Words of a stretch that has its own sums: the table of coefficients is as long, 4 MiB for both hashes."""
 
-ROWS = 12
-"""Stretches at a time: with words of 64 bits, twice, 48 MiB of the device's memory."""
+ROWS = 8
+"""Stretches at a time: with words of 64 bits, twice, 32 MiB of the device's memory."""
 
 _REMEMBERED = 4  # committed saves: those that a later one may have as its base
 

@@ -49,7 +49,7 @@ def images_of(
         if box.size:
             found_at = find(state, name, box)
         else:  # an empty tensor, of which a sharded one has no view
-            found_at = torch.empty(box.lengths, dtype=dtypes.torch_dtype(tensor.dtype))
+            found_at = torch.empty(box.lengths, dtype=dtypes.torch_dtype(tensor.dtype), device="cpu")
         add(name, key, tensor.dtype, found_at, tensor.shape, box.lengths)
     for path, leaf in state.per_rank.items() if writer is None else ():
         own = f"{names.in_section(path)}@{ranks.rank}"

@@ -74,7 +74,7 @@ class Landing:
 
     def __init__(self, first: int, nbytes: int, lengths: Sequence[int], view: torch.Tensor, dtype: str) -> None:
         self.nbytes, self.left, self.device = nbytes, 0, view.device
-        self._host = torch.empty(nbytes, dtype=torch.uint8)
+        self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._to = first, lengths, view, dtype
         self._lock = threading.Lock()
 
@@ -110,10 +110,11 @@ class Streams:
                 self._found[device] = module, module.current_stream(device)
 
     def current(self) -> AbstractContextManager[object]:
-        """Make them the current streams of this thread."""
+        """Make them the current streams of this thread, and their devices its own: see `Moments.make_current`."""
         if not self._found:
             return nullcontext()
         stack = ExitStack()
-        for module, stream in list(self._found.values()):
+        for device, (module, stream) in list(self._found.items()):
+            module.set_device(device)
             stack.enter_context(module.stream(stream))
         return stack

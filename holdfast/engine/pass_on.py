@@ -159,8 +159,8 @@ class _Passing:
         memory = torch.frombuffer(relay.memory.view, dtype=torch.uint8)
         self.slices = memory[: line.memory].view(2, len(line.runs), line.width)
         # On one host a window is read to where all can see it; between hosts it is kept apart and sent in slices.
-        self.apart = torch.empty(2, line.window, dtype=torch.uint8) if line.seat.hosts > 1 else None
-        self.sent = torch.zeros(line.width if line.seat.hosts > 1 else 0, dtype=torch.uint8)
+        self.apart = torch.empty(2, line.window, dtype=torch.uint8, device="cpu") if line.seat.hosts > 1 else None
+        self.sent = torch.zeros(line.width if line.seat.hosts > 1 else 0, dtype=torch.uint8, device="cpu")
 
     def run(self) -> Took:
         line, reader = self.line, self.line.seat.reader
@@ -228,7 +228,9 @@ class _Passing:
         if seat.across:
             part = self.apart[window % 2][number * self.line.slice : (number + 1) * self.line.slice]
             self.sent[: len(part)] = part
-            self.sent[-TRAILER:].view(torch.int64)[:2] = torch.tensor([failed + self.failed_beside, unverified])
+            self.sent[-TRAILER:].view(torch.int64)[:2] = torch.tensor(
+                [failed + self.failed_beside, unverified], device="cpu"
+            )
             lane = slices[seat.place * seat.hosts : (seat.place + 1) * seat.hosts]
             self.relay.gather_across(lane.view(-1), self.sent)
         self.failed_beside = self.relay.sum_beside([failed])[0]

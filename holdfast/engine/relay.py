@@ -100,7 +100,7 @@ class Relay:
         """The sums of all ranks of this host, once all have come here. Raises Lost."""
         if self._beside is None:
             return list(values)
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._wait(lambda: self._beside.allreduce([tensor]))
         found: list[int] = tensor.tolist()
         return found
@@ -203,7 +203,7 @@ def _group(store: Any, name: str, rank: int, size: int, deadline: float) -> Any:
 def _shared(relay: Relay, nbytes: int) -> Buffer:
     """Memory that all ranks of this host have; nameless, so that nothing is left of it when they are killed."""
     fd, token = -1, b""
-    told = torch.zeros(4, dtype=torch.int64)
+    told = torch.zeros(4, dtype=torch.int64, device="cpu")
     failed = ""
     found: mmap.mmap | None = None
     try:
@@ -214,7 +214,7 @@ def _shared(relay: Relay, nbytes: int) -> Buffer:
                 token = secrets.token_bytes(_TOKEN)
                 os.pwrite(fd, token, 0)
                 halves = [int.from_bytes(token[i : i + 8], "little", signed=True) for i in (0, 8)]
-                told = torch.tensor([os.getpid(), fd, *halves], dtype=torch.int64)
+                told = torch.tensor([os.getpid(), fd, *halves], dtype=torch.int64, device="cpu")
             except (OSError, AttributeError) as error:  # a system without memfd
                 failed = str(error)
         relay._wait(lambda: relay._beside.broadcast([told], _from_first()))

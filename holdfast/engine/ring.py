@@ -29,6 +29,7 @@ class Ring:
 
     def __init__(self, *, remote: bool = False) -> None:
         self._worker = ThreadWorker()
+        self._slots: list[Slot] = []
         self._window, self._most = (PART, PARTS) if remote else (WINDOW, WINDOWS)
 
     def __enter__(self) -> Ring:
@@ -36,17 +37,21 @@ class Ring:
 
     def __exit__(self, *_: object) -> None:
         self._worker.close()
+        for slot in self._slots:
+            slot.close()
 
     def take(self, sizes: list[int], *, pinned: bool) -> Slot:
         """Windows as large as the largest file needs; for a store, as all files need together; no more than a few."""
         largest = max([1, *sizes])
         window = min(self._window, -(-largest // SECTOR) * SECTOR)
         slot = Slot(0, self._worker, window=window)
-        slot.reserve(min(self._most, windows_for(sizes if self._window == PART else [largest], window) or 1))
+        count = windows_for(sizes if self._window == PART else [largest], window) or 1
+        slot.reserve(min(self._most, count), pinned=pinned)
+        self._slots.append(slot)
         return slot
 
     def give(self) -> None:
-        """The memory goes with the save."""
+        """The memory goes when the ring does."""
 
 
 def write_at_once(

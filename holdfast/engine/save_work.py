@@ -56,12 +56,14 @@ class SaveWork:
     """One save under way on one rank: `gather`, `plan`, perhaps `stage`, then `settle`, each once and in this order.
 
     `plan` and `settle` may be rounds of one call of the ranks, or of two. ``after`` and ``staged`` as of `Outgoing`:
-    `gather` sets the first, and both may be replaced until `plan`.
+    `gather` sets the first, and both may be replaced until `plan`. ``landed`` is called when all copies have arrived,
+    with the chance to fail the save.
     """
 
     order: Order
     after: Moments = field(default_factory=Moments)
     staged: Callable[[Moments], None] = lambda moments: None
+    landed: Callable[[], None] = lambda: None
     collected: Collected = field(default_factory=Collected)
     save_id: str = ""
     staged_at: float = 0.0
@@ -216,6 +218,7 @@ class SaveWork:
             outgoing = self.outgoing
             writing = outgoing.copy(task)
             writing.land()
+            self.landed()
             staging.nbytes = outgoing.nbytes
         self.staged_at = monotonic()
         written = writing.parts()

@@ -12,8 +12,8 @@ import torch
 
 from holdfast.engine.memory import move
 
-SLAB = 32 << 20
-"""A tensor that is not contiguous is made so in parts of at most this many bytes."""
+SLAB = 16 << 20
+"""A tensor that is not contiguous is made so in parts of at most this many bytes. Two may be there at a time."""
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:

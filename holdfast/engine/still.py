@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from holdfast import events
-from holdfast.engine.device import Moments, devices_of
+from holdfast.engine.device import Moments, devices_of, is_capturing
 from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected
 from holdfast.engine.state.leaves import View
@@ -35,31 +35,55 @@ Watched = list[tuple[str, torch.Tensor, int]]
 
 
 class Copying:
-    """The copies of one save: whoever changes a tensor that should hold still waits until they are made."""
+    """The copies of one save: whoever changes a tensor that should hold still waits until they are made.
+
+    Copies that are only queued on a device can still be torn by a change that waits for nothing. So the tensors are
+    looked at once more: before the first change that did wait, or when the copies have landed.
+    """
 
     def __init__(self, path: object = "", rank: int = 0, step: int | None = None) -> None:
         self._path, self._rank, self._step = path, rank, step  # of the save, for whoever is told of waits
         self._released = threading.Event()
         self._moments = Moments()
+        self._queued: Held | None = None
+        self._torn: list[str] = []
         self.waited = 0.0
         with _lock:
             _under_way.add(self)
 
-    def release(self, moments: Moments | None = None) -> None:
-        """All copies are made, or queued on devices until ``moments``. Idempotent; the first call counts."""
+    def release(self, moments: Moments | None = None, held: Held | None = None) -> None:
+        """All copies are made, or those of ``held`` queued on devices until ``moments``. The first call counts."""
         if not self._released.is_set():
             self._moments = moments or Moments()
+            self._queued = held if self._moments.events else None
             self._released.set()
-            with _lock:
-                _under_way.discard(self)
+            if not self._moments.events:
+                self._leave()
+
+    def _leave(self) -> None:
+        with _lock:
+            _under_way.discard(self)
+
+    def torn(self) -> list[str]:
+        """Names of tensors that were changed after their copies were queued, by something that did not wait."""
+        with _lock:
+            if self._queued is not None:
+                self._torn, self._queued = self._queued.changed(), None
+            return self._torn
 
     def hold_step(self) -> None:
-        """Make a step wait: the host until all copies are queued, each device until they are made."""
+        """Make a step wait: the host until all copies are queued, each device until they are made.
+
+        Not one that is captured into a CUDA graph: it changes nothing now, and its replays run no hook.
+        """
+        if is_capturing():
+            return
         if not self._released.is_set():
             began = time.monotonic()
             with events.span("hook wait", self._path, self._rank, step=self._step):
                 self._released.wait()  # it ends: whatever becomes of a save, it releases its tensors
             self.waited += time.monotonic() - began
+        self.torn()
         self._moments.hold_streams()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -67,6 +91,8 @@ class Copying:
         if not self._released.wait(timeout):
             return False
         self._moments.wait()
+        self.torn()
+        self._leave()
         return True
 
 
@@ -103,7 +129,7 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     for copying in list(_under_way):
-        copying._released = threading.Event()
+        copying._released, copying._moments = threading.Event(), Moments()
         copying.release()
 
 
@@ -192,9 +218,8 @@ def _is_still(name: str, state: Collected) -> bool:
     return name in state.still or state.aliases.get(name) in state.still
 
 
-def check_still(held: Held) -> None:
-    """Raise HoldfastError if a tensor changed while it was copied: then the copy may be torn."""
-    names = held.changed()
+def check_still(names: list[str]) -> None:
+    """Raise HoldfastError if tensors of these names changed while they were copied: then the copy may be torn."""
     if names:
         raise HoldfastError(
             f"{_first_of(names)} changed while it was being copied, by something other than a step of an optimizer of "

@@ -175,10 +175,12 @@ class Stream:
     def _window_is_full(self) -> None:
         if self.window is None:
             return
+        # A device may fail here, or have no memory left: then the window is still this stream's, to be given back.
+        moment = self.copier.moment() if self.queued else None
         window, used = self.window, self.used
         self.window, self.used = None, 0
-        if self.queued:
-            self._coming.append(Coming(self, window, used, self.copier.moment()))
+        if moment is not None:
+            self._coming.append(Coming(self, window, used, moment))
         else:
             self.hand_over(window, used)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 
 from holdfast.engine.arena import Slot, windows_for
@@ -47,6 +46,7 @@ class Writing:
         self._done: list[Future[None]] = []
         self._streams: dict[str, Stream] = {}
         self._coming: deque[Coming] = deque()
+        self._landed = False
         self._save, self._rank, self._still, self._strong = save, rank, still, strong
         self._sums_first = windows_for([image.nbytes for image in self.images], slot.window) > slot.count
         slot.begin()
@@ -98,6 +98,7 @@ class Writing:
         for stream in self._streams.values():
             if not stream.sealed:
                 self._seal(stream)
+        self._landed = True
 
     def _begin(self, stream: Stream, sums: Sums) -> None:
         """The header of a file is known: from now on it goes to the store."""
@@ -148,11 +149,11 @@ class Writing:
 
         After this their descriptors may be closed: no thread writes by a number that another file may have by then.
         """
+        if not self._landed:
+            # Into windows that are handed over next to another save, and out of tensors that may be freed.
+            self.copier.give_up()
         while self._coming:
-            lost = self._coming.popleft()
-            with suppress(RuntimeError):  # of a device that failed, and copies no more
-                lost.moment.wait()
-            self.slot.give(lost.window)
+            self.slot.give(self._coming.popleft().window)
         begun = [stream for stream in self._streams.values() if stream.file is not None]
         self.slot.worker.give_up([stream.number for stream in begun if not stream.sealed])
         for stream in self._streams.values():

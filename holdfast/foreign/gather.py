@@ -55,7 +55,7 @@ def gather(view: View, target: BinaryIO) -> None:
     size = dtypes.itemsize(view.dtype)
     with opened(place.source) as source:
         for box in _tiles(view.shape, view.strides, size):
-            dense = torch.empty(box.lengths, dtype=carrier(view.dtype))
+            dense = torch.empty(box.lengths, dtype=carrier(view.dtype), device="cpu")
             first = sum(o * s for o, s in zip(box.offsets, view.strides, strict=True))
             _fill(dense, view.strides, source, place.begin + first * size, place.source.path)
             if view.conj or view.neg:

@@ -67,7 +67,7 @@ class Stored:
 
     def read(self) -> torch.Tensor:
         """The tensor itself: for the small ones that say how others are to be read."""
-        result = torch.empty(self.shape, dtype=carrier(self.dtype))
+        result = torch.empty(self.shape, dtype=carrier(self.dtype), device="cpu")
         for box, stretch in self.pieces:
             if not box.size:
                 continue

@@ -22,7 +22,9 @@ STRETCH = 1 << 18
 """Elements that are looked at together: as float64 they fit in a processor's cache."""
 
 # The 16 numbers of float4_e2m1fn; torch keeps two in a byte and converts none of them.
-_FLOAT4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_FLOAT4 = torch.tensor(
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu"
+)
 
 
 def boxes_of(shape: Sequence[int], itemsize: int, most: int = BOX) -> Iterator[Box]:
@@ -69,7 +71,7 @@ def read_together(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, tor
     wanted = []
     for name in names:
         record = checkpoint.records[name]
-        found[name] = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
+        found[name] = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
         wanted.append(Wanted(checkpoint.saved_name(name), record, whole(record.shape), found[name]))
     read_boxes(checkpoint.files, wanted, verify=checkpoint.verifying(True))
     return found

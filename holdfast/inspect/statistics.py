@@ -158,7 +158,7 @@ def _histogram(tally: _Tally, parts: _Parts, bins: int) -> tuple[tuple[float, ..
         low, high = low - half, high + half
     scale = 1.0 if math.isfinite(high - low) else 0.25
     low, high = low * scale, high * scale
-    counts = torch.zeros(bins, dtype=torch.int64)
+    counts = torch.zeros(bins, dtype=torch.int64, device="cpu")
     for stretch in _stretches(parts()):
         values = _finite(stretch) * scale
         places = ((values - low) / (high - low) * bins).long().clamp_(0, bins - 1)

@@ -259,7 +259,7 @@ def _write_small(work: Location) -> None:
 
 def _state(nbytes: int) -> dict[str, dict[str, torch.Tensor]]:
     """Two sections of tensors that differ, so that a file system that compresses gains nothing."""
-    noise = torch.empty(min(TENSOR, nbytes), dtype=torch.uint8).random_()
+    noise = torch.empty(min(TENSOR, nbytes), dtype=torch.uint8, device="cpu").random_()
     state: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
     at = 0
     while at < nbytes:

@@ -1,14 +1,8 @@
-"""Copies from a device, without one: tensors that pretend to lie there, and streams that do everything too late.
-
-What is queued on a `Stream` here runs only when somebody waits for it. So whoever forgets to wait, or to make one
-stream wait for another, gets wrong bytes.
-"""
+"""Copies from a device, without one: on a stand-in that does everything as late as it may."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,133 +12,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import device, outgoing, still, stream, sums
+from holdfast.engine import device, still, stream, sums
 from holdfast.engine.arena import Slot
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.image import Image, OpenFiles, Written
 from holdfast.engine.memory import buffer
-from holdfast.engine.stage import host_tensor
 from holdfast.engine.worker import ThreadWorker
 from holdfast.engine.write import Writing
 from holdfast.ondisk import datafile
 from holdfast.ondisk.datafile import Piece
+from tests.gpu.standin import DEVICE, Device, Event, Stream, pretend, pretend_states, pretended
 
-DEVICE = torch.device("cuda", 0)
-
-
-class Pretended(torch.Tensor):
-    """Says that it lies on a device; its bytes are on the host."""
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return DEVICE
-
-
-def pretended(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().as_subclass(Pretended)
-
-
-class Stream:
-    """Work in order, done when somebody waits for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._work: list[Callable[[], object]] = []
-        self._done = 0
-        self._lock = threading.RLock()
-
-    def queue(self, work: Callable[[], object]) -> int:
-        with self._lock:
-            self._work.append(work)
-            return len(self._work)
-
-    def run(self, until: int) -> None:
-        with self._lock:
-            while self._done < until:
-                self._done += 1
-                self._work[self._done - 1]()
-
-    def wait_event(self, event: Event) -> None:
-        self.queue(event.synchronize)
-
-
-class Training(Stream):
-    """The stream that trains: its work is done at once."""
-
-    def queue(self, work: Callable[[], object]) -> int:
-        work()
-        return 0
-
-
-class Event:
-    def record(self, stream: Stream) -> None:
-        self._stream, self._until = stream, stream.queue(lambda: None)
-
-    def synchronize(self) -> None:
-        self._stream.run(self._until)
-
-
-class Device:
-    """What stands in for `torch.cuda`; ``copies`` are the sizes of all copies to the host."""
-
-    Stream, Event = Stream, Event
-
-    def __init__(self) -> None:
-        self.training = Training(DEVICE)
-        self.copies: list[int] = []
-        self._here = threading.local()
-
-    def current_stream(self, device: torch.device | None = None) -> Stream:
-        return getattr(self._here, "stream", self.training)
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self._here.stream = self.current_stream(), stream
-        yield
-        self._here.stream = before
+LONG = 30.0
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Device:
     return pretend(monkeypatch)
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Put the stand-in where `torch.cuda` would be used."""
-    made = Device()
-
-    class Host:
-        def __init__(self, address: int, nbytes: int) -> None:
-            self.to, self.nbytes = host_tensor(address, nbytes), nbytes
-
-        def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> None:
-            assert non_blocking and source.nbytes == self.nbytes
-            made.copies.append(self.nbytes)
-            made.current_stream().queue(lambda: self.to.copy_(source.as_subclass(torch.Tensor)))
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-        def empty(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            assert made.current_stream() is not made.training, "memory of the side stream is made on the side stream"
-            return pretended(torch.empty(size, dtype=dtype))
-
-        def _foreach_copy_(self, to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-            made.current_stream().queue(lambda: torch._foreach_copy_(to, source))
-
-    def contiguous_parts(source: torch.Tensor) -> Iterator[torch.Tensor]:
-        for part in real(source):
-            on_its_way = part.data_ptr() != source.data_ptr()
-            assert not on_its_way or made.current_stream() is not made.training, "made beside the copies, not after"
-            yield part
-
-    real = stream.contiguous_parts
-    monkeypatch.setattr(stream, "contiguous_parts", contiguous_parts)
-    monkeypatch.setattr(sums, "contiguous_parts", contiguous_parts)
-    monkeypatch.setattr(device, "streams_of", lambda kind: made if kind == "cuda" else None)
-    monkeypatch.setattr(device, "host_tensor", Host)
-    monkeypatch.setattr(device, "torch", Torch())
-    return made
 
 
 # The copier
@@ -182,6 +66,39 @@ def test_what_is_no_neighbour_or_too_large_goes_alone(fake: Device, monkeypatch:
     assert fake.copies == [4, 14, 6, 11, 2]
     expected = bytes([4] * 4 + [0] * 4 + [4] * 4 + [10] * 10 + [6] * 6 + [11] * 11 + [2] * 2)
     assert bytes(memory.view[: len(expected)]) == expected
+
+
+def test_where_a_device_has_no_memory_left_small_ones_go_one_by_one(
+    fake: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(device.torch), "empty", full)
+    memory, copier = buffer(4096), Copier(Moments())
+    for at, byte in enumerate(b"holdfast"):
+        copier.copy(pretended(torch.tensor([byte], dtype=torch.uint8)), 0, 1, memory.address + at)
+    copier.moment().wait()
+    assert fake.copies == [1] * 8 and bytes(memory.view[:8]) == b"holdfast"
+
+
+def test_on_a_device_without_streams_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    class Host:
+        def __init__(self, address: int, nbytes: int) -> None:
+            pass
+
+        def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
+            waited.append(not non_blocking)
+
+    monkeypatch.setattr(device, "streams_of", lambda kind: None)
+    monkeypatch.setattr(device, "host_tensor", Host)
+    copier = Copier(Moments())
+    copier.copy(pretended(torch.zeros(4)), 0, 16, 0)
+    copier.copy(pretended(torch.zeros(1 << 20)), 0, 4 << 20, 16)
+    copier.moment()
+    assert waited == [True, True]
 
 
 def test_copies_come_after_what_the_save_was_called_after(fake: Device) -> None:
@@ -226,6 +143,37 @@ def test_nothing_is_pinned_without_a_device() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     assert device.pin(0, 4096) is False
+
+
+def test_an_error_of_pinning_is_not_left_to_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA keeps the last error of a thread until somebody asks: else that is a kernel of the user's."""
+    left: list[int] = []
+
+    class Cuda:
+        OutOfMemoryError = torch.OutOfMemoryError
+
+        def __init__(self) -> None:
+            self.cuda = self
+
+        def is_available(self) -> bool:
+            return True
+
+        def cudart(self) -> Cuda:
+            return self
+
+        def cudaHostRegister(self, *_: int) -> int:
+            left.append(712)
+            return 712
+
+        def ones(self, *_: object, device: str) -> None:
+            assert device == "cuda"
+            raise RuntimeError(f"CUDA error: {left.pop()}")
+
+    monkeypatch.setattr(device, "torch", Cuda())
+    assert device.pin(4096, 4096) is False and not left
+    assert "cannot pin 4096 bytes of staging memory (CUDA error 712)" in caplog.text
 
 
 # Writing
@@ -296,15 +244,7 @@ def test_files_from_a_device_are_those_from_the_host(
 @pytest.fixture
 def pretending(fake: Device, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Every tensor of a save lies on the device."""
-    real = outgoing.images_of
-
-    def images_of(*args: Any) -> list[Image]:
-        return [
-            Image(i.path, i.section, i.pieces, [pretended(s) for s in i.sources], i.shapes) for i in real(*args)
-        ]  # fmt: skip
-
-    monkeypatch.setattr(outgoing, "images_of", images_of)
-    monkeypatch.setattr(still, "devices_of", lambda tensors: [DEVICE])
+    pretend_states(monkeypatch)
     return fake
 
 
@@ -343,6 +283,71 @@ def test_steps_on_a_device_wait_for_the_copies_alone(pretending: Device, tmp_pat
                 assert not torch.equal(model.state_dict()[name], value)
 
 
+def test_a_load_waits_for_copies_that_are_only_queued(
+    pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Linear(50, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    holdfast.save(state, tmp_path / "before")
+    with torch.no_grad():
+        model.weight.fill_(1)
+    gate, real = threading.Event(), stream.Stream.land_first
+    monkeypatch.setattr(stream.Stream, "land_first", lambda self: (gate.wait(LONG), real(self)))
+    with holdfast.Saver(worker="thread") as saver:
+        saving = saver.save(state, tmp_path / "c")
+        assert saving._copying._released.wait(LONG) and pretending.streams[0].left
+        holdfast.load(tmp_path / "before", state)
+        assert not (model.weight == 1).any()
+        gate.set()
+        saved = saving.wait().read("model/weight")
+    assert (saved == 1).all()
+
+
+def test_a_step_that_is_captured_waits_for_nothing(pretending: Device, tmp_path: Path) -> None:
+    """A stream that is captured may wait for no event of before: CUDA would end the capture with an error."""
+    model = torch.nn.Linear(50, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    with holdfast.Saver(worker="thread") as saver:
+        saver.save(state, tmp_path / "c").wait()
+        pretending.training.capturing = True
+        state["optimizer"].step()
+        pretending.training.capturing = False
+        state["optimizer"].step()
+
+
+@pytest.mark.parametrize("first", ["nothing", "a step", "wait_staged"])
+def test_a_change_that_waits_for_nothing_is_seen_although_all_is_queued(
+    first: str, pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the copies are made: by hand it fails the save, after a step or a wait it is as it should be."""
+    model = torch.nn.Linear(50, 3)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
+    gate, real = threading.Event(), stream.Stream.land_first
+    monkeypatch.setattr(stream.Stream, "land_first", lambda self: (gate.wait(LONG), real(self)))
+    model(torch.ones(1, 50)).sum().backward()
+    with holdfast.Saver(worker="thread") as saver:
+        there = model.weight.clone()
+        saving = saver.save(state, tmp_path / "c")
+        assert saving._copying._released.wait(LONG) and pretending.streams[0].left
+        if first == "a step":
+            state["optimizer"].step()
+        elif first == "wait_staged":
+            saving.wait_staged()
+        with torch.no_grad():
+            model.weight.clamp_(-0.01, 0.01)
+        gate.set()
+        if first == "nothing":
+            with pytest.raises(holdfast.SaveFailed, match=r"model/weight changed while .*wait_staged"):
+                saving.wait()
+        else:
+            assert torch.equal(saving.wait().read("model/weight"), there)
+        again = saver.save(state, tmp_path / "d")
+        there = model.weight.clone()
+        assert again._copying._released.wait(LONG)
+        again.wait()
+    assert torch.equal(holdfast.open(tmp_path / "d").read("model/weight"), there)
+
+
 def test_values_of_a_rank_that_lie_on_a_device_are_waited_for(
     fake: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,3 +371,67 @@ def test_a_save_that_fails_while_a_device_copies_gives_every_window_back(
                 saver.save(state, tmp_path / "c").wait()
         assert sums.Sums.feed is real and not (tmp_path / "c").exists()
         saver.save(state, tmp_path / "c").wait().verify()
+
+
+def test_a_save_that_fails_waits_for_what_it_has_queued(
+    pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that is still to come would go into a window of the next save."""
+    monkeypatch.setattr(device, "SMALL", 0)
+    real = Copier.copy
+
+    def copy(self: Copier, *args: Any) -> None:
+        if pretending.copies:
+            raise RuntimeError("CUDA error")
+        real(self, *args)
+
+    with holdfast.Saver(worker="thread") as saver:
+        with monkeypatch.context() as patch, pytest.raises(holdfast.SaveFailed, match="CUDA error"):
+            patch.setattr(Copier, "copy", copy)
+            saver.save({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "c").wait()
+        assert pretending.copies == [4000] and not pretending.streams[0].left
+        saver.save({"a": torch.zeros(1000)}, tmp_path / "c").wait().verify()
+
+
+def test_all_saves_share_a_side_stream(pretending: Device, tmp_path: Path) -> None:
+    """Memory that one stream of a device has freed serves no other: with one for each save it would add up."""
+    with holdfast.Saver(worker="thread", slots=2) as saver:
+        for number in range(5):
+            state = {"t": torch.full((1000,), float(number))}
+            saver.save(state, tmp_path / str(number))
+    assert len(pretending.streams) == 1 and len(pretending.copies) == 5
+    assert [holdfast.open(tmp_path / str(number)).read("t")[0] for number in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_a_save_that_training_waits_for_copies_into_pinned_windows_and_unpins_them(
+    pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, seen = sums.Sums.feed, []
+    monkeypatch.setattr(sums.Sums, "feed", lambda self, view: (seen.append(dict(pretending.pinned)), feed(self, view)))
+    holdfast.save({"t": torch.ones(9_000_000)}, tmp_path / "c").verify()
+    assert [list(sizes.values()) for sizes in seen] == [[48 << 20]] * 3 and not pretending.pinned
+    with monkeypatch.context() as patch, pytest.raises(holdfast.SaveFailed):
+        patch.setattr(Copier, "moment", lambda self: 1 / 0)
+        holdfast.save({"t": torch.ones(9)}, tmp_path / "d")
+    assert not pretending.pinned
+
+
+@pytest.mark.parametrize("nth", range(3))  # the moments of two windows, and of the whole
+def test_a_device_that_fails_while_copies_are_queued_costs_one_save(
+    nth: int, pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a": {"t": torch.ones(1000)}, "b": {"t": torch.ones(1000)}}
+    real, calls = Copier.moment, iter(range(1000))
+
+    def moment(self: Copier) -> Moments:
+        if next(calls) == nth:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self)
+
+    with holdfast.Saver(worker="thread") as saver:
+        with monkeypatch.context() as patch:
+            patch.setattr(Copier, "moment", moment)
+            with pytest.raises(holdfast.SaveFailed, match="out of memory"):
+                saver.save(state, tmp_path / "c").wait()
+            assert not (tmp_path / "c").exists()
+        saver.save(state, tmp_path / "next").wait().verify()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import fingerprint, outgoing, same, save_work
+from holdfast.engine import fingerprint, same, save_work
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.fingerprint import Fingerprints
-from holdfast.engine.image import Image
 from holdfast.engine.ranks import ranks_of
 from holdfast.ondisk.box import Box, whole
-from tests.engine.test_device import pretend, pretended
+from tests.gpu.standin import pretend, pretend_states
 
 SMALL_ROW, SMALL_ROWS = 8, 3
 """Stretches of 32 bytes, three at a time: tensors of a test have many of them."""
@@ -188,15 +186,10 @@ def test_a_save_that_fails_is_not_remembered(tmp_path: Path, monkeypatch: pytest
     assert made._of == before
 
 
-def _there(image: Image) -> Image:
-    return replace(image, sources=[pretended(source) for source in image.sources])
-
-
 def test_on_a_device_nothing_is_copied_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a device, whose copies to the host are counted: once to compare sums, then only what trains."""
     fake = pretend(monkeypatch)
-    real = outgoing.images_of
-    monkeypatch.setattr(outgoing, "images_of", lambda *args: [_there(image) for image in real(*args)])
+    pretend_states(monkeypatch)
     monkeypatch.setattr(fingerprint, "applies", lambda tensor: tensor.device.type != "cpu")
     ranks_of().remembered.pop("fingerprints", None)
     copied = []

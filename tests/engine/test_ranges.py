@@ -265,8 +265,12 @@ def test_devices_are_filled_in_the_streams_of_the_caller(
             assert device == DEVICE and threading.current_thread() is threading.main_thread()
             return mine
 
+        def set_device(self, device: torch.device) -> None:
+            here.device = device
+
         @contextmanager
         def stream(self, stream: Stream) -> Iterator[None]:
+            assert here.device == DEVICE, "else a context is set up on the first device"
             here.stream = stream
             yield
             here.stream = None

@@ -69,7 +69,7 @@ def choose(elsewhere: object, values: Callable[[int], Any], saved_world: int, ra
 
 @dataclass
 class RNG:
-    """The random generators of this rank: Python, NumPy (if imported), torch CPU and every accelerator device.
+    """The random generators of this rank: Python, NumPy (if imported), torch CPU and devices (if used).
 
     Put ``holdfast.RNG()`` into the state. On another world size a rank that existed at the save goes on with its
     own streams; a new rank gets streams seeded from rank 0's state and its own number, so that no two ranks draw
@@ -94,7 +94,7 @@ class RNG:
             kind, keys, position, has_gauss, cached = numpy.random.get_state()
             state["numpy"] = [kind, keys.tobytes(), int(position), int(has_gauss), float(cached)]
         accelerator = _accelerator()
-        if accelerator is not None:
+        if accelerator is not None and _is_used(accelerator):
             state["devices"] = [bytes(accelerator.get_rng_state(i).tolist()) for i in range(accelerator.device_count())]
         return state
 
@@ -150,6 +150,11 @@ def _numpy() -> Any:
 
     # Only a program that has imported NumPy can have drawn from it; importing it here would cost every save.
     return sys.modules.get("numpy")
+
+
+def _is_used(accelerator: Any) -> bool:
+    # Generators of a device that nobody has used have drawn nothing, and to ask for them would take memory there.
+    return not hasattr(accelerator, "is_initialized") or bool(accelerator.is_initialized())
 
 
 def _accelerator() -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.engine.state import per_rank
 
 
 def round_trip(state: dict[str, Any], into: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -296,6 +297,36 @@ def test_rng(tmp_path: Path) -> None:
     draw()
     holdfast.load(tmp_path / "c", state)
     assert draw() == first
+
+
+def test_rng_of_devices_that_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask CUDA for a generator sets up a context, which a run on the CPU must not pay for: it is only set."""
+
+    class Cuda:
+        used = False
+        states = (torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([3, 4], dtype=torch.uint8))
+
+        def is_initialized(self) -> bool:
+            return self.used
+
+        def device_count(self) -> int:
+            return 2
+
+        def get_rng_state(self, index: int) -> torch.Tensor:
+            assert self.used
+            return self.states[index]
+
+        def set_rng_state(self, state: torch.Tensor, index: int) -> None:
+            found[index] = state.tolist()
+
+    cuda, found = Cuda(), {}
+    monkeypatch.setattr(per_rank, "_accelerator", lambda: cuda)
+    assert "devices" not in holdfast.RNG().state_dict()
+    cuda.used = True
+    kept = holdfast.RNG().state_dict()
+    cuda.used = False
+    holdfast.RNG().load_state_dict(kept)
+    assert found == {0: [1, 2], 1: [3, 4]}
 
 
 def test_per_rank_alone(tmp_path: Path) -> None:
