@@ -28,7 +28,7 @@ from zoo.forks import Stage, Task, run  # noqa: E402
 
 CATALOGUES = {
     "optimizers": ("zoo.optimizers", "zoo.optimizers_of_libraries", "zoo.wrappers"),
-    "modules": ("zoo.modules", "zoo.modules_of_libraries"),
+    "modules": ("zoo.modules", "zoo.odd_modules", "zoo.quantised", "zoo.transformers", "zoo.modules_of_libraries"),
     "schedules": ("zoo.schedules",),
 }
 LOCAL = Stage(judge.in_one_process, 1, judge.LOCAL)

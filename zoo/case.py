@@ -42,7 +42,8 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def seed_all(seed: int) -> None:
-    """Everything that a library may draw from."""
+    """Everything that a library may draw from; and the mode that a step may leave when it raises."""
+    torch.set_grad_enabled(True)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -16,9 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from zoo.case import Case
 from zoo.judge import Cell, Tell
@@ -112,19 +116,17 @@ def _child(
     log = os.open(os.environ.get("ZOO_LOG", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    if listener is not None:
-        _join(rank, stage.world, listener)
+    store = _join(rank, stage.world, listener) if listener is not None else None
     stage.run(case, folder, lambda column, verdict, text: pipe.send((column, verdict, text)))
     pipe.close()
+    if store is not None:
+        _leave(store, rank, stage.world)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _join(rank: int, world: int, listener: socket.socket) -> None:
-    from datetime import timedelta
-
-    import torch.distributed as dist
+def _join(rank: int, world: int, listener: socket.socket) -> dist.TCPStore:
 
     port = listener.getsockname()[1]
     patience = timedelta(seconds=60)
@@ -137,6 +139,16 @@ def _join(rank: int, world: int, listener: socket.socket) -> None:
         listener.close()
         store = dist.TCPStore("127.0.0.1", port, world, is_master=False, timeout=patience, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+    return store
+
+
+def _leave(store: dist.TCPStore, rank: int, world: int) -> None:
+    """End the group, so that no rank waits for this one, and on the first the store, once all others have ended."""
+    dist.destroy_process_group()
+    store.set(f"zoo/left/{rank}", b"")
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"zoo/left/{other}" for other in range(world)], timedelta(seconds=30))
 
 
 def _hear(rank: _Rank, pipe: Connection, running: list[_Running]) -> None:

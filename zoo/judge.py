@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import holdfast
 from zoo import trees
@@ -106,9 +107,13 @@ def on_ranks(case: Case, folder: Path, tell: Tell) -> None:
             return
         tell("", "", "gathering")
         shapes = {tuple(p.shape) for p in _parameters(saved)}
-        whole = trees.whole(saved, shapes)
-        if dist.get_rank() == 0:
-            torch.save(whole, folder / "whole.pt")
+        try:
+            whole = trees.whole(saved, shapes)
+            if dist.get_rank() == 0:
+                torch.save(whole, folder / "whole.pt")
+        except Exception as error:
+            for column in SHARDED[1:]:
+                tell(column, "torch", f"torch gathers no whole of it: {_named(error)}")
         _judge_load(case, sharded, path, Facts(saved, uninterrupted[WARM:]), RANKS, tell, note=note)
 
 
@@ -160,9 +165,10 @@ def _trained(case: Case, lay: Lay, count: int) -> list[Any]:
 
 
 def _saved_state(case: Case) -> Any:
-    run = built(case, plain, 1)
-    steps(run, 0, WARM)
-    return trees.own_state(run.state)
+    with _asking_torch("does not train"):
+        run = built(case, plain, 1)
+        steps(run, 0, WARM)
+        return trees.own_state(run.state)
 
 
 def _save_within(
@@ -207,6 +213,14 @@ def _save_within(
     return saved, note
 
 
+def _state_or_none(run: Run) -> Any:
+    """The state of a run; None if an object of it cannot give one at the moment, as where it has to be gathered first."""
+    try:
+        return trees.own_state(run.state)
+    except Exception:
+        return None
+
+
 def _state_dict_disturbs(case: Case, lay: Lay, uninterrupted: list[Any]) -> bool:
     run = built(case, lay, 1)
     steps(run, 0, WARM)
@@ -230,7 +244,7 @@ def _judge_load(
         except Exception as error:
             torch_failed = f"torch's own load raises {_named(error)}"
     torch_failed = _told_by_any(torch_failed)
-    expected = None if torch_failed else trees.own_state(theirs.state)
+    expected = None if torch_failed else _state_or_none(theirs)
     expected_steps: list[Any] | None = None
     if not torch_failed:
         try:
@@ -240,7 +254,7 @@ def _judge_load(
     tell("", "", "building")
     ours = built(case, lay, 2)
     _steps(ours, 20, trained)
-    before = trees.own_state(ours.state), _watched(ours.state)
+    before = _state_or_none(ours), _watched(ours.state)
     tell("", "", "holdfast.load")
     loaded: list[Any] = []
     error = _attempt(lambda: loaded.append(holdfast.load(path, ours.state, deadline=DEADLINE)))
@@ -249,8 +263,8 @@ def _judge_load(
         tell(column, verdict, text + (f" ({torch_failed})" if torch_failed else ""))
         return
     tell("", "", "holdfast: comparing")
-    now = trees.own_state(ours.state)
-    untold = _not_restored(path, loaded[0], ours.state, f"{path}-{trained}-again")
+    now = _state_or_none(ours)
+    untold = _not_restored(path, loaded[0], ours.state, path.with_name(f"again-{column}".replace(" ", "-")))
     tell("", "", "holdfast: training on")
     try:
         went: list[Any] = steps(ours, WARM, MORE)
@@ -277,7 +291,7 @@ def _verdict(
         if free is None:
             return "torch", torch_failed
         return "wrong", f"goes on otherwise than without a stop: {_first(free, went)}; {torch_failed}"
-    states = list(trees.differences(expected, now))
+    states = [] if expected is None or now is None else list(trees.differences(expected, now))
     walks = list(trees.differences(expected_steps, went))
     grave = [d for d in states if not d.slight]
     if grave and not [d for d in trees.differences(facts.saved, now) if not d.slight]:
@@ -301,7 +315,7 @@ def _refusal(error: BaseException, run: Run, before: Any) -> tuple[str, str]:
         return "wrong", f"raises {_named(error)} ({Path(where.filename).name}:{where.lineno})"
     text = _short(error.cause or str(error))
     if before is not None:
-        changed = [d for d in trees.differences(before, (trees.own_state(run.state), _watched(run.state)))]
+        changed = [d for d in trees.differences(before, (_state_or_none(run), _watched(run.state)))]
         if changed:
             return "wrong", f"refused ({text}), but changed before that: {_listed(changed)}"
     if isinstance(error, holdfast.RankLost) or not any(str(key) in str(error) for key in run.state):
@@ -309,7 +323,7 @@ def _refusal(error: BaseException, run: Run, before: Any) -> tuple[str, str]:
     return "refused", text
 
 
-def _not_restored(path: Path, loaded: Any, state: dict[str, Any], again: str) -> str:
+def _not_restored(path: Path, loaded: Any, state: dict[str, Any], again: Path) -> str:
     """The names in ``restored`` whose values are not what the checkpoint has, if the state is saved once more."""
     error = _attempt(lambda: holdfast.save(state, again, deadline=DEADLINE))
     if error is not None:
@@ -317,6 +331,8 @@ def _not_restored(path: Path, loaded: Any, state: dict[str, Any], again: str) ->
     one, other = holdfast.open(path), holdfast.open(again)
     wrong = []
     for name in loaded.restored:
+        if "/param_groups/" in name and "/params/" in name:
+            continue  # by these the groups were matched
         try:
             if name in one.tensors:
                 if name in other.tensors:
@@ -340,7 +356,8 @@ def _watched(node: Any) -> list[Any]:
     """What a refused load must not have touched, beside the state dicts: parameters and buffers."""
     if isinstance(node, nn.Module):
         with contextlib.suppress(Exception):
-            return [trees.copied(t.detach()) for t in [*node.parameters(), *node.buffers()]]
+            found = [t for t in [*node.parameters(), *node.buffers()] if not is_lazy(t)]
+            return [trees.copied(t.detach()) for t in found]
     if isinstance(node, dict):
         return [leaf for value in node.values() for leaf in _watched(value)]
     return []

@@ -19,7 +19,7 @@ from zoo.training import Matrices, named, trained
 Make = Callable[[nn.Module], Any]
 
 _PLAIN: dict[str, dict[str, dict[str, Any]]] = {
-    "Adadelta": {"": {}, "foreach": {"foreach": True}, "capturable": {"capturable": True}},
+    "Adadelta": {"": {}, "foreach": {"foreach": True}},
     "Adafactor": {"": {}, "beta2_decay": {"beta2_decay": -0.5}, "foreach": {"foreach": True}},
     "Adagrad": {"": {}, "fused": {"fused": True}, "lr_decay": {"lr_decay": 0.1}, "foreach": {"foreach": True}},
     "Adam": {
@@ -48,8 +48,6 @@ def cases() -> Iterator[Case]:
             yield _case(f"{name}{f' {variant}' if variant else ''}", _of_class(name, {"lr": 0.01, **options}))
     for name in ("Adam", "AdamW", "SGD", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "RMSprop"):
         yield _case(f"{name} with a tensor lr", _of_class(name, {}, lr_tensor=True))
-    for name in ("Adam", "SGD", "Adagrad", "NAdam"):
-        yield _case(f"{name} differentiable", _of_class(name, {"lr": 0.01, "differentiable": True}))
     yield _case("Adam with tensor betas", _tensor_betas)
     yield _case("Muon", lambda m: torch.optim.Muon(trained(m), lr=0.01), models=(Matrices,))
     yield _case("LBFGS", lambda m: torch.optim.LBFGS(trained(m), lr=0.1, max_iter=3), drive=training.with_closure)
@@ -343,7 +341,9 @@ def _with_group(make: Make) -> Callable[[Lay], Run]:
 
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return training.training(make, lambda model: model, models=(training.Common,), drive=training.usual)
+        gathers = make.__name__ == "_zero"
+        drive = training.then_consolidated if gathers else training.usual
+        return training.training(make, lambda model: model, models=(training.Common,), drive=drive)
 
     return build
 

@@ -138,6 +138,22 @@ def with_closure(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
     return loss_of(model, number).detach()
 
 
+def with_loss(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    """For optimizers that ask for the loss once more."""
+    loss = loss_of(model, number)
+    loss.backward()
+    optimizer.step(lambda: float(loss.detach()))
+    model.zero_grad()
+    return loss.detach()
+
+
+def then_consolidated(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
+    """For optimizers whose state is gathered on request, before ``state_dict()`` gives it."""
+    loss = usual(model, optimizer, number)
+    optimizer.consolidate_state_dict(0)
+    return loss
+
+
 def in_two_steps(model: nn.Module, optimizer: Any, number: int) -> torch.Tensor:
     """For optimizers of the kind of SAM, that go up before they go down."""
     loss = loss_of(model, number)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 
 @dataclass(frozen=True)
@@ -121,17 +122,26 @@ def _dicts(a: dict[Any, Any], b: dict[Any, Any], path: str) -> Iterator[Differen
     gone = [key for key in a if key not in b]
     added = [key for key in b if key not in a]
     if gone:
-        yield Difference(path, f"{gone[:4]} lost")
+        yield Difference(path, f"{gone[:4]} lost", slight=all(_is_nothing(a[key]) for key in gone))
     if added:
-        yield Difference(path, f"{added[:4]} added")
+        yield Difference(path, f"{added[:4]} added", slight=all(_is_nothing(b[key]) for key in added))
     for key in a:
         if key in b:
             yield from differences(a[key], b[key], f"{path}/{key}")
 
 
+def _is_nothing(value: Any) -> bool:
+    return isinstance(value, dict) and not value
+
+
 def _tensors(a: Any, b: Any, path: str) -> Iterator[Difference]:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         yield Difference(path, f"{_shown(a)} is now {_shown(b)}")
+        return
+    lazy = [is_lazy(t) for t in (a, b)]
+    if any(lazy):
+        if not all(lazy):
+            yield Difference(path, "is made on one side alone")
         return
     kinds = [torch.Tensor if isinstance(t, torch.nn.Parameter) and type(t) is torch.nn.Parameter else type(t) for t in (a, b)]
     if kinds[0] is not kinds[1]:
@@ -197,8 +207,10 @@ def _values(a: Any, b: Any, path: str) -> Iterator[Difference]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        if value.numel() == 1 and type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_quantized:
+        if not is_lazy(value) and value.numel() == 1 and type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_quantized:
             return f"tensor {value.item()!r}"
+        if is_lazy(value):
+            return "a tensor that is not made yet"
         return f"a tensor {list(value.shape)}"
     if isinstance(value, Differs):
         return "different on each rank"
