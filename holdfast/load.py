@@ -20,6 +20,7 @@ from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.engine.share import Choice, How, Sharing, who_shares
 from holdfast.engine.state import collect
+from holdfast.engine.state.fresh import plain_tensors
 from holdfast.engine.state.structure import heard, unlike
 from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import cached, hedged, patiently
@@ -103,7 +104,10 @@ def load_opened(
     def span(name: str, *, whole: bool = False) -> AbstractContextManager[events.Opened]:
         return events.span(name, where, ranks.rank, whole=whole)
 
-    with span("load", whole=True) as all_of_it, no_collection(), ranks.call(label, deadline=deadline) as call:
+    with (
+        span("load", whole=True) as all_of_it, no_collection(), plain_tensors(),
+        ranks.call(label, deadline=deadline) as call,
+    ):  # fmt: skip
         match: list[Match] = []
 
         def compare() -> Fit:

@@ -6,9 +6,9 @@ back before `fill`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,16 +21,19 @@ from holdfast.engine.ranks import Ranks
 from holdfast.engine.read import Wanted
 from holdfast.engine.sections import dropped_of, left_of
 from holdfast.engine.share import Offer, Sharing
-from holdfast.engine.spread import WHOLE, Spread
+from holdfast.engine.spread import Spread
 from holdfast.engine.state import Collected, Entry, Saved, Slot
 from holdfast.engine.state.ids import names_for_ids, optimizers_of
 from holdfast.engine.state.per_rank import choose, no_rule
-from holdfast.errors import Mismatch
+from holdfast.errors import HoldfastError, Mismatch
 from holdfast.nested import nest
 from holdfast.ondisk import dtypes, values
-from holdfast.ondisk.box import whole
+from holdfast.ondisk.box import Box, whole
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.values import JSON
+
+_PART = 16 << 20
+"""Bytes of two tensors that are compared at a time."""
 
 
 @dataclass
@@ -38,7 +41,8 @@ class Loaded:
     """What a load did.
 
     ``restored``: names of tensors and values that came; ``skipped``: left out by ``only``; ``kept``: not in the
-    checkpoint, kept as they were; ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
+    checkpoint, kept as they were; ``cleared``: state of optimizers that went, since the checkpoint says that there was
+    none; ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
     Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_received`` from ranks
     that want the same and have read them, ``bytes_unverified`` of those needed whose blocks were read only in part, by
     whichever rank, and so could not be checked (``verify="blocks"`` checks all).
@@ -48,6 +52,7 @@ class Loaded:
     restored: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    cleared: list[str] = field(default_factory=list)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     bytes_needed: int = 0
@@ -112,7 +117,8 @@ def saved_names(
         own = target(name)
         if asked(own):
             tensors[own] = (record.dtype, record.shape)
-    return Saved(tensors, {target(p): v for p, v in found.items() if asked(target(p))})
+    containers = {target(p): kind for p, kind in checkpoint.manifest.containers.items()}
+    return Saved(tensors, {target(p): v for p, v in found.items() if asked(target(p))}, containers, asked)
 
 
 class Match:
@@ -127,7 +133,7 @@ class Match:
         manifest = checkpoint.manifest
         self.source = {target(name): name for name in checkpoint.records}
         self.per_rank = {target(p): p for p in manifest.per_rank if asked(target(p))}
-        self.containers = {target(p): kind for p, kind in manifest.containers.items()}
+        self.containers = saved.containers
         everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
         found: set[str] = set()
         for name in everything:
@@ -144,12 +150,7 @@ class Match:
         self.spreads: list[Spread] = []  # of each that is wanted
         self._sharing: Sharing | None = None
         self.slots: list[Slot] = []
-        self.fresh: dict[str, torch.Tensor] = {}
-
-    @cached_property
-    def below(self) -> dict[str, list[str]]:
-        """What the checkpoint has below a path."""
-        return _index_below([*self.saved.values, *self.containers, *self.saved.tensors])
+        self.fresh: dict[str, Any] = {}
 
     def compare(self, *, keep: bool, world_size: int) -> Fit:
         """Match every leaf of the target with the checkpoint; nothing is read or changed."""
@@ -157,18 +158,11 @@ class Match:
         misfits: list[str] = []
         self._match_tensors(missing, misfits)
         for slot in self.state.slots:
-            leaves = self._leaves(slot)
-            if leaves:
-                self.slots.append(slot)
-                self.claimed.update(leaves)
-                if slot.check is not None:
-                    try:
-                        slot.check(self._tree(slot))
-                    except Mismatch as error:
-                        misfits.append(str(error))
-                self.loaded.restored += [name for name in leaves if name in self.saved.values]
-            elif self.asked(slot.path):
-                missing.append(slot.path)
+            self._match_slot(slot, missing, misfits)
+        for name, tensor in self.state.must_equal.items():
+            self._match_equal(name, tensor, misfits)
+        if not keep:
+            self.loaded.cleared += [name for name in self.state.clears if self.asked(name)]
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 misfits += no_rule(path, leaf.elsewhere, self.checkpoint.world_size, world_size)
@@ -192,12 +186,46 @@ class Match:
         for name, entry in self.state.entries.items():
             if name in self.state.aliases or not self.asked(name):
                 continue
-            found = [n for n in (name, *tied.get(name, ())) if n in self.saved.tensors]
-            if not found:
+            stored = [n for n in (name, *tied.get(name, ())) if n in self.saved.tensors]
+            if not stored:
                 missing.append(name)
                 continue
-            self.claimed.update(found)
-            self._match_tensor(found[0], entry, misfits)
+            self.claimed.update(stored)
+            misfits += self._unlike(entry, stored)
+            self._match_tensor(stored[0], entry, misfits)
+
+    def _unlike(self, entry: Entry, stored: list[str]) -> Iterator[str]:
+        """Of a tensor that is tied here: the names under which other numbers were saved."""
+        first = self._record(stored[0])[0]
+        for name in stored[1:]:
+            if self._record(name)[0] == first:
+                continue
+            same = self.saved.tensors[name] == self.saved.tensors[stored[0]] and all(
+                same_bytes(self._read(stored[0], part), self._read(name, part))
+                for view in entry.views
+                for part in in_parts(view.box, dtypes.itemsize(self.saved.tensors[name][0]))
+            )
+            if not same:
+                yield (
+                    f"{name}: saved as another tensor than {stored[0]}, here both are one (tied); untie them, or leave "
+                    "one out by only="
+                )
+
+    def _match_equal(self, name: str, tensor: torch.Tensor, misfits: list[str]) -> None:
+        """An entry of a module's state dict that nothing takes back: the saved one has to be what is there."""
+        if name not in self.saved.tensors or not self.asked(name):
+            return
+        self.claimed.add(name)
+        shape = self.saved.tensors[name][1]
+        if shape != tuple(tensor.shape) or not same_bytes(self._read(name, whole(shape)), tensor):
+            misfits.append(
+                f"{name}: saved with another value than it has here, and nothing takes it back: the module adds it to "
+                "its state dict, but has neither a _load_from_state_dict nor a load hook that loads it"
+            )
+
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        ranges = list(zip(box.offsets, box.ends, strict=True))
+        return self.checkpoint.read(self.source[name], ranges if ranges else None)
 
     def _match_tensor(self, name: str, entry: Entry, misfits: list[str]) -> None:
         dtype, shape = self.saved.tensors[name]
@@ -218,26 +246,59 @@ class Match:
         source = self.source[name]
         return self.checkpoint.saved_name(source), self.checkpoint.records[source]
 
+    def _match_slot(self, slot: Slot, missing: list[str], misfits: list[str]) -> None:
+        missing += [name for name in slot.needs if self.asked(name) and not self.saved.has(name)]
+        leaves = self._leaves(slot)
+        if not leaves:
+            if self.asked(slot.path) and not slot.needs:
+                missing.append(slot.path)
+            return
+        self.slots.append(slot)
+        self.claimed.update(leaves)
+        self.loaded.restored += [name for name in leaves if name in self.saved.values]
+        if slot.whole:
+            for name in leaves:
+                if name in self.saved.tensors:
+                    self._make(slot, name, misfits)
+        if slot.check is not None:
+            try:
+                slot.check(self._tree(slot))
+            except Mismatch as error:
+                misfits.append(str(error))
+
     def _leaves(self, slot: Slot) -> list[str]:
         """What the checkpoint has at or below a slot: values, containers, and for a whole slot tensors too."""
-        found = [
-            n for n in (slot.path, *self.below.get(slot.path, ())) if n in self.saved.values or n in self.containers
-        ]
-        if not any(n in self.saved.values or self.asked(n) for n in found):
-            found = []
-        if slot.whole:
-            for name in self.below.get(slot.path, ()):
-                if name in self.saved.tensors:
-                    found.append(name)
-                    if name not in slot.held and name not in self.fresh:
-                        saved_name, record = self._record(name)
-                        self.checkpoint.prove([self.source[name]])
-                        tensor = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype))
-                        self.fresh[name] = tensor
-                        self.wanted.append(Wanted(saved_name, record, whole(record.shape), tensor))
-                        self.spreads.append(WHOLE)
-                        self.loaded.restored.append(name)
-        return found
+        names = [n for n in (slot.path, *self.saved.below(slot.path)) if slot.names is None or n in slot.names]
+        held = [n for n in names if n in self.saved.values or (slot.whole and n in self.saved.tensors)]
+        empty = [n for n in names if n in self.containers]
+        return [*held, *empty] if held or any(self.asked(n) for n in empty) else []
+
+    def _make(self, slot: Slot, name: str, misfits: list[str]) -> None:
+        """Memory for a tensor that an object takes whole."""
+        dtype, shape = self.saved.tensors[name]
+        own_dtype, own_shape = slot.expects.get(name, (dtype, None))
+        if own_shape is not None and own_shape != shape:
+            misfits.append(f"{name}: saved with shape {list(shape)}, here {list(own_shape)}")
+            return
+        if own_dtype != dtype:
+            if not self.may_cast:
+                misfits.append(f"{name}: saved as {dtype}, here {own_dtype} (cast=True converts)")
+                return
+            self.loaded.cast[name] = (dtype, own_dtype)
+        saved_name, record = self._record(name)
+        self.checkpoint.prove([self.source[name]])
+        if slot.make is None:
+            raise TypeError("a slot that takes tensors has to make them")
+        try:
+            value, entries = slot.make(name, dtype, shape)
+        except Mismatch as error:
+            misfits.append(str(error))
+            return
+        self.fresh[name] = value
+        self.loaded.restored.append(name)
+        for entry in entries:
+            self.wanted += [Wanted(saved_name, record, view.box, view.tensor) for view in entry.views]
+            self.spreads += [entry.spread] * len(entry.views)
 
     def sharing(self, ranks: Ranks) -> Sharing:
         """What this rank may share with others of what is wanted; made once."""
@@ -263,32 +324,66 @@ class Match:
     def fill(self, sharing: Sharing) -> None:
         """Hand all values back, once every byte is there."""
         rank, world_size = sharing.ranks.rank, sharing.ranks.size
+        for name in self.loaded.cleared:
+            self.state.clears[name]()
         for action in self.state.then:
             action()
         for slot in self.slots:
-            slot.put(self._tree(slot))
+            self._put(slot)
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 saved = self.per_rank[path]
                 fetch = partial(self.checkpoint.per_rank, saved)
                 leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
+        for action in self.state.after:
+            action()
         events.reached("filled", self.checkpoint.path, rank)
 
-    def _tree(self, slot: Slot) -> Any:
+    def _put(self, slot: Slot) -> None:
+        try:
+            slot.put(self._tree(slot, assemble=slot.assemble))
+        except HoldfastError:
+            raise
+        except Exception as error:  # whatever the object's own method raises
+            raise Mismatch(f"{slot.path} refused what was saved of it: {type(error).__name__}: {error}") from error
+
+    def _tree(self, slot: Slot, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:
         """What was saved at a slot, nested as it was."""
-        below = [slot.path, *self.below.get(slot.path, ())]
+        below = [n for n in (slot.path, *self.saved.below(slot.path)) if slot.names is None or n in slot.names]
         leaves: dict[str, Any] = {
             n: values.decoded(self.saved.values[n], n, self.checkpoint.path) for n in below if n in self.saved.values
         }
         if slot.whole:
-            leaves.update((n, slot.held.get(n, self.fresh.get(n))) for n in below if n in self.saved.tensors)
-        containers = {n: self.containers[n] for n in below if n in self.containers}
+            made = {n: self.fresh[n] for n in below if n in self.fresh}
+            if assemble is not None:
+                assemble(made)
+            leaves.update(made)
+        containers = {n: self.containers[n] for n in below if n in self.containers and n not in leaves}
         root = "r"
         tree = nest(
             {root + n[len(slot.path) :]: v for n, v in leaves.items()},
             {root + n[len(slot.path) :]: kind for n, kind in containers.items()},
         )
         return tree[root]
+
+
+def in_parts(box: Box, itemsize: int) -> Iterator[Box]:
+    """A box in parts along its first axis, of 16 MiB each at most if one row is not more."""
+    if not box.lengths:
+        yield box
+        return
+    row = box.size // max(box.lengths[0], 1) * itemsize
+    step = max(1, _PART // max(row, 1))
+    for at in range(0, box.lengths[0], step):
+        yield Box((box.offsets[0] + at, *box.offsets[1:]), (min(step, box.lengths[0] - at), *box.lengths[1:]))
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes, NaN or not."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*flat)
 
 
 def _where(checkpoint: Checkpoint) -> str:
@@ -302,14 +397,3 @@ def _where(checkpoint: Checkpoint) -> str:
         f"{checkpoint.path}, of which {', '.join(lost)} was dropped by Keep(optimizer_last=…), Keep(model_every=…) or "
         f"holdfast.drop (only={only} loads what is left),"
     )
-
-
-def _index_below(paths: list[str]) -> dict[str, list[str]]:
-    """Every path that is above something, with all that is below it."""
-    below: dict[str, list[str]] = {}
-    for name in dict.fromkeys(paths):
-        at = name
-        while "/" in at:
-            at = at.rpartition("/")[0]
-            below.setdefault(at, []).append(name)
-    return below

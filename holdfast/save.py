@@ -21,7 +21,7 @@ from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.memory import no_collection
 from holdfast.engine.order import Order
-from holdfast.engine.ranks import DEADLINE, Call, ranks_of
+from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.engine.ring import Ring
 from holdfast.engine.save_work import SaveWork
 from holdfast.engine.stores.around import patiently
@@ -41,7 +41,7 @@ Base = str | os.PathLike[str] | Place | Checkpoint
 def save(
     state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
     step: int | None = None, base: Base | Previous | None = None,
-    files: Attached | None = None, group: dist.ProcessGroup | None = None,
+    files: Attached | None = None, group: dist.ProcessGroup | Ranks | None = None,
     deadline: float = DEADLINE, run: str | None = None, label: str | None = None, degraded: bool = False,
     check_replicas: bool | Patterns = False, sign: Key | Literal[True] | None = None,
 ) -> Checkpoint:  # fmt: skip

@@ -16,6 +16,7 @@ from holdfast.errors import Damaged
 
 JSON = Any
 _INT64 = 1 << 63
+_MAX_INLINE = 1 << 20
 _MAX_BITS = 14_000  # Python reads no more than 4300 decimal digits back as an int
 
 
@@ -48,6 +49,8 @@ def encode(value: object) -> JSON:
         return {"$": "device", "v": str(value)}
     if kind is torch.Size:
         return {"$": "size", "v": list(value)}  # type: ignore[call-overload]
+    if isinstance(value, torch.Tensor):
+        return {"$": "tensor", "v": inline_tensor(value)}
     raise Refused("", _why_not(value))
 
 
@@ -119,10 +122,12 @@ def _untagged(tag: object, inner: Any) -> object:
         return torch.device(inner)
     if tag == "size":
         return torch.Size(inner)
+    if tag == "tensor" and isinstance(inner, list):
+        return _inlined(inner)
     raise ValueError(f"unknown value tag {tag!r}")
 
 
-def encode_tree(value: object, tensor_at: Callable[[torch.Tensor], str], path: str = "") -> JSON:
+def encode_tree(value: object, tensor_at: Callable[[torch.Tensor], JSON], path: str = "") -> JSON:
     """A nested value of one rank as one JSON text: containers inside, tensors as references.
 
     ``tensor_at(tensor)`` stores a tensor and returns the reference that stands for it.
@@ -151,6 +156,31 @@ def _encode_at(path: str, value: object) -> JSON:
         raise Refused(path, error.reason) from None
 
 
+def inline_tensor(tensor: torch.Tensor) -> JSON:
+    """A small tensor that is a value, such as a learning rate: its dtype, shape, bytes, and whether on the host.
+
+    Raises Refused for a large one, and for one that is no plain tensor.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        raise Refused("", f"a {type(tensor).__qualname__} as a setting; use a plain tensor")
+    if tensor.nbytes > _MAX_INLINE:
+        raise Refused("", f"a tensor of {tensor.nbytes} bytes as a setting; keep it in the state of a parameter")
+    data = bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, list(tensor.shape), base64.b64encode(data).decode(), tensor.device.type == "cpu"]
+
+
+def _inlined(value: JSON) -> torch.Tensor:
+    dtype, shape, data, on_host = value
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"this torch has no dtype {dtype!r}")
+    flat = torch.frombuffer(bytearray(base64.b64decode(data, validate=True)), dtype=torch.uint8).clone()
+    tensor = flat.view(kind).reshape(shape)
+    accelerator = None if on_host else torch.accelerator.current_accelerator()
+    return tensor if accelerator is None else tensor.to(accelerator)
+
+
 def decode_tree(value: JSON, tensor_of: Callable[[str], torch.Tensor]) -> object:
     """The inverse of `encode_tree`; ``tensor_of(reference)`` fetches a tensor."""
     if isinstance(value, list):
@@ -159,7 +189,7 @@ def decode_tree(value: JSON, tensor_of: Callable[[str], torch.Tensor]) -> object
         tag = value.get("$")
         if tag is None:
             return {k: decode_tree(v, tensor_of) for k, v in value.items()}
-        if tag == "tensor":
+        if tag == "tensor" and isinstance(value["v"], str):
             return tensor_of(value["v"])
         if tag == "tuple":
             return tuple(decode_tree(v, tensor_of) for v in value["v"])

@@ -1,0 +1,141 @@
+"""Tensors that are more than their bytes: subclasses of parts, and DTensors that are laid out unlike their parameter.
+
+What such a tensor is stands as a note beside its parts (`note_of`), so that one can be made where no live tensor is
+(`made_of`). Never imports a class: only one that the program has loaded itself is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from holdfast.engine.state.kinds import is_dtensor
+from holdfast.errors import Mismatch, Unsupported
+from holdfast.ondisk import dtypes, values
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+NOTE = "tensor "
+"""What a note begins with; JSON follows. It stands where a container's kind does."""
+
+
+class Note(msgspec.Struct, omit_defaults=True):
+    """``kind``: module and name of the subclass, empty for none; ``context``: what it gives beside its parts.
+
+    ``placements``: of a DTensor, by mesh axis: the tensor axis that it cuts, or null where it replicates.
+    """
+
+    kind: str = ""
+    context: Any = None
+    placements: list[int | None] | None = None
+    shape: list[int] | None = None
+
+
+def is_flattening(tensor: object) -> bool:
+    """Whether ``tensor`` is of a subclass that tells its parts, and no DTensor."""
+    return hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor)
+
+
+def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> str | None:
+    """What to note of a tensor of an optimizer's or object's state, so that it can be made anew; None if nothing.
+
+    Raises Unsupported if the subclass gives a context that no checkpoint keeps.
+    """
+    local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor
+    placements = None
+    if is_dtensor(tensor):
+        if not is_flattening(local) and parameter is not None and tensor.shape == parameter.shape:
+            return None
+        placements = [int(p.dim) if hasattr(p, "dim") else None for p in tensor.placements]
+    if not is_flattening(local):
+        return None if placements is None else _text(Note(placements=placements))
+    _, context = local.__tensor_flatten__()
+    try:
+        encoded = values.encode_tree(context, _no_tensor)
+    except values.Refused as error:
+        raise Unsupported(
+            f"{name} is a {type(local).__qualname__} whose context cannot be kept: {error.reason}"
+        ) from None
+    kind = f"{type(local).__module__}:{type(local).__qualname__}"
+    return _text(Note(kind, encoded, placements, list(tensor.shape) if placements is not None else None))
+
+
+def read_note(kind: str) -> Note | None:
+    """The note that stands in the place of a container's kind, if it is one. Raises Unsupported if unreadable."""
+    if not kind.startswith(NOTE):
+        return None
+    try:
+        return msgspec.json.decode(kind.removeprefix(NOTE), type=Note)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise Unsupported(f"a tensor is noted as {kind[:200]!r}, which this version does not know ({error})") from None
+
+
+def made_of(name: str, note: Note, parts: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) -> torch.Tensor:
+    """The noted tensor, of its ``parts``, on the mesh of ``parameter``. Raises Mismatch if it cannot be made."""
+    context = values.decode_tree(note.context, _no_reference)
+    local: Any = _class_of(name, note.kind).__tensor_unflatten__(dict(parts), context, None, None)
+    if note.placements is None:
+        return local  # type: ignore[no-any-return]
+    from torch.distributed.tensor import DTensor
+
+    if not is_dtensor(parameter):
+        raise Mismatch(
+            f"{name} was saved as a sharded {note.kind}, here its parameter is not sharded: load it on the mesh"
+        )
+    shape = torch.Size(note.shape or ())
+    return DTensor.from_local(
+        local, parameter.device_mesh, _placements(note.placements), run_check=False, shape=shape, stride=_strides(shape)
+    )
+
+
+def dtensor_on(parameter: DTensor, note: Note | None, dtype: str, shape: tuple[int, ...]) -> DTensor:
+    """A new DTensor on the mesh of ``parameter``, cut as the note says if the axes are as many, else replicated."""
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = parameter.device_mesh
+    cuts = note.placements if note is not None and note.placements is not None else []
+    placements = _placements(cuts) if len(cuts) == mesh.ndim else [Replicate()] * mesh.ndim
+    local_shape, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    local = torch.empty(local_shape, dtype=dtypes.torch_dtype(dtype), device=parameter._local_tensor.device)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(shape))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+def _class_of(name: str, kind: str) -> Any:
+    module, _, qualname = kind.partition(":")
+    made: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        made = getattr(made, part, None)
+    if not (isinstance(made, type) and issubclass(made, torch.Tensor) and hasattr(made, "__tensor_unflatten__")):
+        raise Mismatch(
+            f"{name} was saved as a {kind.replace(':', '.')}, a class that this program has not imported: import "
+            f"{module} before the load"
+        )
+    return made
+
+
+def _placements(cuts: Sequence[int | None]) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [Replicate() if cut is None else Shard(cut) for cut in cuts]
+
+
+def _text(note: Note) -> str:
+    return NOTE + msgspec.json.encode(note, order="deterministic").decode()
+
+
+def _no_tensor(tensor: torch.Tensor) -> Any:
+    raise values.Refused("", "it holds a tensor")
+
+
+def _no_reference(reference: str) -> torch.Tensor:
+    raise Unsupported("a noted tensor refers to another one")
