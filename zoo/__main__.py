@@ -13,6 +13,7 @@ import json
 import os
 import time
 import warnings
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -28,7 +29,7 @@ from zoo.forks import Stage, Task, run  # noqa: E402
 
 CATALOGUES = {
     "optimizers": ("zoo.optimizers", "zoo.optimizers_of_libraries", "zoo.wrappers"),
-    "modules": ("zoo.modules", "zoo.odd_modules", "zoo.quantised", "zoo.transformers", "zoo.modules_of_libraries"),
+    "modules": ("zoo.modules", "zoo.odd_modules", "zoo.quantised", "zoo.transformers_models", "zoo.modules_of_libraries"),
     "schedules": ("zoo.schedules",),
 }
 LOCAL = Stage(judge.in_one_process, 1, judge.LOCAL)
@@ -70,7 +71,7 @@ def main() -> int:
     Path(options.json).write_text(json.dumps(results, indent=1) + "\n")
     seconds = time.monotonic() - began
     if options.page:
-        Path(options.page).write_text(page.markdown(chosen, done, seconds))
+        Path(options.page).write_text(page.markdown(chosen, done, _left_out()))
     print(page.summary(chosen, done, seconds))
     return 1 if any(cell.verdict == "wrong" for task in done.values() for cell in task.cells.values()) else 0
 
@@ -82,6 +83,17 @@ def _cases(module: str) -> list[Case]:
         if error.name != module:
             raise
         return []
+
+
+def _left_out() -> list[str]:
+    """What of the requirements is not installed."""
+    missing = []
+    for requirement in (Path(__file__).parent / "requirements.txt").read_text().split():
+        try:
+            distribution(requirement)
+        except PackageNotFoundError:
+            missing.append(requirement)
+    return [name for name in missing if not name.startswith("-")]
 
 
 def _options() -> argparse.Namespace:

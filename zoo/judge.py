@@ -26,6 +26,7 @@ WARM, MORE, DEADLINE = 3, 10, 30.0
 HERE, AGAIN, BACKGROUND, RANKS, GATHERED, SPREAD = (
     "one process", "into a trained one", "background", "2 ranks", "2 ranks to 1", "2 ranks to 4",
 )  # fmt: skip
+_NOT_AGAIN = "what was loaded cannot be saved again"
 LOCAL, SHARDED = (HERE, AGAIN, BACKGROUND), (RANKS, GATHERED, SPREAD)
 
 
@@ -72,6 +73,7 @@ def in_one_process(case: Case, folder: Path, tell: Tell) -> None:
         for column in LOCAL:
             tell(column, "torch", str(error))
         return
+    first: Any = None
     for column in LOCAL:
         with _judged(column, noting):
             path = folder / column.replace(" ", "-")
@@ -80,12 +82,13 @@ def in_one_process(case: Case, folder: Path, tell: Tell) -> None:
                 if not path.exists():
                     tell(column, ended[HERE], "as above")
                     continue
-                facts = Facts(_saved_state(case), uninterrupted[WARM:])
+                facts = Facts(first, uninterrupted[WARM:])
                 _judge_load(case, plain, path, facts, column, noting, trained=WARM)
                 continue
             saved, note = _save_within(case, plain, path, uninterrupted, column, noting)
             if saved is None:
                 continue
+            first = saved if column == HERE else first
             _judge_load(case, plain, path, Facts(saved, uninterrupted[WARM:]), column, noting, note=note)
 
 
@@ -164,13 +167,6 @@ def _trained(case: Case, lay: Lay, count: int) -> list[Any]:
         return steps(built(case, lay, 1), 0, count)
 
 
-def _saved_state(case: Case) -> Any:
-    with _asking_torch("does not train"):
-        run = built(case, plain, 1)
-        steps(run, 0, WARM)
-        return trees.own_state(run.state)
-
-
 def _save_within(
     case: Case, lay: Lay, path: Path, uninterrupted: list[Any], column: str, tell: Tell
 ) -> tuple[Any, str]:
@@ -231,40 +227,30 @@ def _state_dict_disturbs(case: Case, lay: Lay, uninterrupted: list[Any]) -> bool
 def _judge_load(
     case: Case, lay: Lay, path: Path, facts: Facts, column: str, tell: Tell, *, trained: int = 0, note: str = ""
 ) -> None:
-    """Load into a fresh run (or one that has trained), by torch's own and by holdfast, and compare how both go on."""
+    """Load into a fresh run (or one that has trained), by torch's own and by holdfast, and compare how both go on.
+
+    A run that goes on is asked for nothing in between: its state is that of a twin.
+    """
+
+    def fresh() -> Run:
+        run = built(case, lay, 2)
+        _steps(run, 20, trained)
+        return run
+
     tell("", "", "torch's own load")
-    theirs, torch_failed = built(case, lay, 2), ""
-    _steps(theirs, 20, trained)
-    unclear = list(trees.differing(facts.saved))
-    if unclear:
-        torch_failed = f"torch has no whole of {unclear[0]}"
-    else:
-        try:
-            trees.load_own(theirs.state, facts.saved)
-        except Exception as error:
-            torch_failed = f"torch's own load raises {_named(error)}"
-    torch_failed = _told_by_any(torch_failed)
-    expected = None if torch_failed else _state_or_none(theirs)
-    expected_steps: list[Any] | None = None
-    if not torch_failed:
-        try:
-            expected_steps = steps(theirs, WARM, MORE)
-        except Exception as error:
-            torch_failed = f"after torch's own load it does not train: {_named(error)}"
+    expected, expected_steps, torch_failed = _by_torch(fresh, facts)
     tell("", "", "building")
-    ours = built(case, lay, 2)
-    _steps(ours, 20, trained)
-    before = _state_or_none(ours), _watched(ours.state)
+    ours, twin = fresh(), fresh()
     tell("", "", "holdfast.load")
-    loaded: list[Any] = []
-    error = _attempt(lambda: loaded.append(holdfast.load(path, ours.state, deadline=DEADLINE)))
+    error = _attempt(lambda: holdfast.load(path, ours.state, deadline=DEADLINE))
     if error is not None:
-        verdict, text = _refusal(error, ours, before)
+        verdict, text = _refusal(error, ours, twin)
         tell(column, verdict, text + (f" ({torch_failed})" if torch_failed else ""))
         return
+    loaded = holdfast.load(path, twin.state, deadline=DEADLINE)
     tell("", "", "holdfast: comparing")
-    now = _state_or_none(ours)
-    untold = _not_restored(path, loaded[0], ours.state, path.with_name(f"again-{column}".replace(" ", "-")))
+    now = _state_or_none(twin)
+    untold = _not_restored(path, loaded, twin.state, path.with_name(f"again-{column}".replace(" ", "-")))
     tell("", "", "holdfast: training on")
     try:
         went: list[Any] = steps(ours, WARM, MORE)
@@ -276,8 +262,33 @@ def _judge_load(
         return
     verdict, text = _verdict(facts, expected, expected_steps, now, went, torch_failed)
     if untold and verdict == "right":
-        verdict, text = "wrong", f"named in restored, but did not arrive: {untold}"
+        free = facts.uninterrupted is not None and not list(trees.differences(facts.uninterrupted, went))
+        if untold.startswith(_NOT_AGAIN) or free:
+            text = "; ".join(filter(None, [text, untold]))
+        else:
+            verdict, text = "wrong", f"named in restored, but did not arrive: {untold}"
     tell(column, verdict, "; ".join(filter(None, [text, note])))
+
+
+def _by_torch(fresh: Callable[[], Run], facts: Facts) -> tuple[Any, list[Any] | None, str]:
+    """The state after torch's own load and what the steps after it give, or None and why torch cannot do it."""
+    unclear = list(trees.differing(facts.saved))
+    failed = f"torch has no whole of {unclear[0]}" if unclear else ""
+    theirs, twin = fresh(), fresh()
+    if not failed:
+        try:
+            trees.load_own(theirs.state, facts.saved)
+            trees.load_own(twin.state, facts.saved)
+        except Exception as error:
+            failed = f"torch's own load raises {_named(error)}"
+    failed = _told_by_any(failed)
+    if failed:
+        return None, None, failed
+    expected = _state_or_none(twin)
+    try:
+        return expected, steps(theirs, WARM, MORE), ""
+    except Exception as error:
+        return expected, None, f"after torch's own load it does not train: {_named(error)}"
 
 
 def _verdict(
@@ -308,14 +319,15 @@ def _verdict(
     return "wrong", "after the load " + _listed(grave)
 
 
-def _refusal(error: BaseException, run: Run, before: Any) -> tuple[str, str]:
-    """A refusal is a HoldfastError that names a leaf, and changes nothing."""
+def _refusal(error: BaseException, run: Run, twin: Run | None) -> tuple[str, str]:
+    """A refusal is a HoldfastError that names a leaf, and changes nothing: the run is as a twin that did not load."""
     if not isinstance(error, holdfast.HoldfastError):
         where = traceback.extract_tb(error.__traceback__)[-1]
         return "wrong", f"raises {_named(error)} ({Path(where.filename).name}:{where.lineno})"
     text = _short(error.cause or str(error))
-    if before is not None:
-        changed = [d for d in trees.differences(before, (_state_or_none(run), _watched(run.state)))]
+    if twin is not None:
+        sides = [(_state_or_none(one), _watched(one.state)) for one in (twin, run)]
+        changed = list(trees.differences(*sides))
         if changed:
             return "wrong", f"refused ({text}), but changed before that: {_listed(changed)}"
     if isinstance(error, holdfast.RankLost) or not any(str(key) in str(error) for key in run.state):
@@ -327,7 +339,7 @@ def _not_restored(path: Path, loaded: Any, state: dict[str, Any], again: Path) -
     """The names in ``restored`` whose values are not what the checkpoint has, if the state is saved once more."""
     error = _attempt(lambda: holdfast.save(state, again, deadline=DEADLINE))
     if error is not None:
-        return f"(cannot be saved again: {_named(error)})"
+        return f"{_NOT_AGAIN}: {_named(error)}"
     one, other = holdfast.open(path), holdfast.open(again)
     wrong = []
     for name in loaded.restored:
