@@ -6,8 +6,7 @@ back before `fill`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from holdfast import events
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.read import Wanted
+from holdfast.engine.read import Wanted, read_boxes
 from holdfast.engine.sections import dropped_of, left_of
 from holdfast.engine.share import Offer, Sharing
 from holdfast.engine.spread import Spread
@@ -26,49 +25,23 @@ from holdfast.engine.state import Collected, Entry, Saved, Slot
 from holdfast.engine.state.ids import names_for_ids, optimizers_of
 from holdfast.engine.state.per_rank import choose, no_rule
 from holdfast.errors import HoldfastError, Mismatch
+from holdfast.loaded import Loaded
 from holdfast.nested import nest
 from holdfast.ondisk import dtypes, values
-from holdfast.ondisk.box import Box, whole
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.values import JSON
+from holdfast.tied import same_as_saved, same_saved
 
-_PART = 16 << 20
-"""Bytes of two tensors that are compared at a time."""
-
-
-@dataclass
-class Loaded:
-    """What a load did.
-
-    ``restored``: names of tensors and values that came; ``skipped``: left out by ``only``; ``kept``: not in the
-    checkpoint, kept as they were; ``cleared``: state of optimizers that went, since the checkpoint says that there was
-    none; ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
-    Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_received`` from ranks
-    that want the same and have read them, ``bytes_unverified`` of those needed whose blocks were read only in part, by
-    whichever rank, and so could not be checked (``verify="blocks"`` checks all).
-    """
-
-    checkpoint: Checkpoint
-    restored: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    cleared: list[str] = field(default_factory=list)
-    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
-    renamed: dict[str, str] = field(default_factory=dict)
-    bytes_needed: int = 0
-    bytes_read: int = 0
-    bytes_received: int = 0
-    bytes_unverified: int = 0
-    seconds: float = 0.0
-
-    @property
-    def step(self) -> int | None:
-        """The training step of the checkpoint."""
-        return self.checkpoint.step
+MOST_EARLY = 64 << 20
+"""Bytes of objects that each rank reads before anything is changed; of more, they are read with all the rest."""
 
 
 class Fit(msgspec.Struct, array_like=True):
-    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order."""
+    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order.
+
+    ``unfit``: patterns of ``only=`` that fit nothing, with what errors say of each; ``awaited``: those that fit the
+    target alone.
+    """
 
     where: str
     names: list[str]
@@ -76,6 +49,9 @@ class Fit(msgspec.Struct, array_like=True):
     missing: list[str]
     misfits: list[str]
     offer: Offer = Offer()
+    early: bool = False
+    unfit: dict[str, str] = {}
+    awaited: list[str] = []
 
 
 class Came(msgspec.Struct, array_like=True):
@@ -150,10 +126,15 @@ class Match:
         self.spreads: list[Spread] = []  # of each that is wanted
         self._sharing: Sharing | None = None
         self.slots: list[Slot] = []
+        self.early: list[Slot] = []  # of objects that are handed their state before anything else is changed
+        self.early_wanted: list[tuple[Wanted, Spread]] = []
         self.fresh: dict[str, Any] = {}
 
-    def compare(self, *, keep: bool, world_size: int) -> Fit:
-        """Match every leaf of the target with the checkpoint; nothing is read or changed."""
+    def compare(self, *, keep: bool, world_size: int, early: bool = True) -> Fit:
+        """Match every leaf of the target with the checkpoint; nothing is changed.
+
+        With ``early``, objects with methods of their own are left to `hand_over_early`, if what they take is not large.
+        """
         missing: list[str] = []
         misfits: list[str] = []
         self._match_tensors(missing, misfits)
@@ -161,6 +142,11 @@ class Match:
             self._match_slot(slot, missing, misfits)
         for name, tensor in self.state.must_equal.items():
             self._match_equal(name, tensor, misfits)
+        if not early or sum(w.box.size * dtypes.itemsize(w.record.dtype) for w, _ in self.early_wanted) > MOST_EARLY:
+            self.slots, self.early = [*self.slots, *self.early], []
+            self.wanted += [wanted for wanted, _ in self.early_wanted]
+            self.spreads += [spread for _, spread in self.early_wanted]
+            self.early_wanted.clear()
         if not keep:
             self.loaded.cleared += [name for name in self.state.clears if self.asked(name)]
         for path, leaf in self.state.per_rank.items():
@@ -177,7 +163,7 @@ class Match:
                 bits[i // 8] |= 1 << (i % 8)
         if keep:
             self.loaded.kept, missing = missing, []
-        return Fit(_where(self.checkpoint), everything, bytes(bits), missing, misfits)
+        return Fit(_where(self.checkpoint), everything, bytes(bits), missing, misfits, early=bool(self.early))
 
     def _match_tensors(self, missing: list[str], misfits: list[str]) -> None:
         tied: dict[str, list[str]] = {}
@@ -198,14 +184,10 @@ class Match:
         """Of a tensor that is tied here: the names under which other numbers were saved."""
         first = self._record(stored[0])[0]
         for name in stored[1:]:
-            if self._record(name)[0] == first:
-                continue
-            same = self.saved.tensors[name] == self.saved.tensors[stored[0]] and all(
-                same_bytes(self._read(stored[0], part), self._read(name, part))
-                for view in entry.views
-                for part in in_parts(view.box, dtypes.itemsize(self.saved.tensors[name][0]))
-            )
-            if not same:
+            boxes = [view.box for view in entry.views]
+            if self._record(name)[0] != first and not same_saved(
+                self.checkpoint, self.source[stored[0]], self.source[name], boxes
+            ):
                 yield (
                     f"{name}: saved as another tensor than {stored[0]}, here both are one (tied); untie them, or leave "
                     "one out by only="
@@ -216,16 +198,11 @@ class Match:
         if name not in self.saved.tensors or not self.asked(name):
             return
         self.claimed.add(name)
-        shape = self.saved.tensors[name][1]
-        if shape != tuple(tensor.shape) or not same_bytes(self._read(name, whole(shape)), tensor):
+        if not same_as_saved(self.checkpoint, self.source[name], tensor):
             misfits.append(
                 f"{name}: saved with another value than it has here, and nothing takes it back: the module adds it to "
                 "its state dict, but has neither a _load_from_state_dict nor a load hook that loads it"
             )
-
-    def _read(self, name: str, box: Box) -> torch.Tensor:
-        ranges = list(zip(box.offsets, box.ends, strict=True))
-        return self.checkpoint.read(self.source[name], ranges if ranges else None)
 
     def _match_tensor(self, name: str, entry: Entry, misfits: list[str]) -> None:
         dtype, shape = self.saved.tensors[name]
@@ -253,7 +230,7 @@ class Match:
             if self.asked(slot.path) and not slot.needs:
                 missing.append(slot.path)
             return
-        self.slots.append(slot)
+        (self.slots if slot.undoing is None else self.early).append(slot)
         self.claimed.update(leaves)
         self.loaded.restored += [name for name in leaves if name in self.saved.values]
         if slot.whole:
@@ -266,9 +243,13 @@ class Match:
             except Mismatch as error:
                 misfits.append(str(error))
 
+    def _names(self, slot: Slot) -> Sequence[str]:
+        """The names that a slot takes, of all that was saved at or below its path."""
+        return slot.names if slot.names is not None else (slot.path, *self.saved.below(slot.path))
+
     def _leaves(self, slot: Slot) -> list[str]:
-        """What the checkpoint has at or below a slot: values, containers, and for a whole slot tensors too."""
-        names = [n for n in (slot.path, *self.saved.below(slot.path)) if slot.names is None or n in slot.names]
+        """What the checkpoint has of a slot: values, containers, and for a whole slot tensors too."""
+        names = self._names(slot)
         held = [n for n in names if n in self.saved.values or (slot.whole and n in self.saved.tensors)]
         empty = [n for n in names if n in self.containers]
         return [*held, *empty] if held or any(self.asked(n) for n in empty) else []
@@ -297,13 +278,31 @@ class Match:
         self.fresh[name] = value
         self.loaded.restored.append(name)
         for entry in entries:
-            self.wanted += [Wanted(saved_name, record, view.box, view.tensor) for view in entry.views]
-            self.spreads += [entry.spread] * len(entry.views)
+            wanted = [Wanted(saved_name, record, view.box, view.tensor) for view in entry.views]
+            if slot.undoing is not None:
+                self.early_wanted += [(one, entry.spread) for one in wanted]
+            else:
+                self.wanted += wanted
+                self.spreads += [entry.spread] * len(wanted)
 
     def sharing(self, ranks: Ranks) -> Sharing:
         """What this rank may share with others of what is wanted; made once."""
         self._sharing = self._sharing or Sharing(ranks, self.checkpoint.manifest, self.wanted)
         return self._sharing
+
+    def hand_over_early(self, verify: Verify) -> Iterator[Callable[[], None]]:
+        """Read what objects take by methods of their own, and hand it to them; yields for each what undoes that.
+
+        They may refuse it, and nothing but them has been changed by then.
+        """
+        wanted = [one for one, _ in self.early_wanted]
+        stats = read_boxes(self.checkpoint.files, wanted, verify=self.checkpoint.verifying(verify))
+        loaded = self.loaded
+        loaded.bytes_needed, loaded.bytes_read, loaded.bytes_unverified = stats.needed, stats.read, stats.unverified
+        for slot in self.early:
+            if slot.undoing is not None:
+                yield slot.undoing()
+            self._put(slot)
 
     def read(self, verify: Verify, sharing: Sharing) -> Came:
         """Read every wanted byte, unless another rank fails meanwhile."""
@@ -316,7 +315,9 @@ class Match:
             return Came(False, took.lost)
         loaded, stats = self.loaded, took.stats
         loaded.bytes_received = took.received
-        loaded.bytes_needed, loaded.bytes_read, loaded.bytes_unverified = stats.needed, stats.read, stats.unverified
+        loaded.bytes_needed += stats.needed
+        loaded.bytes_read += stats.read
+        loaded.bytes_unverified += stats.unverified
         if stats.unverified and verify is True:
             events.log.debug("%d bytes of blocks read in part were not verified", stats.unverified)
         return Came(True)
@@ -345,11 +346,13 @@ class Match:
         except HoldfastError:
             raise
         except Exception as error:  # whatever the object's own method raises
-            raise Mismatch(f"{slot.path} refused what was saved of it: {type(error).__name__}: {error}") from error
+            raise Mismatch(
+                f"{slot.path} refused what was saved of it ({type(error).__name__}: {error}); nothing else was changed"
+            ) from error
 
     def _tree(self, slot: Slot, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:
         """What was saved at a slot, nested as it was."""
-        below = [n for n in (slot.path, *self.saved.below(slot.path)) if slot.names is None or n in slot.names]
+        below = self._names(slot)
         leaves: dict[str, Any] = {
             n: values.decoded(self.saved.values[n], n, self.checkpoint.path) for n in below if n in self.saved.values
         }
@@ -365,25 +368,6 @@ class Match:
             {root + n[len(slot.path) :]: kind for n, kind in containers.items()},
         )
         return tree[root]
-
-
-def in_parts(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in parts along its first axis, of 16 MiB each at most if one row is not more."""
-    if not box.lengths:
-        yield box
-        return
-    row = box.size // max(box.lengths[0], 1) * itemsize
-    step = max(1, _PART // max(row, 1))
-    for at in range(0, box.lengths[0], step):
-        yield Box((box.offsets[0] + at, *box.offsets[1:]), (min(step, box.lengths[0] - at), *box.lengths[1:]))
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes, NaN or not."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    flat = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*flat)
 
 
 def _where(checkpoint: Checkpoint) -> str:

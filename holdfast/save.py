@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast.checkpoint import Checkpoint, Patterns, matches
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.memory import no_collection
@@ -30,6 +30,7 @@ from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
 from holdfast.keys import Key, Signer, signer
 from holdfast.ondisk.manifest import FORMAT
+from holdfast.patterns import Patterns, matcher
 
 RUN = secrets.token_hex(8)
 """Marks what this process saves as one run's."""
@@ -110,7 +111,8 @@ def compared_by(check_replicas: bool | Patterns) -> Callable[[str], bool] | None
     patterns = (check_replicas,) if isinstance(check_replicas, str) else tuple(check_replicas)
     out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
-    return lambda name: matches(name, wanted) and not matches(name, out)
+    fits, is_out = matcher(wanted, "check_replicas="), matcher(out, "check_replicas=!") if out else lambda name: False
+    return lambda name: fits(name) and not is_out(name)
 
 
 def signing(sign: Key | Literal[True] | None) -> Callable[[], Signer] | None:

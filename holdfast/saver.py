@@ -20,7 +20,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast.checkpoint import Patterns
 from holdfast.engine.arena import WINDOW, Slot, windows_for
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
@@ -39,6 +38,7 @@ from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import BACKGROUND, log
 from holdfast.keys import Key
 from holdfast.ondisk import names
+from holdfast.patterns import Patterns
 from holdfast.save import RUN, Base, compared_by, label_of, previous_of, signing, step_of
 from holdfast.saving import Saving
 

@@ -5,7 +5,7 @@ Made by this package alone; read by plan, save and load. Plain data: no torch in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,17 +54,19 @@ class Slot:
     path, or those of it in ``names``, tensors included, in new memory that ``make`` makes. ``needs`` are names that
     must have been saved, at which or below which something lies. ``check`` raises Mismatch, before anything is changed,
     if the target cannot take what was saved. ``expects``: the dtype and shape (None: any) of tensors by name.
+    ``undoing()``, called before ``put``, gives what undoes it: the object's own method may refuse what was saved.
     """
 
     path: str
     put: Callable[[Any], None]
     whole: bool = False
     check: Callable[[Any], object] | None = None
-    names: Collection[str] | None = None
+    names: Sequence[str] | None = None
     make: Make | None = None
     assemble: Callable[[dict[str, Any]], None] | None = None
     needs: Collection[str] = ()
     expects: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
+    undoing: Callable[[], Callable[[], None]] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ The walk calls `collect` when it loads. Never calls a method of the module befor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,11 +112,12 @@ class _Loading:
                 self.path,
                 partial(_load, scope, self.path),
                 whole=True,
-                names=frozenset(name for key in taken for name in stored.get(key, ())),
+                names=tuple(name for key in taken for name in stored.get(key, ())),
                 make=maker.make,
                 assemble=maker.assemble,
                 needs=needs,
                 expects=expects,
+                undoing=partial(_undoing, scope, self.path),
             )
         )
 
@@ -184,6 +186,14 @@ def _load(scope: Scope, path: str, tree: Mapping[str, Any]) -> None:
         names.child(path, scope.prefix.rstrip(".")) if scope.prefix else path,
         {fqn[len(scope.prefix) :]: value for fqn, value in tree.items()},
     )
+
+
+def _undoing(scope: Scope, path: str) -> Callable[[], None]:
+    present = {
+        key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for key, value in own_methods.state_of(scope).items()
+    }
+    return lambda: own_methods.load(scope, path, present)
 
 
 def _set_attribute(owner: nn.Module, name: str, value: torch.Tensor) -> None:

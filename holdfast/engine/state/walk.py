@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -252,7 +253,9 @@ class _Walk:
         live = [[next(rest) for _ in range(count)] for count in counts]
         maker = Maker(self.saved, self.ranks, parameter_of=parameter_of)
         put = partial(_load_numbered, path, node, live)
-        self.into.slots.append(Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble))
+        self.into.slots.append(
+            Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=partial(_undoing, node))
+        )
 
     def stateful(self, path: str, node: Any) -> None:
         if self.saved is None:
@@ -260,7 +263,8 @@ class _Walk:
             return
         present = dict(bare_tensors(path, node.state_dict()))
         maker = Maker(self.saved, self.ranks, present=present)
-        self.into.slots.append(Slot(path, node.load_state_dict, whole=True, make=maker.make, assemble=maker.assemble))
+        put, undoing = node.load_state_dict, partial(_undoing, node)
+        self.into.slots.append(Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=undoing))
 
     def saved_tree(
         self, path: str, node: Any, *, owned: bool, leaf: Callable[[str, torch.Tensor], None] | None = None
@@ -300,6 +304,12 @@ class _Walk:
         except values.Refused as error:
             raise Unsupported(f"{path}{error.path}: {error.reason}") from None
         self.into.per_rank[path] = PerRankLeaf(path, encoded, tensors, put, elsewhere)
+
+
+def _undoing(node: Any) -> Callable[[], None]:
+    """What gives an object its present state back."""
+    present = copy.deepcopy(node.state_dict())
+    return lambda: node.load_state_dict(present)
 
 
 def _load_numbered(path: str, node: Any, live: list[list[str]], tree: Any) -> None:
