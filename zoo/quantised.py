@@ -186,7 +186,7 @@ def _others() -> Iterator[Case]:
 
         yield case("HQQLinear", make_hqq, ROWS, library="hqq", sharded=False)
     if (quanto := module_of("optimum.quanto")) is not None:
-        for weights in ("qint8", "qint4", "qfloat8"):
+        for weights in ("qint8", "qfloat8"):
             def make_quanto(weights: str = weights, *, frozen: bool = True) -> nn.Module:
                 model = Net()
                 quanto.quantize(model, weights=getattr(quanto, weights))
