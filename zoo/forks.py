@@ -148,7 +148,7 @@ def _leave(store: dist.TCPStore, rank: int, world: int) -> None:
     store.set(f"zoo/left/{rank}", b"")
     if rank == 0:
         with contextlib.suppress(RuntimeError):
-            store.wait([f"zoo/left/{other}" for other in range(world)], timedelta(seconds=30))
+            store.wait([f"zoo/left/{other}" for other in range(world)], timedelta(seconds=10))
 
 
 def _hear(rank: _Rank, pipe: Connection, running: list[_Running]) -> None:
@@ -167,7 +167,7 @@ def _hear(rank: _Rank, pipe: Connection, running: list[_Running]) -> None:
 def _note(task: Task, column: str, cell: Cell) -> None:
     """A column is what the worst of its ranks says; the loss of another rank tells least."""
     known = task.cells.get(column)
-    if known is None or _RANKED.index(cell.verdict) > _RANKED.index(known.verdict) or "Connection closed" in known.text:
+    if known is None or _RANKED.index(cell.verdict) > _RANKED.index(known.verdict) or "/gloo/" in known.text:
         task.cells[column] = cell
 
 

@@ -7,6 +7,7 @@ back through ``Told``. Nothing here knows which case it is.
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -325,6 +326,8 @@ def _refusal(error: BaseException, run: Run, twin: Run | None) -> tuple[str, str
         where = traceback.extract_tb(error.__traceback__)[-1]
         return "wrong", f"raises {_named(error)} ({Path(where.filename).name}:{where.lineno})"
     text = _short(error.cause or str(error))
+    if re.match(r"\w*(Error|Exception): ", text):
+        return "wrong", f"fails inside: {text}"
     if twin is not None:
         sides = [(_state_or_none(one), _watched(one.state)) for one in (twin, run)]
         changed = list(trees.differences(*sides))
@@ -407,7 +410,8 @@ def _judged(column: str, tell: Tell) -> Iterator[None]:
         tell(column, "torch", str(error))
     except Exception as error:
         traceback.print_exc()
-        tell(column, "wrong", f"the judge itself failed: {_named(error)}")
+        lost = "gloo" in str(error)  # another rank has failed, and says why
+        tell(column, "torch" if lost else "wrong", f"the judge itself failed: {_named(error)}")
 
 
 def _attempt(action: Callable[[], Any]) -> BaseException | None:

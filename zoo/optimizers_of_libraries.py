@@ -44,7 +44,7 @@ LEFT_OUT = {
     "apollo_torch.QAPOLLOAdamW", "kron_torch.DistributedKron", "kron_torch.DistributedOneSidedKron",
     "lomo_optim.AdaLomo",
     # They fail in every loop.
-    "bitsandbytes.PytorchLARS", "bitsandbytes.AdEMAMix32bit", "bitsandbytes.PagedAdEMAMix32bit",
+    "bitsandbytes.PytorchLARS", "pytorch_optimizer.BSAM", "bitsandbytes.AdEMAMix32bit", "bitsandbytes.PagedAdEMAMix32bit",
     # They are wrappers, in a catalogue of their own.
     *(f"pytorch_optimizer.{name}" for name in (
         "FriendlySAM", "GSAM", "LookSAM", "Lookahead", "OrthoGrad", "PCGrad", "SAM", "TRAC", "WSAM",
@@ -58,7 +58,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bitsandbytes.LARS": {"momentum": 0.9}, "bitsandbytes.LARS32bit": {"momentum": 0.9},
     "bitsandbytes.LARS8bit": {"momentum": 0.9}, "bitsandbytes.SGD": {"momentum": 0.9},
     "bitsandbytes.SGD32bit": {"momentum": 0.9}, "bitsandbytes.SGD8bit": {"momentum": 0.9},
-    "pytorch_optimizer.BSAM": {"num_data": 4, "lr": 0.5}, "pytorch_optimizer.Ranger21": {"num_iterations": 30},
+    "pytorch_optimizer.Ranger21": {"num_iterations": 30},
     "galore_torch.GaLoreAdafactor": {"relative_step": False}, "apollo_torch.GaLoreAdafactor": {"relative_step": False},
     "torch_optimizer.Adafactor": {"relative_step": False},
 }  # fmt: skip
@@ -203,7 +203,6 @@ HOW: dict[str, dict[str, Any]] = {
     **{f"pytorch_optimizer.{name}": {"drive": training.with_fused_backward} for name in ("AdaLOMO", "LOMO")},
     "lomo_optim.Lomo": {"drive": training.with_fused_backward, "models": (training.Common,)},
     "pytorch_optimizer.AliG": {"drive": training.with_loss},
-    "pytorch_optimizer.BSAM": {"drive": training.with_closure},
     **{f"schedulefree.{name}ScheduleFreeClosure": {"drive": training.with_closure} for name in ("AdamW", "RAdam", "SGD")},
     "torchastic.*": {"dtype": torch.bfloat16},
     "torchao.AdamW8bit with stochastic rounding": {"dtype": torch.bfloat16},

@@ -237,16 +237,23 @@ def _map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, dict):
-        return {key: _map_tensors(value, change) for key, value in tree.items()}
+        return _filled(tree, {key: _map_tensors(value, change) for key, value in tree.items()})
     if type(tree) in (list, tuple):
         return type(tree)(_map_tensors(value, change) for value in tree)
     return tree
 
 
+def _filled(like: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
+    """``values`` as a dict of the same kind, with the metadata that a module's state dict has."""
+    made = copy.copy(like)
+    made.update(values)
+    return made
+
+
 def _joined(trees: list[Any], shapes: set[tuple[int, ...]]) -> Any:
     first = trees[0]
     if isinstance(first, dict) and all(isinstance(t, dict) and t.keys() == first.keys() for t in trees):
-        return {key: _joined([tree[key] for tree in trees], shapes) for key in first}
+        return _filled(first, {key: _joined([tree[key] for tree in trees], shapes) for key in first})
     if type(first) in (list, tuple) and all(type(t) is type(first) and len(t) == len(first) for t in trees):
         return type(first)(_joined(list(items), shapes) for items in zip(*trees, strict=True))
     if all(not list(differences(first, tree)) for tree in trees[1:]):
