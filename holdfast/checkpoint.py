@@ -39,6 +39,7 @@ from holdfast.keys import Keys, read_signature
 from holdfast.nested import nest
 from holdfast.ondisk import blocks, dtypes, manifest, spans, values
 from holdfast.ondisk.box import Box, inside, whole
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import Manifest, TensorRecord
 from holdfast.ondisk.signature import Signature
 from holdfast.patterns import Patterns, names_in, near, selector
@@ -190,7 +191,7 @@ class Checkpoint:
         leaves: dict[str, Any] = {path: self.value(path) for path in self.manifest.values}
         return self._nested(leaves, self.manifest.containers)
 
-    def _nested(self, leaves: dict[str, Any], containers: Mapping[str, str]) -> dict[str, Any]:
+    def _nested(self, leaves: dict[str, Any], containers: Mapping[str, Note]) -> dict[str, Any]:
         try:
             return nest(leaves, containers)
         except ValueError as error:  # a list of names that are no positions, say

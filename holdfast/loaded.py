@@ -16,7 +16,8 @@ class Loaded:
 
     ``restored``: names of tensors and values that came; ``skipped``: left out by ``only``; ``kept``: not in the
     checkpoint, kept as they were; ``cleared``: state of optimizers that went, since the checkpoint says that there was
-    none; ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
+    none; ``handed``: given to methods of a module, and not in its state dict as saved (it may convert them);
+    ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
     Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_received`` from ranks
     that want the same and have read them, ``bytes_unverified`` of those needed whose blocks were read only in part, by
     whichever rank, and so could not be checked (``verify="blocks"`` checks all).
@@ -27,6 +28,7 @@ class Loaded:
     skipped: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     cleared: list[str] = field(default_factory=list)
+    handed: list[str] = field(default_factory=list)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     bytes_needed: int = 0

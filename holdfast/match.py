@@ -30,7 +30,7 @@ from holdfast.nested import nest
 from holdfast.ondisk import dtypes, values
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.values import JSON
-from holdfast.tied import same_as_saved, same_saved
+from holdfast.tied import same_as_saved, same_bytes, same_saved
 
 MOST_EARLY = 64 << 20
 """Bytes of objects that each rank reads before anything is changed; of more, they are read with all the rest."""
@@ -112,6 +112,7 @@ class Match:
         self.containers = saved.containers
         everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
         found: set[str] = set()
+        self.in_part: set[str] = set()  # paths above a name that is not asked for
         for name in everything:
             own = target(name)
             found.add(own)
@@ -119,6 +120,8 @@ class Match:
                 self.loaded.renamed[name] = own
             if not asked(own):
                 self.loaded.skipped.append(name)
+                while "/" in own and (own := own.rpartition("/")[0]) not in self.in_part:
+                    self.in_part.add(own)
         if len(found) < len(everything):
             raise Mismatch(f"rename= gives two saved names of {checkpoint.path} the same new name")
         self.claimed: set[str] = set()
@@ -208,6 +211,11 @@ class Match:
         dtype, shape = self.saved.tensors[name]
         if shape != entry.shape:
             misfits.append(f"{entry.name}: saved with shape {list(shape)}, here {list(entry.shape)}")
+            return
+        if any(_shares_elements(view.tensor) for view in entry.views):
+            misfits.append(
+                f"{entry.name}: is an expanded tensor here, whose elements share memory; give a clone() of it"
+            )
             return
         if dtype != entry.dtype:
             if not self.may_cast:
@@ -329,7 +337,7 @@ class Match:
             self.state.clears[name]()
         for action in self.state.then:
             action()
-        for slot in self.slots:
+        for slot in [*self.slots, *(slot for slot in self.early if slot.again)]:
             self._put(slot)
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
@@ -338,11 +346,25 @@ class Match:
                 leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
         for action in self.state.after:
             action()
+        self._tell_what_arrived()
         events.reached("filled", self.checkpoint.path, rank)
+
+    def _tell_what_arrived(self) -> None:
+        """What was handed to methods of a module and does not stand in its state dict as it was saved."""
+        for slot in (*self.slots, *self.early):
+            if slot.present is None:
+                continue
+            present = slot.present()
+            for name in (n for n in slot.names or () if n in self.fresh):
+                value, part = present.get(name), name.rpartition("/")[0] in present
+                if not part and not (isinstance(value, torch.Tensor) and same_bytes(value, self.fresh[name])):
+                    self.loaded.restored.remove(name)
+                    self.loaded.handed.append(name)
 
     def _put(self, slot: Slot) -> None:
         try:
-            slot.put(self._tree(slot, assemble=slot.assemble))
+            put = slot.put_some if slot.path in self.in_part else None
+            (put or slot.put)(self._tree(slot, assemble=slot.assemble))
         except HoldfastError:
             raise
         except Exception as error:  # whatever the object's own method raises
@@ -353,14 +375,15 @@ class Match:
     def _tree(self, slot: Slot, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:
         """What was saved at a slot, nested as it was."""
         below = self._names(slot)
-        leaves: dict[str, Any] = {
-            n: values.decoded(self.saved.values[n], n, self.checkpoint.path) for n in below if n in self.saved.values
-        }
+        leaves: dict[str, Any] = {}
         if slot.whole:
             made = {n: self.fresh[n] for n in below if n in self.fresh}
             if assemble is not None:
                 assemble(made)
             leaves.update(made)
+        leaves.update(
+            (n, values.decoded(self.saved.values[n], n, self.checkpoint.path)) for n in below if n in self.saved.values
+        )
         containers = {n: self.containers[n] for n in below if n in self.containers and n not in leaves}
         root = "r"
         tree = nest(
@@ -368,6 +391,10 @@ class Match:
             {root + n[len(slot.path) :]: kind for n, kind in containers.items()},
         )
         return tree[root]
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _where(checkpoint: Checkpoint) -> str:

@@ -21,7 +21,7 @@ def same_saved(checkpoint: Checkpoint, one: str, other: str, boxes: Iterable[Box
     """Whether two saved tensors are alike in these boxes."""
     first, second = checkpoint.records[one], checkpoint.records[other]
     return (first.dtype, first.shape) == (second.dtype, second.shape) and all(
-        _same_bytes(_read(checkpoint, one, part), _read(checkpoint, other, part))
+        same_bytes(_read(checkpoint, one, part), _read(checkpoint, other, part))
         for box in boxes
         for part in _parts(box, dtypes.itemsize(first.dtype))
     )
@@ -29,7 +29,7 @@ def same_saved(checkpoint: Checkpoint, one: str, other: str, boxes: Iterable[Box
 
 def same_as_saved(checkpoint: Checkpoint, name: str, tensor: torch.Tensor) -> bool:
     """Whether a saved tensor is alike a present one."""
-    return checkpoint.records[name].shape == tuple(tensor.shape) and _same_bytes(checkpoint.read(name), tensor)
+    return checkpoint.records[name].shape == tuple(tensor.shape) and same_bytes(checkpoint.read(name), tensor)
 
 
 def _read(checkpoint: Checkpoint, name: str, box: Box) -> torch.Tensor:
@@ -45,8 +45,9 @@ def _parts(box: Box, itemsize: int) -> Iterator[Box]:
         yield Box((box.offsets[0] + at, *box.offsets[1:]), (min(step, box.lengths[0] - at), *box.lengths[1:]))
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Not `torch.equal`: a NaN is the same as itself here."""
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes on this rank; a NaN is the same as itself."""
+    one, other = getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     first, second = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))

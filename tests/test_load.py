@@ -400,8 +400,8 @@ def _rewrite(path: Path, change: Any) -> None:
 
 
 def test_version_from_the_future(saved: Path) -> None:
-    _rewrite(saved, lambda m: m.update(version=2))
-    with pytest.raises(holdfast.Unsupported, match="format version 2, this holdfast reads version 1"):
+    _rewrite(saved, lambda m: m.update(version=3))
+    with pytest.raises(holdfast.Unsupported, match="format version 3, this holdfast reads versions 1 to 2"):
         holdfast.load(saved, _target())
 
 

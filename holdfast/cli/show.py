@@ -21,6 +21,8 @@ from holdfast.inspect.layout import Layouts
 from holdfast.inspect.statistics import Statistics, statistics_of_all
 from holdfast.inspect.tree import Leaf, tree
 from holdfast.inspect.usage import usage
+from holdfast.ondisk.containers import as_text
+from holdfast.ondisk.values import unpacked
 from holdfast.patterns import TENSOR, selector
 
 SHOWN = 16
@@ -161,7 +163,7 @@ def _first(paths: list[str]) -> list[str]:
 
 def brief(value: object, everything: bool = False) -> str:
     """A value as text, cut short unless all of it is asked for."""
-    text = repr(value)
+    text = repr(value) if everything else as_text(value)
     return text if everything or len(text) <= 70 else f"{text[:69]}…"
 
 
@@ -199,7 +201,8 @@ def _told(
         "step": checkpoint.step, "run": checkpoint.run or None, "created": record.created or None,
         "world_size": checkpoint.world_size, "producer": record.producer, "lost": dropped_of(record),
         "nbytes": checkpoint.nbytes, "files": len(record.files), "tensors": [one(name) for name in chosen],
-        "values": record.values, "per_rank": checkpoint.differing, "attachments": checkpoint.attachments,
+        "values": {path: unpacked(value) for path, value in record.values.items()},
+        "per_rank": checkpoint.differing, "attachments": checkpoint.attachments,
         "left_out": checkpoint.left_out,
     }  # fmt: skip
 

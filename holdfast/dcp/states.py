@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,7 +77,8 @@ def like(present: Any, value: Any) -> Any:
 
 def _plain_items(node: Any) -> Any:
     if isinstance(node, Mapping):
-        return {key: _plain(value) for key, value in node.items()}
+        kind: Callable[..., Any] = type(node) if type(node) in (Counter, OrderedDict) else dict
+        return kind({key: _plain(value) for key, value in node.items()})
     return type(node)(map(_plain, node)) if type(node) in (list, tuple) else without_files(node)
 
 

@@ -48,7 +48,7 @@ from holdfast.engine.takeover import Spares, Takeover
 from holdfast.errors import HoldfastError, RankLost
 from holdfast.ondisk import blocks, manifest, part, signature
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.ondisk.part import CITING, VERSION, Cite, Part
+from holdfast.ondisk.part import Cite, Part
 
 
 @dataclass
@@ -249,7 +249,7 @@ class SaveWork:
         if order.leaves_part:
             drafted = self._draft() if ranks.first else None
             left = Part(
-                version=CITING if cites else VERSION, save=self.save_id, rank=ranks.rank, world_size=ranks.size,
+                version=part.version_for(cites, drafted), save=self.save_id, rank=ranks.rank, world_size=ranks.size,
                 files=files, cites=cites, manifest=drafted,
             )  # fmt: skip
             small = [*small, (part.file_name(ranks.rank, self.save_id), part.encode(left))]

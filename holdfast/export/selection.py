@@ -18,6 +18,7 @@ from holdfast.errors import Mismatch, Unsupported
 from holdfast.nested import nest
 from holdfast.ondisk import datafile, dtypes, names, values
 from holdfast.ondisk.box import relative, runs, whole
+from holdfast.ondisk.containers import Note, is_sequence, mapping_of, sequence_of
 from holdfast.ondisk.manifest import TensorRecord
 
 
@@ -83,7 +84,7 @@ class Selection:
     tensors: dict[str, Leaf]
     aliases: dict[str, str]
     values: dict[str, Any]
-    containers: dict[str, str]
+    containers: dict[str, Note]
     per_rank: dict[str, str]
     world_size: int
     origin: dict[str, str]
@@ -188,5 +189,10 @@ def check_values(selection: Selection, check: Callable[[Any], object]) -> None:
     for path, value in selection.values.items():
         try:
             check(values.decoded(value, path, "the selection"))
+        except Unsupported as error:
+            raise Unsupported(f"{path}: {error}; leave it out by only=") from None
+    for path, note in selection.containers.items():
+        try:
+            check(sequence_of(note, []) if is_sequence(note) else mapping_of(note, {}))
         except Unsupported as error:
             raise Unsupported(f"{path}: {error}; leave it out by only=") from None

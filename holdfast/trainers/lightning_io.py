@@ -21,6 +21,7 @@ from holdfast.engine.storage import delete, delete_empty_folders, files_below, n
 from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.urls import location
 from holdfast.events import log
+from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.save import save
 from holdfast.saver import Saver
@@ -190,10 +191,4 @@ def _remove(folder: Location, link: str | None) -> None:
 
 
 def _moved(node: Any, device: torch.device) -> Any:
-    if isinstance(node, torch.Tensor):
-        return node.to(device)
-    if isinstance(node, dict):
-        return {key: _moved(value, device) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return type(node)(_moved(value, device) for value in node)
-    return node
+    return mapped(node, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)

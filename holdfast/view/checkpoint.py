@@ -17,6 +17,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.inspect.statistics import Statistics, statistics
 from holdfast.ondisk import spans
+from holdfast.ondisk.containers import as_text
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.patterns import TENSOR, Patterns, selector
 from holdfast.version import __version__
@@ -107,7 +108,7 @@ def _rank_of(path: str) -> int | None:
 
 def _short(value: object) -> tuple[str, str]:
     """How a value looks, and of which type it is."""
-    text = repr(value) if not isinstance(value, str) else value
+    text = as_text(value) if not isinstance(value, str) else value
     told = f"{text[:LONG]}…" if len(text) > LONG else text
     return told.encode("utf-8", "replace").decode(), type(value).__name__
 

@@ -62,7 +62,7 @@ class Maker:
                 leaves[name] = made_of(name, note, parts, self._parameter_of(name))
 
     def _note(self, name: str) -> Note | None:
-        return read_note(self._saved.containers.get(name, ""))
+        return read_note(self._saved.containers.get(name))
 
     def _part(self, name: str, note: Note, dtype: str, shape: tuple[int, ...], parameter: torch.Tensor | None) -> Made:
         device = HOST if parameter is None else parameter.device
@@ -87,6 +87,9 @@ class Maker:
     def _laid_out(self, name: str, dtype: str, shape: tuple[int, ...], parameter: torch.Tensor | None) -> torch.Tensor:
         like = parameter if parameter is not None else self._present.get(name)
         kind, note = dtypes.torch_dtype(dtype), self._note(name)
+        if note is not None and note.strides is not None and not is_dtensor(like):
+            device = like.device if like is not None and not like.is_meta else HOST
+            return torch.empty_strided(shape, note.strides, dtype=kind, device=device)
         known = is_dtensor(like) or type(like) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         if known and like is not None and tuple(like.shape) == shape and shape and not like.is_meta:
             return torch.zeros_like(like.detach(), dtype=kind)

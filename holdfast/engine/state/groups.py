@@ -37,7 +37,7 @@ def settings(path: str, index: int, group: Mapping[str, Any]) -> Settings:
             continue
         at = f"{path}/param_groups/{index}/{key}"
         try:
-            encoded[str(key)] = values.encode_tree(value, values.inline_tensor)
+            encoded[str(key)] = values.encode_tree(value, None)
         except values.Refused as error:
             raise Unsupported(f"{at}{error.path}: {error.reason}") from None
     return encoded

@@ -15,6 +15,7 @@ import torch
 from holdfast.engine.spread import Spread
 from holdfast.errors import Unsupported
 from holdfast.ondisk.box import Box
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.values import JSON
 
 
@@ -54,7 +55,10 @@ class Slot:
     path, or those of it in ``names``, tensors included, in new memory that ``make`` makes. ``needs`` are names that
     must have been saved, at which or below which something lies. ``check`` raises Mismatch, before anything is changed,
     if the target cannot take what was saved. ``expects``: the dtype and shape (None: any) of tensors by name.
-    ``undoing()``, called before ``put``, gives what undoes it: the object's own method may refuse what was saved.
+    ``undoing()``, called before ``put``, gives what undoes it: the object's own method may refuse what was saved. With
+    ``again`` it is put once more when all tensors are filled. ``present()`` gives the tensors that are there
+    afterwards, by name, to tell what arrived. ``put_some`` takes some of what was saved, where the rest
+    is not asked for, and leaves everything else as it is.
     """
 
     path: str
@@ -67,6 +71,9 @@ class Slot:
     needs: Collection[str] = ()
     expects: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
     undoing: Callable[[], Callable[[], None]] | None = None
+    again: bool = False
+    present: Callable[[], Mapping[str, Any]] | None = None
+    put_some: Callable[[Any], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class Collected:
     entries: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, JSON] = field(default_factory=dict)
     owned: dict[str, JSON] = field(default_factory=dict)
-    containers: dict[str, str] = field(default_factory=dict)
+    containers: dict[str, Note] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
     buffers: set[str] = field(default_factory=set)
@@ -154,7 +161,7 @@ class Saved:
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     values: Mapping[str, JSON]
-    containers: Mapping[str, str] = field(default_factory=dict)
+    containers: Mapping[str, Note] = field(default_factory=dict)
     asked: Callable[[str], bool] = field(default=lambda name: True)
 
     def has(self, path: str) -> bool:

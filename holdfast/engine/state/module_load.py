@@ -5,7 +5,6 @@ The walk calls `collect` when it loads. Never calls a method of the module befor
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ from holdfast.engine.state.leaves import Collected, Saved, Slot
 from holdfast.engine.state.modules import EXTRA_STATE, ModuleState, is_live, named_modules, storages_of, unwrapped
 from holdfast.engine.state.own_methods import Scope
 from holdfast.engine.state.tensors import entries_of
+from holdfast.engine.state.trees import copied
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names
 
@@ -118,6 +118,7 @@ class _Loading:
                 needs=needs,
                 expects=expects,
                 undoing=partial(_undoing, scope, self.path),
+                present=lambda: {at[key]: value for key, value in own_methods.state_of(scope).items() if key in at},
             )
         )
 
@@ -133,7 +134,15 @@ class _Loading:
             present = {name: leaves[key]} if isinstance(leaves[key], torch.Tensor) else {}
             maker = Maker(self.saved, self.ranks, present=present)
             self.into.slots.append(
-                Slot(name, sub.set_extra_state, whole=True, make=maker.make, assemble=maker.assemble)
+                Slot(
+                    name,
+                    sub.set_extra_state,
+                    whole=True,
+                    make=maker.make,
+                    assemble=maker.assemble,
+                    undoing=partial(_undoing_extra, sub),
+                    again=True,  # torch sets it after the module's tensors, which it may look at
+                )
             )
 
     def _stored(self, prefix: str) -> dict[str, list[str]]:
@@ -189,11 +198,13 @@ def _load(scope: Scope, path: str, tree: Mapping[str, Any]) -> None:
 
 
 def _undoing(scope: Scope, path: str) -> Callable[[], None]:
-    present = {
-        key: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        for key, value in own_methods.state_of(scope).items()
-    }
+    present = copied(own_methods.state_of(scope))
     return lambda: own_methods.load(scope, path, present)
+
+
+def _undoing_extra(module: nn.Module) -> Callable[[], None]:
+    present = copied(module.get_extra_state())
+    return lambda: module.set_extra_state(present)
 
 
 def _set_attribute(owner: nn.Module, name: str, value: torch.Tensor) -> None:

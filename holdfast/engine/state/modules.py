@@ -106,7 +106,7 @@ def _fsdp2_groups(module: nn.Module) -> list[Any]:
 
 def buffer_names(module: nn.Module) -> set[str]:
     """Plain FQNs of the buffers."""
-    return {prefix + key for prefix, sub in named_modules(module) for key in sub._buffers}
+    return {prefix + key for prefix, sub in named_modules(module) for key in sub._buffers.keys()}  # noqa: SIM118 - TorchScript's has no __iter__
 
 
 def flat_parameters(module: nn.Module) -> dict[Any, list[FlatPart]]:
@@ -270,7 +270,7 @@ def _keys_of(module: nn.Module) -> set[str]:
     keys = {fqn for fqn, _ in parameter_names(module).values()}
     keys |= {part.fqn for parts in flat_parameters(module).values() for part in parts}
     for prefix, sub in named_modules(module):
-        keys |= {prefix + key for key in sub._buffers if key not in sub._non_persistent_buffers_set}
+        keys |= {prefix + key for key in sub._buffers.keys() if key not in sub._non_persistent_buffers_set}  # noqa: SIM118
         if type(sub).get_extra_state is not nn.Module.get_extra_state:
             keys.add(prefix + EXTRA_STATE)
     return keys

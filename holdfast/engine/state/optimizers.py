@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.state import groups
+from holdfast.engine.state import groups, trees
 from holdfast.engine.state.fresh import Maker, key_of
 from holdfast.engine.state.kinds import is_flat_parameter, is_zero
 from holdfast.engine.state.leaves import Collected, Entry, Group, Saved, Slot
@@ -29,13 +29,9 @@ from holdfast.engine.state.parameters import (
     entries_beside,
     own_shape,
 )
-from holdfast.engine.state.subclasses import note_of
+from holdfast.engine.state.trees import is_container
 from holdfast.errors import Unsupported
-from holdfast.ondisk import dtypes, names
-
-Leaf = Callable[[str, torch.Tensor], None]
-Tree = Callable[[str, Any, Leaf], None]
-"""Adds a nested value of an optimizer at a name: its containers, its values, and its tensors by a function."""
+from holdfast.ondisk import dtypes, names, values
 
 
 def is_plain(node: object) -> bool:
@@ -91,8 +87,7 @@ def state_of(optimizer: Any) -> Any:
 
 
 def collect_optimizers(
-    path: str, optimizers: Sequence[Optimizer], known: Known, ranks: Ranks, into: Collected, saved: Saved | None,
-    tree: Tree,
+    path: str, optimizers: Sequence[Optimizer], known: Known, ranks: Ranks, into: Collected, saved: Saved | None
 ) -> None:  # fmt: skip
     """Add the state and groups of ``optimizers`` under ``path`` (several share it: one for each pipeline chunk)."""
     found: list[Group] = []
@@ -109,7 +104,7 @@ def collect_optimizers(
                 named = called[id(parameter)]
                 _note_still(optimizer, group, parameter, known, into)
                 fqns += named.fqns
-                at = _State(path, state_of(optimizer), group, parameter, named, ranks, into, saved, tree)
+                at = _State(path, state_of(optimizer), group, parameter, named, ranks, into, saved)
                 if saved is None or (here is not None and id(parameter) not in here):
                     at.save()
                 else:
@@ -117,7 +112,7 @@ def collect_optimizers(
             found.append(Group(groups.settings(path, len(found), group), fqns))
             live.append((optimizer, group, fqns))
         fqns_here = [fqn for named in called.values() for fqn in named.fqns]
-        _collect_shared(path, optimizer, fqns_here, listed, ranks, into, saved, tree)
+        _collect_shared(path, optimizer, fqns_here, listed, ranks, into, saved)
     into.groups[path] = found
     at_groups = names.child(path, "param_groups")
     into.slots.append(
@@ -175,7 +170,6 @@ class _State:
     ranks: Ranks
     into: Collected
     saved: Saved | None
-    tree: Tree
 
     def save(self) -> None:
         """Add all that there is."""
@@ -224,32 +218,25 @@ class _State:
                 part = self.named.flat[i] if self.named.flat is not None else None
                 self._add_all(entries_beside(name, value, self.parameter, part, self.ranks))
                 if self.saved is None:
-                    self._add_note(name, value)
-            elif isinstance(value, (dict, list, tuple)) and type(value) is not torch.Size:
-                if self.named.flat is not None:
-                    raise Unsupported(
-                        f"{name} is a {type(value).__name__}: under FSDP1 the state of an optimizer can hold tensors "
-                        "and numbers alone; use FSDP2 (fully_shard) for this optimizer"
-                    )
-                self.tree(name, value, self._add_nested)
+                    trees.note_tensor(name, value, self.parameter, self.into)
+            elif self.named.flat is not None and is_container(value):
+                raise Unsupported(
+                    f"{name} is a {type(value).__name__}: under FSDP1 the state of an optimizer can hold tensors and "
+                    "numbers alone; use FSDP2 (fully_shard) for this optimizer"
+                )
             else:
-                self.tree(name, value, self._add_nested)
+                trees.add_tree(name, value, self.into, self._add_nested, owned=True)
                 if self.saved is not None:
                     self.into.slots.append(Slot(name, partial(self._set, key)))
 
     def _add_nested(self, name: str, tensor: torch.Tensor) -> None:
         self._add_all(entries_beside(name, tensor, self.parameter, None, self.ranks))
-        self._add_note(name, tensor)
+        trees.note_tensor(name, tensor, self.parameter, self.into)
 
     def _add_all(self, entries: list[Entry]) -> None:
         for entry in entries:
             self.into.add(entry)
             self.into.still.add(entry.name)
-
-    def _add_note(self, name: str, tensor: torch.Tensor) -> None:
-        note = note_of(name, tensor, self.parameter)
-        if note is not None:
-            self.into.containers[name] = note
 
     def _fits(self, name: str, value: Any) -> bool:
         """Whether a present value can take the saved one in place."""
@@ -260,7 +247,7 @@ class _State:
             own = {e.name: e.shape for e in entries_beside(name, value, self.parameter, None, self.ranks)}
             stored = {n: saved.tensors[n][1] for n in (name, *saved.below(name)) if n in saved.tensors}
             return own == stored or (own.keys() == stored.keys() and value.shape == own_shape(self.parameter))
-        return name in saved.values and not isinstance(value, (dict, list, tuple))
+        return name in saved.values and not is_container(value)
 
     def _whole(self, name: str, put: Callable[[Any], None]) -> Slot:
         """A slot that makes the value at ``name`` anew."""
@@ -323,7 +310,7 @@ class _State:
 
 def _collect_shared(
     path: str, optimizer: Any, fqns: Sequence[str], listed: set[str], ranks: Ranks, into: Collected,
-    saved: Saved | None, tree: Tree,
+    saved: Saved | None,
 ) -> None:  # fmt: skip
     """State under keys that are no parameter, as MADGRAD keeps it: beside that of the parameters, as torch does."""
     state, prefix = state_of(optimizer), names.child(path, "state")
@@ -342,9 +329,9 @@ def _collect_shared(
                     f"{prefix} has the key {key!r}, which is no parameter and cannot be told from their names"
                 )
             name = names.child(prefix, key)
-            tree(name, value, add_tensor)
-            if isinstance(value, dict):
-                into.containers.setdefault(name, "dict")
+            trees.add_tree(name, value, into, add_tensor, owned=True)
+            if is_container(value) and not values.is_long(value):
+                into.containers.setdefault(name, "dict")  # tells it from the state of another rank's parameter
         return
     below = saved.below(prefix)
     keys = dict.fromkeys(key_of(name, prefix) for name in below)

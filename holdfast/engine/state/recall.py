@@ -20,6 +20,7 @@ from holdfast.engine.state.kinds import is_dtensor
 from holdfast.engine.state.leaves import Collected, Entry
 from holdfast.engine.state.optimizers import state_of
 from holdfast.engine.state.subclasses import is_flattening
+from holdfast.ondisk.containers import Note
 
 Marks = list[Any]
 Owners = Sequence[tuple[str, nn.Module]]
@@ -42,7 +43,7 @@ class _Seen:
     to_come: dict[str, int]
     params: list[list[str]]
     kinds: dict[str, str]
-    containers: dict[str, str]
+    containers: dict[str, Note]
 
 
 class Recall:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
 
 from holdfast.engine.state import optimizers
 from holdfast.engine.state.own_optimizers import is_optimizer_like
 from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
 from holdfast.engine.state.tensors import is_tensor_leaf
+from holdfast.engine.state.trees import is_container, only_values
 
 Kind = Literal[
     "tensor", "per rank", "rng", "module", "modules", "optimizer", "own optimizer", "optimizers", "values", "container",
@@ -32,18 +32,6 @@ class Rule(NamedTuple):
     named: str
     comes_back: str
     refused: str
-
-
-def is_container(node: Any) -> bool:
-    """Whether the walk goes into ``node``."""
-    return isinstance(node, dict) or type(node) in (list, tuple)
-
-
-def only_values(node: Any) -> bool:
-    """Whether ``node`` holds plain values alone, however nested."""
-    if is_container(node):
-        return all(map(only_values, node.values() if isinstance(node, dict) else node))
-    return not (is_tensor_leaf(node) or isinstance(node, (PerRank, RNG, nn.Module, Optimizer)) or is_stateful(node))
 
 
 def _is_list_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -14,25 +14,26 @@ import msgspec
 import torch
 
 from holdfast.engine.state.kinds import is_dtensor
+from holdfast.engine.state.tensors import PLAIN
 from holdfast.errors import Mismatch, Unsupported
-from holdfast.ondisk import dtypes, values
+from holdfast.ondisk import containers, dtypes, values
+from holdfast.ondisk.containers import Container
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-NOTE = "tensor "
-"""What a note begins with; JSON follows. It stands where a container's kind does."""
 
 
 class Note(msgspec.Struct, omit_defaults=True):
     """``kind``: module and name of the subclass, empty for none; ``context``: what it gives beside its parts.
 
-    ``placements``: of a DTensor, by mesh axis: the tensor axis that it cuts, or null where it replicates.
+    ``strides``: of a plain tensor whose elements lie in another order than those of a new one would: sums over them
+    come out otherwise. ``placements``: of a DTensor, by mesh axis the tensor axis that it cuts, null if it replicates.
     """
 
     kind: str = ""
     context: Any = None
     placements: list[int | None] | None = None
+    strides: list[int] | None = None
     shape: list[int] | None = None
 
 
@@ -41,7 +42,7 @@ def is_flattening(tensor: object) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor)
 
 
-def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> str | None:
+def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> Container | None:
     """What to note of a tensor of an optimizer's or object's state, so that it can be made anew; None if nothing.
 
     Raises Unsupported if the subclass gives a context that no checkpoint keeps.
@@ -53,7 +54,8 @@ def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> 
             return None
         placements = [int(p.dim) if hasattr(p, "dim") else None for p in tensor.placements]
     if not is_flattening(local):
-        return None if placements is None else _text(Note(placements=placements))
+        strides = None if placements is not None else _strange_strides(tensor, parameter)
+        return None if placements is None and strides is None else _noted(Note(placements=placements, strides=strides))
     _, context = local.__tensor_flatten__()
     try:
         encoded = values.encode_tree(context, _no_tensor)
@@ -62,17 +64,34 @@ def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> 
             f"{name} is a {type(local).__qualname__} whose context cannot be kept: {error.reason}"
         ) from None
     kind = f"{type(local).__module__}:{type(local).__qualname__}"
-    return _text(Note(kind, encoded, placements, list(tensor.shape) if placements is not None else None))
+    return _noted(Note(kind, encoded, placements, list(tensor.shape) if placements is not None else None))
 
 
-def read_note(kind: str) -> Note | None:
-    """The note that stands in the place of a container's kind, if it is one. Raises Unsupported if unreadable."""
-    if not kind.startswith(NOTE):
+def _strange_strides(tensor: torch.Tensor, parameter: torch.Tensor | None) -> list[int] | None:
+    """The strides of a dense tensor, unless one that is made like its parameter has the same."""
+    if tensor.layout is not torch.strided or tensor.numel() < 2:
+        return None
+    alike = parameter is not None and type(parameter) in PLAIN and parameter.shape == tensor.shape
+    usual = parameter.stride() if alike and parameter is not None else _strides(tensor.shape)
+    if tensor.stride() == usual or (tensor.is_contiguous() and not alike):
+        return None
+    by_stride = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    expected = 1
+    for stride, size in by_stride:
+        if size > 1 and stride != expected:
+            return None  # it has gaps, or shares elements: no order of a tensor of its own
+        expected *= size
+    return list(tensor.stride())
+
+
+def read_note(noted: containers.Note | None) -> Note | None:
+    """The note that stands in the place of a container's, if it is one. Raises Unsupported if it cannot be read."""
+    if not isinstance(noted, Container) or noted.tensor is None:
         return None
     try:
-        return msgspec.json.decode(kind.removeprefix(NOTE), type=Note)
+        return msgspec.json.decode(noted.tensor, type=Note)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise Unsupported(f"a tensor is noted as {kind[:200]!r}, which this version does not know ({error})") from None
+        raise Unsupported(f"a tensor is noted as {noted.tensor[:200]!r}, which cannot be read ({error})") from None
 
 
 def made_of(name: str, note: Note, parts: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) -> torch.Tensor:
@@ -129,8 +148,8 @@ def _placements(cuts: Sequence[int | None]) -> list[Any]:
     return [Replicate() if cut is None else Shard(cut) for cut in cuts]
 
 
-def _text(note: Note) -> str:
-    return NOTE + msgspec.json.encode(note, order="deterministic").decode()
+def _noted(note: Note) -> Container:
+    return Container(containers.TENSOR, tensor=msgspec.json.encode(note, order="deterministic").decode())
 
 
 def _no_tensor(tensor: torch.Tensor) -> Any:

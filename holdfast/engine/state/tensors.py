@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def is_tensor_leaf(value: object) -> bool:
 
 def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
     """The entry of a tensor leaf, or one for each part of a subclass that flattens. Raises Unsupported by name."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         yield _plain(name, value)  # type: ignore[arg-type]
     elif is_dtensor(value):
         yield from _dtensor(name, value, ranks)
@@ -199,14 +199,14 @@ def local_views(name: str, shape: tuple[int, ...], spread: Placed, position: int
 def _dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Iterator[Entry]:
     spread, position = placed(name, tensor, ranks)
     local = tensor._local_tensor.detach()
-    if type(local) not in _PLAIN and hasattr(local, "wait"):
+    if type(local) not in PLAIN and hasattr(local, "wait"):
         local = local.wait()  # an AsyncCollectiveTensor: the result of a collective still under way
     if hasattr(local, "__tensor_flatten__"):
         parts, _ = local.__tensor_flatten__()
         for part in parts:
             yield stacked_part(names.child(name, part), getattr(local, part), spread, position)
         return
-    if type(local) not in _PLAIN:
+    if type(local) not in PLAIN:
         raise Unsupported(f"{name} is a DTensor of {type(local).__qualname__}; only plain local tensors are known")
     shape = tuple(tensor.shape)
     dtype = dtype_name(name, local)
@@ -219,7 +219,7 @@ def stacked_part(name: str, part: torch.Tensor, spread: Placed, position: int | 
 
     How a subclass lays its numbers out in its parts is its own affair, so they come back only as they were cut.
     """
-    if type(part) not in _PLAIN:
+    if type(part) not in PLAIN:
         raise Unsupported(f"{name} is a {type(part).__qualname__} inside of a DTensor; only plain parts are known")
     splits = tuple(None if split is None else Split(0) for split in spread.splits)
     shards = prod(size for size, split in zip(spread.shape, splits, strict=True) if split is not None)
@@ -229,7 +229,7 @@ def stacked_part(name: str, part: torch.Tensor, spread: Placed, position: int | 
 
 
 def _explicit(name: str, shard: Shard, ranks: Ranks) -> Entry:
-    if type(shard.tensor) not in _PLAIN:
+    if type(shard.tensor) not in PLAIN:
         raise Unsupported(f"{name} is a Shard of {type(shard.tensor).__qualname__}; give it a plain tensor")
     box = Box(tuple(shard.offsets), tuple(shard.tensor.shape))
     views = [View(box, shard.tensor.detach())]

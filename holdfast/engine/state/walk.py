@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -15,16 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.state import module_load, modules, optimizers, own_optimizers
+from holdfast.engine.state import module_load, modules, optimizers, own_optimizers, trees
 from holdfast.engine.state.fresh import Maker
+from holdfast.engine.state.in_place import Filling
 from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
 from holdfast.engine.state.own_methods import has_a_say_in_saving
 from holdfast.engine.state.parameters import Known, entries_beside, names_of_parameters
 from holdfast.engine.state.recall import Recall, so_far
-from holdfast.engine.state.rules import is_container, rule_of
+from holdfast.engine.state.rules import rule_of
 from holdfast.engine.state.structure import kinds_of
-from holdfast.engine.state.subclasses import note_of
 from holdfast.engine.state.tensors import dtype_name, entries_of, is_tensor_leaf
+from holdfast.engine.state.trees import is_container
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names, values
 
@@ -43,7 +43,10 @@ def collect(
     if recall is not None:
         recall.begin()
     walk = _Walk(ranks, state, saved, recall)
-    walk.container("", state, lambda value: None)
+    try:
+        walk.container("", state, _nothing)
+    except RecursionError:
+        raise Unsupported("a container of the state contains itself, or is nested hundreds of times") from None
     _find_aliases(walk.into)
     return walk.into
 
@@ -54,13 +57,15 @@ def modules_of(path: str, node: Any, saved: Saved | None = None) -> Iterator[tup
         yield path, node
     elif isinstance(node, dict):
         for key, value in node.items():
-            yield from modules_of(names.child(path, str(key)), value, saved)
+            if type(value) not in values.SINGLE:
+                yield from modules_of(names.child(path, str(key)), value, saved)
     elif isinstance(node, (list, tuple)):
         if node and all(isinstance(v, nn.Module) for v in node):
             yield from modules.merged(path, list(node), None if saved is None else saved.has)
         else:
             for i, value in enumerate(node):
-                yield from modules_of(names.child(path, str(i)), value, saved)
+                if type(value) not in values.SINGLE:
+                    yield from modules_of(names.child(path, str(i)), value, saved)
 
 
 def bare_tensors(path: str, node: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,8 +73,8 @@ def bare_tensors(path: str, node: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(node, torch.Tensor):
         yield path, node
     elif is_container(node):
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            if isinstance(value, torch.Tensor) or is_container(value):
+        for key, value in trees.items_of(node):
+            if type(value) not in values.SINGLE and (isinstance(value, torch.Tensor) or is_container(value)):
                 yield from bare_tensors(names.child(path, str(key)), value)
 
 
@@ -84,6 +89,7 @@ class _Walk:
     def __init__(self, ranks: Ranks, state: Mapping[str, Any], saved: Saved | None, recall: Recall | None) -> None:
         self.ranks, self.state, self.saved, self.recall = ranks, state, saved, recall
         self.into = Collected()
+        self.filling, self.filling_some = Filling(), Filling(keep=True)
 
     @cached_property
     def known(self) -> Known:
@@ -119,50 +125,26 @@ class _Walk:
             case "object":
                 self.stateful(path, node)
             case "values" | "value":
-                self.values(path, node, owned=False)
-                self.into.slots.append(Slot(path, put))
+                trees.add_values(path, node, self.into, owned=False)
+                self.values_slot(path, node, put)
+
+    def values_slot(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
+        """A place for values: a container that stands there is filled, so that others who hold it see them."""
+        self.into.slots.append(Slot(
+            path, partial(self.filling.put, node, put), put_some=partial(self.filling_some.put, node, put)
+        ))  # fmt: skip
 
     def container(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
-        """The children of a container that holds more than plain values."""
-        self.note_container(path, node)
-        if isinstance(node, tuple):  # what is new in it makes a new tuple, around the same tensors and objects
-            items = list(node)
-            for i, value in enumerate(node):
-                self.node(names.child(path, str(i)), value, partial(items.__setitem__, i))
-            if self.saved is not None and any(not _stays(value) for value in node):
-                self.into.after.append(lambda: put(tuple(items)))
-            return
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            at = names.child(path, _key(path, key))
+        """The children of a container that holds more than plain values; it is filled in place and keeps its class."""
+        new_items = list(node) if isinstance(node, tuple) else node
+        for name, (key, value) in trees.note_container(path, node, self.into, in_place=True):
+            at = names.child(path, name)
             if is_tensor_leaf(value):  # needs no way back: it is filled where it lies
                 self.plain(at, value)
             else:
-                self.node(at, value, partial(node.__setitem__, key))
-
-    def note_container(self, path: str, node: Any) -> None:
-        """Lists, tuples and empty containers are noted; so is a dict whose keys are integers (see docs/format.md)."""
-        if isinstance(node, (list, tuple)):
-            self.into.containers[path] = "list" if isinstance(node, list) else "tuple"
-        elif path and (not node or any(type(k) is int for k in node)):
-            alike = [k for k in node if type(k) is str and _looks_like_integer(k)]
-            if alike and any(type(k) is int for k in node):
-                raise Unsupported(
-                    f"{path} has integers and the text {alike[0]!r} as keys, which could not be told apart"
-                )
-            self.into.containers[path] = "dict"
-
-    def values(self, path: str, node: Any, *, owned: bool) -> None:
-        """Plain values, however nested."""
-        if is_container(node):
-            self.note_container(path, node)
-            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-                self.values(names.child(path, _key(path, key)), value, owned=owned)
-            return
-        try:
-            encoded = values.encode(node)
-        except values.Refused as error:
-            raise Unsupported(f"{path}: {error.reason}") from None
-        self.into.add_value(path, encoded, owned=owned)
+                self.node(at, value, partial(new_items.__setitem__, key))
+        if isinstance(node, tuple) and self.saved is not None:
+            self.into.after.append(partial(_put_tuple, node, new_items, put))
 
     def tensor(self, path: str, tensor: Any) -> None:
         for entry in entries_of(path, tensor, self.ranks):
@@ -196,7 +178,7 @@ class _Walk:
             if isinstance(value, torch.Tensor):
                 self.tensor(names.child(path, fqn), value)
             else:
-                self.saved_tree(names.child(path, fqn), value, owned=True)
+                trees.add_tree(names.child(path, fqn), value, self.into, self.noted, owned=True)
         if not state.entries and not state.leaves:
             self.into.containers[path] = "dict"
         elif before is not None and not state.entries and not has_a_say_in_saving(module):
@@ -216,10 +198,7 @@ class _Walk:
         self.recall.note_optimizers(path, found, self.owners, before, self.into, params)
 
     def _collect_optimizers(self, path: str, found: list[Optimizer]) -> None:
-        def tree(name: str, value: Any, leaf: Callable[[str, torch.Tensor], None]) -> None:
-            self.saved_tree(name, value, owned=True, leaf=leaf)
-
-        optimizers.collect_optimizers(path, found, self.known, self.ranks, self.into, self.saved, tree)
+        optimizers.collect_optimizers(path, found, self.known, self.ranks, self.into, self.saved)
 
     def optimizer_list(self, path: str, found: Sequence[Any]) -> None:
         saved = None if self.saved is None else self.saved.has
@@ -238,15 +217,13 @@ class _Walk:
         parameter_of = own_optimizers.parameter_of(node, fqns)
         if self.saved is None:
 
-            def leaf(name: str, tensor: torch.Tensor) -> None:
+            def leaf(name: str, tensor: Any) -> None:
                 parameter = parameter_of(name)
                 for entry in entries_beside(name, tensor, parameter, None, self.ranks):
                     self.into.add(entry)
-                note = note_of(name, tensor, parameter) if isinstance(tensor, torch.Tensor) else None
-                if note is not None:
-                    self.into.containers[name] = note
+                trees.note_tensor(name, tensor, parameter, self.into)
 
-            self.saved_tree(path, own_optimizers.named(node.state_dict(), fqns), owned=True, leaf=leaf)
+            trees.add_tree(path, own_optimizers.named(node.state_dict(), fqns), self.into, leaf, owned=True)
             return
         counts = [len(group["params"]) for group in node.param_groups]
         rest = iter(fqns)
@@ -259,31 +236,17 @@ class _Walk:
 
     def stateful(self, path: str, node: Any) -> None:
         if self.saved is None:
-            self.saved_tree(path, node.state_dict(), owned=False)
+            trees.add_tree(path, node.state_dict(), self.into, self.noted, owned=False)
             return
         present = dict(bare_tensors(path, node.state_dict()))
         maker = Maker(self.saved, self.ranks, present=present)
         put, undoing = node.load_state_dict, partial(_undoing, node)
         self.into.slots.append(Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=undoing))
 
-    def saved_tree(
-        self, path: str, node: Any, *, owned: bool, leaf: Callable[[str, torch.Tensor], None] | None = None
-    ) -> None:
-        """A state dict that an object made: tensors and values in any nest."""
-        if is_tensor_leaf(node):
-            if leaf is not None and isinstance(node, torch.Tensor):
-                leaf(path, node)
-                return
-            self.plain(path, node)
-            note = note_of(path, node, None) if isinstance(node, torch.Tensor) else None
-            if note is not None:
-                self.into.containers[path] = note
-        elif is_container(node):
-            self.note_container(path, node)
-            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-                self.saved_tree(names.child(path, _key(path, key)), value, owned=owned, leaf=leaf)
-        else:
-            self.values(path, node, owned=owned)
+    def noted(self, path: str, tensor: Any) -> None:
+        """A tensor of an object that takes its state whole."""
+        self.plain(path, tensor)
+        trees.note_tensor(path, tensor, None, self.into)
 
     def per_rank(self, path: str, value: Any, put: Callable[[Any], None], elsewhere: object) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -308,7 +271,7 @@ class _Walk:
 
 def _undoing(node: Any) -> Callable[[], None]:
     """What gives an object its present state back."""
-    present = copy.deepcopy(node.state_dict())
+    present = trees.copied(node.state_dict())
     return lambda: node.load_state_dict(present)
 
 
@@ -316,27 +279,14 @@ def _load_numbered(path: str, node: Any, live: list[list[str]], tree: Any) -> No
     node.load_state_dict(own_optimizers.numbered(path, tree, live))
 
 
-def _looks_like_integer(key: str) -> bool:
-    return key.removeprefix("-").isdecimal()
-
-
-def _key(path: str, key: Any) -> str:
-    if type(key) is str:
-        if not path and key in ("", "manifest.json"):
-            raise Unsupported(f"the state has the key {key!r} at the top, which cannot name a section; rename it")
-        return key
-    if type(key) is int and path:
-        return str(key)
-    raise Unsupported(f"{path or 'the state'} has the key {key!r} of type {type(key).__qualname__}; keys are strings")
-
-
-def _stays(value: Any) -> bool:
-    """Whether a load fills ``value`` where it is, and puts nothing in its place."""
-    return rule_of(value).kind not in ("value", "values")
+def _put_tuple(present: tuple[Any, ...], items: list[Any], put: Callable[[Any], None]) -> None:
+    """Put a new tuple around the same tensors and objects, if a value in it is another now."""
+    if any(new is not old for new, old in zip(items, present, strict=True)):
+        put(tuple(items))
 
 
 def _nothing(value: Any) -> None:
-    """Puts nothing: an optimizer stays the object that it is."""
+    """Puts nothing: for what stays the object that it is."""
 
 
 def _find_aliases(into: Collected) -> None:
