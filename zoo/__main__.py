@@ -23,20 +23,28 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 
-from zoo import judge, page  # noqa: E402
+from zoo import judge, page, verdict  # noqa: E402
 from zoo.case import Case  # noqa: E402
 from zoo.forks import Stage, Task, run  # noqa: E402
 
 CATALOGUES = {
     "optimizers": ("zoo.optimizers", "zoo.optimizers_of_libraries", "zoo.wrappers"),
-    "modules": ("zoo.modules", "zoo.odd_modules", "zoo.quantised", "zoo.transformers_models", "zoo.modules_of_libraries"),
-    "schedules": ("zoo.schedules",),
+    "modules": (
+        "zoo.modules",
+        "zoo.odd_modules",
+        "zoo.odd_buffers",
+        "zoo.wrapped_modules",
+        "zoo.quantised",
+        "zoo.transformers_models",
+        "zoo.modules_of_libraries",
+    ),
+    "schedules": ("zoo.schedules", "zoo.loaders"),
 }
-LOCAL = Stage(judge.in_one_process, 1, judge.LOCAL)
+LOCAL = Stage(judge.in_one_process, 1, verdict.LOCAL)
 SHARDED = [
-    Stage(judge.on_ranks, 2, judge.SHARDED[:1]),
-    Stage(judge.gathered, 1, judge.SHARDED[1:2], "whole.pt"),
-    Stage(judge.spread, 4, judge.SHARDED[2:], "whole.pt"),
+    Stage(judge.on_ranks, 2, verdict.SHARDED[:1]),
+    Stage(judge.gathered, 1, verdict.SHARDED[1:2], "whole.pt"),
+    Stage(judge.spread, 4, verdict.SHARDED[2:], "whole.pt"),
 ]
 
 

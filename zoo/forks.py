@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zoo.case import Case
-from zoo.judge import Cell, Tell
+from zoo.verdict import Cell, Tell
 
 _context = multiprocessing.get_context("fork")
 _RANKED = ("right", "torch", "refused", "wrong")
@@ -109,9 +109,7 @@ def _start(task: Task, stages: deque[Stage], folder: Path) -> _Running:
     return _Running(task, stage, ranks, folder, time.monotonic(), stages)
 
 
-def _child(
-    stage: Stage, case: Case, folder: Path, rank: int, listener: socket.socket | None, pipe: Connection
-) -> None:
+def _child(stage: Stage, case: Case, folder: Path, rank: int, listener: socket.socket | None, pipe: Connection) -> None:
     os.setpgid(0, 0)  # so that writer processes end with it
     log = os.open(os.environ.get("ZOO_LOG", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)

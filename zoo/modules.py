@@ -1,6 +1,6 @@
 """Modules that torch alone is enough for: its own layers, and what people do with ``nn.Module``.
 
-`zoo.__main__` collects `cases`; `zoo.odd_modules` and `zoo.quantised` have more of them.
+`zoo.__main__` collects `cases`; other catalogues use `case` and `training_of`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
 
 from zoo.case import Case, Lay, Run
 
@@ -33,7 +32,9 @@ def training_of(
     model = lay(make())
     wanted = [p for p in model.parameters() if p.requires_grad] if trains else []
     state: dict[str, Any] = {"model": model}
-    kind = (lambda p: torch.optim.SparseAdam(p, lr=lr)) if sparse else (lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9))
+    kind = (
+        (lambda p: torch.optim.SparseAdam(p, lr=lr)) if sparse else (lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9))
+    )
     optimizer = kind(wanted) if wanted else None
     if optimizer is not None:
         state["optimizer"] = optimizer
@@ -73,7 +74,15 @@ def _leaves(out: Any) -> list[torch.Tensor]:
     return []
 
 
-def case(name: str, make: Callable[[], nn.Module], inputs: Inputs, *, library: str = "torch", sharded: bool = True, **how: Any) -> Case:
+def case(
+    name: str,
+    make: Callable[[], nn.Module],
+    inputs: Inputs,
+    *,
+    library: str = "torch",
+    sharded: bool = True,
+    **how: Any,
+) -> Case:
     return Case(f"{library}: {name}", library, lambda lay: training_of(make, inputs, lay, **how), sharded=sharded)
 
 
@@ -81,8 +90,6 @@ def cases() -> Iterator[Case]:
     """All of them."""
     yield from _layers()
     yield from _shared()
-    yield from _parametrized()
-    yield from _wrapped()
 
 
 def _layers() -> Iterator[Case]:
@@ -98,34 +105,52 @@ def _layers() -> Iterator[Case]:
     yield case("BatchNorm1d, cumulative", lambda: nn.BatchNorm1d(6, momentum=None), rows)
     yield case("BatchNorm1d without statistics", lambda: nn.BatchNorm1d(6, track_running_stats=False), rows)
     yield case("SyncBatchNorm in eval mode", lambda: nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6).eval()), rows)
-    yield case("InstanceNorm2d with statistics", lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), images)
+    yield case(
+        "InstanceNorm2d with statistics", lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True), images
+    )
     yield case("GroupNorm and RMSNorm", lambda: nn.Sequential(nn.GroupNorm(2, 6), nn.RMSNorm(6)), rows)
     yield case("RNN", lambda: nn.RNN(6, 5, nonlinearity="relu"), features(3, 4, 6))
-    yield case("LSTM of two layers with projections", lambda: nn.LSTM(6, 8, num_layers=2, proj_size=3), features(3, 4, 6))
+    yield case(
+        "LSTM of two layers with projections", lambda: nn.LSTM(6, 8, num_layers=2, proj_size=3), features(3, 4, 6)
+    )
     yield case("GRU in both directions", lambda: nn.GRU(6, 5, bidirectional=True), features(3, 4, 6))
     yield case("LSTMCell", lambda: nn.LSTMCell(6, 5), rows)
     yield case("MultiheadAttention", lambda: nn.MultiheadAttention(8, 2), lambda g: (*features(3, 4, 8)(g),) * 3)
     yield case(
-        "MultiheadAttention with other keys and biases", lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=3, add_bias_kv=True),
+        "MultiheadAttention with other keys and biases", lambda: nn.MultiheadAttention(8, 2, kdim=5, vdim=3,
+        add_bias_kv=True),
         lambda g: (*features(3, 4, 8)(g), *features(3, 4, 5)(g), *features(3, 4, 3)(g)),
     )  # fmt: skip
     yield case(
         "TransformerEncoder with dropout",
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False), features(3, 4, 8),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False),
+        features(3, 4, 8),
     )  # fmt: skip
     yield case("Transformer", lambda: nn.Transformer(8, 2, 1, 1, 16), lambda g: (*features(3, 4, 8)(g),) * 2)
     yield case("Embedding with padding", lambda: nn.Embedding(11, 6, padding_idx=0), tokens(11, 4, 3))
     yield case("Embedding with a greatest norm", lambda: nn.Embedding(11, 6, max_norm=1.0), tokens(11, 4, 3))
     yield case("EmbeddingBag", lambda: nn.EmbeddingBag(11, 6), tokens(11, 4, 3))
-    yield case("sparse Embedding and SparseAdam", lambda: nn.Embedding(11, 6, sparse=True), tokens(11, 4, 3), sparse=True)
-    yield case("sparse EmbeddingBag and SparseAdam", lambda: nn.EmbeddingBag(11, 6, sparse=True), tokens(11, 4, 3), sparse=True)
+    yield case(
+        "sparse Embedding and SparseAdam", lambda: nn.Embedding(11, 6, sparse=True), tokens(11, 4, 3), sparse=True
+    )
+    yield case(
+        "sparse EmbeddingBag and SparseAdam", lambda: nn.EmbeddingBag(11, 6, sparse=True), tokens(11, 4, 3), sparse=True
+    )
     yield case("ModuleDict with slashes and blanks in names", _odd_names, rows)
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
         name = str(dtype).removeprefix("torch.")
-        yield case(f"Linear in {name}", lambda dtype=dtype: nn.Linear(6, 5).to(dtype), lambda g, d=dtype: (rows(g)[0].to(d),))
+        yield case(
+            f"Linear in {name}", lambda dtype=dtype: nn.Linear(6, 5).to(dtype), lambda g, d=dtype: (rows(g)[0].to(d),)
+        )
     for name in ("LazyLinear", "LazyConv2d and LazyBatchNorm2d"):
         yield case(f"{name} after a pass", lambda name=name: _lazy(name, passed=True), images if "2d" in name else rows)
-        yield case(f"{name} before the first pass", lambda name=name: _lazy(name, passed=False), images if "2d" in name else rows, trains=False, sharded=False)
+        yield case(
+            f"{name} before the first pass",
+            lambda name=name: _lazy(name, passed=False),
+            images if "2d" in name else rows,
+            trains=False,
+            sharded=False,
+        )
 
 
 def _odd_names() -> nn.Module:
@@ -208,7 +233,9 @@ def _shared() -> Iterator[Case]:
     yield case("a module and a buffer under two names", Twice, rows)
     yield case("parameters that are views of one tensor", Views, rows, sharded=False)
     yield case("lists and dicts of parameters, and none", Lists, rows)
-    yield case("a teacher that shares layers with the model", Tied, tokens(11, 4, 3), more=lambda m: {"teacher": m.embed})
+    yield case(
+        "a teacher that shares layers with the model", Tied, tokens(11, 4, 3), more=lambda m: {"teacher": m.embed}
+    )
     yield case("parameters with other strides", _transposed, rows)
     yield Case("torch: a dict of tensors that is called", "torch", _functional, sharded=False)
     yield Case("torch: a list of modules", "torch", _chunks, sharded=False)
@@ -247,85 +274,3 @@ def _chunks(lay: Lay) -> Run:
         return [seen(chunk) for chunk in chunks]
 
     return Run({"model": chunks, "optimizer": optimizers}, step)
-
-
-class Positive(nn.Module):
-    """A parametrization with a way back."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.softplus(x)
-
-    def right_inverse(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.log(torch.expm1(x.abs() + 0.1))
-
-
-def _parametrized() -> Iterator[Case]:
-    rows = features(4, 6)
-    square = lambda: nn.Linear(6, 6)  # noqa: E731
-    yield case("weight_norm", lambda: parametrizations.weight_norm(square()), rows)
-    yield case("spectral_norm", lambda: parametrizations.spectral_norm(square()), rows)
-    yield case("orthogonal", lambda: parametrizations.orthogonal(square()), rows)
-    yield case("orthogonal by Cayley", lambda: parametrizations.orthogonal(square(), orthogonal_map="cayley"), rows)
-    yield case("weight_norm of old", lambda: nn.utils.weight_norm(square()), rows)
-    yield case("spectral_norm of old", lambda: nn.utils.spectral_norm(square()), rows)
-    yield case("a parametrization with a way back", _positive, rows)
-    yield case("two parametrizations, one after the other", lambda: _positive(twice=True), rows)
-    yield case("pruned weights", lambda: _pruned(square()), rows)
-
-
-def _positive(*, twice: bool = False) -> nn.Module:
-    model = parametrizations.orthogonal(nn.Linear(6, 6)) if twice else nn.Linear(6, 6)
-    parametrize.register_parametrization(model, "weight", Positive())
-    return model
-
-
-def _pruned(model: nn.Module) -> nn.Module:
-    prune.random_unstructured(model, "weight", amount=0.5)
-    return model
-
-
-class Script(nn.Module):
-    """Small enough for TorchScript, with a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 5)
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return self.layer(x) * self.count
-
-
-class _Compiled(nn.Module):
-    """A compiled module inside of one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.compile(Script(), backend="eager")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
-def _wrapped() -> Iterator[Case]:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    rows = features(4, 6)
-    yield case("torch.jit.script", lambda: torch.jit.script(Script()), rows, sharded=False)
-    yield case("torch.jit.trace", lambda: torch.jit.trace(nn.Linear(6, 5), torch.randn(4, 6)), rows, sharded=False)
-    yield case("torch.compile", lambda: torch.compile(Script(), backend="eager"), rows, sharded=False)
-    yield case("torch.compile further in", _Compiled, rows)
-    yield case("torch.fx", lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))), rows)
-    yield case("torch.export", lambda: torch.export.export(nn.Linear(6, 5), (torch.randn(4, 6),)).module(), rows, sharded=False)
-    yield case("DataParallel", lambda: nn.DataParallel(Script()), rows, sharded=False)
-    yield case("DistributedDataParallel", _ddp, rows, sharded=False)
-    yield case("a checkpoint wrapper", lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(6, 6)), nn.Linear(6, 5)), rows)
-
-
-def _ddp() -> nn.Module:
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return nn.parallel.DistributedDataParallel(Script())

@@ -62,7 +62,9 @@ def averaged(make: Callable[[nn.Module], Any], update: Callable[[Any, nn.Module]
     return build
 
 
-def _average_case(library: str, name: str, make: Callable[[nn.Module], Any], update: Callable[[Any, nn.Module], Any]) -> Case:
+def _average_case(
+    library: str, name: str, make: Callable[[nn.Module], Any], update: Callable[[Any, nn.Module], Any]
+) -> Case:
     return Case(f"{library}: {name}", library, averaged(make, update), sharded=False)
 
 
@@ -71,7 +73,9 @@ def _ema_pytorch(lib: Any) -> Iterator[Case]:
     updated = lambda ema, model: (ema.update(), seen(ema.ema_model))[1]  # noqa: E731
     every = lambda ema, model: (ema.update(), [seen(e.ema_model) for e in ema.ema_models])[1]  # noqa: E731
     yield _average_case("ema_pytorch", "EMA", lambda m: lib.EMA(m, **options), updated)
-    yield _average_case("ema_pytorch", "EMA without the model", lambda m: lib.EMA(m, include_online_model=False, **options), updated)
+    yield _average_case(
+        "ema_pytorch", "EMA without the model", lambda m: lib.EMA(m, include_online_model=False, **options), updated
+    )
     yield _average_case("ema_pytorch", "KarrasEMA", lambda m: lib.KarrasEMA(m, sigma_rel=0.05, update_every=1), updated)
     yield _average_case("ema_pytorch", "PostHocEMA", _post_hoc(lib), every)
 
@@ -79,7 +83,9 @@ def _ema_pytorch(lib: Any) -> Iterator[Case]:
 def _torch_ema(lib: Any) -> Iterator[Case]:
     make = lambda model: lib.ExponentialMovingAverage(model.parameters(), decay=0.9)  # noqa: E731
     shadows = lambda ema: [p.clone() for p in ema.shadow_params]  # noqa: E731
-    yield _average_case("torch_ema", "ExponentialMovingAverage", make, lambda ema, model: (ema.update(), shadows(ema))[1])
+    yield _average_case(
+        "torch_ema", "ExponentialMovingAverage", make, lambda ema, model: (ema.update(), shadows(ema))[1]
+    )
     yield _average_case(
         "torch_ema", "ExponentialMovingAverage with stored weights", make,
         lambda ema, model: (ema.update(), ema.store(), shadows(ema))[2],
@@ -103,7 +109,13 @@ def _post_hoc(lib: Any) -> Callable[[nn.Module], Any]:
     def make(model: nn.Module) -> Any:
         import tempfile
 
-        return lib.PostHocEMA(model, sigma_rels=(0.05, 0.28), update_every=1, checkpoint_every_num_steps="manual", checkpoint_folder=tempfile.mkdtemp(prefix="zoo-ema-"))
+        return lib.PostHocEMA(
+            model,
+            sigma_rels=(0.05, 0.28),
+            update_every=1,
+            checkpoint_every_num_steps="manual",
+            checkpoint_folder=tempfile.mkdtemp(prefix="zoo-ema-"),
+        )
 
     return make
 
@@ -122,7 +134,9 @@ def _timm_averages() -> Any:
     return made
 
 
-def _metric(make: Callable[[], Any], give: Callable[[torch.Generator], tuple[Any, ...]], *, persistent: bool) -> Callable[[Lay], Run]:
+def _metric(
+    make: Callable[[], Any], give: Callable[[torch.Generator], tuple[Any, ...]], *, persistent: bool
+) -> Callable[[Lay], Run]:
     def build(lay: Lay) -> Run:
         metric = make()
         metric.persistent(persistent)
@@ -145,12 +159,14 @@ def _metrics(lib: Any) -> Iterator[Case]:
     classes = {"task": "multiclass", "num_classes": 3}
     pairs = lambda g: (torch.randn(8, generator=g), torch.randn(8, generator=g))  # noqa: E731
     kinds: dict[str, tuple[Callable[[], Any], Callable[[torch.Generator], tuple[Any, ...]]]] = {
-        "Accuracy": (lambda: lib.Accuracy(**classes), _labels), "ConfusionMatrix": (lambda: lib.ConfusionMatrix(**classes), _labels),
+        "Accuracy": (lambda: lib.Accuracy(**classes), _labels),
+        "ConfusionMatrix": (lambda: lib.ConfusionMatrix(**classes), _labels),
         "AUROC, with lists of what it saw": (lambda: lib.AUROC(**classes), _labels),
         "AUROC, with thresholds": (lambda: lib.AUROC(**classes, thresholds=5), _labels),
         "MeanMetric": (lambda: lib.MeanMetric(), lambda g: (torch.randn(3, generator=g),)),
         "CatMetric": (lambda: lib.CatMetric(), lambda g: (torch.randn(3, generator=g),)),
-        "PearsonCorrCoef": (lambda: lib.PearsonCorrCoef(), pairs), "MeanSquaredError": (lambda: lib.MeanSquaredError(), pairs),
+        "PearsonCorrCoef": (lambda: lib.PearsonCorrCoef(), pairs),
+        "MeanSquaredError": (lambda: lib.MeanSquaredError(), pairs),
         "RunningMean": (lambda: lib.RunningMean(window=3), lambda g: (torch.randn((), generator=g),)),
         "MetricCollection": (lambda: lib.MetricCollection([lib.Accuracy(**classes), lib.F1Score(**classes)]), _labels),
         "MinMaxMetric": (lambda: lib.MinMaxMetric(lib.Accuracy(**classes)), _labels),
@@ -160,7 +176,12 @@ def _metrics(lib: Any) -> Iterator[Case]:
         yield Case(f"torchmetrics: {name}", "torchmetrics", _metric(make, give, persistent=True), sharded=False)
     for name in ("Accuracy", "AUROC, with lists of what it saw"):
         make, give = kinds[name]
-        yield Case(f"torchmetrics: {name}, not persistent", "torchmetrics", _metric(make, give, persistent=False), sharded=False)
+        yield Case(
+            f"torchmetrics: {name}, not persistent",
+            "torchmetrics",
+            _metric(make, give, persistent=False),
+            sharded=False,
+        )
 
 
 def _tracker(lib: Any, classes: dict[str, Any]) -> Any:
@@ -174,10 +195,13 @@ def _vector_quantisers(lib: Any) -> Iterator[Case]:
     rows = features(2, 6, 8)
     kinds: dict[str, Callable[[], nn.Module]] = {
         "VectorQuantize with an average": lambda: lib.VectorQuantize(dim=8, codebook_size=5, decay=0.8),
-        "VectorQuantize made by k-means": lambda: lib.VectorQuantize(dim=8, codebook_size=5, kmeans_init=True, kmeans_iters=2),
-        "VectorQuantize that is learnt": lambda: lib.VectorQuantize(dim=8, codebook_size=5, learnable_codebook=True, ema_update=False),
+        "VectorQuantize made by k-means": lambda: lib.VectorQuantize(dim=8, codebook_size=5, kmeans_init=True,
+        kmeans_iters=2),
+        "VectorQuantize that is learnt": lambda: lib.VectorQuantize(dim=8, codebook_size=5, learnable_codebook=True,
+        ema_update=False),
         "ResidualVQ": lambda: lib.ResidualVQ(dim=8, num_quantizers=2, codebook_size=5),
-        "FSQ": lambda: lib.FSQ([3, 3], dim=8), "LFQ": lambda: lib.LFQ(codebook_size=8, dim=8), "SimVQ": lambda: lib.SimVQ(dim=8, codebook_size=5),
+        "FSQ": lambda: lib.FSQ([3, 3], dim=8), "LFQ": lambda: lib.LFQ(codebook_size=8, dim=8),
+        "SimVQ": lambda: lib.SimVQ(dim=8, codebook_size=5),
     }  # fmt: skip
     for name, make in kinds.items():
         wrapped = lambda make=make: nn.Sequential(nn.Linear(8, 8), make())  # noqa: E731
@@ -188,7 +212,9 @@ def _x_transformers(lib: Any) -> Iterator[Case]:
     make = lambda: lib.TransformerWrapper(  # noqa: E731
         num_tokens=16, max_seq_len=8, attn_layers=lib.Decoder(dim=16, depth=1, heads=2, attn_dim_head=8)
     )
-    yield case("TransformerWrapper", make, lambda g: (torch.randint(0, 16, (2, 6), generator=g),), library="x_transformers")
+    yield case(
+        "TransformerWrapper", make, lambda g: (torch.randint(0, 16, (2, 6), generator=g),), library="x_transformers"
+    )
 
 
 def _gpytorch(lib: Any) -> Iterator[Case]:
@@ -200,7 +226,8 @@ def _geometric(lib: Any) -> Iterator[Case]:
     given = lambda g: (torch.randn(4, 6, generator=g), edges)  # noqa: E731
     for name, make in {
         "GCNConv": lambda: lib.GCNConv(6, 5), "GATConv": lambda: lib.GATConv(6, 5, heads=2),
-        "GCNConv, lazy": lambda: lib.GCNConv(-1, 5), "SAGEConv": lambda: lib.SAGEConv(6, 5), "BatchNorm": lambda: _Graph(lib),
+        "GCNConv, lazy": lambda: lib.GCNConv(-1, 5), "SAGEConv": lambda: lib.SAGEConv(6, 5),
+        "BatchNorm": lambda: _Graph(lib),
     }.items():  # fmt: skip
         yield case(name, make, given, library="torch_geometric", sharded="lazy" not in name, trains="lazy" not in name)
 
@@ -219,7 +246,12 @@ def _opacus(lib: Any) -> Iterator[Case]:
     layers = module_of("opacus.layers")
     yield case("GradSampleModule", lambda: lib.GradSampleModule(nn.Linear(6, 5)), ROWS, library="opacus", sharded=False)
     yield case("DPLSTM", lambda: layers.DPLSTM(6, 5, batch_first=True), features(2, 3, 6), library="opacus")
-    yield case("DPMultiheadAttention", lambda: layers.DPMultiheadAttention(8, 2), lambda g: (*features(3, 4, 8)(g),) * 3, library="opacus")
+    yield case(
+        "DPMultiheadAttention",
+        lambda: layers.DPMultiheadAttention(8, 2),
+        lambda g: (*features(3, 4, 8)(g),) * 3,
+        library="opacus",
+    )
 
 
 def _diffusers(lib: Any) -> Iterator[Case]:
@@ -270,7 +302,9 @@ def _process(lib: Any, lay: Lay) -> Run:
         def __init__(self) -> None:
             super().__init__(given, torch.sin(given), likelihood)
             self.mean_module = lib.means.ConstantMean()
-            self.covar_module = lib.kernels.ScaleKernel(lib.kernels.RBFKernel(lengthscale_prior=lib.priors.NormalPrior(0, 1)))
+            self.covar_module = lib.kernels.ScaleKernel(
+                lib.kernels.RBFKernel(lengthscale_prior=lib.priors.NormalPrior(0, 1))
+            )
 
         def forward(self, x: torch.Tensor) -> Any:
             return lib.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))

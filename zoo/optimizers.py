@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import lr_scheduler, swa_utils
+from torch.optim import swa_utils
 
 from zoo import training
 from zoo.case import Case, Lay, Run
+from zoo.own_optimizers import Accumulating, Counting, Float8, Global, Hooked
 from zoo.training import Matrices, named, trained
 
 Make = Callable[[nn.Module], Any]
@@ -97,7 +98,10 @@ def _sparse(lay: Lay) -> Run:
 def _decayed(model: nn.Module) -> list[dict[str, Any]]:
     tall = [p for p in trained(model) if p.dim() > 1]
     flat = [p for p in trained(model) if p.dim() <= 1]
-    return [{"params": tall, "weight_decay": 0.1, "name": "decayed"}, {"params": flat, "weight_decay": 0.0, "name": "not"}]
+    return [
+        {"params": tall, "weight_decay": 0.1, "name": "decayed"},
+        {"params": flat, "weight_decay": 0.0, "name": "not"},
+    ]
 
 
 def _groups() -> Iterator[Case]:
@@ -113,7 +117,10 @@ def _groups() -> Iterator[Case]:
     yield _case("AdamW with tensors in a group", _with_tensors)
     yield _case("AdamW with objects in a group", _with_objects)
     yield _case("AdamW with a group added later", _added_later)
-    yield _case("SGD whose groups are turned round", lambda m: torch.optim.SGD(list(reversed(_decayed(m))), lr=0.1, momentum=0.9))
+    yield _case(
+        "SGD whose groups are turned round",
+        lambda m: torch.optim.SGD(list(reversed(_decayed(m))), lr=0.1, momentum=0.9),
+    )
     yield _case("Adam of some parameters", lambda m: torch.optim.Adam(trained(m)[:2], lr=0.01))
 
 
@@ -143,8 +150,12 @@ def _several() -> Iterator[Case]:
         return torch.optim.SGD(tall, lr=0.1, momentum=0.9), torch.optim.AdamW(flat, lr=0.01)
 
     yield _case("two optimizers in a list", lambda m: list(matrices_and_rest(m)), models=(training.Odd,))
-    yield _case("two optimizers in a dict", lambda m: dict(zip("ab", matrices_and_rest(m), strict=True)), models=(training.Odd,))
-    yield _case("an optimizer for each parameter, in a list", lambda m: [torch.optim.Adam([p], lr=0.01) for p in trained(m)])
+    yield _case(
+        "two optimizers in a dict", lambda m: dict(zip("ab", matrices_and_rest(m), strict=True)), models=(training.Odd,)
+    )
+    yield _case(
+        "an optimizer for each parameter, in a list", lambda m: [torch.optim.Adam([p], lr=0.01) for p in trained(m)]
+    )
     yield _case(
         "an optimizer for each parameter, by name", lambda m: {n: torch.optim.Adam([p], lr=0.01) for n, p in named(m)}
     )
@@ -197,108 +208,6 @@ def _wide_state(model: nn.Module) -> Any:
 
     optimizer.register_step_post_hook(widen)
     return optimizer
-
-
-class Accumulating:
-    """Steps every second time; counts in a ``state_dict()`` of its own."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.count = inner, 0
-
-    def step(self) -> None:
-        self.count += 1
-        if self.count % 2 == 0:
-            self.inner.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "inner": self.inner.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-        self.inner.load_state_dict(state["inner"])
-
-
-class Counting(torch.optim.Adam):
-    """A subclass whose ``state_dict()`` has one more key."""
-
-    count = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.count += 1
-        for group in self.param_groups:
-            group["lr"] = 0.01 / self.count
-        return super().step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-        super().load_state_dict({k: v for k, v in state.items() if k != "count"})
-
-
-class Hooked(torch.optim.Adam):
-    """Its count travels in the hooks that torch has for that."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, lr=lr)
-        self.count = 0
-        self.register_state_dict_post_hook(lambda self, state: {**state, "count": self.count})
-        self.register_load_state_dict_pre_hook(self._take)
-
-    @staticmethod
-    def _take(self: Any, state: dict[str, Any]) -> dict[str, Any]:
-        self.count = state["count"]
-        return {k: v for k, v in state.items() if k != "count"}
-
-    def step(self, closure: Any = None) -> Any:
-        self.count += 1
-        for group in self.param_groups:
-            group["lr"] = 0.01 / self.count
-        return super().step(closure)
-
-
-class Global(torch.optim.Optimizer):
-    """Keeps state beside the parameters': under a name, and lists, dicts and numbers for each parameter."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        whole = self.state["whole"]
-        whole["seen"] = whole.get("seen", 0) + 1
-        whole["norm"] = whole.get("norm", torch.zeros(())) * 0.5 + whole["seen"]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state.setdefault("history", []).append(float(whole["norm"]))
-                state.setdefault("tensors", [torch.zeros(3)])
-                state["tensors"] = [t + len(state["history"]) for t in state["tensors"]]
-                state["nested"] = {"a": {"b": sum(state["history"])}, 0: (1, "x")}
-                scale = state["nested"]["a"]["b"] + float(state["tensors"][0].sum())
-                parameter.add_(parameter.grad, alpha=-group["lr"] / (1 + scale))
-
-
-class Float8(torch.optim.Optimizer):
-    """Momentum that is kept in 8 bits, with a scale."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is None:
-                continue
-            state = self.state[parameter]
-            old = state["q"].float() * state["scale"] if "q" in state else torch.zeros_like(parameter)
-            new = old * 0.9 + parameter.grad
-            state["scale"] = new.abs().max().clamp(min=1e-8) / 400
-            state["q"] = (new / state["scale"]).to(torch.float8_e4m3fn)
-            parameter.sub_(new * self.param_groups[0]["lr"])
 
 
 def _around() -> Iterator[Case]:
@@ -361,6 +270,3 @@ def _post_local(model: nn.Module) -> Any:
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     return PostLocalSGDOptimizer(torch.optim.SGD(trained(model), lr=0.1, momentum=0.9), PeriodicModelAverager(period=2))
-
-
-_ = lr_scheduler

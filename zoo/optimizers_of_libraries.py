@@ -44,7 +44,8 @@ LEFT_OUT = {
     "apollo_torch.QAPOLLOAdamW", "kron_torch.DistributedKron", "kron_torch.DistributedOneSidedKron",
     "lomo_optim.AdaLomo",
     # They fail in every loop.
-    "bitsandbytes.PytorchLARS", "pytorch_optimizer.BSAM", "bitsandbytes.AdEMAMix32bit", "bitsandbytes.PagedAdEMAMix32bit",
+    "bitsandbytes.PytorchLARS", "pytorch_optimizer.BSAM", "bitsandbytes.AdEMAMix32bit",
+    "bitsandbytes.PagedAdEMAMix32bit",
     # They are wrappers, in a catalogue of their own.
     *(f"pytorch_optimizer.{name}" for name in (
         "FriendlySAM", "GSAM", "LookSAM", "Lookahead", "OrthoGrad", "PCGrad", "SAM", "TRAC", "WSAM",
@@ -108,7 +109,9 @@ def module_of(name: str) -> Any:
 
 
 def _is_own_optimizer(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and not kind.__module__.startswith("torch.")
+    return (
+        isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and not kind.__module__.startswith("torch.")
+    )
 
 
 def _case(library: str, title: str, name: str, kind: Any, options: dict[str, Any]) -> Case:
@@ -203,7 +206,10 @@ HOW: dict[str, dict[str, Any]] = {
     **{f"pytorch_optimizer.{name}": {"drive": training.with_fused_backward} for name in ("AdaLOMO", "LOMO")},
     "lomo_optim.Lomo": {"drive": training.with_fused_backward, "models": (training.Common,)},
     "pytorch_optimizer.AliG": {"drive": training.with_loss},
-    **{f"schedulefree.{name}ScheduleFreeClosure": {"drive": training.with_closure} for name in ("AdamW", "RAdam", "SGD")},
+    **{
+        f"schedulefree.{name}ScheduleFreeClosure": {"drive": training.with_closure}
+        for name in ("AdamW", "RAdam", "SGD")
+    },
     "torchastic.*": {"dtype": torch.bfloat16},
     "torchao.AdamW8bit with stochastic rounding": {"dtype": torch.bfloat16},
     "muon.Muon": {"models": (Matrices,)},

@@ -12,7 +12,7 @@ from typing import Any
 
 from zoo.case import Case
 from zoo.forks import Task
-from zoo.judge import LOCAL, SHARDED, Cell
+from zoo.verdict import LOCAL, SHARDED, Cell
 
 COLUMNS = (*LOCAL, *SHARDED)
 Chosen = dict[str, list[Case]]
@@ -23,18 +23,19 @@ _HEAD = """# The zoo
 
 <!-- Written by `make zoo`. -->
 
-Does it come back? `make zoo` saves and loads {kinds} kinds of objects that have `state_dict()` and `load_state_dict()`:
-optimizers, modules, schedulers, loaders, of torch and of {libraries} other libraries. Every cell below was run.
+Does it come back? `make zoo` saves and loads {kinds} kinds of objects that have `state_dict()` and
+`load_state_dict()`: optimizers, modules, schedulers, loaders, of torch and of {libraries} other libraries. Every cell
+below was run.
 
-Each case trains three steps and is saved. A fresh object, made with another seed, loads the checkpoint and takes ten more
-steps. Another fresh object gets `load_state_dict(copy.deepcopy(saved.state_dict()))`, torch's own way, and a third run is
-never interrupted. A cell says:
+Each case trains three steps and is saved. A fresh object, made with another seed, loads the checkpoint and takes ten
+more steps. Another fresh object gets `load_state_dict(copy.deepcopy(saved.state_dict()))`, torch's own way, and a third
+run is never interrupted. Outputs, parameters, buffers and states are compared. A cell says:
 
 | | |
 |---|---|
-| right | it goes on as after torch's own load, bit for bit: outputs, parameters, buffers, state. Where torch's own load does not go on as the uninterrupted run does, either one is right |
+| right | it goes on as after torch's own load, bit for bit, or as the uninterrupted run where torch's own does not |
 | refused | `holdfast.save` or `holdfast.load` raised a `HoldfastError` that names the leaf, and nothing had changed |
-| **wrong** | anything else: other numbers, another exception, a refusal after something had changed, a name in `Loaded.restored` that did not arrive |
+| **wrong** | other numbers, another exception, a refusal after a change, a false name in `Loaded.restored` |
 | not by torch | it does not train like this, or its state cannot be had like this, with torch alone |
 | – | there is nothing to be sharded |
 
@@ -51,8 +52,13 @@ never interrupted. A cell says:
 
 {made}
 
-`make zoo` takes about half an hour on two cores, `make zoo ONLY=adam` a part of it. It ends with an error if any cell is
-wrong. A library that cannot be installed is left out{left_out}.
+`make zoo` takes less than half an hour on two cores, `make zoo ONLY=adam` runs a part of it. It ends with an error if
+any cell is wrong. A library that cannot be installed is left out{left_out}.
+
+What no list has is drawn: `python -m tests.any_state --minutes 60` makes random models (ties, shared and frozen
+parameters, buffers, several dtypes, parameter groups) on random meshes (DDP, FSDP2, HSDP, tensor parallel with uneven
+and strided shards, and mixes of them), saves them on one and loads them on another, and compares with what torch gathers
+and lays out.
 """
 
 
@@ -111,7 +117,16 @@ def markdown(chosen: Chosen, done: Done, left_out: list[str]) -> str:
 def _made_with(libraries: list[str]) -> str:
     known = []
     for library in ["torch", *libraries]:
-        for name in (library, library.replace("_", "-"), {"optimi": "torch-optimi", "muon": "muon-optimizer", "quanto": "optimum-quanto", "lycoris": "lycoris-lora"}.get(library, library)):
+        for name in (
+            library,
+            library.replace("_", "-"),
+            {
+                "optimi": "torch-optimi",
+                "muon": "muon-optimizer",
+                "quanto": "optimum-quanto",
+                "lycoris": "lycoris-lora",
+            }.get(library, library),
+        ):
             try:
                 known.append(f"{library} {version(name).partition('+')[0]}")
                 break
@@ -138,7 +153,15 @@ def _tidy(text: str) -> str:
     text = re.sub(r"\S*/zoo-\w+/[\w-]+", "the checkpoint", text)
     text = re.sub(r"0x[0-9a-f]{6,}", "0x…", text)
     text = re.sub(r"/[\w./-]+/site-packages/", "", text)
-    for old, new in (("\\", "\\\\"), ("<", "&lt;"), ("*", "\\*"), ("_", "\\_"), ("[", "\\["), ("`", "\\`"), ("|", "\\|")):
+    for old, new in (
+        ("\\", "\\\\"),
+        ("<", "&lt;"),
+        ("*", "\\*"),
+        ("_", "\\_"),
+        ("[", "\\["),
+        ("`", "\\`"),
+        ("|", "\\|"),
+    ):
         text = text.replace(old, new)
     return text
 

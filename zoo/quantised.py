@@ -120,7 +120,9 @@ def _torchao() -> Iterator[Case]:
         yield case("float8 training", _float8, ROWS, library="torchao")
     if module_of("torchao.prototype.quantized_training") is not None:
         yield case("int8 mixed precision training", _int8_training, ROWS, library="torchao")
-    yield case("LoRA beside quantised weights", lambda: _Lora(quantised("Int8WeightOnlyConfig")), ROWS, library="torchao")
+    yield case(
+        "LoRA beside quantised weights", lambda: _Lora(quantised("Int8WeightOnlyConfig")), ROWS, library="torchao"
+    )
 
 
 def _qat(quantization: Any, qat: Any) -> nn.Module:
@@ -170,23 +172,45 @@ def _bitsandbytes() -> Iterator[Case]:
         return lambda: nn.Sequential(make(), nn.Linear(64, 4)).to("cpu")
 
     linear = bnb.nn.Linear4bit
-    yield case("Linear4bit nf4", moved(lambda: linear(64, 64, quant_type="nf4", compute_dtype=torch.float32)), ROWS, library="bitsandbytes")
-    yield case("Linear4bit fp4, quantised twice", moved(
-        lambda: linear(64, 64, quant_type="fp4", compress_statistics=True, compute_dtype=torch.float32)), ROWS, library="bitsandbytes")
-    yield case("Linear8bitLt", moved(lambda: bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)), ROWS, library="bitsandbytes")
-    yield case("Linear8bitLt with 16-bit weights", moved(lambda: bnb.nn.Linear8bitLt(64, 64)), ROWS, library="bitsandbytes")
-    yield case("StableEmbedding", lambda: bnb.nn.StableEmbedding(16, 64), lambda g: (torch.randint(0, 16, (4,), generator=g),), library="bitsandbytes")
+    yield case(
+        "Linear4bit nf4",
+        moved(lambda: linear(64, 64, quant_type="nf4", compute_dtype=torch.float32)),
+        ROWS,
+        library="bitsandbytes",
+    )
+    yield case(
+        "Linear4bit fp4, quantised twice",
+        moved(lambda: linear(64, 64, quant_type="fp4", compress_statistics=True, compute_dtype=torch.float32)),
+        ROWS,
+        library="bitsandbytes",
+    )
+    yield case(
+        "Linear8bitLt", moved(lambda: bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)), ROWS, library="bitsandbytes"
+    )
+    yield case(
+        "Linear8bitLt with 16-bit weights", moved(lambda: bnb.nn.Linear8bitLt(64, 64)), ROWS, library="bitsandbytes"
+    )
+    yield case(
+        "StableEmbedding",
+        lambda: bnb.nn.StableEmbedding(16, 64),
+        lambda g: (torch.randint(0, 16, (4,), generator=g),),
+        library="bitsandbytes",
+    )
 
 
 def _others() -> Iterator[Case]:
     if (hqq := module_of("hqq.core.quantize")) is not None:
+
         def make_hqq() -> nn.Module:
             config = hqq.BaseQuantizeConfig(nbits=4, group_size=32)
-            return nn.Sequential(hqq.HQQLinear(nn.Linear(64, 64), config, compute_dtype=torch.float32, device="cpu"), nn.Linear(64, 4))
+            return nn.Sequential(
+                hqq.HQQLinear(nn.Linear(64, 64), config, compute_dtype=torch.float32, device="cpu"), nn.Linear(64, 4)
+            )
 
         yield case("HQQLinear", make_hqq, ROWS, library="hqq", sharded=False)
     if (quanto := module_of("optimum.quanto")) is not None:
         for weights in ("qint8", "qfloat8"):
+
             def make_quanto(weights: str = weights, *, frozen: bool = True) -> nn.Module:
                 model = Net()
                 quanto.quantize(model, weights=getattr(quanto, weights))
@@ -194,11 +218,12 @@ def _others() -> Iterator[Case]:
                 return model
 
             yield case(f"{weights}, frozen", make_quanto, ROWS, library="quanto", sharded=False)
-        yield case("qint8 with activations, not frozen", lambda: _quanto_trained(quanto), ROWS, library="quanto", sharded=False)
+        yield case(
+            "qint8 with activations, not frozen", lambda: _quanto_trained(quanto), ROWS, library="quanto", sharded=False
+        )
 
 
 def _quanto_trained(quanto: Any) -> nn.Module:
     model = Net()
     quanto.quantize(model, weights=quanto.qint8, activations=quanto.qint8)
     return model
-

@@ -188,7 +188,8 @@ def with_several(times: int) -> Drive:
 
 def training(
     make: Callable[[nn.Module], Any], lay: Lay, *, models: Sequence[type[nn.Module]] = MODELS,
-    drive: Drive | None = None, dtype: torch.dtype = torch.float32, more: Callable[[nn.Module, Any], dict[str, Any]] | None = None,
+    drive: Drive | None = None, dtype: torch.dtype = torch.float32, more: Callable[[nn.Module, Any],
+    dict[str, Any]] | None = None,
 ) -> Run:  # fmt: skip
     """A run of the first model that ``make``'s optimizer trains at all; ``more`` is what else is saved."""
     drives = (drive,) if drive is not None else (usual, with_closure, with_graph)

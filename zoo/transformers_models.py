@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,15 @@ _TWO_SIDED = {
     "forced_eos_token_id": None,
 }  # fmt: skip
 _OLD = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "n_ctx": 64}
-_PICTURE = {"image_size": 16, "patch_size": 8, "num_channels": 3, "hidden_size": 16, "intermediate_size": 24,
-            "num_hidden_layers": 2, "num_attention_heads": 2}
+_PICTURE = {
+    "image_size": 16,
+    "patch_size": 8,
+    "num_channels": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 _CONV = {"num_channels": 3, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "embedding_size": 8}
 _SOUND = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
@@ -109,7 +117,11 @@ def cases() -> Iterator[Case]:
     yield Case("transformers: llama in bfloat16", "transformers", _build(
         transformers.AutoModelForCausalLM, "llama", {}, _words, dtype=torch.bfloat16))  # fmt: skip
     yield Case("transformers: clip", "transformers", _build(transformers.AutoModel, "clip", {}, _both))
-    yield Case("transformers: whisper", "transformers", _build(transformers.AutoModelForSpeechSeq2Seq, "whisper", _WHISPER, _spectra))
+    yield Case(
+        "transformers: whisper",
+        "transformers",
+        _build(transformers.AutoModelForSpeechSeq2Seq, "whisper", _WHISPER, _spectra),
+    )
     yield from _adapters()
 
 
@@ -132,7 +144,9 @@ def _sounds(model: nn.Module, generator: torch.Generator) -> Any:
 
 
 def _spectra(model: nn.Module, generator: torch.Generator) -> Any:
-    return model(torch.randn(2, 8, 16, generator=generator), labels=torch.randint(3, VOCABULARY, (2, 4), generator=generator))
+    return model(
+        torch.randn(2, 8, 16, generator=generator), labels=torch.randint(3, VOCABULARY, (2, 4), generator=generator)
+    )
 
 
 def _both(model: nn.Module, generator: torch.Generator) -> Any:
@@ -203,9 +217,19 @@ def _adapters() -> Iterator[Case]:
     }  # fmt: skip
     for title, (name, options) in kinds.items():
         if hasattr(peft, name):
-            around = lambda model, name=name, options=options: peft.get_peft_model(model, getattr(peft, name)(**options))  # noqa: E731
-            yield Case(f"peft: {title}", "peft", _build(transformers.AutoModelForCausalLM, "llama", {}, _words, around=around))
-    yield Case("peft: two adapters", "peft", _build(transformers.AutoModelForCausalLM, "llama", {}, _words, around=_two))
+            around = partial(_adapted, getattr(peft, name), options)
+            build = _build(transformers.AutoModelForCausalLM, "llama", {}, _words, around=around)
+            yield Case(f"peft: {title}", "peft", build)
+    yield Case(f"peft: {title}", "peft", _build(transformers.AutoModelForCausalLM, "llama", {}, _words, around=around))
+    yield Case(
+        "peft: two adapters", "peft", _build(transformers.AutoModelForCausalLM, "llama", {}, _words, around=_two)
+    )
+
+
+def _adapted(config: Any, options: dict[str, Any], model: nn.Module) -> nn.Module:
+    from peft import get_peft_model
+
+    return get_peft_model(model, config(**options))
 
 
 def _two(model: nn.Module) -> nn.Module:

@@ -143,7 +143,9 @@ def _tensors(a: Any, b: Any, path: str) -> Iterator[Difference]:
         if not all(lazy):
             yield Difference(path, "is made on one side alone")
         return
-    kinds = [torch.Tensor if isinstance(t, torch.nn.Parameter) and type(t) is torch.nn.Parameter else type(t) for t in (a, b)]
+    kinds = [
+        torch.Tensor if isinstance(t, torch.nn.Parameter) and type(t) is torch.nn.Parameter else type(t) for t in (a, b)
+    ]
     if kinds[0] is not kinds[1]:
         yield Difference(path, f"a {type(a).__name__} is now a {type(b).__name__}")
     elif isinstance(a, DTensor):
@@ -166,7 +168,11 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
         same = names == others and str(context) == str(other_context)
         return same and all(not list(differences(getattr(a, n), getattr(b, n))) for n in names)
     if a.is_quantized:
-        return a.qscheme() == b.qscheme() and torch.equal(a.int_repr(), b.int_repr()) and torch.equal(a.dequantize(), b.dequantize())
+        return (
+            a.qscheme() == b.qscheme()
+            and torch.equal(a.int_repr(), b.int_repr())
+            and torch.equal(a.dequantize(), b.dequantize())
+        )
     if a.is_sparse:
         a, b = a.coalesce(), b.coalesce()
         return _equal(a.indices(), b.indices()) and _equal(a.values(), b.values())
@@ -207,7 +213,12 @@ def _values(a: Any, b: Any, path: str) -> Iterator[Difference]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        if not is_lazy(value) and value.numel() == 1 and type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_quantized:
+        if (
+            not is_lazy(value)
+            and value.numel() == 1
+            and type(value) in (torch.Tensor, torch.nn.Parameter)
+            and not value.is_quantized
+        ):
             return f"tensor {value.item()!r}"
         if is_lazy(value):
             return "a tensor that is not made yet"

@@ -65,9 +65,12 @@ def _in_train_mode(optimizer: Any) -> Any:
 
 _PYTORCH_OPTIMIZER: dict[str, tuple[Make, dict[str, Any]]] = {
     "SAM": (lambda lib, m: lib.SAM(trained(m), torch.optim.AdamW, lr=0.01), {"drive": training.in_two_steps}),
-    "SAM by closure": (lambda lib, m: lib.SAM(trained(m), torch.optim.SGD, lr=0.1, momentum=0.9), {"drive": training.with_closure}),
-    "FriendlySAM": (lambda lib, m: lib.FriendlySAM(trained(m), torch.optim.AdamW, lr=0.01), {"drive": training.in_two_steps}),
-    "LookSAM": (lambda lib, m: lib.LookSAM(trained(m), torch.optim.AdamW, lr=0.01, k=2), {"drive": training.with_closure}),
+    "SAM by closure": (lambda lib, m: lib.SAM(trained(m), torch.optim.SGD, lr=0.1, momentum=0.9),
+    {"drive": training.with_closure}),
+    "FriendlySAM": (lambda lib, m: lib.FriendlySAM(trained(m), torch.optim.AdamW, lr=0.01),
+    {"drive": training.in_two_steps}),
+    "LookSAM": (lambda lib, m: lib.LookSAM(trained(m), torch.optim.AdamW, lr=0.01, k=2),
+    {"drive": training.with_closure}),
     "WSAM": (lambda lib, m: lib.WSAM(m, trained(m), torch.optim.AdamW, lr=0.01), {"drive": training.with_closure}),
     "GSAM": (_gsam, {"drive": _gsam_step}),
     "Lookahead": (lambda lib, m: lib.Lookahead(_adam(m), k=2), {}),
@@ -94,12 +97,20 @@ def cases() -> Iterator[Case]:
     if (lib := module_of("schedulefree")) is not None:
         yield _case(
             "schedulefree", "ScheduleFreeWrapper",
-            lambda m, lib=lib: _in_train_mode(lib.ScheduleFreeWrapper(torch.optim.SGD(trained(m), lr=0.1), momentum=0.9)),
+            lambda m, lib=lib: _in_train_mode(
+                lib.ScheduleFreeWrapper(torch.optim.SGD(trained(m), lr=0.1), momentum=0.9)
+            ),
         )  # fmt: skip
         yield Case("schedulefree: saved in eval mode", "schedulefree", partial(_saved_in_eval_mode, lib))
     if (lib := module_of("mechanic_pytorch")) is not None:
-        yield _case("mechanic_pytorch", "mechanize(SGD)", lambda m, lib=lib: lib.mechanize(torch.optim.SGD)(trained(m), lr=1.0))
-        yield _case("mechanic_pytorch", "mechanize(AdamW)", lambda m, lib=lib: lib.mechanize(torch.optim.AdamW)(trained(m), lr=1.0))
+        yield _case(
+            "mechanic_pytorch", "mechanize(SGD)", lambda m, lib=lib: lib.mechanize(torch.optim.SGD)(trained(m), lr=1.0)
+        )
+        yield _case(
+            "mechanic_pytorch",
+            "mechanize(AdamW)",
+            lambda m, lib=lib: lib.mechanize(torch.optim.AdamW)(trained(m), lr=1.0),
+        )
     if (lib := module_of("opacus.optimizers")) is not None:
         yield Case("opacus: DPOptimizer", "opacus", partial(_private, lib), sharded=False)
 
@@ -112,7 +123,9 @@ def _split(lib: Any, model: nn.Module) -> Any:
     from zoo.optimizers_of_libraries import tall_and_flat
 
     tall, flat = tall_and_flat(model)
-    return lib.SplitOpt([{"params": tall, "optimizer": lib.Muon, "lr": 0.01}, {"params": flat, "optimizer": lib.AdamW, "lr": 0.01}])
+    return lib.SplitOpt(
+        [{"params": tall, "optimizer": lib.Muon, "lr": 0.01}, {"params": flat, "optimizer": lib.AdamW, "lr": 0.01}]
+    )
 
 
 def _saved_in_eval_mode(lib: Any, lay: Lay) -> Run:
