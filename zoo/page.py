@@ -57,7 +57,7 @@ any cell is wrong. A library that cannot be installed is left out{left_out}.
 
 What no list has is drawn: `python -m tests.any_state --minutes 60` makes random models (ties, shared and frozen
 parameters, buffers, several dtypes, parameter groups) on random meshes (DDP, FSDP2, HSDP, tensor parallel with uneven
-and strided shards, and mixes of them), saves them on one and loads them on another, and compares with what torch gathers
+and strided shards, and mixes of them), saves them on one, loads them on another, and compares with what torch gathers
 and lays out.
 """
 
