@@ -103,10 +103,12 @@ def odd_bytes(path: str, kind: str) -> None:
     state["spread"] = distribute_tensor(torch.randn(16, 3), mesh, [Replicate()])
     state["cut"] = distribute_tensor(torch.randn(16, 3) + rank, mesh, [Shard(0)], src_data_rank=None)
     if kind == "nan":  # another payload
-        bits = 0x7FC00000 + (1 if rank == 3 else 0)
-        state["big"] = torch.full((600_000,), bits, dtype=torch.int32).view(torch.float32)
+        bits = torch.full((600_000,), 0x7FC00000, dtype=torch.int32)
+        bits[5000] += 1 if rank == 3 else 0  # between the blocks that every save compares
+        state["big"] = bits.view(torch.float32)
     elif kind == "zero":
-        state["seen"] = (torch.zeros(600_000) * (-1.0 if rank == 3 else 1.0)).reshape(1000, 600).t()
+        state["seen"] = torch.zeros(1000, 600).t()
+        state["seen"][5] *= -1.0 if rank == 3 else 1.0
     holdfast.save({"a": state}, path, check_replicas=True)
 
 
