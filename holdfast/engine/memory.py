@@ -91,19 +91,15 @@ def no_collection() -> Iterator[None]:
     several threads.
     """
     global _pauses, _resume
-    paused = False
+    with _lock:
+        if _pauses == 0:
+            _resume = gc.isenabled()
+            gc.disable()
+        _pauses += 1
     try:
-        with _lock:
-            first = _pauses == 0
-            if first:
-                _resume = gc.isenabled()
-            _pauses, paused = _pauses + 1, True  # in one step: an interrupt here must not leave it off for good
-            if first:
-                gc.disable()
         yield
     finally:
-        if paused:
-            with _lock:
-                _pauses -= 1
-                if _pauses == 0 and _resume:
-                    gc.enable()
+        with _lock:
+            _pauses -= 1
+            if _pauses == 0 and _resume:
+                gc.enable()
