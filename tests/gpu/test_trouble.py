@@ -17,7 +17,7 @@ from tests.gpu import states
 from tests.gpu.lab import Lab, needs_cuda
 from tests.tearing import differences
 
-LIMIT = 60.0
+LIMIT = 45.0
 ROOT = Path(__file__).parents[2]
 
 
