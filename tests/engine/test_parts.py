@@ -111,7 +111,7 @@ def test_what_was_staged_when_the_trainer_died_is_committed_late(moment: str, tm
     checkpoint = holdfast.open(tmp_path / "c")
     checkpoint.verify()
     assert (tmp_path / "c" / "attachments" / "deep" / "er").read_bytes() == b"too"
-    assert set(os.listdir("/dev/shm")) == shared
+    wait_until(lambda: set(os.listdir("/dev/shm")) <= shared)  # others on this machine may use it for a moment
     assert commit_late(tmp_path / "c") is None, "it is one already"
 
 
