@@ -5,16 +5,17 @@ TORCH  ?= torch==2.13.0
 BIN    := .venv/bin
 READY  := .venv/ready
 PEERS  := .venv/peers
+ZOO    := .venv/zoo
 JOBS   ?= 3  # tests at a time: many wait for processes and deadlines, so one more than two cores
 FUZZ_SECONDS ?= 600
-FUZZ_TARGETS ?= manifest datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
+FUZZ_TARGETS ?= manifest values datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
 	huggingface full
 
 SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-all soak fuzz lint docs docs-serve bench bench-quick gpu gpu-wheels gpu-page clean
+.PHONY: help demo test test-torch test-all zoo soak fuzz lint docs docs-serve bench bench-quick gpu gpu-wheels gpu-page clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -41,6 +42,9 @@ test-torch: $(READY)  ## the fast tests on another torch, in an environment of i
 
 test-all: lint  ## lint and all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+zoo: $(ZOO)/ready  ## hundreds of optimizers, modules and loaders of 30 libraries, beside torch's own load; ONLY=adam for a part
+	PYTHONPATH=. OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(ZOO)/bin/python -m zoo $(if $(ONLY),--only $(ONLY),--page docs/zoo.md)
 
 soak: $(READY)  ## random runs with random faults for SOAK_MINUTES, checked against a model; SOAK_SEED=n repeats one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
@@ -71,6 +75,7 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.incremental
 	$(BIN)/python -m benchmarks.replicas
 	$(BIN)/python -m benchmarks.many
+	$(BIN)/python -m benchmarks.values
 	$(BIN)/python -m benchmarks.verify
 	$(BIN)/python -m benchmarks.scale
 	$(PEERS)/bin/python -m benchmarks.cloud
@@ -83,6 +88,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.incremental --quick
 	$(BIN)/python -m benchmarks.replicas --quick
 	$(BIN)/python -m benchmarks.many --quick
+	$(BIN)/python -m benchmarks.values --quick
 	$(BIN)/python -m benchmarks.verify --quick
 	$(BIN)/python -m benchmarks.scale --quick
 	$(PEERS)/bin/python -m benchmarks.cloud --quick
@@ -129,4 +135,13 @@ $(PEERS)/ready: $(READY) benchmarks/peers.txt
 		> "$$($(PEERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth"
 	while read -r peer; do $(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet "$$peer" \
 		|| echo "left out: $$peer"; done < benchmarks/peers.txt
+	touch $@
+
+# The environment above and, in one of their own as well, the libraries of the zoo, none of which may bring a torch.
+$(ZOO)/ready: $(READY) zoo/requirements.txt
+	test -x $(ZOO)/bin/python || $(BIN)/python -m venv $(ZOO)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$($(ZOO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth"
+	while read -r name; do $(ZOO)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps "$$name" \
+		|| echo "left out: $$name"; done < zoo/requirements.txt
 	touch $@

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
@@ -38,21 +37,13 @@ from holdfast.filling import into_given, into_mapped, into_new, unlike
 from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.keys import Keys, read_signature
 from holdfast.nested import nest
-from holdfast.ondisk import blocks, dtypes, manifest, names, spans, values
+from holdfast.ondisk import blocks, dtypes, manifest, spans, values
 from holdfast.ondisk.box import Box, inside, whole
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import Manifest, TensorRecord
 from holdfast.ondisk.signature import Signature
+from holdfast.patterns import Patterns, names_in, near, selector
 from holdfast.per_rank import value_of_rank
-
-Patterns = str | Sequence[str]
-
-
-def matches(name: str, only: Patterns) -> bool:
-    """Whether ``name`` fits a pattern: a name, a path above it, or a glob over the whole name (``*`` crosses ``/``)."""
-    if only == "*":
-        return True
-    patterns = (only,) if isinstance(only, str) else only
-    return any(p == "*" or names.under(name, p.rstrip("/")) or fnmatchcase(name, p) for p in patterns)
 
 
 @dataclass(frozen=True)
@@ -200,7 +191,7 @@ class Checkpoint:
         leaves: dict[str, Any] = {path: self.value(path) for path in self.manifest.values}
         return self._nested(leaves, self.manifest.containers)
 
-    def _nested(self, leaves: dict[str, Any], containers: Mapping[str, str]) -> dict[str, Any]:
+    def _nested(self, leaves: dict[str, Any], containers: Mapping[str, Note]) -> dict[str, Any]:
         try:
             return nest(leaves, containers)
         except ValueError as error:  # a list of names that are no positions, say
@@ -292,6 +283,9 @@ class Checkpoint:
     ) -> dict[str, Any]:  # fmt: skip
         """The nested state on the CPU: whole tensors and values whose names fit ``only``.
 
+        ``only``: names of the checkpoint, paths above them, or patterns, one or several. Raises Mismatch, with near
+        names, if one of them fits nothing.
+
         Tied tensors come as one tensor. Values that differ by rank are left out; `per_rank` reads them.
 
         ``into``: tensors to be filled in place of new ones, nested as the state is or by name, on any device and with
@@ -304,9 +298,10 @@ class Checkpoint:
         sums, and not kept; without, only headers are proved, and opening costs nothing (see docs/memory.md).
         """
         verify = self.verifying(verify)
-        records = {name: record for name, record in self.records.items() if matches(name, only)}
         if into is not None and mmap:
             raise ValueError("into= gives the memory, and mmap= would have none: give one of them")
+        wanted = selector(only, names_in(self.manifest), self.path)
+        records = {name: record for name, record in self.records.items() if wanted(name)}
         if into is not None:
             filled = into_given(records, self.saved_name, into, self.path, cast=cast)
             wait_for_copies()
@@ -317,8 +312,8 @@ class Checkpoint:
             filled = into_new(records, self.saved_name)
         read_boxes(self.files, filled.wanted, verify=verify)
         leaves: dict[str, Any] = dict(filled.tensors)
-        leaves.update((p, self.value(p)) for p in self.manifest.values if matches(p, only))
-        containers = {p: kind for p, kind in self.manifest.containers.items() if only == "*" or matches(p, only)}
+        leaves.update((p, self.value(p)) for p in self.manifest.values if wanted(p))
+        containers = {p: kind for p, kind in self.manifest.containers.items() if wanted(p)}
         return self._nested(leaves, containers)
 
     def verify(self, *, deep: bool = True, raises: bool = True) -> Verified:
@@ -449,13 +444,3 @@ def _box_of(name: str, shape: Sequence[int], box: Sequence[slice | tuple[int, in
     if len(box) > len(shape) or not inside(found, shape):
         raise Mismatch(f"box {found} does not lie in {name} of shape {list(shape)}")
     return found
-
-
-def near(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """`` (did you mean …?)`` for a name that is close to a known one, else nothing."""
-    from difflib import get_close_matches
-
-    last = name.rpartition("/")[2]
-    candidates = [k for k in known if k.rpartition("/")[2] == last or len(known) <= 2000]
-    found = get_close_matches(name, candidates[:2000], n=1, cutoff=0.7)
-    return f" (did you mean {found[0]}?)" if found else ""

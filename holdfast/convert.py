@@ -14,7 +14,7 @@ from time import monotonic
 import torch
 
 from holdfast import events
-from holdfast.checkpoint import Checkpoint, Patterns
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.engine.stores.around import patiently
@@ -22,9 +22,9 @@ from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Partial
-from holdfast.export.selection import Rename
 from holdfast.export.to_store import check_free, check_one_machine, grown_at, upload
 from holdfast.export.work import Asked, Converted, ConvertWork, To
+from holdfast.patterns import Patterns, Rename
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -42,10 +42,11 @@ def convert(
     depend on how many there are. ``to``: ``"holdfast"`` (a folder), ``"huggingface"`` (a folder with the model's
     tensors), ``"torch"`` (a file for `torch.load`), ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
 
-    ``only``: patterns over the source's names. ``rename``: names as the target would have them to others: a table of
-    names or leading paths (an empty new one drops it), or a function; a Hugging Face target's names are bare, without
-    ``model/`` and with points. ``dtype``: what floating tensors become. ``step``: noted instead of the
-    source's, in our own format. ``max_shard_bytes``: of tensors in one file; a target other than ``"torch"`` has as
+    ``only``: what to take, by the source's names, before ``rename``: a name, a path above names, a pattern, or several,
+    each of which must fit something. ``rename``: the source's names to others: a table of names or leading paths (an
+    empty new one drops it), each of which must be there, or a function; for a Hugging Face target the source's names
+    are bare, without ``model/`` and with points. ``dtype``: what floating tensors become. ``step``: noted instead of
+    the source's, in our own format. ``max_shard_bytes``: of tensors in one file; a target other than ``"torch"`` has as
     many files as it needs. ``extras``: files to put beside a Hugging Face model, its config.json and tokenizer, which
     `from_pretrained` needs: paths, a folder (all in it but weights), or names with paths or bytes. ``overwrite``
     replaces a target that exists, once the new one is whole. ``verify`` as in `holdfast.load`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from holdfast.checkpoint import Patterns, matches, read_known
+from holdfast.checkpoint import read_known
 from holdfast.engine import sections as parts
 from holdfast.engine.citations import Cited
 from holdfast.engine.ranks import DEADLINE
@@ -19,6 +19,7 @@ from holdfast.errors import Mismatch
 from holdfast.events import log
 from holdfast.keys import Key, found_signature, read_signature, signer
 from holdfast.ondisk.manifest import Manifest
+from holdfast.patterns import Patterns, matcher, patterns_in, quoted, unfit
 
 
 @dataclass(frozen=True)
@@ -40,23 +41,26 @@ def drop(
 ) -> Dropped:  # fmt: skip
     """Take ``sections`` of the checkpoint at ``path`` away for good: ``holdfast.drop(path, "optimizer")``.
 
-    ``sections``: names or patterns of first keys of the state (``"optim*"``). What stays is the same save, and loads
-    with ``only=`` (or into a state without them). A data file holds one section, so whole files go and none is written;
-    a new manifest replaces the old one in one step, and a crash leaves the checkpoint with the sections or without.
+    ``sections``: names or patterns of first keys of the state (``"optim*"``); each must fit one that is there, or was.
+    What stays is the same save, and loads with ``only=`` (or into a state without them). A data file holds one section,
+    so whole files go and none is written; a new manifest replaces the old one in one step, and a crash leaves the
+    checkpoint with the sections or without.
     Sections that are gone already are passed over. ``dry_run=True`` only tells what would go. Called by one process,
     while nobody saves to ``path``. ``deadline``: seconds to wait for any one answer of a store.
 
     What was signed is not what is left: the signature goes, with a warning, unless ``sign`` is the private key that
     made it and signs anew. Untrusted is raised, and nothing dropped, if it did not make it.
 
-    Whoever has the checkpoint open and reads what is gone is told so: Damaged. Raises Mismatch if no section fits,
-    ValueError if no tensor would be left, Unsupported if what stays shares bytes with what goes, NotACheckpoint,
-    Damaged, StorageError.
+    Whoever has the checkpoint open and reads what is gone is told so: Damaged. Raises Mismatch if a name or pattern
+    fits no section, ValueError if no tensor would be left, Unsupported if what stays shares bytes with what goes,
+    NotACheckpoint, Damaged, StorageError.
     """
-    found = drop_from(patiently(location(path), deadline), sections, dry_run=dry_run, sign=sign)
-    if isinstance(found, Dropped):
-        return found
-    raise Mismatch(f"{path} has no section {sections!r}; it has {', '.join(found) or 'none'}")
+    folder, patterns = patiently(location(path), deadline), patterns_in(sections, "sections=")
+    record = read_known(folder)
+    there, lost = parts.sections_of(record), parts.dropped_of(record)
+    if odd := unfit(patterns, [*there, *lost]):
+        raise Mismatch(f"{path} has no section {quoted(odd, there)}; it has {', '.join(there) or 'none'}")
+    return _drop(folder, record, patterns, None, sign, dry_run=dry_run)
 
 
 def drop_from(
@@ -68,10 +72,18 @@ def drop_from(
     ``cited``: what the other checkpoints cite, if the caller knows.
     """
     record = read_known(folder)
-    found, lost = parts.sections_of(record), parts.dropped_of(record)
-    gone = [section for section in found if matches(section, sections)]
-    if not gone:
-        return Dropped(str(folder), (), 0, 0) if any(matches(section, sections) for section in lost) else found
+    there, lost = parts.sections_of(record), parts.dropped_of(record)
+    if not any(map(matcher(sections), [*there, *lost])):
+        return there
+    return _drop(folder, record, sections, cited, sign, dry_run=dry_run)
+
+
+def _drop(
+    folder: Location, record: Manifest, sections: Patterns, cited: Cited | None, sign: Key | None, *, dry_run: bool
+) -> Dropped:  # fmt: skip
+    gone = list(filter(matcher(sections), parts.sections_of(record)))
+    if not gone:  # they went before
+        return Dropped(str(folder), (), 0, 0)
     rest = parts.without(record, gone)
     if not rest.tensors:
         raise ValueError(f"{folder} would have no tensor left without {', '.join(gone)}: delete it instead")

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from holdfast.checkpoint import Patterns
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.stores.place import Location
 from holdfast.keys import Key
+from holdfast.patterns import Patterns
 from holdfast.save import save
 from holdfast.saving import Saving
 

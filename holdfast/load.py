@@ -11,15 +11,17 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any, Literal
 
+import msgspec
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast.checkpoint import Checkpoint, Patterns, matches, near, open_checkpoint
+from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.engine.share import Choice, How, Sharing, who_shares
-from holdfast.engine.state import collect
+from holdfast.engine.state import Collected, collect
+from holdfast.engine.state.fresh import plain_tensors
 from holdfast.engine.state.structure import heard, unlike
 from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.around import cached, hedged, patiently
@@ -27,13 +29,14 @@ from holdfast.engine.stores.place import Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, StorageError
 from holdfast.keys import Keys
-from holdfast.match import Came, Fit, Loaded, Match, named_ids, saved_names
+from holdfast.loaded import Loaded
+from holdfast.match import Came, Fit, Match, named_ids, saved_names
 from holdfast.ondisk import names
 from holdfast.ondisk.manifest import FORMAT
+from holdfast.patterns import Patterns, Rename, asked_in_target, check_rename, names_in, near, renamer, unfit_in_load
 
 __all__ = ["Loaded", "load", "load_opened", "of_run", "restore"]
 
-Rename = Mapping[str, str] | Callable[[str], str]
 _SHOWN = 200
 
 
@@ -53,8 +56,10 @@ def load(
     ``path`` may be a checkpoint of another library too (docs/formats.md): what it holds under first keys that
     ``into`` lacks is skipped, and optimizer state under integer ids goes by the order of the live parameters.
 
-    ``only``: patterns over names (``"model"``, ``"model/*.weight"``); the rest is left alone on both sides.
-    ``rename``: saved names to names of ``into``: a mapping of names or leading paths, or a function.
+    ``only``: what to load, by the names that the checkpoint has: a name, a path above names, a pattern, or several
+    (``"model"``, ``"model/*.weight"``); the rest is left alone on both sides. Each must fit a name of the checkpoint,
+    or one that ``into`` has and the checkpoint lacks. ``rename``: names of the checkpoint to names of ``into``: a
+    mapping of names or leading paths, each of which must be there, or a function.
     ``cast``: convert where dtypes differ. ``missing="keep"``: what the checkpoint lacks stays as it is.
     ``verify``: True checks the sums of all blocks read whole; ``"blocks"`` reads blocks whole to check all;
     False checks none. ``cache``: for a path in a store, a folder on the node's own disk in which its ranks share what
@@ -103,19 +108,27 @@ def load_opened(
     def span(name: str, *, whole: bool = False) -> AbstractContextManager[events.Opened]:
         return events.span(name, where, ranks.rank, whole=whole)
 
-    with span("load", whole=True) as all_of_it, no_collection(), ranks.call(label, deadline=deadline) as call:
+    with (
+        span("load", whole=True) as all_of_it, no_collection(), plain_tensors(),
+        ranks.call(label, deadline=deadline) as call,
+    ):  # fmt: skip
         match: list[Match] = []
 
         def compare() -> Fit:
             with span("open"):
                 checkpoint = opening()
             of_run(checkpoint, run)
-            asked = _asked(checkpoint, only, into)
-            target, values = named_ids(checkpoint, _target_names(rename), into)
+            known = names_in(checkpoint.manifest)
+            check_rename(rename, known, checkpoint.path)
+            target, values = named_ids(checkpoint, renamer(rename), into)
+            renamed = {} if only == "*" else {name: target(name) for name in known}
+            asked = _asked(checkpoint, only, rename, renamed, into)
             saved = saved_names(checkpoint, target, values, asked)
             found = Match(checkpoint, target, saved, asked, cast, collect(into, ranks, saved))
             match.append(found)
             fit = found.compare(keep=missing == "keep", world_size=ranks.size)
+            if only != "*":
+                fit.unfit, fit.awaited = unfit_in_load(only, rename, renamed, _own_names(found.state, into))
             if rename is None and checkpoint.format == FORMAT and not other_model:
                 fit.misfits += unlike(heard(checkpoint.manifest.producer), found.state.kinds, asked)
             if share == "auto":
@@ -124,17 +137,38 @@ def load_opened(
             return fit
 
         with span("match"):
-            choice = call.exchange("match", compare, _judge, Choice)
+            verdict = call.exchange("match", compare, _judge, _Verdict)
             work = match[0]
             sharing = work.sharing(ranks)
-            sharing.agree(call, choice)
+            sharing.agree(call, verdict.choice)
         with span("copy wait"):
             wait_for_copies()  # a save in the background still reads what would change here
+        if verdict.early:
+            _hand_over_early(call, work, verify)
         restore(call, work, sharing, where, verify=verify)
         all_of_it.nbytes = work.loaded.bytes_read + work.loaded.bytes_received
     events.reached("loaded", work.checkpoint.path, ranks.rank)
     work.loaded.seconds = monotonic() - began
     return work.loaded
+
+
+def _hand_over_early(call: Call, match: Match, verify: Verify) -> None:
+    """Let objects take their state by methods of their own, on every rank. If one refuses it all get theirs back."""
+    undo: list[Callable[[], None]] = []
+
+    def hand_over() -> bool:
+        undo.extend(match.hand_over_early(verify))
+        return True
+
+    try:
+        call.settle("objects", hand_over, lambda notes: True, bool)
+    except BaseException:
+        for back in reversed(undo):
+            try:
+                back()
+            except Exception as error:  # noqa: BLE001 - an object that refuses its own state as well
+                events.log.warning("an object could not be given back the state that it had: %s", error)
+        raise
 
 
 def restore(call: Call, match: Match, sharing: Sharing, where: object, *, verify: Verify) -> None:
@@ -179,7 +213,14 @@ def came(notes: list[Came]) -> bool:
     return True
 
 
-def _judge(fits: list[Fit]) -> Choice:
+class _Verdict(msgspec.Struct, array_like=True):
+    """What the first rank makes of all fits: who shares reading, and whether objects of any rank are told early."""
+
+    choice: Choice
+    early: bool
+
+
+def _judge(fits: list[Fit]) -> _Verdict:
     """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading."""
     joint = fits[0].unclaimed
     for fit in fits[1:]:
@@ -188,9 +229,15 @@ def _judge(fits: list[Fit]) -> Choice:
     extra = [name for i, name in enumerate(fits[0].names) if joint[i // 8] >> (i % 8) & 1]
     missing = list(dict.fromkeys(name for fit in fits for name in fit.missing))
     misfits = list(dict.fromkeys(text for fit in fits for text in fit.misfits))
-    if not (extra or missing or misfits):
-        return who_shares([fit.offer for fit in fits])
+    awaited = {pattern for fit in fits for pattern in fit.awaited}
+    unfit = {pattern: text for fit in fits for pattern, text in fit.unfit.items() if pattern not in awaited}
+    if not (unfit or extra or missing or misfits):
+        return _Verdict(who_shares([fit.offer for fit in fits]), any(fit.early for fit in fits))
     text = [f"{fits[0].where} does not fit what it is loaded into; nothing was changed."]
+    if unfit:
+        text.append(
+            "only= fits nothing in the checkpoint (holdfast show lists its names):" + _listed(list(unfit.values()))
+        )
     if misfits:
         text.append(f"{len(misfits)} differ:" + _listed(misfits))
     if missing:
@@ -211,26 +258,20 @@ def _listed(items: list[str]) -> str:
     return shown + (f"\n    … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
-def _target_names(rename: Rename | None) -> Callable[[str], str]:
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    table = sorted(rename.items(), key=lambda item: -len(item[0]))
-
-    def renamed(name: str) -> str:
-        for old, new in table:
-            if names.under(name, old.rstrip("/")):
-                return new.rstrip("/") + name[len(old.rstrip("/")) :]
-        return name
-
-    return renamed
+def _own_names(state: Collected, into: Mapping[str, Any]) -> set[str]:
+    """The names of all that the target has, and of places that may be empty: its first keys, optimizers' states."""
+    paths = (slot.path for slot in state.slots)
+    keys = (names.escape(key) for key in into if isinstance(key, str))
+    states = (names.child(path, "state") for path in state.groups)
+    return {*state.entries, *state.values, *state.owned, *state.per_rank, *paths, *keys, *states}
 
 
-def _asked(checkpoint: Checkpoint, only: Patterns, into: Mapping[str, Any]) -> Callable[[str], bool]:
+def _asked(
+    checkpoint: Checkpoint, only: Patterns, rename: Rename | None, renamed: Mapping[str, str], into: Mapping[str, Any]
+) -> Callable[[str], bool]:
     """Whether a name, as the target calls it, is to be loaded."""
     if checkpoint.format == FORMAT or only != "*":
-        return lambda name: matches(name, only)
+        return asked_in_target(only, rename, renamed)
     # Other trainers keep much that no object here could take (their timers, their arguments): of a foreign
     # checkpoint what the target has no section for is skipped, and listed as skipped.
     sections = {names.escape(key) for key in into if isinstance(key, str)}

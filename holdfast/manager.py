@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast.bases import Bases
-from holdfast.checkpoint import Checkpoint, Patterns
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine.borrow import Previous
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.storage import is_file
@@ -38,6 +38,7 @@ from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
 from holdfast.notices import Notices
 from holdfast.ondisk.manifest import FILE_NAME, NOTES
+from holdfast.patterns import Patterns
 from holdfast.recent import Recent
 from holdfast.save import RUN, signing
 from holdfast.saver import Saver
@@ -382,7 +383,8 @@ class CheckpointManager:
         the checkpoint does not fit ``state``.
 
         A step that has lost its optimizer (see `Keep`) is passed over for an older one that has all, and loaded if
-        there is none. With ``only``, patterns as of `load`, the newest step is taken, and so much of it.
+        there is none. With ``only``, as of `load`, the newest step is taken, and so much of it; if something in
+        ``only`` fits nothing there, Mismatch is raised, and no older step is looked at.
 
         With ``require``, public keys, only a step that one of them has signed is loaded. One that is not is passed over
         like a damaged one; if there is no other, Untrusted is raised.

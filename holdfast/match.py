@@ -6,9 +6,8 @@ back before `fill`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,52 +17,31 @@ from holdfast import events
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.read import Wanted
+from holdfast.engine.read import Wanted, read_boxes
 from holdfast.engine.sections import dropped_of, left_of
 from holdfast.engine.share import Offer, Sharing
-from holdfast.engine.spread import WHOLE, Spread
+from holdfast.engine.spread import Spread
 from holdfast.engine.state import Collected, Entry, Saved, Slot
 from holdfast.engine.state.ids import names_for_ids, optimizers_of
 from holdfast.engine.state.per_rank import choose, no_rule
-from holdfast.errors import Mismatch
+from holdfast.errors import HoldfastError, Mismatch
+from holdfast.loaded import Loaded
 from holdfast.nested import nest
 from holdfast.ondisk import dtypes, values
-from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.values import JSON
+from holdfast.tied import same_as_saved, same_bytes, same_saved
 
-
-@dataclass
-class Loaded:
-    """What a load did.
-
-    ``restored``: names of tensors and values that came; ``skipped``: left out by ``only``; ``kept``: not in the
-    checkpoint, kept as they were; ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
-    Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_received`` from ranks
-    that want the same and have read them, ``bytes_unverified`` of those needed whose blocks were read only in part, by
-    whichever rank, and so could not be checked (``verify="blocks"`` checks all).
-    """
-
-    checkpoint: Checkpoint
-    restored: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
-    renamed: dict[str, str] = field(default_factory=dict)
-    bytes_needed: int = 0
-    bytes_read: int = 0
-    bytes_received: int = 0
-    bytes_unverified: int = 0
-    seconds: float = 0.0
-
-    @property
-    def step(self) -> int | None:
-        """The training step of the checkpoint."""
-        return self.checkpoint.step
+MOST_EARLY = 64 << 20
+"""Bytes of objects that each rank reads before anything is changed; of more, they are read with all the rest."""
 
 
 class Fit(msgspec.Struct, array_like=True):
-    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order."""
+    """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order.
+
+    ``unfit``: patterns of ``only=`` that fit nothing, with what errors say of each; ``awaited``: those that fit the
+    target alone.
+    """
 
     where: str
     names: list[str]
@@ -71,6 +49,9 @@ class Fit(msgspec.Struct, array_like=True):
     missing: list[str]
     misfits: list[str]
     offer: Offer = Offer()
+    early: bool = False
+    unfit: dict[str, str] = {}
+    awaited: list[str] = []
 
 
 class Came(msgspec.Struct, array_like=True):
@@ -112,7 +93,8 @@ def saved_names(
         own = target(name)
         if asked(own):
             tensors[own] = (record.dtype, record.shape)
-    return Saved(tensors, {target(p): v for p, v in found.items() if asked(target(p))})
+    containers = {target(p): kind for p, kind in checkpoint.manifest.containers.items()}
+    return Saved(tensors, {target(p): v for p, v in found.items() if asked(target(p))}, containers, asked)
 
 
 class Match:
@@ -127,9 +109,10 @@ class Match:
         manifest = checkpoint.manifest
         self.source = {target(name): name for name in checkpoint.records}
         self.per_rank = {target(p): p for p in manifest.per_rank if asked(target(p))}
-        self.containers = {target(p): kind for p, kind in manifest.containers.items()}
+        self.containers = saved.containers
         everything = [*checkpoint.records, *manifest.values, *manifest.per_rank]
         found: set[str] = set()
+        self.in_part: set[str] = set()  # paths above a name that is not asked for
         for name in everything:
             own = target(name)
             found.add(own)
@@ -137,6 +120,8 @@ class Match:
                 self.loaded.renamed[name] = own
             if not asked(own):
                 self.loaded.skipped.append(name)
+                while "/" in own and (own := own.rpartition("/")[0]) not in self.in_part:
+                    self.in_part.add(own)
         if len(found) < len(everything):
             raise Mismatch(f"rename= gives two saved names of {checkpoint.path} the same new name")
         self.claimed: set[str] = set()
@@ -144,31 +129,29 @@ class Match:
         self.spreads: list[Spread] = []  # of each that is wanted
         self._sharing: Sharing | None = None
         self.slots: list[Slot] = []
-        self.fresh: dict[str, torch.Tensor] = {}
+        self.early: list[Slot] = []  # of objects that are handed their state before anything else is changed
+        self.early_wanted: list[tuple[Wanted, Spread]] = []
+        self.fresh: dict[str, Any] = {}
 
-    @cached_property
-    def below(self) -> dict[str, list[str]]:
-        """What the checkpoint has below a path."""
-        return _index_below([*self.saved.values, *self.containers, *self.saved.tensors])
+    def compare(self, *, keep: bool, world_size: int, early: bool = True) -> Fit:
+        """Match every leaf of the target with the checkpoint; nothing is changed.
 
-    def compare(self, *, keep: bool, world_size: int) -> Fit:
-        """Match every leaf of the target with the checkpoint; nothing is read or changed."""
+        With ``early``, objects with methods of their own are left to `hand_over_early`, if what they take is not large.
+        """
         missing: list[str] = []
         misfits: list[str] = []
         self._match_tensors(missing, misfits)
         for slot in self.state.slots:
-            leaves = self._leaves(slot)
-            if leaves:
-                self.slots.append(slot)
-                self.claimed.update(leaves)
-                if slot.check is not None:
-                    try:
-                        slot.check(self._tree(slot))
-                    except Mismatch as error:
-                        misfits.append(str(error))
-                self.loaded.restored += [name for name in leaves if name in self.saved.values]
-            elif self.asked(slot.path):
-                missing.append(slot.path)
+            self._match_slot(slot, missing, misfits)
+        for name, tensor in self.state.must_equal.items():
+            self._match_equal(name, tensor, misfits)
+        if not early or sum(w.box.size * dtypes.itemsize(w.record.dtype) for w, _ in self.early_wanted) > MOST_EARLY:
+            self.slots, self.early = [*self.slots, *self.early], []
+            self.wanted += [wanted for wanted, _ in self.early_wanted]
+            self.spreads += [spread for _, spread in self.early_wanted]
+            self.early_wanted.clear()
+        if not keep:
+            self.loaded.cleared += [name for name in self.state.clears if self.asked(name)]
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 misfits += no_rule(path, leaf.elsewhere, self.checkpoint.world_size, world_size)
@@ -183,7 +166,7 @@ class Match:
                 bits[i // 8] |= 1 << (i % 8)
         if keep:
             self.loaded.kept, missing = missing, []
-        return Fit(_where(self.checkpoint), everything, bytes(bits), missing, misfits)
+        return Fit(_where(self.checkpoint), everything, bytes(bits), missing, misfits, early=bool(self.early))
 
     def _match_tensors(self, missing: list[str], misfits: list[str]) -> None:
         tied: dict[str, list[str]] = {}
@@ -192,17 +175,47 @@ class Match:
         for name, entry in self.state.entries.items():
             if name in self.state.aliases or not self.asked(name):
                 continue
-            found = [n for n in (name, *tied.get(name, ())) if n in self.saved.tensors]
-            if not found:
+            stored = [n for n in (name, *tied.get(name, ())) if n in self.saved.tensors]
+            if not stored:
                 missing.append(name)
                 continue
-            self.claimed.update(found)
-            self._match_tensor(found[0], entry, misfits)
+            self.claimed.update(stored)
+            misfits += self._unlike(entry, stored)
+            self._match_tensor(stored[0], entry, misfits)
+
+    def _unlike(self, entry: Entry, stored: list[str]) -> Iterator[str]:
+        """Of a tensor that is tied here: the names under which other numbers were saved."""
+        first = self._record(stored[0])[0]
+        for name in stored[1:]:
+            boxes = [view.box for view in entry.views]
+            if self._record(name)[0] != first and not same_saved(
+                self.checkpoint, self.source[stored[0]], self.source[name], boxes
+            ):
+                yield (
+                    f"{name}: saved as another tensor than {stored[0]}, here both are one (tied); untie them, or leave "
+                    "one out by only="
+                )
+
+    def _match_equal(self, name: str, tensor: torch.Tensor, misfits: list[str]) -> None:
+        """An entry of a module's state dict that nothing takes back: the saved one has to be what is there."""
+        if name not in self.saved.tensors or not self.asked(name):
+            return
+        self.claimed.add(name)
+        if not same_as_saved(self.checkpoint, self.source[name], tensor):
+            misfits.append(
+                f"{name}: saved with another value than it has here, and nothing takes it back: the module adds it to "
+                "its state dict, but has neither a _load_from_state_dict nor a load hook that loads it"
+            )
 
     def _match_tensor(self, name: str, entry: Entry, misfits: list[str]) -> None:
         dtype, shape = self.saved.tensors[name]
         if shape != entry.shape:
             misfits.append(f"{entry.name}: saved with shape {list(shape)}, here {list(entry.shape)}")
+            return
+        if any(_shares_elements(view.tensor) for view in entry.views):
+            misfits.append(
+                f"{entry.name}: is an expanded tensor here, whose elements share memory; give a clone() of it"
+            )
             return
         if dtype != entry.dtype:
             if not self.may_cast:
@@ -218,31 +231,86 @@ class Match:
         source = self.source[name]
         return self.checkpoint.saved_name(source), self.checkpoint.records[source]
 
-    def _leaves(self, slot: Slot) -> list[str]:
-        """What the checkpoint has at or below a slot: values, containers, and for a whole slot tensors too."""
-        found = [
-            n for n in (slot.path, *self.below.get(slot.path, ())) if n in self.saved.values or n in self.containers
-        ]
-        if not any(n in self.saved.values or self.asked(n) for n in found):
-            found = []
+    def _match_slot(self, slot: Slot, missing: list[str], misfits: list[str]) -> None:
+        missing += [name for name in slot.needs if self.asked(name) and not self.saved.has(name)]
+        leaves = self._leaves(slot)
+        if not leaves:
+            if self.asked(slot.path) and not slot.needs:
+                missing.append(slot.path)
+            return
+        (self.slots if slot.undoing is None else self.early).append(slot)
+        self.claimed.update(leaves)
+        self.loaded.restored += [name for name in leaves if name in self.saved.values]
         if slot.whole:
-            for name in self.below.get(slot.path, ()):
+            for name in leaves:
                 if name in self.saved.tensors:
-                    found.append(name)
-                    if name not in slot.held and name not in self.fresh:
-                        saved_name, record = self._record(name)
-                        self.checkpoint.prove([self.source[name]])
-                        tensor = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
-                        self.fresh[name] = tensor
-                        self.wanted.append(Wanted(saved_name, record, whole(record.shape), tensor))
-                        self.spreads.append(WHOLE)
-                        self.loaded.restored.append(name)
-        return found
+                    self._make(slot, name, misfits)
+        if slot.check is not None:
+            try:
+                slot.check(self._tree(slot))
+            except Mismatch as error:
+                misfits.append(str(error))
+
+    def _names(self, slot: Slot) -> Sequence[str]:
+        """The names that a slot takes, of all that was saved at or below its path."""
+        return slot.names if slot.names is not None else (slot.path, *self.saved.below(slot.path))
+
+    def _leaves(self, slot: Slot) -> list[str]:
+        """What the checkpoint has of a slot: values, containers, and for a whole slot tensors too."""
+        names = self._names(slot)
+        held = [n for n in names if n in self.saved.values or (slot.whole and n in self.saved.tensors)]
+        empty = [n for n in names if n in self.containers]
+        return [*held, *empty] if held or any(self.asked(n) for n in empty) else []
+
+    def _make(self, slot: Slot, name: str, misfits: list[str]) -> None:
+        """Memory for a tensor that an object takes whole."""
+        dtype, shape = self.saved.tensors[name]
+        own_dtype, own_shape = slot.expects.get(name, (dtype, None))
+        if own_shape is not None and own_shape != shape:
+            misfits.append(f"{name}: saved with shape {list(shape)}, here {list(own_shape)}")
+            return
+        if own_dtype != dtype:
+            if not self.may_cast:
+                misfits.append(f"{name}: saved as {dtype}, here {own_dtype} (cast=True converts)")
+                return
+            self.loaded.cast[name] = (dtype, own_dtype)
+        saved_name, record = self._record(name)
+        self.checkpoint.prove([self.source[name]])
+        if slot.make is None:
+            raise TypeError("a slot that takes tensors has to make them")
+        try:
+            value, entries = slot.make(name, dtype, shape)
+        except Mismatch as error:
+            misfits.append(str(error))
+            return
+        self.fresh[name] = value
+        self.loaded.restored.append(name)
+        for entry in entries:
+            wanted = [Wanted(saved_name, record, view.box, view.tensor) for view in entry.views]
+            if slot.undoing is not None:
+                self.early_wanted += [(one, entry.spread) for one in wanted]
+            else:
+                self.wanted += wanted
+                self.spreads += [entry.spread] * len(wanted)
 
     def sharing(self, ranks: Ranks) -> Sharing:
         """What this rank may share with others of what is wanted; made once."""
         self._sharing = self._sharing or Sharing(ranks, self.checkpoint.manifest, self.wanted)
         return self._sharing
+
+    def hand_over_early(self, verify: Verify) -> Iterator[Callable[[], None]]:
+        """Read what objects take by methods of their own, and hand it to them; yields for each what undoes that.
+
+        They may refuse it, and nothing but them has been changed by then.
+        """
+        wanted = [one for one, _ in self.early_wanted]
+        stats = read_boxes(self.checkpoint.files, wanted, verify=self.checkpoint.verifying(verify))
+        loaded = self.loaded
+        loaded.bytes_needed, loaded.bytes_read, loaded.bytes_unverified = stats.needed, stats.read, stats.unverified
+        for slot in self.early:
+            if slot.undoing is not None:
+                yield slot.undoing()
+            self._put(slot)
 
     def read(self, verify: Verify, sharing: Sharing) -> Came:
         """Read every wanted byte, unless another rank fails meanwhile."""
@@ -255,7 +323,9 @@ class Match:
             return Came(False, took.lost)
         loaded, stats = self.loaded, took.stats
         loaded.bytes_received = took.received
-        loaded.bytes_needed, loaded.bytes_read, loaded.bytes_unverified = stats.needed, stats.read, stats.unverified
+        loaded.bytes_needed += stats.needed
+        loaded.bytes_read += stats.read
+        loaded.bytes_unverified += stats.unverified
         if stats.unverified and verify is True:
             events.log.debug("%d bytes of blocks read in part were not verified", stats.unverified)
         return Came(True)
@@ -263,32 +333,68 @@ class Match:
     def fill(self, sharing: Sharing) -> None:
         """Hand all values back, once every byte is there."""
         rank, world_size = sharing.ranks.rank, sharing.ranks.size
+        for name in self.loaded.cleared:
+            self.state.clears[name]()
         for action in self.state.then:
             action()
-        for slot in self.slots:
-            slot.put(self._tree(slot))
+        for slot in [*self.slots, *(slot for slot in self.early if slot.again)]:
+            self._put(slot)
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 saved = self.per_rank[path]
                 fetch = partial(self.checkpoint.per_rank, saved)
                 leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
+        for action in self.state.after:
+            action()
+        self._tell_what_arrived()
         events.reached("filled", self.checkpoint.path, rank)
 
-    def _tree(self, slot: Slot) -> Any:
+    def _tell_what_arrived(self) -> None:
+        """What was handed to methods of a module and does not stand in its state dict as it was saved."""
+        for slot in (*self.slots, *self.early):
+            if slot.present is None:
+                continue
+            present = slot.present()
+            for name in (n for n in slot.names or () if n in self.fresh):
+                value, part = present.get(name), name.rpartition("/")[0] in present
+                if not part and not (isinstance(value, torch.Tensor) and same_bytes(value, self.fresh[name])):
+                    self.loaded.restored.remove(name)
+                    self.loaded.handed.append(name)
+
+    def _put(self, slot: Slot) -> None:
+        try:
+            put = slot.put_some if slot.path in self.in_part else None
+            (put or slot.put)(self._tree(slot, assemble=slot.assemble))
+        except HoldfastError:
+            raise
+        except Exception as error:  # whatever the object's own method raises
+            raise Mismatch(
+                f"{slot.path} refused what was saved of it ({type(error).__name__}: {error}); nothing else was changed"
+            ) from error
+
+    def _tree(self, slot: Slot, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:
         """What was saved at a slot, nested as it was."""
-        below = [slot.path, *self.below.get(slot.path, ())]
-        leaves: dict[str, Any] = {
-            n: values.decoded(self.saved.values[n], n, self.checkpoint.path) for n in below if n in self.saved.values
-        }
+        below = self._names(slot)
+        leaves: dict[str, Any] = {}
         if slot.whole:
-            leaves.update((n, slot.held.get(n, self.fresh.get(n))) for n in below if n in self.saved.tensors)
-        containers = {n: self.containers[n] for n in below if n in self.containers}
+            made = {n: self.fresh[n] for n in below if n in self.fresh}
+            if assemble is not None:
+                assemble(made)
+            leaves.update(made)
+        leaves.update(
+            (n, values.decoded(self.saved.values[n], n, self.checkpoint.path)) for n in below if n in self.saved.values
+        )
+        containers = {n: self.containers[n] for n in below if n in self.containers and n not in leaves}
         root = "r"
         tree = nest(
             {root + n[len(slot.path) :]: v for n, v in leaves.items()},
             {root + n[len(slot.path) :]: kind for n, kind in containers.items()},
         )
         return tree[root]
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    return any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _where(checkpoint: Checkpoint) -> str:
@@ -302,14 +408,3 @@ def _where(checkpoint: Checkpoint) -> str:
         f"{checkpoint.path}, of which {', '.join(lost)} was dropped by Keep(optimizer_last=…), Keep(model_every=…) or "
         f"holdfast.drop (only={only} loads what is left),"
     )
-
-
-def _index_below(paths: list[str]) -> dict[str, list[str]]:
-    """Every path that is above something, with all that is below it."""
-    below: dict[str, list[str]] = {}
-    for name in dict.fromkeys(paths):
-        at = name
-        while "/" in at:
-            at = at.rpartition("/")[0]
-            below.setdefault(at, []).append(name)
-    return below

@@ -14,8 +14,9 @@ import torch
 
 from holdfast.engine.ranges import Verify
 from holdfast.engine.read import DataFiles, Wanted, read_boxes
+from holdfast.engine.stage import host_view
 from holdfast.engine.stores.place import Location
-from holdfast.errors import Damaged, HoldfastError
+from holdfast.errors import Damaged, HoldfastError, Unsupported
 from holdfast.ondisk import datafile, dtypes, names, spans, values
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import TensorRecord
@@ -46,11 +47,14 @@ def value_of_rank(files: DataFiles, of_ranks: str, path: str, rank: int, *, veri
         return result
 
     try:
-        encoded = msgspec.json.decode(bytes(fetch(base).tolist()))
+        text = fetch(base)
+        encoded = msgspec.json.decode(bytes(host_view(text.data_ptr(), text.nbytes)) if text.nbytes else b"")
         return values.decode_tree(encoded, lambda reference: fetch(f"{base}/{reference}"))
+    except Unsupported as error:  # an array, and no NumPy
+        raise Unsupported(f"{where}: {base}: {error}") from None
     except HoldfastError:
         raise
-    except (TypeError, ValueError, LookupError, RecursionError) as error:  # nothing that `values.encode_tree` makes
+    except values.FAULTS as error:  # nothing that `values.encode_tree` makes
         raise Damaged(f"{where} holds no value at {base}: {error}") from None
 
 

@@ -257,7 +257,7 @@ def _from_headers(
     number = re.fullmatch(r"step\D*(\d+)", target.name)
     if like is not None:
         _refuse_others(made, like)
-    return Manifest(
+    made_anew = Manifest(
         save=save,
         run=secrets.token_hex(8) if like is None else like.run,
         step=int(number[1]) if step is None and number is not None else step,
@@ -277,6 +277,7 @@ def _from_headers(
         per_rank=made.per_rank,
         attachments=_attachments(target, save),
     )
+    return manifest.versioned(made_anew, least=manifest.VERSION if like is None else like.version)
 
 
 def _refuse_others(made: Rebuilt, like: Manifest) -> None:

@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast.checkpoint import Checkpoint, Patterns, matches
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.memory import no_collection
 from holdfast.engine.order import Order
-from holdfast.engine.ranks import DEADLINE, Call, ranks_of
+from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.engine.ring import Ring
 from holdfast.engine.save_work import SaveWork
 from holdfast.engine.stores.around import patiently
@@ -30,6 +30,7 @@ from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
 from holdfast.keys import Key, Signer, signer
 from holdfast.ondisk.manifest import FORMAT
+from holdfast.patterns import Patterns, matcher
 
 RUN = secrets.token_hex(8)
 """Marks what this process saves as one run's."""
@@ -41,7 +42,7 @@ Base = str | os.PathLike[str] | Place | Checkpoint
 def save(
     state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
     step: int | None = None, base: Base | Previous | None = None,
-    files: Attached | None = None, group: dist.ProcessGroup | None = None,
+    files: Attached | None = None, group: dist.ProcessGroup | Ranks | None = None,
     deadline: float = DEADLINE, run: str | None = None, label: str | None = None, degraded: bool = False,
     check_replicas: bool | Patterns = False, sign: Key | Literal[True] | None = None,
 ) -> Checkpoint:  # fmt: skip
@@ -110,7 +111,8 @@ def compared_by(check_replicas: bool | Patterns) -> Callable[[str], bool] | None
     patterns = (check_replicas,) if isinstance(check_replicas, str) else tuple(check_replicas)
     out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
-    return lambda name: matches(name, wanted) and not matches(name, out)
+    fits, is_out = matcher(wanted, "check_replicas="), matcher(out, "check_replicas=!") if out else lambda name: False
+    return lambda name: fits(name) and not is_out(name)
 
 
 def signing(sign: Key | Literal[True] | None) -> Callable[[], Signer] | None:

@@ -20,8 +20,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast.checkpoint import Patterns
-from holdfast.engine.arena import WINDOW, Slot, windows_for
+from holdfast.engine.arena import WINDOW, Slot, room_for
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.device import Moments
@@ -39,8 +38,12 @@ from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import BACKGROUND, log
 from holdfast.keys import Key
 from holdfast.ondisk import names
+from holdfast.patterns import Patterns
 from holdfast.save import RUN, Base, compared_by, label_of, previous_of, signing, step_of
 from holdfast.saving import Saving
+
+GRAIN = 1 << 20
+"""Bytes of which a slot below a window takes a multiple."""
 
 LEAVE = 2.0
 """Seconds that a thread whose save is given up gets to leave the store."""
@@ -84,7 +87,7 @@ class Saver:
             raise ValueError(f"memory_limit={memory_limit} must be at least {2 * slots * WINDOW}: two windows a slot")
         self._kind, self._busy, self._deadline, self._degraded = worker, busy, deadline, degraded
         self._check_replicas, self._sign = check_replicas, signing(sign)
-        self._windows = None if memory_limit is None else memory_limit // slots // WINDOW
+        self._limit = None if memory_limit is None else memory_limit // slots // WINDOW * WINDOW
         main = ranks_of(group)
         # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
         made = main.remembered["savers"] = main.remembered.get("savers", 0) + 1
@@ -383,8 +386,11 @@ class Saver:
         slot = self._slots.setdefault(number, Slot(number, worker))
         if slot.worker is not worker:
             slot.attach(worker)
-        count = windows_for(sizes)
-        slot.reserve(count if self._windows is None else min(count, self._windows), pinned=pinned, touch=touch)
+        room = room_for(sizes, slot.window)
+        # Some more than is needed: a state that grows a little from save to save does not need new memory each time.
+        grain = slot.window if room > slot.window else min(GRAIN, slot.window)
+        room = -(-room // grain) * grain
+        slot.reserve(room if self._limit is None else min(room, self._limit), pinned=pinned, touch=touch)
         return slot
 
     def _give(self, number: int) -> None:

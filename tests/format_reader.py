@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import json
 import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -24,6 +26,12 @@ CODES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+
+FIRST_TAGS = {"int", "float", "bytes", "complex", "dtype", "device", "size"}
+FACTORIES = {
+    "int": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool, "tuple": tuple,
+    None: None,
 }  # fmt: skip
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -85,7 +93,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     body, mark, tail = data.rpartition(b',"digest"')
     assert mark and json.loads(b"{" + mark[1:] + tail)["digest"] == xxhash.xxh3_128_hexdigest(body)
     manifest: dict[str, Any] = json.loads(data)
-    assert (manifest["format"], manifest["version"]) == ("holdfast", 1)
+    assert manifest["format"] == "holdfast" and manifest["version"] in (1, 2)
+    if manifest["version"] == 1:
+        assert set(manifest["containers"].values()) <= {"dict", "list", "tuple"}
+        assert {v["$"] for v in manifest["values"].values() if isinstance(v, dict)} <= FIRST_TAGS
     assert list(manifest) == [
         "format", "version", "save", "run", "step", "created", "producer", "world_size", "files", "tensors", "values",
         "containers", "aliases", "per_rank", "attachments", "digest",
@@ -216,17 +227,51 @@ def torch_of(data: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch.Tens
     return torch.from_numpy(data.reshape(-1).copy()).view(getattr(torch, dtype)).view(shape)
 
 
-def decoded(value: Any) -> Any:
-    """A leaf that is no tensor."""
+def decoded(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
+    """A leaf that is no tensor, or a nest of values; ``tensor`` fetches what a reference stands for."""
+    if isinstance(value, list):
+        return [decoded(v, tensor) for v in value]
     if not isinstance(value, dict):
         return value
+    if "$" not in value:
+        return {k: decoded(v, tensor) for k, v in value.items()}
     assert set(value) == {"$", "v"}
     tag, inner = value["$"], value["v"]
-    if tag == "complex":
-        return complex(float(inner[0]), float(inner[1]))
+
+    def pairs(items: list[Any]) -> dict[Any, Any]:
+        return {decoded(k): decoded(v, tensor) for k, v in items}
+
+    match tag:
+        case "tensor":
+            assert tensor is not None
+            return tensor(inner)
+        case "complex":
+            return complex(float(inner[0]), float(inner[1]))
+        case "tuple" | "set" | "frozenset":
+            kind = {"tuple": tuple, "set": set, "frozenset": frozenset}[tag]
+            return kind(decoded(v, tensor) for v in inner)
+        case "deque":
+            return deque(decoded(inner[1], tensor), inner[0])
+        case "dict":
+            return pairs(inner)
+        case "map":
+            return dict(zip(decoded(inner[0]), decoded(inner[1], tensor), strict=True))
+        case "OrderedDict":
+            return OrderedDict(pairs(inner))
+        case "Counter":
+            return Counter(pairs(inner))
+        case "defaultdict":
+            return defaultdict(FACTORIES[inner[0]], pairs(inner[1]))
+        case "array":
+            dtype, shape, text = inner
+            return np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+        case "floats":
+            return [number for (number,) in struct.iter_unpack("<d", base64.b64decode(inner))]
+        case "tree":
+            return decoded(json.loads(inner), tensor)
     readers = {
         "int": int, "float": float, "bytes": base64.b64decode, "dtype": lambda v: getattr(torch, v),
-        "device": torch.device, "size": torch.Size,
+        "device": torch.device, "size": torch.Size, "bytearray": lambda v: bytearray(base64.b64decode(v)),
     }  # fmt: skip
     return readers[tag](inner)
 
@@ -243,47 +288,44 @@ def value_of_rank(files: list[DataFile], index: int, path: str, rank: int, used:
         shape = tuple(file.metadata["shapes"].get(key, piece.shape[:-1]))
         return torch_of(piece, dtype, shape)
 
-    def tree(value: Any) -> Any:
-        if isinstance(value, list):
-            return [tree(v) for v in value]
-        if not isinstance(value, dict):
-            return value
-        match value.get("$"):
-            case None:
-                return {k: tree(v) for k, v in value.items()}
-            case "tensor":
-                return tensor(value["v"])
-            case "tuple":
-                return tuple(tree(v) for v in value["v"])
-            case "dict":
-                return {decoded(k): tree(v) for k, v in value["v"]}
-        return decoded(value)
-
     dtype, data = file.pieces[base]
     assert dtype == "uint8"
-    return tree(json.loads(data.tobytes().decode()))
+    return decoded(json.loads(data.tobytes().decode()), tensor)
 
 
-def nested(leaves: dict[str, Any], containers: dict[str, str]) -> dict[str, Any]:
-    """Leaves by name as dicts, lists and tuples."""
-    root: dict[str, Any] = {}
+class Branch(dict[str, Any]):
+    """What lies below a name; a leaf may be a dict too."""
+
+
+def nested(leaves: dict[str, Any], containers: dict[str, Any]) -> dict[str, Any]:
+    """Leaves by name as dicts, lists and other containers."""
+    root = Branch()
     for path in [*leaves, *containers]:
         at = root
         *above, last = path.split("/")
         for key in above:
-            at = at.setdefault(key, {})
-        at[last] = leaves[path] if path in leaves else at.get(last, {})
+            at = at.setdefault(key, Branch())
+        at[last] = leaves[path] if path in leaves else at.get(last, Branch())
 
     def shaped(node: Any, path: str) -> Any:
-        if type(node) is not dict or path in leaves:
+        if type(node) is not Branch:
             return node
-        children = {key: shaped(child, f"{path}/{key}" if path else key) for key, child in node.items()}
-        kind = containers.get(path)
-        if kind in ("list", "tuple"):
+        children = {unquote(key): shaped(child, f"{path}/{key}" if path else key) for key, child in node.items()}
+        note = containers.get(path)
+        told: dict[str, Any] = note if isinstance(note, dict) else {}
+        kind = told.get("kind", note)
+        if kind in ("list", "tuple", "deque"):
             items = [children[str(i)] for i in range(len(children))]
-            return items if kind == "list" else tuple(items)
-        numbers = kind == "dict"  # noted although it is not empty: a dict with integers as keys
-        return {int(k) if numbers and k.lstrip("-").isdecimal() else unquote(k): v for k, v in children.items()}
+            return items if kind == "list" else tuple(items) if kind == "tuple" else deque(items, told.get("maxlen"))
+        if note == "dict":  # noted although it is not empty: a dict with integers as keys
+            return {int(k) if k.lstrip("-").isdecimal() else k: v for k, v in children.items()}
+        keys = {name: decoded(key) for name, key in told.get("keys", [])}
+        order = told.get("order", list(children))
+        assert sorted(order) == sorted(children)
+        found = {keys.get(name, name): children[name] for name in order}
+        if kind == "defaultdict":
+            return defaultdict(FACTORIES[told.get("factory")], found)
+        return {None: dict, "dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[kind](found)
 
     result: dict[str, Any] = shaped(root, "")
     return result

@@ -42,7 +42,6 @@ def patched(*, hold: int = still.HOLD, small: int = still.SMALL, copy: Callable[
         patch.setattr(stream, "copy_bytes", copy)
         patch.setattr(module, "WINDOW", WINDOW)
         patch.setattr(module, "Slot", partial(arena.Slot, window=WINDOW))
-        patch.setattr(module, "windows_for", partial(arena.windows_for, window=WINDOW))
         yield
 
 

@@ -238,6 +238,12 @@ def test_what_cannot_be_asked_for(source: Path, tmp_path: Path) -> None:
         holdfast.convert(tmp_path / "nowhere", target)
     with pytest.raises(holdfast.Mismatch, match=r"nothing that fits only='model/sen' \(did you mean model/seen\?\)"):
         holdfast.convert(source, target, only="model/sen")
+    with pytest.raises(holdfast.Mismatch, match="nothing that fits only='optimiser' .did you mean optimizer.., 'x'"):
+        holdfast.convert(source, target, only=["model", "optimiser", "x"])
+    with pytest.raises(holdfast.Mismatch, match="only= takes names as they were saved, and net/.* was saved as model/"):
+        holdfast.convert(source, target, only="net", rename={"model": "net"})
+    with pytest.raises(holdfast.Mismatch, match=r"only=\[\] names nothing"):
+        holdfast.convert(source, target, only=[])
     for place in (source, source.parent):
         with pytest.raises(holdfast.Mismatch, match="is the source, or around it"):
             holdfast.convert(source, place, overwrite=True)

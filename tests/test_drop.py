@@ -97,8 +97,14 @@ def test_what_cannot_be_dropped(tmp_path: Path) -> None:
     path = tmp_path / "c"
     weight = torch.randn(3)
     holdfast.save({"ema": {"w": weight}, "model": {"w": weight}, "optimizer": {"m": torch.randn(3)}}, path)
-    with pytest.raises(holdfast.Mismatch, match=r"no section 'optimiser'; it has ema, .*optimizer"):
-        holdfast.drop(path, "optimiser")
+    told = r"no section 'optimiser' \(did you mean optimizer\?\); it has ema, .*optimizer"
+    for wrong in ("optimiser", ["optimiser"], ["optimizer", "optimiser"]):
+        with pytest.raises(holdfast.Mismatch, match=told):
+            holdfast.drop(path, wrong)
+    for empty in ("", [], ["optimizer", ""]):
+        with pytest.raises(holdfast.Mismatch, match="sections=.* (names nothing|has an empty name)"):
+            holdfast.drop(path, empty)
+    assert set(holdfast.open(path).state_dict()) == {"ema", "model", "optimizer"}, "nothing is gone"
     with pytest.raises(ValueError, match="no tensor left"):
         holdfast.drop(path, "*")
     with pytest.raises(holdfast.Unsupported, match=r"model/w shares the bytes of ema/w"):

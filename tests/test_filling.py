@@ -65,6 +65,16 @@ def test_given_tensors_are_filled_and_come_back(saved: Path, state: dict[str, An
     assert found["model"]["layers"][1] is given["layers"][1]
 
 
+def test_every_pattern_has_to_fit_something(saved: Path) -> None:
+    checkpoint = holdfast.open(saved)
+    for options in ({}, {"mmap": True}, {"into": {"model": {}}}):
+        with pytest.raises(holdfast.Mismatch, match=r"has nothing that fits only='modle/\*' \(did you mean model\?\)$"):
+            checkpoint.state_dict(["model", "modle/*"], **options)  # type: ignore[arg-type]
+    with pytest.raises(holdfast.Mismatch, match="only='' names nothing"):
+        checkpoint.state_dict("")
+    assert checkpoint.state_dict(["*"]).keys() == checkpoint.state_dict().keys()
+
+
 def test_tensors_are_given_by_name_and_each_of_tied_ones(saved: Path, state: dict[str, Any]) -> None:
     given = {"model/tied": torch.zeros(3, 5), "model/head": torch.zeros(5, 3).t(), "model/layers/0": torch.zeros(2)}
     found = holdfast.open(saved).state_dict(only=list(given), into=given)

@@ -83,14 +83,111 @@ def test_renamed(saved: Path) -> None:
         "net": {"blocks.0.weight": torch.zeros(8, 4), "blocks.1.weight": torch.zeros(8, 4), "scale": torch.zeros(3)}
     }
     loaded = holdfast.load(
-        saved, into, only="net", rename=lambda n: n.replace("model/", "net/").replace("layers", "blocks")
+        saved, into, only="model", rename=lambda n: n.replace("model/", "net/").replace("layers", "blocks")
     )
     assert into["net"]["blocks.1.weight"].any() and loaded.renamed["model/scale"] == "net/scale"
     into = {"net": _target()["model"]}
-    holdfast.load(saved, into, only="net", rename={"model": "net"})
+    holdfast.load(saved, into, only="model", rename={"model": "net"})
     assert into["net"]["scale"].sum() == 3
     with pytest.raises(holdfast.Mismatch, match="same new name"):
         holdfast.load(saved, into, rename=lambda name: "x")
+
+
+def test_a_pattern_that_fits_nothing_is_an_error_and_nothing_changes(saved: Path) -> None:
+    into = _target()
+    for only, told in [
+        ("modle", r"'modle' \(did you mean model\?\)"),
+        (["model", "optimiser"], r"'optimiser' \(did you mean optimizer\?\)"),
+        (["model", "modle/*", "model/layer.0.weight"], r"'modle/\*' .*\n.*'model/layer.0.weight' .*/layers.0.weight"),
+        (["*", "!optimizer"], "'!optimizer' .it cannot say what is left out"),
+        ("", "only='' names nothing: leave it out"),
+        ([], r"only=\[\] names nothing: leave it out"),
+        (["model", ""], "has an empty name in it"),
+    ]:  # fmt: skip
+        with pytest.raises(holdfast.Mismatch, match=told) as caught:
+            holdfast.load(saved, into, only=only)
+        assert isinstance(caught.value, ValueError)
+    assert not any(t.any() for t in into["model"].values()) and into["step"] == 0
+    with pytest.raises(
+        holdfast.Mismatch, match="only= fits nothing in the checkpoint .*\n.*'x'\n1 missing.*\n.*model/y"
+    ):
+        holdfast.load(saved, {"model": {**into["model"], "y": torch.zeros(1)}}, only=["model", "x"])
+
+
+def test_a_pattern_may_fit_what_only_the_target_has(saved: Path) -> None:
+    into = {**_target(), "ema": {"w": torch.ones(2)}, "none": nn.Identity()}
+    with pytest.raises(holdfast.Mismatch, match="1 missing from the checkpoint.*\n *ema/w"):
+        holdfast.load(saved, into, only=["model", "ema"])
+    loaded = holdfast.load(saved, into, only=["model", "ema", "none"], missing="keep")
+    assert loaded.kept == ["ema/w"] and into["model"]["scale"].sum() == 3
+    with pytest.raises(holdfast.Mismatch, match="'ema'"):
+        holdfast.load(saved, _target(), only=["model", "ema"], missing="keep")
+    config: dict[str, Any] = {"config": {}}
+    holdfast.load(saved, config, only="config/lr")
+    assert config == {"config": {"lr": 0.1}}
+
+
+def test_the_state_of_an_optimizer_that_has_not_stepped_may_be_asked_for(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    holdfast.save(state, tmp_path / "c")
+    loaded = holdfast.load(tmp_path / "c", state, only=["model", "optimizer/state"])
+    assert loaded.restored == ["model/weight", "model/bias"] and not loaded.kept
+    with pytest.raises(holdfast.Mismatch, match="'optimizer/states'"):
+        holdfast.load(tmp_path / "c", state, only=["model", "optimizer/states"])
+
+
+def test_only_means_what_was_saved_whatever_it_is_renamed_to(saved: Path) -> None:
+    into = {"net": _target()["model"], "config": {}}
+    with pytest.raises(holdfast.Mismatch, match="only= takes names as they were saved, and net/.* was saved as model/"):
+        holdfast.load(saved, into, only="net", rename={"model": "net"})
+    assert not any(t.any() for t in into["net"].values())
+    into["net"]["new"] = torch.zeros(2)
+    for rename in ({"model": "net"}, lambda name: name.replace("model/", "net/")):
+        with pytest.raises(holdfast.Mismatch, match="net/new"):
+            holdfast.load(saved, into, only="model", rename=rename)
+        assert holdfast.load(saved, into, only="model", rename=rename, missing="keep").kept == ["net/new"]
+    loaded = holdfast.load(saved, into["net"], only="model", rename={"model": ""}, missing="keep")
+    assert loaded.renamed["model/scale"] == "scale" and loaded.kept == ["new"] and into["config"] == {}
+
+
+def test_every_name_of_a_table_has_to_be_saved(saved: Path) -> None:
+    into = {"net": _target()["model"]}
+    with pytest.raises(holdfast.Mismatch, match=r"rename= maps 'modle' \(did you mean model\?\), but no name of "):
+        holdfast.load(saved, into, only="model", rename={"modle": "net"})
+    with pytest.raises(holdfast.Mismatch, match="rename= maps 'opt', but"):
+        holdfast.load(saved, into, only="model", rename={"model": "net", "opt": "optimizer"})
+    holdfast.load(saved, into, only="model", rename={"model": "net", "optimizer": "opt"})
+    assert into["net"]["scale"].sum() == 3, "a table may map what is not loaded"
+
+
+def load_stages(path: str, only: dict[int, Any]) -> dict[str, Any]:
+    """Each rank has a layer of its own; the second one has a head that was never saved."""
+    rank = dist.get_rank()
+    model = {
+        f"layers.{rank}.weight": torch.zeros(8, 4),
+        **({"head": torch.zeros(2)} if rank else {"scale": torch.zeros(3)}),
+    }
+    loaded = holdfast.load(path, {"model": model}, only=only[rank], missing="keep")
+    return {"kept": loaded.kept, "changed": [key for key, tensor in model.items() if tensor.any()]}
+
+
+def test_patterns_are_judged_for_all_ranks_together(saved: Path) -> None:
+    stages = [
+        {"kept": [], "changed": ["layers.0.weight", "scale"]},
+        {"kept": ["model/head"], "changed": ["layers.1.weight"]},
+    ]
+    both = ["model/layers.*", "model/scale", "model/head"]
+    assert pool.run(2, load_stages, str(saved), dict.fromkeys(range(2), both)) == stages
+    its_own = {0: ["model/layers.0*", "model/l*", "model/scale"], 1: ["model/l*", "model/head", "model/scale"]}
+    assert pool.run(2, load_stages, str(saved), its_own) == stages
+    for only, told in [
+        ({0: "modle", 1: "modle"}, "'modle' (did you mean model?)"), ({0: [], 1: both}, "only=[] names nothing"),
+        ({0: both, 1: [*both, "model/haed"]}, "'model/haed' (did you mean model/"),
+    ]:  # fmt: skip
+        errors = pool.attempt(2, load_stages, str(saved), only)
+        assert [error.kinds[0] for error in errors] == ["Mismatch"] * 2 and errors[0].text == errors[1].text
+        assert told in errors[0].text
 
 
 def test_missing_may_be_kept(saved: Path) -> None:
@@ -303,8 +400,8 @@ def _rewrite(path: Path, change: Any) -> None:
 
 
 def test_version_from_the_future(saved: Path) -> None:
-    _rewrite(saved, lambda m: m.update(version=2))
-    with pytest.raises(holdfast.Unsupported, match="format version 2, this holdfast reads version 1"):
+    _rewrite(saved, lambda m: m.update(version=3))
+    with pytest.raises(holdfast.Unsupported, match="format version 3, this holdfast reads versions 1 to 2"):
         holdfast.load(saved, _target())
 
 

@@ -181,6 +181,30 @@ def test_mismatch_does_not_fall_back(tmp_path: Path) -> None:
             manager.restore({"model": {"w": torch.zeros(2)}, "step": 0})
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_pattern_that_fits_nothing_does_not_fall_back(fast: bool, tmp_path: Path) -> None:
+    """The older step has what the newest one lacks: it is not looked at."""
+    tiers: dict[str, Any] = {"fast": tmp_path / "fast"} if fast else {}
+    with CheckpointManager(tmp_path / "run", every=1, keep=Keep(last=5), **tiers) as manager:
+        for empty in ("", []):
+            with pytest.raises(holdfast.Mismatch, match="names nothing: leave it out"):
+                manager.restore(_state(), only=empty)
+        assert manager.restore(_state(), only="model") is None, "nothing is saved yet"
+        manager.save(1, {**_state(1), "ema": {"w": torch.ones(3)}})
+        manager.save(2, _state(2))
+    with CheckpointManager(tmp_path / "run", every=1, **tiers) as manager:
+        state = _state()
+        with pytest.raises(holdfast.Mismatch, match=r"step-000000002 .*\n.*\n *'emma'"):
+            manager.restore(state, only=["model", "emma"])
+        with pytest.raises(holdfast.Mismatch, match=r"step-000000002 .*\n.*\n *'ema'"):
+            manager.restore(state, only="ema")
+        with pytest.raises(holdfast.Mismatch, match="1 missing from the checkpoint.*\n *ema/w"):
+            manager.restore({**state, "ema": {"w": torch.zeros(3)}}, only=["model", "ema"])
+        assert not state["model"]["w"].any() and manager.steps() == [1, 2]
+        loaded = manager.restore(state, only="model")
+        assert loaded is not None and loaded.step == 2 and state["step"] == 0
+
+
 def test_orphans_are_swept_but_never_a_living_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "SURVIVORS", 0.1)
     holdfast.save(_state(7), tmp_path / "step-000000007")

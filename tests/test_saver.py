@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import holdfast
 from holdfast import saver as module
@@ -625,23 +626,22 @@ def prepared(layout: str, optimizer: str, root: str) -> tuple[list[str], list[An
     }[optimizer]()
     state = {"model": model, "optimizer": made, "step": 0}
     window = 4096  # small, so that a wrong guess is seen
-    kept = module.Slot, module.windows_for
+    kept = module.Slot
     module.Slot = functools.partial(arena.Slot, window=window)  # type: ignore[assignment,misc]
-    module.windows_for = functools.partial(arena.windows_for, window=window)
     try:
         with holdfast.Saver(worker="thread", slots=2) as saver:
             saver.prepare(state)
             files = os.listdir(root)
-            before = [(slot._address, slot.count) for slot in saver._slots.values()]
+            before = [(slot._address, slot.nbytes) for slot in saver._slots.values()]
             model(torch.randint(0, 11, (4, 5))).square().mean().backward()
             made.step()
             for step in range(2):
                 saver.save(state, f"{root}/{step}")
             saver.wait()
-            after = [(slot._address, slot.count) for slot in saver._slots.values()]
+            after = [(slot._address, slot.nbytes) for slot in saver._slots.values()]
             return files, before, after, len(saver._slots)
     finally:
-        module.Slot, module.windows_for = kept  # type: ignore[misc]
+        module.Slot = kept  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "AMSGrad", "SGD", "RMSprop"])
@@ -650,6 +650,41 @@ def test_what_was_prepared_is_enough_for_the_first_save(layout: str, optimizer: 
     for files, before, after, slots in pool.run(2, prepared, layout, optimizer, str(tmp_path)):
         assert files == [] and slots == 2
         assert before == after, "the memory is where it was, and no more of it"
+
+
+def resident() -> int:
+    """Bytes of memory that this process has and no file has."""
+    found = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(words[1]) << 10 for words in found if words[0] in ("RssAnon:", "RssShmem:"))
+
+
+def prepared_for_many(root: str, worker: str, sections: int) -> tuple[int, int, int]:
+    """What `prepare`, a background save and a blocking one take for sections of 300 bytes."""
+    state = {f"agent{i}": nn.Linear(8, 8) for i in range(sections)}
+    with holdfast.Saver(worker=worker, slots=2) as saver:  # type: ignore[arg-type]
+        saver.save({"t": torch.ones(3)}, f"{root}/first").wait()
+        before = resident()
+        saver.prepare(state)
+        prepared = resident() - before
+        saver.save(state, f"{root}/background").wait()
+        saved = resident() - before
+    before = resident()
+    holdfast.save(state, f"{root}/blocking")
+    return prepared, saved, resident() - before
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_many_small_sections_take_little_memory(worker: str, tmp_path: Path) -> None:
+    for figures in pool.run(1, prepared_for_many, str(tmp_path), worker, 300):
+        assert max(figures) < 24 << 20, "what is saved, and what Python needs for 300 files"
+
+
+@pytest.mark.parametrize("nbytes", [1, 3 << 20, 16 << 20, 70 << 20])
+def test_a_slot_takes_what_is_saved_and_little_more(nbytes: int, tmp_path: Path) -> None:
+    with holdfast.Saver(worker="thread") as saver:
+        saver.prepare({"a": {"t": torch.empty(nbytes, dtype=torch.uint8)}, "b": {"t": torch.ones(2)}})
+        (slot,) = saver._slots.values()
+        assert nbytes < slot.nbytes <= nbytes + (17 << 20 if nbytes > 15 << 20 else 2 << 20)
 
 
 def prepare_badly(root: str) -> tuple[str, str]:

@@ -287,7 +287,7 @@ def test_a_store_holds_signed_checkpoints(waves: bool, tmp_path: Path, monkeypat
     """There the header goes first: sums are taken before anything is sent, or as the slot fills."""
     place = Place(Local(tmp_path), "c")
     if waves:
-        monkeypatch.setattr("holdfast.engine.write.windows_for", lambda sizes, window: 10**6)
+        monkeypatch.setattr("holdfast.engine.write.room_for", lambda sizes, window: 1 << 60)
     with holdfast.Saver(worker="thread", sign=KEY) as saver:
         saver.save(_state(), place, files={"config.json": b"{}"}).wait()
     _everything(place)

@@ -122,7 +122,7 @@ def proved(*paths: str) -> None:
 
 
 def only_of(patterns: list[str] | None) -> str | list[str]:
-    """Patterns as functions of the library take them; one alone is tried for near names if it fits nothing."""
+    """Patterns as functions of the library take them; one alone may name the section of a model."""
     return "*" if not patterns else patterns[0] if len(patterns) == 1 else patterns
 
 

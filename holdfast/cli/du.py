@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 import holdfast
-from holdfast.checkpoint import near
 from holdfast.cli import output
 from holdfast.errors import Mismatch, NotACheckpoint
 from holdfast.inspect.usage import RootUsage, Usage, modules, usage, usage_of_root
@@ -32,9 +31,6 @@ def du(
         output.as_json(found) if json else _show_root(found)
         return
     total, top = usage(checkpoint, only=tensors), modules(checkpoint, only=tensors)
-    if tensors != "*" and not top.tensors:
-        hint = near(tensors, checkpoint.manifest.tensors)
-        raise Mismatch(f"{checkpoint.path} has no tensor whose name fits {tensors!r}{hint}")
     rows = [(level, node) for level, node in top.walk(deepest=depth)]
     if json:
         below = [

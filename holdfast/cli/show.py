@@ -13,14 +13,17 @@ from typing import Annotated, Any
 import typer
 
 import holdfast
-from holdfast.checkpoint import Checkpoint, matches, near
+from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.engine.sections import dropped_of
-from holdfast.errors import HoldfastError, Mismatch
+from holdfast.errors import HoldfastError
 from holdfast.inspect.layout import Layouts
 from holdfast.inspect.statistics import Statistics, statistics_of_all
 from holdfast.inspect.tree import Leaf, tree
 from holdfast.inspect.usage import usage
+from holdfast.ondisk.containers import as_text
+from holdfast.ondisk.packing import unpacked
+from holdfast.patterns import TENSOR, selector
 
 SHOWN = 16
 """Values that are shown unless all are asked for."""
@@ -42,10 +45,9 @@ def show(
 ) -> None:
     """Show what a checkpoint holds: modules, tensors, shapes, dtypes, bytes, cuts, values, attached files."""
     checkpoint = holdfast.open(path)
-    chosen = [name for name in checkpoint.records if matches(name, tensors or "*")]
-    if tensors is not None and not chosen:
-        hint = near(tensors, checkpoint.records)
-        raise Mismatch(f"{checkpoint.path} has no tensor whose name fits {tensors!r}{hint}; holdfast show lists them")
+    only = "*" if tensors is None else tensors
+    wanted = selector(only, checkpoint.records, checkpoint.path, said="", what=TENSOR)
+    chosen = list(filter(wanted, checkpoint.records))
     layouts = Layouts(checkpoint)
     found = {s.name: s for s in statistics_of_all(checkpoint, chosen)} if stats else {}
     if json:
@@ -161,7 +163,7 @@ def _first(paths: list[str]) -> list[str]:
 
 def brief(value: object, everything: bool = False) -> str:
     """A value as text, cut short unless all of it is asked for."""
-    text = repr(value)
+    text = repr(value) if everything else as_text(value)
     return text if everything or len(text) <= 70 else f"{text[:69]}…"
 
 
@@ -199,7 +201,8 @@ def _told(
         "step": checkpoint.step, "run": checkpoint.run or None, "created": record.created or None,
         "world_size": checkpoint.world_size, "producer": record.producer, "lost": dropped_of(record),
         "nbytes": checkpoint.nbytes, "files": len(record.files), "tensors": [one(name) for name in chosen],
-        "values": record.values, "per_rank": checkpoint.differing, "attachments": checkpoint.attachments,
+        "values": {path: unpacked(value) for path, value in record.values.items()},
+        "per_rank": checkpoint.differing, "attachments": checkpoint.attachments,
         "left_out": checkpoint.left_out,
     }  # fmt: skip
 

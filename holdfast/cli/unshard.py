@@ -14,6 +14,7 @@ import holdfast
 from holdfast.cli import output
 from holdfast.cli.convert import EXTRAS, Format, bytes_of, dtype_of, extras_of, proved, show
 from holdfast.export.huggingface import section_of
+from holdfast.patterns import TENSOR, selector
 
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -47,6 +48,8 @@ def unshard(
         raise typer.BadParameter("--all goes with a file for torch (.pt): a folder for inference holds weights alone")
     proved(target)
     opened = holdfast.open(source)
+    if section is not None:
+        selector(section, opened.records, opened.path, said="--section ", what=TENSOR)
     only = "*" if everything else section_of(opened, section or "*") or "*"
     if not json:
         output.say(f"{opened.path}: {'all of it' if everything else f'the tensors of {only!r}'}")

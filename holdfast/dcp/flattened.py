@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.dcp.opening import as_torch_has_it
+from holdfast.dcp.opening import as_torch_has_it, taken_apart
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names
+from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import TensorRecord
 
 
@@ -86,6 +87,7 @@ def describe(checkpoint: Checkpoint) -> Described:
 
     Values that differ by rank are left out: torch's engine knows none.
     """
+    checkpoint = taken_apart(checkpoint)
     leaves: dict[str, Any] = {name: Tensor(name) for name in checkpoint.records}
     leaves.update((path, Value(path)) for path in checkpoint.manifest.values)
     known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -111,13 +113,13 @@ def describe(checkpoint: Checkpoint) -> Described:
 
 def value_at(checkpoint: Checkpoint, node: Any) -> Any:
     """What a leaf stands for, read and decoded."""
-    if isinstance(node, Value):
-        return checkpoint.value(node.name)
-    if isinstance(node, Tensor):
-        return checkpoint.read(node.name)
-    if isinstance(node, dict):
-        return {key: value_at(checkpoint, value) for key, value in node.items()}
-    return type(node)(value_at(checkpoint, value) for value in node) if isinstance(node, (list, tuple)) else node
+
+    def read(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return checkpoint.value(leaf.name)
+        return checkpoint.read(leaf.name) if isinstance(leaf, Tensor) else leaf
+
+    return mapped(node, read)
 
 
 def _tensor_metadata(record: TensorRecord) -> TensorStorageMetadata:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
 from holdfast.engine.state.tensors import dtype_name
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk.box import Box, tiling_fault, whole
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.ondisk.values import JSON
 
@@ -35,23 +36,23 @@ class Told:
     rank: int
     tensors: dict[str, PiecedTensor] = field(default_factory=dict)
     values: dict[str, JSON] = field(default_factory=dict)
-    containers: dict[str, str] = field(default_factory=dict)
+    containers: dict[str, Note] = field(default_factory=dict)
     files: list[FileRecord] = field(default_factory=list)
 
 
 def gather(plan: SavePlan, planner: SavePlanner, rank: int) -> tuple[Collected, Told]:
     """The tensors and values of a plan's items, in holdfast's words."""
     paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    objects: dict[str, Any] = {}
+    collected = Collected()
     tensors: list[tuple[str, WriteItem]] = []
     for item in plan.items:
         path = paths.get(item.index.fqn, (item.index.fqn,))
         name = name_of(path)
         if item.type is WriteItemType.BYTE_IO:
-            _put(objects, path, _object_of(planner, item, name))
+            # Each by itself: other ranks may write other values of the same dict, and so it must not become one value.
+            _add(collect(_nested(path, _object_of(planner, item, name)), Ranks(rank, rank + 1)), collected)
         else:
             tensors.append((name, item))
-    collected = collect(objects, Ranks(rank, rank + 1))
     told = Told(rank, values=collected.values, containers=collected.containers)
     for entry in collected.entries.values():  # tensors inside of tuples, which torch takes for values
         told.tensors[entry.name] = PiecedTensor(entry.dtype, entry.shape, [(v.box, rank) for v in entry.views])
@@ -94,11 +95,16 @@ def _object_of(planner: SavePlanner, item: WriteItem, name: str) -> Any:
     return without_files(value)
 
 
-def _put(objects: dict[str, Any], path: Iterable[str | int], value: Any) -> None:
-    *above, last = map(str, path)
-    for key in above:
-        objects = objects.setdefault(key, {})
-    objects[last] = value
+def _nested(path: Sequence[str | int], value: Any) -> dict[str, Any]:
+    for key in reversed(path):
+        value = {str(key): value}
+    return dict(value)
+
+
+def _add(found: Collected, into: Collected) -> None:
+    into.entries.update(found.entries)
+    into.values.update(found.values)
+    into.containers.update(found.containers)
 
 
 def joined(told: list[Told]) -> dict[str, PiecedTensor]:
@@ -120,7 +126,7 @@ def joined(told: list[Told]) -> dict[str, PiecedTensor]:
     return found
 
 
-def containers(metadata: Metadata, told: list[Told]) -> dict[str, str]:
+def containers(metadata: Metadata, told: list[Told]) -> dict[str, Note]:
     """Lists and tuples inside of values, and the lists that torch has taken apart: their positions are integers."""
     found = {path: kind for one in told for path, kind in one.containers.items()}
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}

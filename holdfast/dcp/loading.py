@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast import events
-from holdfast.checkpoint import near
 from holdfast.dcp.arguments import PathLike, keeps_missing, origin
 from holdfast.dcp.opening import open_by_key
 from holdfast.dcp.states import Target
@@ -28,6 +27,7 @@ from holdfast.errors import Mismatch
 from holdfast.load import restore
 from holdfast.match import Match, named_ids, saved_names
 from holdfast.ondisk import names
+from holdfast.patterns import near
 
 _SHOWN = 100
 
@@ -97,9 +97,9 @@ def _compare(
     name_here, values = named_ids(checkpoint, target.name_here, target.tree)
     saved = saved_names(checkpoint, name_here, values, _everything)
     match = Match(checkpoint, name_here, saved, _everything, True, collect(target.tree, group, saved))
-    fit = match.compare(keep=False, world_size=meeting.size)
+    fit = match.compare(keep=False, world_size=meeting.size, early=False)
     known = [*saved.tensors, *saved.values]
-    missing, misfits = [], list(fit.misfits)
+    missing, misfits = [], [*target.misfits, *fit.misfits]
     for name in fit.missing:
         if name in saved.tensors:
             misfits.append(f"{name}: saved as a tensor, here a value")

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from typing import Any
+
+import msgspec
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.engine.stores.place import Location, Place
@@ -13,7 +17,8 @@ from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError
 from holdfast.foreign.assemble import Found, assemble
 from holdfast.foreign.dcp import read_folder
-from holdfast.ondisk import manifest
+from holdfast.ondisk import containers, manifest, names, packing, values
+from holdfast.ondisk.containers import Note
 
 
 def as_torch_has_it(path: Location) -> str | os.PathLike[str]:
@@ -38,7 +43,41 @@ def open_by_key(path: str | os.PathLike[str] | Place) -> Checkpoint:
     folder = location(path)
     of_torch = any((folder / name).is_file() for name in (".metadata", "__0.metadata"))
     if not of_torch or (folder / manifest.FILE_NAME).exists():
-        return open_checkpoint(path)
+        return taken_apart(open_checkpoint(path))
     state = read_folder(folder)
     found = Found("torch.distributed.checkpoint", state.tree, world_size=state.world_size)
     return Checkpoint(folder, foreign=assemble(found, folder))
+
+
+def taken_apart(checkpoint: Checkpoint) -> Checkpoint:
+    """The same with a name for each value of a dict, as torch has it, where holdfast keeps a long dict as one value."""
+    record = checkpoint.manifest
+    long = [path for path, value in record.values.items() if values.version_of(value) > manifest.VERSION]
+    apart = {path: tree for path in long if _has_keys(tree := checkpoint.value(path))}
+    if not apart:
+        return checkpoint
+    leaves = {path: value for path, value in record.values.items() if path not in apart}
+    notes = dict(record.containers)
+    for path, tree in apart.items():
+        _take_apart(path, tree, leaves, notes)
+    made = copy.copy(checkpoint)
+    vars(made).pop("values", None)
+    vars(made)["manifest"] = manifest.versioned(msgspec.structs.replace(record, values=leaves, containers=notes))
+    return made
+
+
+def _take_apart(path: str, node: Any, leaves: dict[str, Any], notes: dict[str, Note]) -> None:
+    if not _has_keys(node):
+        leaves[path] = values.encode(node) if containers.kind_of(node) is None else packing.packed(node)
+        return
+    named = containers.key_names(node) if isinstance(node, dict) else [(str(i), i) for i in range(len(node))]
+    note = containers.note_of(node, named, ordered=isinstance(node, dict), exact=True)
+    if note is not None:
+        notes[path] = note
+    for (name, _), child in zip(named, containers.children(node), strict=True):
+        _take_apart(names.child(path, name), child, leaves, notes)
+
+
+def _has_keys(node: Any) -> bool:
+    """Whether torch has several keys for what a value holds: for each of a dict, and of a list that holds dicts."""
+    return isinstance(node, dict) or (type(node) is list and any(map(_has_keys, node)))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,7 +77,8 @@ def like(present: Any, value: Any) -> Any:
 
 def _plain_items(node: Any) -> Any:
     if isinstance(node, Mapping):
-        return {key: _plain(value) for key, value in node.items()}
+        kind: Callable[..., Any] = type(node) if type(node) in (Counter, OrderedDict) else dict
+        return kind({key: _plain(value) for key, value in node.items()})
     return type(node)(map(_plain, node)) if type(node) in (list, tuple) else without_files(node)
 
 
@@ -108,15 +110,16 @@ class _Place:
 class Target:
     """What a state dict asks of a checkpoint, in torch's way: ``tree`` is a state that holdfast's walk understands.
 
-    ``then`` hands the objects their state dicts once they are filled. ``optimizers`` are paths of optimizers. Tensors
-    are filled in place; each value has a place of its own, so that nested dicts stay the same objects; what torch
-    would not have saved is not asked for.
+    ``then`` hands the objects their state dicts once they are filled. ``optimizers`` are paths of optimizers,
+    ``misfits`` lines of what cannot fit. Tensors are filled in place; each value has a place of its own, so that nested
+    dicts stay the same objects; what torch would not have saved is not asked for.
     """
 
     checkpoint: Checkpoint
     tree: dict[str, Any] = field(default_factory=dict)
     then: list[Callable[[], None]] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
     _wrapped: list[tuple[str, str]] = field(default_factory=list)
 
     def fill(self, state_dict: MutableMapping[str, Any]) -> Target:
@@ -162,6 +165,8 @@ class Target:
             node = self._items(path, members, enumerate(value))
             self.then.append(lambda: container.__setitem__(key, tuple(members)))
             return node
+        if path in self.checkpoint.records:
+            self.misfits.append(f"{path}: saved as a tensor, here a value")
         return _Place(container, key)
 
     def _items(self, path: str, container: Any, items: Any) -> dict[str, Any]:

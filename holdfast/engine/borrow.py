@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.engine import disk, storage
 from holdfast.engine.device import Copier
 from holdfast.engine.fingerprint import Fingerprints, Prints
-from holdfast.engine.image import Image, OpenFiles
+from holdfast.engine.image import KEPT, Image, OpenFiles
 from holdfast.engine.plan import Plan
 from holdfast.engine.read import DataFiles
 from holdfast.engine.same import Claim, unchanged
@@ -249,8 +249,9 @@ def _link(source: Path, target: Path, nbytes: int, opened: OpenFiles) -> bool:
         # Another rank may cite the same file, or the checkpoint that is overwritten does: it is theirs to take away.
         return os.path.samefile(source, target)
     opened.paths.append(target)
-    # Locked as a file that is being written: whoever sweeps sees that this save lives.
-    opened.descriptors.append(storage.open_locked(target))
+    if len(opened.descriptors) < KEPT:
+        # Locked as a file that is being written: whoever sweeps sees that this save lives.
+        opened.descriptors.append(storage.open_locked(target))
     return True
 
 

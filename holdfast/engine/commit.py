@@ -35,6 +35,7 @@ from holdfast.engine.stores.retrying import is_transient
 from holdfast.engine.volumes import file_of
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.ondisk import blocks, manifest, names, signature, values
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
 from holdfast.version import __version__
 
@@ -59,7 +60,7 @@ def draft(
     """The manifest of a save, all but the sizes and digests of its files, which only their writers know."""
     index = _files_of(plan, identity.world_size)
     leaves, containers = _leaves(state, owned)
-    return Manifest(
+    drafted = Manifest(
         save=identity.save,
         run=identity.run,
         step=identity.step,
@@ -78,6 +79,7 @@ def draft(
         per_rank={path: manifest.ranges(index[names.section_of(path), 0].values()) for path in plan.per_rank},
         attachments=attachments,
     )
+    return manifest.versioned(drafted, least=plan.version)
 
 
 def _producer(state: Collected, lost: tuple[int, ...]) -> dict[str, str]:
@@ -186,10 +188,10 @@ def _record(tensor: PlannedTensor, pieces: Owned, files: Mapping[int, int]) -> T
     return TensorRecord(tensor.dtype, tensor.shape, pieces.cells, manifest.ranges(files[r] for r in pieces.owners))
 
 
-def _leaves(state: Collected, joined: OwnedJoin) -> tuple[dict[str, Any], dict[str, str]]:
+def _leaves(state: Collected, joined: OwnedJoin) -> tuple[dict[str, Any], dict[str, Note]]:
     """Leaf values and containers as the manifest has them, parameter groups spelled out."""
     leaves = {**state.values, **joined.values}
-    containers: dict[str, str] = {}
+    containers: dict[str, Note] = {}
     for path, groups in joined.groups.items():
         tree = [
             {**{k: values.decode_tree(v, _no_tensor) for k, v in settings.items()}, "params": params}
@@ -203,14 +205,14 @@ def _no_tensor(reference: str) -> torch.Tensor:
     raise HoldfastError(f"a parameter group refers to tensor {reference}; a fault of holdfast")
 
 
-def _flatten(path: str, node: Any, leaves: dict[str, Any], containers: dict[str, str]) -> None:
-    if isinstance(node, (dict, list, tuple)) and type(node) is not torch.Size:
-        if not isinstance(node, dict) or not node:
-            containers[path] = "dict" if isinstance(node, dict) else "list" if isinstance(node, list) else "tuple"
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+def _flatten(path: str, node: Any, leaves: dict[str, Any], containers: dict[str, Note]) -> None:
+    if type(node) in (list, tuple) or (type(node) is dict and all(type(key) is str for key in node)):
+        if type(node) is not dict or not node:
+            containers[path] = type(node).__name__
+        for key, value in node.items() if type(node) is dict else enumerate(node):
             _flatten(names.child(path, str(key)), value, leaves, containers)
-    else:
-        leaves[path] = values.encode(node)
+    else:  # containers of other kinds are one value
+        leaves[path] = values.encode_tree(node, None)
 
 
 def check_attachment(name: str) -> None:

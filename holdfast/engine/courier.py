@@ -13,7 +13,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -51,7 +52,7 @@ class Fault(NamedTuple):
 @dataclass
 class _File:
     path: str
-    fd: int
+    fd: int | None  # None: it is opened for each job, so that a save may have more files than descriptors
     direct: bool
     pending: int = 0  # writes that are not done
     fault: Fault | None = None
@@ -62,6 +63,20 @@ class _File:
         with self.idle:
             # It ends with the writes to this file: with the storage's own patience, as all waits of this module do.
             self.idle.wait_for(lambda: not self.pending)
+
+    @contextmanager
+    def opened(self) -> Iterator[int]:
+        """Its descriptor, or one for as long as the block lasts."""
+        if self.fd is not None:
+            yield self.fd
+            return
+        fd = disk.open(self.path, os.O_RDWR | os.O_NOFOLLOW | (os.O_DIRECT if self.direct else 0))
+        try:
+            yield fd
+            if not self.direct:
+                disk.sync(fd, self.path)  # a failure to write what is cached may be told to this descriptor alone
+        finally:
+            os.close(fd)
 
 
 class Courier:
@@ -106,8 +121,8 @@ class Courier:
         else:
             self._memory[slot] = memory
 
-    def open(self, file: int, path: str, fd: int, *, direct: bool) -> None:
-        """Take a file that is open already and as long as it will be."""
+    def open(self, file: int, path: str, fd: int | None, *, direct: bool) -> None:
+        """Take a file that is there and as long as it will be. Without a descriptor it is opened as it is needed."""
         self._files[file] = _File(path, fd, direct)
 
     def begin(self, file: int, store: Store, key: str, header: bytes, size: int) -> None:
@@ -245,7 +260,7 @@ class Courier:
             for target in dropped:
                 if isinstance(target, _File):
                     target.wait_idle()
-                    if close:
+                    if close and target.fd is not None:
                         os.close(target.fd)
                 else:
                     target.give_up()
@@ -271,17 +286,22 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 def _write(file: _File, view: memoryview, nbytes: int, offset: int) -> None:
+    with file.opened() as fd:
+        _write_to(fd, file, view, nbytes, offset)
+
+
+def _write_to(fd: int, file: _File, view: memoryview, nbytes: int, offset: int) -> None:
     at, end = 0, len(view) if file.direct else nbytes
     view[nbytes:] = bytes(len(view) - nbytes)
     while at < end:
         try:
-            at += disk.write(file.fd, view[at:end], offset + at, file.path)
+            at += disk.write(fd, view[at:end], offset + at, file.path)
         except OSError as error:
             if error.errno != errno.EINVAL or not file.direct:
                 raise
             # Opened directly, but this file system cannot write so (some overlay and network ones).
             file.direct, end = False, nbytes
-            fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         if file.direct:
             at -= at % SECTOR
 
@@ -308,11 +328,18 @@ def _put_small(store: Store, key: str, data: bytes) -> None:
 def _finish(file: _File, header: bytes, size: int) -> Fault | None:
     aligned = memoryview(mmap.mmap(-1, len(header)))
     aligned[:] = header
-    return (
-        _attempt("write", file.path, lambda: _write(file, aligned, len(header), 0))
-        or _attempt("cut", file.path, lambda: disk.cut(file.fd, size, file.path))
-        or _attempt("sync", file.path, lambda: disk.sync(file.fd, file.path))
-    )
+    doing = "open"
+    try:
+        with file.opened() as fd:
+            doing = "write"
+            _write_to(fd, file, aligned, len(header), 0)
+            doing = "cut"
+            disk.cut(fd, size, file.path)
+            doing = "sync"
+            disk.sync(fd, file.path)
+    except Exception as error:  # noqa: BLE001 - told to whoever waits for the job, and raised there
+        return _fault(doing, file.path, error)
+    return None
 
 
 def _attempt(doing: str, path: str, work: Callable[[], object]) -> Fault | None:

@@ -158,7 +158,7 @@ def _plan_without(plan: Plan, lost: Collection[int], heirs: Mapping[Key, int], w
             lie = Listed(tensor.shape, [(box, (owner,)) for box, owner in zip(boxes, owners, strict=True)])
             kinds[key] = PlannedTensor(tensor.dtype, tensor.shape, lie)
         tensors[name] = kinds[key]
-    return Plan(tensors, plan.aliases, plan.containers, plan.per_rank, plan.volumes)
+    return Plan(tensors, plan.aliases, plan.containers, plan.per_rank, plan.volumes, plan.version)
 
 
 def _pieces(tensor: PlannedTensor, owned: Owned) -> list[tuple[Box, int]]:

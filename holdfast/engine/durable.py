@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 
 from holdfast.engine import disk
@@ -44,16 +45,25 @@ def write_small(path: str, data: bytes) -> None:
 
 def make_folder(path: str) -> None:
     """Create a folder and its parents, durably: each new entry is synced into its own parent."""
-    missing = []
-    at = os.path.abspath(path)
-    while not os.path.isdir(at):
-        missing.append(at)
-        at = os.path.dirname(at)
-    for folder in reversed(missing):
-        try:
-            disk.make_folder(folder)
-        except FileExistsError:
-            # Somebody else made it; if it is gone again, that is what the caller hears: ENOENT.
-            if not stat.S_ISDIR(disk.stat(folder).st_mode):
-                raise OSError(errno.ENOTDIR, f"{folder} is not a folder") from None
-        disk.sync_folder(os.path.dirname(folder))
+    make_folders([path])
+
+
+def make_folders(paths: Iterable[str]) -> None:
+    """The same for many folders: a parent of several of them is synced once."""
+    parents: dict[str, None] = {}
+    for path in paths:
+        missing = []
+        at = os.path.abspath(path)
+        while not os.path.isdir(at):
+            missing.append(at)
+            at = os.path.dirname(at)
+        for folder in reversed(missing):
+            try:
+                disk.make_folder(folder)
+            except FileExistsError:
+                # Somebody else made it; if it is gone again, that is what the caller hears: ENOENT.
+                if not stat.S_ISDIR(disk.stat(folder).st_mode):
+                    raise OSError(errno.ENOTDIR, f"{folder} is not a folder") from None
+            parents[os.path.dirname(folder)] = None
+    for parent in parents:
+        disk.sync_folder(parent)

@@ -105,6 +105,7 @@ class _Jobs:
 
     def close_after(self, file: ExitStack) -> None:
         self._opened.append((self._finished + len(self._pending), file))
+        self.settle(self._most)  # a file of which nothing is read is closed at once
 
     def settle(self, left: int) -> None:
         while len(self._pending) > left:

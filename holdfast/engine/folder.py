@@ -96,12 +96,18 @@ def refuse_cited(folder: Location) -> None:
 
 
 def withdraw(paths: Sequence[Location], folder: Location) -> None:
-    """Delete what this rank wrote for a save that did not commit; the last rank to do so takes the folder away."""
+    """Delete what this rank wrote for a save that did not commit; the last rank to do so takes the folder away.
+
+    Never raises an OSError: the failure of the save is what its caller has to hear of.
+    """
     try:
         storage.delete(*paths)
-    except StorageError as error:
+        # A writer that was killed may have left a small file under the name that it has before it is whole.
+        local = [path for path in paths if not isinstance(path, Place)]
+        storage.delete(*(half for path in local for half in path.parent.glob(f".{path.name}.*.tmp")))
+        storage.delete_empty_folders(folder)
+    except OSError as error:
         log.warning("a failed save leaves files behind, to be swept later: %s", error)
-    storage.delete_empty_folders(folder)
 
 
 def delete_checkpoint(path: Location) -> None:

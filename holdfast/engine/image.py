@@ -45,9 +45,14 @@ class Written:
     header_sha256: str = ""
 
 
+KEPT = 8
+"""Files of a save on one rank that stay open, and so locked, until its outcome is known. A lock on any file tells that
+the save lives, so the rest of them are opened as they are needed: there may be more of them than descriptors."""
+
+
 @dataclass
 class OpenFiles:
-    """Descriptors of the files of a save, kept open (and so locked) until its outcome is known."""
+    """The files of a save, and descriptors of the first of them, kept open until its outcome is known."""
 
     paths: list[Location] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)

@@ -6,6 +6,7 @@ Made from `Collected`, told once for each distinct one, joined by the plan. Pure
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,7 +14,9 @@ from holdfast.engine.spread import Spread
 from holdfast.engine.state import Collected
 from holdfast.errors import Mismatch
 from holdfast.ondisk.blocks import digest
-from holdfast.ondisk.values import JSON
+from holdfast.ondisk.containers import Note
+from holdfast.ondisk.packing import unpacked
+from holdfast.ondisk.values import JSON, version_of_tree
 
 
 class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -33,14 +36,18 @@ class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):
-    """All that a plan needs of one rank. Ranks of one mesh tell equal ones."""
+    """All that a plan needs of one rank. Ranks of one mesh tell equal ones.
+
+    ``version``: the version of the format that its PerRank values need.
+    """
 
     tensors: list[TensorLayout]
     spreads: list[Spread]
     aliases: dict[str, str]
-    containers: dict[str, str]
+    containers: dict[str, Note]
     per_rank: list[str]
     group_params: dict[str, list[list[str]]]
+    version: int = 1
 
 
 class OwnedValues(msgspec.Struct, array_like=True, frozen=True):
@@ -74,7 +81,8 @@ def layout_of(state: Collected) -> Layout:
         tensors.append(TensorLayout(entry.name, entry.dtype, entry.shape, index, alias, lone, buffer))
     unheld = {a: n for a, n in state.aliases.items() if a not in state.entries}
     params = {path: [g.params for g in groups] for path, groups in state.groups.items()}
-    return Layout(tensors, spreads, unheld, dict(state.containers), list(state.per_rank), params)
+    version = max((version_of_tree(leaf.encoded) for leaf in state.per_rank.values()), default=1)
+    return Layout(tensors, spreads, unheld, dict(state.containers), list(state.per_rank), params, version)
 
 
 def digest_of(message: object) -> str:
@@ -99,17 +107,32 @@ def join_values(told: Sequence[tuple[int, dict[str, JSON]]]) -> None:
     for rank, other in told[1:]:
         for path in [*first, *(p for p in other if p not in first)]:
             if path not in first or path not in other or first[path] != other[path]:
+                at, one, two = _first_difference(first.get(path, _NOTHING), other.get(path, _NOTHING))
                 raise Mismatch(
-                    f"{path} differs between ranks: {_shown(path, first)} on rank {first_rank}, "
-                    f"{_shown(path, other)} on rank {rank}. Wrap it as holdfast.PerRank(…) if every rank has its own, "
+                    f"{path}{at} differs between ranks: {_shown(one)} on rank {first_rank}, "
+                    f"{_shown(two)} on rank {rank}. Wrap it as holdfast.PerRank(…) if every rank has its own, "
                     "else make the ranks agree"
                 )
 
 
-def _shown(path: str, values: dict[str, JSON]) -> str:
-    if path not in values:
+_NOTHING = object()
+
+
+def _first_difference(one: Any, two: Any) -> tuple[str, Any, Any]:
+    """Where in two long lists the first different elements are, and what they are; else the values themselves."""
+    one, two = (value if value is _NOTHING else unpacked(value) for value in (one, two))
+    if isinstance(one, list) and isinstance(two, list):
+        for at in range(max(len(one), len(two))):
+            ends = [values[at] if at < len(values) else _NOTHING for values in (one, two)]
+            if ends[0] != ends[1]:
+                return f"/{at}", ends[0], ends[1]
+    return "", one, two
+
+
+def _shown(value: Any) -> str:
+    if value is _NOTHING:
         return "nothing"
-    text = msgspec.json.encode(values[path]).decode()
+    text = msgspec.json.encode(value).decode()
     return text if len(text) <= 200 else f"{text[:200]}… ({len(text)} characters)"
 
 
@@ -127,6 +150,19 @@ class OwnedJoin(msgspec.Struct, array_like=True, frozen=True):
     groups: dict[str, JoinedGroups]
 
 
+def _check_one_group(path: str, joined: JoinedGroups, at: int, params: Sequence[str], rank: int) -> None:
+    """Raise Mismatch if one of these parameters is in another group already, with the settings of another rank."""
+    here = set(params)
+    for index, others in enumerate(joined.params):
+        if index != at and (both := here.intersection(others)):
+            one, other = joined.settings[index], joined.settings[at]
+            odd = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+            raise Mismatch(
+                f"{path}/param_groups: the group of {min(both)} has another {', '.join(odd[:5])} on rank {rank} than "
+                "on ranks before it; make the ranks agree (all-reduce what the optimizer has summed up)"
+            )
+
+
 def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedValues]]) -> OwnedJoin:
     """One set of values and groups from those of all ranks; ``told`` = (rank, index of its layout, its values).
 
@@ -140,8 +176,8 @@ def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedVa
         for path, value in owned.values.items():
             if path in values and values[path] != value:
                 raise Mismatch(
-                    f"{path} differs between ranks: {_shown(path, values)} on rank {source[path]}, "
-                    f"{_shown(path, owned.values)} on rank {rank}; make the ranks agree"
+                    f"{path} differs between ranks: {_shown(values[path])} on rank {source[path]}, "
+                    f"{_shown(value)} on rank {rank}; make the ranks agree"
                 )
             values.setdefault(path, value)
             source.setdefault(path, rank)
@@ -155,6 +191,7 @@ def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedVa
                     joined.settings.append(own)
                     joined.params.append([])
                 used.add(at)
+                _check_one_group(path, joined, at, params, rank)
                 have = set(joined.params[at])
                 joined.params[at].extend(p for p in params if p not in have)
     return OwnedJoin(values, groups)

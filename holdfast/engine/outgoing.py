@@ -159,8 +159,7 @@ class Outgoing:
     def _open(self) -> Writing:
         order, folder = self.order, self.order.place
         order.reached("stage")
-        for image in self.images:
-            storage.make_folder(folder / image.section)
+        storage.make_folders(folder, (image.section for image in self.images))
         return Writing(
             self.images, folder, save=self.agreement.save, rank=order.ranks.rank, files=self.opened,
             slot=order.slots.take(self.sizes, pinned=self.on_device), progress=self._progress, after=self.after,

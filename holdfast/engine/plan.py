@@ -17,6 +17,7 @@ from holdfast.engine.spread import Boxes, Placed, Spread, Whole, held_by
 from holdfast.engine.volumes import volumes_of
 from holdfast.errors import Mismatch
 from holdfast.ondisk.box import Box, tiling_fault
+from holdfast.ondisk.containers import Note, shown
 
 Views = tuple[tuple[int, int], ...]
 """The layouts that name a tensor, each with the number of its spread there."""
@@ -32,13 +33,17 @@ class _Worked:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks together write. ``volumes``: which tensors are not in the first data file of their section."""
+    """What all ranks together write. ``volumes``: which tensors are not in the first data file of their section.
+
+    ``version``: the version of the format that the PerRank values of the ranks need.
+    """
 
     tensors: dict[str, PlannedTensor]
     aliases: dict[str, str]
-    containers: dict[str, str]
+    containers: dict[str, Note]
     per_rank: list[str]
     volumes: dict[str, int] = field(default_factory=dict)
+    version: int = 1
     _worked: _Worked = field(default_factory=_Worked, init=False, repr=False, compare=False)
 
     def written_by(self, rank: int) -> Iterator[tuple[str, PlannedTensor, Box]]:
@@ -64,7 +69,7 @@ class PiecedTensor:
     pieces: list[tuple[Box, int]]
 
 
-def plan_of(tensors: Mapping[str, PiecedTensor], containers: dict[str, str]) -> Plan:
+def plan_of(tensors: Mapping[str, PiecedTensor], containers: dict[str, Note]) -> Plan:
     """A plan that others have made."""
     listed = {
         name: PlannedTensor(t.dtype, t.shape, Listed(t.shape, [(box, (rank,)) for box, rank in t.pieces]))
@@ -111,7 +116,8 @@ def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
             kind = kinds[key] = PlannedTensor(first.dtype, first.shape, lie, first.first)
         tensors[name] = kind
     containers, per_rank = _join_containers(layouts, members), _join_per_rank(layouts, members)
-    return Plan(tensors, aliases, containers, per_rank, volumes_of(tensors))
+    version = max(layout.version for layout in layouts)
+    return Plan(tensors, aliases, containers, per_rank, volumes_of(tensors), version)
 
 
 class _Lies:
@@ -219,15 +225,15 @@ def _join_aliases(layouts: Sequence[Layout], told: dict[str, list[tuple[int, Ten
     return aliases
 
 
-def _join_containers(layouts: Sequence[Layout], members: Sequence[Sequence[int]]) -> dict[str, str]:
-    joined: dict[str, str] = {}
+def _join_containers(layouts: Sequence[Layout], members: Sequence[Sequence[int]]) -> dict[str, Note]:
+    joined: dict[str, Note] = {}
     source: dict[str, int] = {}
     for layout, ranks in zip(layouts, members, strict=True):
         for path, kind in layout.containers.items():
             source.setdefault(path, ranks[0])
             if joined.setdefault(path, kind) != kind:
                 raise Mismatch(
-                    f"{path} is a {joined[path]} on rank {source[path]} and a {kind} on rank {ranks[0]}: "
+                    f"{path} is {shown(joined[path])} on rank {source[path]} and {shown(kind)} on rank {ranks[0]}: "
                     "make the ranks agree"
                 )
     return joined

@@ -299,6 +299,7 @@ def read_boxes(
                 settle(4 * threads - 1)  # bounded: no more windows alive than are being filled
                 pending.append(pool.submit(_run, source, job, progress, streams))
             opened.append((finished + len(pending), one))
+            settle(4 * threads - 1)  # closes a file of which nothing is read, too
         settle(0)
     return stats
 

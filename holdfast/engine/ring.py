@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from holdfast.engine import storage
-from holdfast.engine.arena import WINDOW, Slot, windows_for
+from holdfast.engine.arena import WINDOW, Slot, room_for
 from holdfast.engine.courier import SECTOR
 from holdfast.engine.device import Moments, devices_of
 from holdfast.engine.image import Image, OpenFiles
@@ -28,7 +28,7 @@ class Ring:
     """A few windows that go round, and threads that write them, for one save."""
 
     def __init__(self, *, remote: bool = False) -> None:
-        self._worker = ThreadWorker()
+        self._worker: ThreadWorker | None = None
         self._slots: list[Slot] = []
         self._window, self._most = (PART, PARTS) if remote else (WINDOW, WINDOWS)
 
@@ -36,17 +36,16 @@ class Ring:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._worker.close()
+        if self._worker is not None:
+            self._worker.close()
         for slot in self._slots:
             slot.close()
 
     def take(self, sizes: list[int], *, pinned: bool) -> Slot:
-        """Windows as large as the largest file needs; for a store, as all files need together; no more than a few."""
-        largest = max([1, *sizes])
-        window = min(self._window, -(-largest // SECTOR) * SECTOR)
-        slot = Slot(0, self._worker, window=window)
-        count = windows_for(sizes if self._window == PART else [largest], window) or 1
-        slot.reserve(min(self._most, count), pinned=pinned)
+        """As much as all files need together, but no more than a few windows."""
+        self._worker = self._worker or ThreadWorker()
+        slot = Slot(0, self._worker, window=self._window)
+        slot.reserve(min(self._most * self._window, max(room_for(sizes, self._window), SECTOR)), pinned=pinned)
         self._slots.append(slot)
         return slot
 
@@ -63,8 +62,7 @@ def write_at_once(
     ``files`` collects what was opened, for the caller to close, or delete if this raises: StorageError.
     """
     files.paths += [folder / path for path, _ in small]
-    for image in images:
-        storage.make_folder(folder / image.section)
+    storage.make_folders(folder, (image.section for image in images))
     sources = [tensor for image in images for tensor in image.sources]
     pinned = any(tensor.device.type != "cpu" for tensor in sources)
     with Ring(remote=isinstance(folder, Place)) as ring:

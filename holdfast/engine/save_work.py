@@ -7,7 +7,7 @@ never commits half of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -48,7 +48,7 @@ from holdfast.engine.takeover import Spares, Takeover
 from holdfast.errors import HoldfastError, RankLost
 from holdfast.ondisk import blocks, manifest, part, signature
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.ondisk.part import CITING, VERSION, Cite, Part
+from holdfast.ondisk.part import Cite, Part
 
 
 @dataclass
@@ -81,6 +81,7 @@ class SaveWork:
     _opened: OpenFiles = field(default_factory=OpenFiles)
     _replaces: bool = False
     _reported: bool = False
+    _stays: bool = False  # what this rank wrote
     _did: Did | None = None
     _watched: Watched = field(default_factory=list)
     _laying: events.Opened = field(default_factory=events.Opened)
@@ -252,7 +253,7 @@ class SaveWork:
         if order.leaves_part:
             drafted = self._draft() if ranks.first else None
             left = Part(
-                version=CITING if cites else VERSION, save=self.save_id, rank=ranks.rank, world_size=ranks.size,
+                version=part.version_for(cites, drafted), save=self.save_id, rank=ranks.rank, world_size=ranks.size,
                 files=files, cites=cites, manifest=drafted,
             )  # fmt: skip
             small = [*small, (part.file_name(ranks.rank, self.save_id), part.encode(left))]
@@ -263,23 +264,28 @@ class SaveWork:
 
     def settle(self, call: Call) -> None:
         """Write, report, commit. Raises what every rank raises: SaveFailed."""
-        order, leave = self.order, False
-        try:
+        order = self.order
+        with ExitStack() as ending:  # what is to be done at the end is done, also if a part of it is interrupted
+            ending.callback(self._opened.close)
+            ending.callback(self._take_back)
+            ending.callback(order.slots.give)
+            ending.callback(self._let_go)
             with events.task(order.name, str(order.folder), order.ranks.rank, part=True) as task:
-                leave = self._settle(call, task)
-        finally:
-            self._settling.end()
-            if self._outgoing is not None:
-                self._outgoing.close()
-            order.slots.give()
-            if not leave and not self._is_committed():
-                self._withdraw()
-            self._opened.close()
+                self._stays = self._settle(call, task)
         order.reached("saved")
         if self._outgoing is not None:
             fingerprints_of(order.ranks).remember(self.save_id, self._outgoing.prints)
         if order.leaves_part:
             take_away(order.place, self.save_id, order.ranks.rank)
+
+    def _let_go(self) -> None:
+        self._settling.end()
+        if self._outgoing is not None:
+            self._outgoing.close()
+
+    def _take_back(self) -> None:
+        if not self._stays and not self._is_committed():
+            self._withdraw()
 
     def _settle(self, call: Call, task: events.Task) -> bool:
         """True if this rank's files are to stay where they are."""
@@ -358,10 +364,7 @@ class SaveWork:
         folder = self.order.folder
         # Only after the decision: before it the folder may be somebody else's, and nothing in it ours to take away.
         if folder is not None and self.save_id:
-            # A writer that was killed may have left a small file under the name that it has before it is whole.
-            local = [path for path in self._opened.paths if not isinstance(path, Place)]
-            halves = [half for path in local for half in path.parent.glob(f".{path.name}.*.tmp")]
-            withdraw([*self._opened.paths, *halves], folder)
+            withdraw(self._opened.paths, folder)
 
     def _is_committed(self) -> bool:
         """Whether the manifest that stands in the folder is this save's."""

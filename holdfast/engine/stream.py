@@ -60,6 +60,7 @@ class Stream:
         self.offset = start  # in the file, of the window being filled
         self.window: Window | None = None
         self.used = 0
+        self._left = image.nbytes  # bytes that no window was taken for yet
         self._coming = coming
         self._going: list[Future[None]] = []  # done once the window is back
 
@@ -71,7 +72,7 @@ class Stream:
             done = at if self.queued else self._copy_run(at)
             if done == at:
                 piece, source = pieces[at], sources[at]
-                if self.window is not None and piece.nbytes <= min(STRIDE, self.slot.window - self.used):
+                if self.window is not None and piece.nbytes <= min(STRIDE, self.window.nbytes - self.used):
                     self._copy_small(source, piece.nbytes)
                 else:
                     self._copy(source)
@@ -89,7 +90,7 @@ class Stream:
             return at
         pieces, sources = self.image.pieces, self.image.sources
         begin, window = self.used, self.window
-        used, end = begin, min(begin + STRIDE, self.slot.window)
+        used, end = begin, min(begin + STRIDE, window.nbytes)
         while at < len(pieces):
             source, nbytes = sources[at], pieces[at].nbytes
             if used + nbytes > end or not is_plain_memory(source):
@@ -147,7 +148,7 @@ class Stream:
                 at = 0
                 while at < part.nbytes:
                     window = self._room()
-                    n = min(part.nbytes - at, self.slot.window - self.used)
+                    n = min(part.nbytes - at, window.nbytes - self.used)
                     if not self.queued:
                         n = min(n, STRIDE)
                     self._move(part, at, n, window)
@@ -163,12 +164,14 @@ class Stream:
         self.used += n
 
     def _room(self) -> Window:
-        if self.used == self.slot.window:
+        if self.window is not None and self.used == self.window.nbytes:
             self._window_is_full()
         while self.window is None:
             self._raise_failures()
-            self.window = self.slot.take(timeout=0.0 if self._coming else 0.5)
-            if self.window is None and self._coming:
+            self.window = self.slot.take(self._left, timeout=0.0 if self._coming else 0.5)
+            if self.window is not None:
+                self._left -= min(self.window.nbytes, self._left)
+            elif self._coming:
                 self.land_first()  # nothing comes back before something is handed over
         return self.window
 

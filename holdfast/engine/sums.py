@@ -105,10 +105,10 @@ def sums_of(image: Image, slot: Slot, copier: Copier, *, strong: bool) -> Sums:
 def _feed_from_device(sums: Sums, part: torch.Tensor, slot: Slot, copier: Copier) -> None:
     window = None
     while window is None:  # an earlier file of the same save may be on its way out of all of them
-        window = slot.take(timeout=0.5)
+        window = slot.take(min(part.nbytes, slot.window), timeout=0.5)
     try:
-        for at in range(0, part.nbytes, slot.window):
-            n = min(slot.window, part.nbytes - at)
+        for at in range(0, part.nbytes, window.nbytes):
+            n = min(window.nbytes, part.nbytes - at)
             copier.copy(part, at, n, window.address)
             copier.moment().wait()
             sums.feed(window.view[:n])

@@ -24,7 +24,7 @@ from holdfast.engine.storage import storage_error
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.shipping import spec_of
 from holdfast.engine.stores.store import Store
-from holdfast.errors import HoldfastError, Unsupported
+from holdfast.errors import HoldfastError, StorageError, Unsupported
 from holdfast.events import log
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -46,8 +46,8 @@ class Worker(Protocol):
     def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
         """Make the memory of a slot known (None: forget it); ``fd`` where it is shared."""
 
-    def open(self, path: Path, fd: int, *, direct: bool) -> int:
-        """The number of an open file from now on; the descriptor stays the caller's."""
+    def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
+        """The number of a file from now on; the descriptor stays the caller's. Without one it is opened as needed."""
 
     def begin(self, place: Place, header: bytes, size: int) -> int:
         """Start to upload a file; its number. What follows the header is written in order."""
@@ -126,7 +126,7 @@ class ThreadWorker:
     def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
         self._courier.map(slot, memory)
 
-    def open(self, path: Path, fd: int, *, direct: bool) -> int:
+    def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
         self._courier.told = events.told if events.observed() else None
         file = self._futures.file()
         self._courier.open(file, os.fspath(path), fd, direct=direct)
@@ -186,9 +186,13 @@ class ProcessWorker:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             command = [sys.executable, "-I", "-S", "-c", writer_process.COMMAND, _PACKAGE, str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
+                )
+            except BaseException:
+                ours.close()
+                raise
         self._socket, self._sending = ours, threading.Lock()
         self._futures = _Futures()
         self._stores: dict[str, int] = {}
@@ -211,9 +215,11 @@ class ProcessWorker:
         nbytes = 0 if memory is None else len(memory)
         self._send({"verb": "map", "slot": slot, "nbytes": nbytes}, fds=[] if memory is None else [fd])
 
-    def open(self, path: Path, fd: int, *, direct: bool) -> int:
+    def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
         file = self._futures.file()
-        self._send({"verb": "open", "file": file, "path": os.fspath(path), "direct": direct}, fds=[fd])
+        self._send(
+            {"verb": "open", "file": file, "path": os.fspath(path), "direct": direct}, fds=[] if fd is None else [fd]
+        )
         return file
 
     def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
@@ -344,10 +350,12 @@ def _in_one_store(folders: Sequence[Location], small: Sequence[Small]) -> tuple[
 
 
 def start(kind: str) -> Worker:
-    """A worker of this kind: ``"thread"`` or ``"process"``. Raises HoldfastError if no process can be started."""
+    """A worker of this kind: ``"thread"`` or ``"process"``. Raises StorageError if no process can be started."""
     if kind == "thread":
         return ThreadWorker()
     try:
         return ProcessWorker()
     except OSError as error:
-        raise HoldfastError(f'no writer process can be started ({error}); Saver(worker="thread") needs none') from error
+        refused = StorageError(f'no writer process can be started ({error}); Saver(worker="thread") needs none')
+        refused.errno = error.errno
+        raise refused from error

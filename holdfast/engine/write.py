@@ -6,14 +6,15 @@ whatever the size of the state.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from holdfast.engine.arena import Slot, windows_for
+from holdfast.engine.arena import Slot, room_for
 from holdfast.engine.device import Copier, Moments
-from holdfast.engine.image import Image, OpenFiles, Written, header_of
+from holdfast.engine.image import KEPT, Image, OpenFiles, Written, header_of
 from holdfast.engine.storage import open_to_write
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stream import Coming, Stream
@@ -29,7 +30,7 @@ class Writing:
     are summed before they are staged. If nothing changes before the save has ended (``still``), tensors in host memory
     are not staged at all: a store takes them from where they lie. ``strong``: headers hold SHA-256 sums too.
 
-    Made by opening them all, so that a full disk is found before any copying. Then `stage` each image once, in any
+    Made by making them all, so that a full disk is found before any copying. Then `stage` each image once, in any
     order, then `finish`, which waits until all is durable. The folders exist already; ``files`` collects what was
     opened, for the caller to close or delete. A failure of the worker is raised by whichever call meets it: a
     StorageError naming the file.
@@ -48,7 +49,7 @@ class Writing:
         self._coming: deque[Coming] = deque()
         self._landed = False
         self._save, self._rank, self._still, self._strong = save, rank, still, strong
-        self._sums_first = windows_for([image.nbytes for image in self.images], slot.window) > slot.count
+        self._sums_first = room_for([image.nbytes for image in self.images], slot.window) > slot.nbytes
         slot.begin()
         try:
             for image in self.images:
@@ -65,8 +66,12 @@ class Writing:
         if isinstance(path, Path):
             fd, direct = open_to_write(path, size)
             files.paths.append(path)
-            files.descriptors.append(fd)
-            number = self.slot.worker.open(path, fd, direct=direct)
+            if len(self._streams) < KEPT:
+                files.descriptors.append(fd)
+                number = self.slot.worker.open(path, fd, direct=direct)
+            else:
+                os.close(fd)
+                number = self.slot.worker.open(path, None, direct=direct)
         else:
             files.paths.append(path)
         stream = Stream(

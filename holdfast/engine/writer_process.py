@@ -140,7 +140,7 @@ def _obey(courier: Courier, stores: dict[int, Store], head: dict[str, Any], data
             os.close(fds[0])
         courier.map(head["slot"], memory)
     elif verb == "open":
-        courier.open(head["file"], head["path"], fds[0], direct=head["direct"])
+        courier.open(head["file"], head["path"], fds[0] if fds else None, direct=head["direct"])
     elif verb == "write":
         courier.write(**head)
     elif verb == "store":

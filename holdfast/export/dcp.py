@@ -19,10 +19,11 @@ from holdfast.export import pickles, zip_file
 from holdfast.export.draft import LARGE, Draft, Fixed, Span, packed, slabs
 from holdfast.export.pickles import Call, Global, Instance, Pairs
 from holdfast.export.selection import Leaf, Selection, check_values, nested
-from holdfast.export.torch_file import add_small, archive, mapped
+from holdfast.export.torch_file import add_small, archive
 from holdfast.export.zip_file import Ending, Member
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
+from holdfast.ondisk.containers import is_sequence, mapped
 
 CHUNK = 16 << 20
 """A chunk of a tensor is at most this many bytes, or one row of its last axis."""
@@ -97,7 +98,7 @@ def draft(checkpoint: Checkpoint, selection: Selection, *, max_file_bytes: int) 
 def left_out(selection: Selection) -> list[str]:
     """Empty dicts: this format has a name for leaves alone."""
     used = {name.rpartition("/")[0] for name in (*selection.origin, *selection.containers)}
-    return [path for path, kind in selection.containers.items() if kind == "dict" and path not in used]
+    return [path for path, note in selection.containers.items() if not is_sequence(note) and path not in used]
 
 
 def _placed(leaf: Leaf, box: Box, path: str, at: int) -> _Chunk:
@@ -199,7 +200,7 @@ def _flattened(state: Mapping[str, Any]) -> dict[Path, Any]:
     found: dict[Path, Any] = {}
 
     def walk(path: Path, node: Any) -> None:
-        if type(node) is dict:
+        if isinstance(node, dict):
             for key, value in node.items():
                 walk((*path, str(key)), value)
         elif type(node) in (list, tuple) and _opens(node):
@@ -214,12 +215,12 @@ def _flattened(state: Mapping[str, Any]) -> dict[Path, Any]:
 
 def _opens(node: Any) -> bool:
     return _holds_tensors(node) or (
-        type(node) is list and any(type(x) is dict or (type(x) is list and _opens(x)) for x in node)
+        type(node) is list and any(isinstance(x, dict) or (type(x) is list and _opens(x)) for x in node)
     )
 
 
 def _holds_tensors(node: Any) -> bool:
     if isinstance(node, (Leaf, torch.Tensor)):
         return True
-    inner = node.values() if type(node) is dict else node if type(node) in (list, tuple) else ()
+    inner = node.values() if isinstance(node, dict) else node if type(node) in (list, tuple) else ()
     return any(map(_holds_tensors, inner))

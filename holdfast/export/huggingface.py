@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from holdfast.checkpoint import Checkpoint, Patterns, matches
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine import storage
 from holdfast.engine.commit import check_attachment
 from holdfast.engine.courier import SECTOR
@@ -21,6 +21,7 @@ from holdfast.export.selection import Leaf, Selection
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import NOTES
+from holdfast.patterns import Patterns, matcher
 
 Extras = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str] | bytes]
 """Files to carry over: one, several, a folder (its files that are no weights), or names with paths or bytes."""
@@ -35,7 +36,7 @@ def section_of(checkpoint: Checkpoint, only: Patterns) -> str:
 
     Raises Mismatch if that may be several things.
     """
-    found = [name for name in checkpoint.records if matches(name, only)]
+    found = list(filter(matcher(only), checkpoint.records))
     asked = only.rstrip("/") if isinstance(only, str) and not set(only) & set("*?[") else None
     if asked is not None and found and all(name.startswith(asked + "/") for name in found):
         return asked

@@ -75,13 +75,14 @@ def draft(
             records.append(FileRecord(file.path, nbytes, len(header), blocks.digest(header)))
             yield Fixed(file.path, 0, header)
         index = {leaf.name: i for i, file in enumerate(files) for leaf in file.leaves.values()}
-        per_rank = {}
+        per_rank, version = {}, manifest.VERSION
         for section in dict.fromkeys(map(names.section_of, selection.per_rank)):
             paths = {p: s for p, s in selection.per_rank.items() if names.section_of(p) == section}
             per_rank.update(dict.fromkeys(paths, manifest.ranges([len(records)] * selection.world_size)))
             number = sum(file.section == section for file in files)
-            record = yield from _values_of_ranks(checkpoint, selection, paths, section, number, save)
+            record, needed = yield from _values_of_ranks(checkpoint, selection, paths, section, number, save)
             records.append(record)
+            version = max(version, needed)
         attachments = []
         for name in checkpoint.attachments:
             data = checkpoint.attachment(name)
@@ -102,7 +103,7 @@ def draft(
             per_rank=per_rank,
             attachments=attachments,
         )
-        yield Fixed(manifest.FILE_NAME, 0, manifest.encode(commit))
+        yield Fixed(manifest.FILE_NAME, 0, manifest.encode(manifest.versioned(commit, least=version)))
 
     sizes = {file.path: len(file.header()) + sum(p.nbytes for p in file.pieces) for file in files}
     return Draft(sizes, spans, "blocks", finish)
@@ -135,13 +136,20 @@ def arranged(pieces: Iterable[Piece]) -> list[Piece]:
 
 def _values_of_ranks(
     checkpoint: Checkpoint, selection: Selection, paths: dict[str, str], section: str, number: int, save: str
-) -> Generator[Fixed, None, FileRecord]:
-    """A data file of what differs by rank, in memory one value at a time; returns its record."""
+) -> Generator[Fixed, None, tuple[FileRecord, int]]:
+    """A data file of what differs by rank, in memory one value at a time; returns its record, and which version of the
+    format its values need."""
+    version = manifest.VERSION
 
     def parts() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal version
         for path, source in paths.items():
             for rank in range(selection.world_size):
-                yield from _encoded(f"{names.in_section(path)}@{rank}", checkpoint.per_rank(source, rank))
+                tree, inner = _encoded(checkpoint.per_rank(source, rank))
+                version = max(version, values.version_of_tree(tree))
+                key = f"{names.in_section(path)}@{rank}"
+                yield key, torch.frombuffer(bytearray(msgspec.json.encode(tree)), dtype=torch.uint8)
+                yield from ((f"{key}/{number}", tensor) for number, tensor in enumerate(inner))
 
     found = (Piece(key, dtypes.name_of(t.dtype), tuple(t.shape), t.nbytes) for key, t in parts())
     pieces = datafile.arrange(found)
@@ -155,21 +163,18 @@ def _values_of_ranks(
         yield Fixed(file.path, start + begins[key], data)
     header = file.header(",".join(sums[p.key] for p in pieces))
     yield Fixed(file.path, 0, header)
-    return FileRecord(file.path, start + sum(p.nbytes for p in pieces), start, blocks.digest(header))
+    return FileRecord(file.path, start + sum(p.nbytes for p in pieces), start, blocks.digest(header)), version
 
 
-def _encoded(key: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """A value of one rank as tensors: its JSON, and those that the JSON refers to."""
+def _encoded(value: Any) -> tuple[values.JSON, list[torch.Tensor]]:
+    """A value of one rank as JSON, and the tensors that the JSON refers to."""
     inner: list[torch.Tensor] = []
 
     def refer(tensor: torch.Tensor) -> str:
         inner.append(tensor)
         return str(len(inner) - 1)
 
-    text = bytearray(msgspec.json.encode(values.encode_tree(value, refer)))
-    yield key, torch.frombuffer(text, dtype=torch.uint8)
-    for number, tensor in enumerate(inner):
-        yield f"{key}/{number}", tensor
+    return values.encode_tree(value, refer), inner
 
 
 def _newest(checkpoint: Checkpoint) -> str:

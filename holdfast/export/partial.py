@@ -65,10 +65,9 @@ class Partial:
         if self._journals():
             log.warning("%s: what an earlier call with other arguments has copied is given up", self.folder)
         self._clear()
+        storage.make_folders(self.content, ["", *dict.fromkeys(os.path.dirname(path) for path in files)])
         for path, nbytes in files.items():
-            storage.make_folder((self.content / path).parent)
             os.close(storage.open_to_write(self.content / path, nbytes)[0])
-        storage.make_folder(self.content)
         # Where there is a plan there are its files: whoever goes on from here believes what journals say of them.
         self._sync_folders(files)
         storage.write_small(self.folder / "plan", plan.encode())

@@ -7,6 +7,7 @@ class to find out how it wants to be pickled: the same tree is the same bytes on
 from __future__ import annotations
 
 import struct
+from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,12 @@ class _Writer:
             self.out.append(b"(")
             self._all(node)
             self.out.append(b"t")
+        elif kind is OrderedDict:
+            self.node(Call(Global("collections", "OrderedDict"), (list(node.items()),)))
+        elif kind is Counter:
+            self.node(Call(Global("collections", "Counter"), (dict(node),)))
+        elif kind is set:
+            self.node(Call(Global("__builtin__", "set"), (sorted(node, key=repr),)))
         elif kind is Global:
             if not self._known(node):
                 self._remember(node, f"c{node.module}\n{node.name}\n".encode())
@@ -117,6 +124,8 @@ class _Writer:
                 self._remember(node, b"X" + struct.pack("<I", len(text)) + text)
         elif kind is bytes:
             self.node(Call(Global("_codecs", "encode"), (node.decode("latin1"), "latin1")))
+        elif kind is bytearray:
+            self.node(Call(Global("__builtin__", "bytearray"), (bytes(node),)))
         elif kind is complex:
             self.node(Call(Global("__builtin__", "complex"), (node.real, node.imag)))
         elif kind is torch.Size:

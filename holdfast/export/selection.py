@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -18,9 +18,8 @@ from holdfast.errors import Mismatch, Unsupported
 from holdfast.nested import nest
 from holdfast.ondisk import datafile, dtypes, names, values
 from holdfast.ondisk.box import relative, runs, whole
+from holdfast.ondisk.containers import Note, is_sequence, mapping_of, sequence_of
 from holdfast.ondisk.manifest import TensorRecord
-
-Rename = Mapping[str, str] | Callable[[str], str]
 
 
 class Run(NamedTuple):
@@ -85,7 +84,7 @@ class Selection:
     tensors: dict[str, Leaf]
     aliases: dict[str, str]
     values: dict[str, Any]
-    containers: dict[str, str]
+    containers: dict[str, Note]
     per_rank: dict[str, str]
     world_size: int
     origin: dict[str, str]
@@ -123,41 +122,6 @@ def select(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> Selection:
     skipped = [name for name in everything if not wanted(name)]
     origin = {name: name for name in found}
     return Selection(tensors, aliases, leaves, containers, per_rank, checkpoint.world_size, origin, skipped)
-
-
-def renamer(rename: Rename | None, separator: str) -> Callable[[str], str]:
-    """A table (of names, or of leading paths) or a function as a function."""
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    table = sorted(((a.rstrip(separator), b.rstrip(separator)) for a, b in rename.items()), key=lambda x: -len(x[0]))
-
-    def renamed(name: str) -> str:
-        for old, new in table:
-            if name == old or name.startswith(old + separator):
-                rest = name[len(old) :]
-                return new + rest if new else rest.removeprefix(separator)
-        return name
-
-    return renamed
-
-
-def check_used(rename: Rename | None, selection: Selection, *, name: Callable[[str], str], separator: str) -> None:
-    """Raise Mismatch for what a table renames and nothing is called, with a name that there is.
-
-    ``name``: the source's name as the table has it.
-    """
-    if rename is None or callable(rename):
-        return
-    known = [name(source) for source in (*selection.origin, *selection.containers)]
-    for old in rename:
-        bare = old.rstrip(separator)
-        if not any(there == bare or there.startswith(bare + separator) for there in known):
-            raise Mismatch(
-                f"rename= maps {old!r}, but no name is that or begins with {bare + separator!r}: "
-                f"the names are as in {known[0]!r}"
-            )
 
 
 def renamed(selection: Selection, rename: Callable[[str], str]) -> Selection:
@@ -225,5 +189,10 @@ def check_values(selection: Selection, check: Callable[[Any], object]) -> None:
     for path, value in selection.values.items():
         try:
             check(values.decoded(value, path, "the selection"))
+        except Unsupported as error:
+            raise Unsupported(f"{path}: {error}; leave it out by only=") from None
+    for path, note in selection.containers.items():
+        try:
+            check(sequence_of(note, []) if is_sequence(note) else mapping_of(note, {}))
         except Unsupported as error:
             raise Unsupported(f"{path}: {error}; leave it out by only=") from None

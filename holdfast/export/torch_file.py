@@ -6,7 +6,7 @@ tensor has to wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from holdfast.export.selection import Leaf, Selection, check_values, nested
 from holdfast.export.zip_file import Ending, Member
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import whole
+from holdfast.ondisk.containers import mapped
 
 NAME = "state.pt"
 """How the file is called until it stands at its target."""
@@ -83,12 +84,3 @@ def data_of(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor on the CPU, row-major."""
     tensor = tensor.contiguous()
     return bytes(host_view(tensor.data_ptr(), tensor.nbytes)) if tensor.nbytes else b""
-
-
-def mapped(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A nested state with every leaf replaced."""
-    if type(node) is dict:
-        return {key: mapped(value, leaf) for key, value in node.items()}
-    if type(node) is list or type(node) is tuple:
-        return type(node)(mapped(value, leaf) for value in node)
-    return leaf(node)

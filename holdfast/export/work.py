@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from holdfast import events
-from holdfast.checkpoint import Checkpoint, Patterns, matches, near, open_checkpoint
+from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranges import Verify
 from holdfast.engine.ranks import Ranks
@@ -26,9 +26,10 @@ from holdfast.export.copying import Copied, copy_units, finish
 from holdfast.export.draft import Atom, Draft, Fixed, Unit, joined, share_of, units_of
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Journal, Partial, Row
-from holdfast.export.selection import Rename, Selection, cast, check_names, check_used, renamed, renamer, select
+from holdfast.export.selection import Selection, cast, check_names, renamed, select
 from holdfast.ondisk import manifest, names
 from holdfast.ondisk.blocks import digest
+from holdfast.patterns import Patterns, Rename, check_rename, names_in, renamer, selector
 
 To = Literal["holdfast", "huggingface", "torch", "dcp"]
 
@@ -140,19 +141,16 @@ class ConvertWork:
 
     def _select(self) -> Selection:
         asked, checkpoint = self.asked, self.checkpoint
-        wanted = select(checkpoint, lambda name: matches(name, asked.only))
+        known, rename = names_in(checkpoint.manifest), None if asked.to == "huggingface" else asked.rename
+        wanted = select(checkpoint, selector(asked.only, known, checkpoint.path, rename=rename))
         if not wanted.origin:
-            leaves = [*checkpoint.records, *checkpoint.manifest.values]
-            known = [*dict.fromkeys(names.section_of(name) for name in leaves), *leaves]
-            patterns = [asked.only] if isinstance(asked.only, str) else asked.only
-            hints = "".join(near(pattern, known) for pattern in patterns)
-            raise Mismatch(f"{checkpoint.path} has nothing that fits only={asked.only!r}{hints}")
+            raise Mismatch(f"{checkpoint.path} has neither a tensor nor a value that fits only={asked.only!r}")
         self.converted.skipped = wanted.skipped
         if asked.to == "huggingface":
             wanted = self._model(wanted)
         else:
-            check_used(asked.rename, wanted, name=str, separator="/")
-            wanted = renamed(wanted, renamer(asked.rename, "/"))
+            check_rename(rename, known, checkpoint.path)
+            wanted = renamed(wanted, renamer(rename))
             if asked.rename is not None:
                 check_names(wanted)
         if asked.to == "dcp":
@@ -168,9 +166,9 @@ class ConvertWork:
         if not inside:
             raise Mismatch(f"{self.checkpoint.path} has no tensors that fit only={self.asked.only!r}")
         new, bare = renamer(self.asked.rename, "."), huggingface.bare(section)
-        chosen = select(self.checkpoint, inside.__contains__)
-        check_used(self.asked.rename, chosen, name=bare, separator=".")
-        return renamed(chosen, lambda name: new(bare(name)))
+        known = [bare(name) for name in self.checkpoint.records if names.under(name, section) and name != section]
+        check_rename(self.asked.rename, known, self.checkpoint.path, separator=".")
+        return renamed(select(self.checkpoint, inside.__contains__), lambda name: new(bare(name)))
 
     def _report(self, selection: Selection) -> None:
         converted = self.converted

@@ -28,6 +28,7 @@ from holdfast.foreign.sources import File, Memory, Source, Stretch, opened
 from holdfast.foreign.stored import Opaque, Stored
 from holdfast.ondisk import dtypes, manifest, names, values
 from holdfast.ondisk.box import Box
+from holdfast.ondisk.containers import Note
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import Manifest, TensorRecord
 
@@ -190,7 +191,7 @@ class _Flat:
         self.tensors: dict[str, Stored] = {}
         self.aliases: dict[str, str] = {}
         self.values: dict[str, Any] = {}
-        self.containers: dict[str, str] = {}
+        self.containers: dict[str, Note] = {}
         self.per_rank: dict[str, tuple[Any, ...]] = {}
         self.left_out: dict[str, str] = {}
         self._first: dict[Stored, str] = {}

@@ -7,20 +7,21 @@ tensors of two checkpoints of holdfast whose sums are equal are not read at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 import torch
 
-from holdfast.checkpoint import Checkpoint, Patterns, matches
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine.source import ReadStats
 from holdfast.inspect.reading import BOX, boxes_of, groups, has_numbers, numbers, read_box, read_together
 from holdfast.inspect.statistics import norm_of
 from holdfast.ondisk import dtypes, spans, values
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import TensorRecord
+from holdfast.patterns import Patterns, names_in, selector
 
 Status = Literal["same", "changed", "shape", "dtype", "only in a", "only in b"]
 
@@ -63,10 +64,12 @@ def compare(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[D
     """Every name that is in either and fits ``only``: tensors in the order of ``a``, then those of ``b``, then values.
 
     Takes some 170 MiB whatever the size of a tensor. What equal sums prove is that the same was saved: whether the
-    bytes are still that is a question for `holdfast.verify`. Raises Damaged for altered bytes among those it reads.
+    bytes are still that is a question for `holdfast.verify`. Raises Mismatch for a pattern that fits no name of
+    either, Damaged for altered bytes among those it reads.
     """
-    left, right = _records(a, only), _records(b, only)
-    others_a, others_b = _values(a, only), _values(b, only)
+    wanted = _selected(a, b, only)
+    left, right = _records(a, wanted), _records(b, wanted)
+    others_a, others_b = _values(a, wanted), _values(b, wanted)
     both = {name: record for name, record in left.items() if name in right}
     apart = _tensors(a, b, both)
     for name, record in left.items():
@@ -89,8 +92,9 @@ def compare(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[D
 
 def compare_names(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[Difference]:
     """`compare` of names, shapes and dtypes alone: nothing is read, and ``same`` says nothing of numbers and values."""
-    left, right = _records(a, only), _records(b, only)
-    others_a, others_b = _values(a, only), _values(b, only)
+    wanted = _selected(a, b, only)
+    left, right = _records(a, wanted), _records(b, wanted)
+    others_a, others_b = _values(a, wanted), _values(b, wanted)
     for name, record in left.items():
         other = right.get(name)
         if other is None:
@@ -108,8 +112,13 @@ def compare_names(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iter
             yield Difference(name, "only in a" if name in others_a else "only in b", 0)
 
 
-def _records(checkpoint: Checkpoint, only: Patterns) -> dict[str, TensorRecord]:
-    return {name: record for name, record in checkpoint.records.items() if matches(name, only)}
+def _selected(a: Checkpoint, b: Checkpoint, only: Patterns) -> Callable[[str], bool]:
+    known = dict.fromkeys((*names_in(a.manifest), *names_in(b.manifest)))
+    return selector(only, known, f"neither {a.path} nor {b.path}", said="", what="a name that")
+
+
+def _records(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, TensorRecord]:
+    return {name: record for name, record in checkpoint.records.items() if wanted(name)}
 
 
 # Tensors
@@ -264,10 +273,10 @@ class _Apart:
 # Values
 
 
-def _values(checkpoint: Checkpoint, only: Patterns) -> dict[str, bool]:
+def _values(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, bool]:
     """Every value by its path, and whether it differs by rank."""
     found = dict.fromkeys(checkpoint.manifest.values, False) | dict.fromkeys(checkpoint.differing, True)
-    return {path: by_rank for path, by_rank in found.items() if matches(path, only)}
+    return {path: by_rank for path, by_rank in found.items() if wanted(path)}
 
 
 def _apart(a: Checkpoint, b: Checkpoint, path: str, by_rank_a: bool, by_rank_b: bool) -> Status:

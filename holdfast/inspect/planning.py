@@ -12,7 +12,7 @@ from typing import cast
 
 import torch
 
-from holdfast.checkpoint import Checkpoint, Patterns, matches
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine.pass_on import LONGEST, Line, Lines, line_of, wanted_of
 from holdfast.engine.ranges import GAP, Verify
 from holdfast.engine.ranks import Ranks
@@ -28,6 +28,7 @@ from holdfast.inspect.mesh import Mesh, Rule
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import TensorRecord
+from holdfast.patterns import TENSOR, Patterns, selector
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,14 @@ def plan(
     """What `holdfast.load` would read on ``mesh``, with ``node_size`` ranks on each node.
 
     For targets in host memory, of the saved dtypes. Tied tensors are read once; values, and the manifest, which every
-    rank reads, are left out. Raises Mismatch if no tensor fits ``only``, ValueError for rules that do not fit, Damaged.
+    rank reads, are left out. Raises Mismatch if a pattern of ``only`` fits no tensor, ValueError for rules that do not
+    fit, Damaged.
     """
-    records = {name: record for name, record in checkpoint.manifest.tensors.items() if matches(name, only)}
+    tensors = checkpoint.manifest.tensors
+    wanted = selector(only, tensors, checkpoint.path, said="", what=TENSOR)
+    records = {name: record for name, record in tensors.items() if wanted(name)}
     if not records:
-        raise Mismatch(f"{checkpoint.path} has no tensor whose name fits {only!r}")
+        raise Mismatch(f"{checkpoint.path} has no tensor, and so nothing to plan")
     return _Planning(checkpoint, mesh, records, rules, node_size, verify).plan(share=share)
 
 

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
 from holdfast.absent import what_is_in_store, what_is_there
-from holdfast.checkpoint import Checkpoint, Patterns, matches, read_manifest
+from holdfast.checkpoint import Checkpoint, read_manifest
 from holdfast.engine import disk, storage
 from holdfast.engine.citations import is_cited, sibling_of
 from holdfast.engine.ranks import DEADLINE
@@ -26,6 +26,7 @@ from holdfast.inspect.survey import ASKERS
 from holdfast.inspect.tree import Leaf, Node, tree
 from holdfast.ondisk import manifest, names
 from holdfast.ondisk.manifest import Manifest
+from holdfast.patterns import TENSOR, Patterns, selector
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,12 @@ class Usage:
 
 
 def usage(checkpoint: Checkpoint, *, only: Patterns = "*") -> Usage:
-    """Where the bytes of a checkpoint of any format are, or of those of its tensors that fit ``only``."""
-    records = {name: r for name, r in checkpoint.manifest.tensors.items() if matches(name, only)}
+    """Where the bytes of a checkpoint of any format are, or of those of its tensors that fit ``only``.
+
+    Raises Mismatch for a pattern that fits no tensor.
+    """
+    wanted = _selected(checkpoint, only)
+    records = {name: r for name, r in checkpoint.manifest.tensors.items() if wanted(name)}
     amounts = [(name, r.dtype, prod(r.shape), r.nbytes) for name, r in records.items()]
     files = checkpoint.manifest.data_files
     return Usage(
@@ -71,15 +76,20 @@ def usage(checkpoint: Checkpoint, *, only: Patterns = "*") -> Usage:
 
 
 def modules(checkpoint: Checkpoint, *, only: Patterns = "*", fold: bool = True) -> Node:
-    """The tensors of a checkpoint by module; tied ones count where they are stored."""
+    """The tensors of a checkpoint by module; tied ones count where they are stored. Raises Mismatch as `usage` does."""
+    wanted = _selected(checkpoint, only)
     return tree(
         (
             Leaf(name, r.nbytes, prod(r.shape), (r.dtype, r.shape))
             for name, r in checkpoint.manifest.tensors.items()
-            if matches(name, only)
+            if wanted(name)
         ),
         fold=fold,
     )
+
+
+def _selected(checkpoint: Checkpoint, only: Patterns) -> Callable[[str], bool]:
+    return selector(only, checkpoint.manifest.tensors, checkpoint.path, said="", what=TENSOR)
 
 
 def _added(amounts: Iterable[tuple[str, int, int]]) -> tuple[Amount, ...]:

@@ -16,14 +16,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
-from holdfast.ondisk import blocks, dtypes, spans
+from holdfast.ondisk import blocks, dtypes, spans, values
 from holdfast.ondisk.box import Box, Grid, grid_of, intersect, regular_cuts, tiling_fault, whole
+from holdfast.ondisk.containers import Note, fault_of
 from holdfast.ondisk.datafile import MAX_HEADER
 from holdfast.ondisk.spans import expand as expand
 from holdfast.ondisk.spans import ranges as ranges
 
 FILE_NAME = "manifest.json"
 FORMAT, VERSION = "holdfast", 1
+
+VERSIONS = (VERSION, 2)
+"""Those that are read. What version 1 can say is written as version 1; `versioned` tells what needs version 2."""
 
 NOTES = "holdfast-manager.json"
 """The attachment in which a manager keeps the metric of a step."""
@@ -146,7 +150,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[list[str | int]]
     tensors: dict[str, TensorRecord]
     values: dict[str, Any]
-    containers: dict[str, str]
+    containers: dict[str, Note]
     aliases: dict[str, str]
     per_rank: dict[str, str]
     attachments: list[tuple[str, int, str]]
@@ -172,8 +176,20 @@ def encode(manifest: Manifest) -> bytes:
 
     Raises ValueError for what `decode` would refuse: nothing is committed that cannot be opened again.
     """
+    manifest = versioned(manifest)
     _check(manifest)
     return _sealed(manifest)
+
+
+def versioned(manifest: Manifest, least: int = VERSION) -> Manifest:
+    """The same with the version that it needs, or ``least``: that of the values of ranks, which it does not hold."""
+    version = max(manifest.version, least, _version_needed(manifest))
+    return manifest if version == manifest.version else msgspec.structs.replace(manifest, version=version)
+
+
+def _version_needed(manifest: Manifest) -> int:
+    notes = 1 if all(type(note) is str for note in manifest.containers.values()) else 2
+    return max(map(values.version_of, manifest.values.values()), default=notes) if notes == 1 else notes
 
 
 def _sealed(manifest: Manifest) -> bytes:
@@ -206,9 +222,10 @@ def decode(data: bytes, where: str) -> Manifest:
         raise Damaged(f"{where} is truncated or altered ({error}); restore an earlier step") from None
     if head.format != FORMAT:
         raise NotACheckpoint(f"{where} has format {head.format!r}, not {FORMAT!r}")
-    if head.version != VERSION:
+    if head.version not in VERSIONS:
         raise Unsupported(
-            f"{where} has format version {head.version}, this holdfast reads version {VERSION}: install a newer one"
+            f"{where} has format version {head.version}, this holdfast reads versions {VERSIONS[0]} to "
+            f"{VERSIONS[-1]}: install a newer one"
         )
     if not is_sealed(data):
         raise Damaged(f"{where} is altered or truncated: its digest does not match; restore an earlier step")
@@ -266,9 +283,11 @@ def check_said(manifest: Manifest) -> int:
             raise ValueError(f"alias {alias!r} names {name!r}, which is no tensor")
         if alias in manifest.tensors:
             raise ValueError(f"{alias!r} is an alias and a tensor")
-    for path, kind in manifest.containers.items():
-        if kind not in ("dict", "list", "tuple"):
-            raise ValueError(f"container {path!r} is a {kind!r}")
+    for path, note in manifest.containers.items():
+        if fault := fault_of(note):
+            raise ValueError(f"container {path!r} {fault}")
+    if _version_needed(manifest) > manifest.version:
+        raise ValueError(f"it says version {manifest.version}, and holds what only a later one has")
     for path, files in manifest.per_rank.items():
         found = spans.read(files)
         if found.count != manifest.world_size or found.largest >= len(manifest.files):

@@ -6,15 +6,18 @@ Written by background saves, joined by `engine/parts.py`. Pure: parts come and g
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
 from holdfast.errors import Damaged
-from holdfast.ondisk.manifest import MAX_RANKS, FileRecord, Manifest, check_file, check_said, is_sealed, seal
+from holdfast.ondisk.manifest import MAX_RANKS, VERSIONS, FileRecord, Manifest, check_file, check_said, is_sealed, seal
+from holdfast.ondisk.manifest import VERSION as FIRST
 
 FORMAT = "holdfast-part"
-VERSION, CITING = 1, 2
-"""A part that cites has a version of its own: who does not know it must not take the rest for the whole."""
+VERSION, CITING, LATER = 1, 2, 3
+"""A part that cites has a version of its own, and so has one whose manifest is of a later version than the first: a
+reader that does not know these must not take the rest for the whole."""
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"parts/(?P<rank>\d{5,})\.(?P<save>[0-9a-f]{16})\.json")
@@ -62,6 +65,13 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Part)
 
 
+def version_for(cites: Sequence[Cite], manifest: Manifest | None) -> int:
+    """The version of a part that says this."""
+    if manifest is not None and manifest.version > FIRST:
+        return LATER
+    return CITING if cites else VERSION
+
+
 def file_name(rank: int, save: str) -> str:
     """``parts/00003.7c1e09ab52d3f410.json``: relative to the checkpoint."""
     return f"parts/{rank:05d}.{save}.json"
@@ -87,7 +97,7 @@ def decode(data: bytes, where: str) -> Part:
         found = _decoder.decode(data) if is_sealed(data) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Damaged(f"{where} is no part of a save: {error}") from None
-    if found is None or (found.format, found.version) != (FORMAT, CITING if found.cites else VERSION):
+    if found is None or (found.format, found.version) != (FORMAT, version_for(found.cites, found.manifest)):
         raise Damaged(f"{where} is truncated, altered or of another version")
     fault = _fault(found)
     if fault:
@@ -102,6 +112,8 @@ def _fault(part: Part) -> str | None:
     told = part.manifest
     if told is not None and (told.save, told.world_size) != (part.save, part.world_size):
         return "its manifest is that of another save"
+    if told is not None and told.version not in VERSIONS:
+        return f"its manifest has version {told.version}, which this holdfast does not read"
     try:
         for file in part.files:
             check_file(file)

@@ -1,4 +1,4 @@
-"""Leaves that are no tensors, as JSON and back; nothing executable can be written or read.
+"""Leaves that are no tensors, and containers of them, as JSON and back; nothing executable can be written or read.
 
 Called by the state on save and by the checkpoint on load. Never guesses: a type outside of the table is refused.
 """
@@ -7,162 +7,279 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable
+import sys
+from array import array
+from collections.abc import Callable, Collection, Iterable
+from itertools import count
 from typing import Any
 
+import msgspec
 import torch
 
-from holdfast.errors import Damaged
+from holdfast.errors import Damaged, Unsupported
+from holdfast.ondisk import containers, inline, ndarrays, scalars
+from holdfast.ondisk.scalars import JSON as JSON
+from holdfast.ondisk.scalars import Refused as Refused
 
-JSON = Any
+MAX_DEPTH = 200
+"""Containers within containers."""
+
 _INT64 = 1 << 63
-_MAX_BITS = 14_000  # Python reads no more than 4300 decimal digits back as an int
+_NATIVE = frozenset({type(None), bool, int, float, str})
+SINGLE = _NATIVE | {bytes, complex}
+"""Types that cannot hold anything else."""
 
+_FIRST_TAGS = frozenset({"int", "float", "bytes", "complex", "dtype", "device", "size"})
+"""What a reader of version 1 knows in a manifest; in a value of one rank it also knows tuple, dict and tensor."""
 
-class Refused(TypeError):
-    """A value that the format does not keep. ``path`` says where below the value it sits, ``reason`` why."""
+FAULTS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
+"""What decoding raises for what nobody can have encoded."""
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{path}: {reason}" if path else reason)
-        self.path, self.reason = path, reason
+TensorAt = Callable[[torch.Tensor], str]
+TensorOf = Callable[[str], torch.Tensor]
 
 
 def encode(value: object) -> JSON:
     """One leaf as JSON: plain where JSON has it, else ``{"$": tag, "v": …}``. Raises Refused."""
-    kind = type(value)
-    if value is None or kind is bool:
-        return value
-    if isinstance(value, str) and kind is str:
-        return _text(value)
-    if isinstance(value, int) and kind is int:
-        return value if -_INT64 <= value < _INT64 else _big_integer(value)
-    if kind is float:
-        return value if math.isfinite(value) else {"$": "float", "v": repr(value)}  # type: ignore[arg-type]
-    if kind is bytes:
-        return {"$": "bytes", "v": base64.b64encode(value).decode()}  # type: ignore[arg-type]
-    if kind is complex:
-        return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}  # type: ignore[attr-defined]
-    if kind is torch.dtype:
-        return {"$": "dtype", "v": str(value).removeprefix("torch.")}
-    if kind is torch.device:
-        return {"$": "device", "v": str(value)}
-    if kind is torch.Size:
-        return {"$": "size", "v": list(value)}  # type: ignore[call-overload]
-    raise Refused("", _why_not(value))
+    if type(value) in (set, frozenset):
+        return scalars.encode_set(value)  # type: ignore[arg-type]
+    if ndarrays.is_array(value):
+        return ndarrays.encode(value)
+    if isinstance(value, torch.Tensor):
+        return inline.encode(value)
+    return scalars.encode(value)
 
 
-def _text(value: str) -> str:
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise Refused("", f"{value[:40]!r} is no Unicode text (a lone surrogate); store bytes") from None
-    return value
+def decode(value: JSON) -> Any:
+    """The inverse of `encode` and of `packing.packed`.
 
-
-def _big_integer(value: int) -> JSON:
-    if value.bit_length() > _MAX_BITS:
-        raise Refused("", f"an integer of {value.bit_length()} bits; store bytes")
-    return {"$": "int", "v": str(value)}
-
-
-def _why_not(value: object) -> str:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if hasattr(value, "dtype") and hasattr(value, "item"):
-        return f"{kind} is not kept; store .item() of a NumPy scalar, or torch.from_numpy(array) of an array"
-    if kind.startswith("torch.utils.data."):
-        return (
-            f"{kind} does not tell where it is; leave it out and keep the number of samples seen, or take a "
-            "torchdata.StatefulDataLoader (docs/trainers.md)"
-        )
-    if callable(value):
-        return f"{kind} is code, and a checkpoint holds nothing executable; store its name or its settings"
-    return (
-        f"{kind} is not kept; a state holds tensors, dicts, lists, tuples, None, bool, int, float, str, bytes, "
-        "complex, torch dtypes, devices and sizes, and objects with state_dict() and load_state_dict()"
-    )
-
-
-def decode(value: JSON) -> object:
-    """The inverse of `encode`. Raises ValueError on what `encode` cannot have made, or made for a newer torch."""
+    Raises ValueError for what they cannot have made, or made for a newer torch, Unsupported for an array without NumPy.
+    """
     if not isinstance(value, dict):
         return value
     try:
-        return _untagged(value.get("$"), value.get("v"))
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{str(value)[:200]} is no value: {error}") from None
+        return _untagged(value.get("$"), value.get("v"), _no_tensor)
+    except Unsupported:
+        raise
+    except FAULTS as error:
+        raise ValueError(f"{_shown(value)} is no value: {error}") from None
 
 
-def decoded(value: JSON, path: str, where: object) -> object:
-    """`decode` of the value at ``path`` of the file ``where``. Raises Damaged, naming both."""
+def decoded(value: JSON, path: str, where: object) -> Any:
+    """`decode` of the value at ``path`` of the file ``where``. Raises Damaged or Unsupported, naming both."""
     try:
         return decode(value)
+    except Unsupported as error:
+        raise Unsupported(f"{where}: {path[:200]}: {error}") from None
     except ValueError as error:
         raise Damaged(f"{where}: {path[:200]}: {error}") from None
 
 
-def _untagged(tag: object, inner: Any) -> object:
-    if tag == "int":
-        return int(inner)
-    if tag == "float":
-        return float(inner)
-    if tag == "bytes":
-        return base64.b64decode(inner, validate=True)
-    if tag == "complex":
-        return complex(float(inner[0]), float(inner[1]))
-    if tag == "dtype":
-        found = getattr(torch, inner, None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"this torch has no dtype {inner!r}")
-        return found
-    if tag == "device":
-        return torch.device(inner)
-    if tag == "size":
-        return torch.Size(inner)
-    raise ValueError(f"unknown value tag {tag!r}")
+def _shown(value: dict[str, JSON]) -> str:
+    inner = value.get("v")
+    return str({**value, "v": inner[:200]} if isinstance(inner, (str, list)) else value)[:200]
 
 
-def encode_tree(value: object, tensor_at: Callable[[torch.Tensor], str], path: str = "") -> JSON:
-    """A nested value of one rank as one JSON text: containers inside, tensors as references.
+def version_of(value: JSON) -> int:
+    """The version of the format that a value of a manifest needs."""
+    return 2 if isinstance(value, dict) and str(value.get("$")) not in _FIRST_TAGS else 1
 
-    ``tensor_at(tensor)`` stores a tensor and returns the reference that stands for it.
+
+def version_of_tree(tree: JSON) -> int:
+    """The version of the format that a value of one rank needs."""
+    tag = tree.get("$") if isinstance(tree, dict) else None
+    if tag == "tensor":
+        return 1
+    if tag == "dict":
+        return max((max(version_of(key), version_of_tree(value)) for key, value in tree["v"]), default=1)
+    if tag is not None and tag != "tuple":
+        return version_of(tree)
+    inside = tree["v"] if tag == "tuple" else list(tree.values()) if isinstance(tree, dict) else tree
+    if not isinstance(inside, list) or not {dict, list} & set(map(type, inside)):
+        return 1
+    return max(map(version_of_tree, inside))
+
+
+# Containers
+
+
+def encode_tree(value: object, tensor_at: TensorAt | None, depth: int = 0) -> JSON:
+    """A nested value as one JSON text: containers inside, tensors as references.
+
+    ``tensor_at(tensor)`` stores a tensor and returns the reference that stands for it; None keeps small ones inside.
+    Raises Refused.
     """
     if isinstance(value, torch.Tensor):
-        try:
-            return {"$": "tensor", "v": tensor_at(value)}
-        except Refused as error:
-            raise Refused(path, error.reason) from None
-    if type(value) is list:
-        return [encode_tree(v, tensor_at, f"{path}/{i}") for i, v in enumerate(value)]
-    if type(value) is tuple:
-        return {"$": "tuple", "v": [encode_tree(v, tensor_at, f"{path}/{i}") for i, v in enumerate(value)]}
-    if isinstance(value, dict):
-        pairs = [(_encode_at(path, k), encode_tree(v, tensor_at, f"{path}/{k}")) for k, v in value.items()]
-        if all(type(k) is str for k in value) and "$" not in value:
-            return dict(pairs)
-        return {"$": "dict", "v": [[k, v] for k, v in pairs]}
-    return _encode_at(path, value)
-
-
-def _encode_at(path: str, value: object) -> JSON:
-    try:
+        return inline.encode(value) if tensor_at is None else {"$": "tensor", "v": tensor_at(value)}
+    kind = containers.kind_of(value)
+    if kind is None:
         return encode(value)
-    except Refused as error:
-        raise Refused(path, error.reason) from None
+    if depth >= MAX_DEPTH:
+        raise Refused("", f"it is nested more than {MAX_DEPTH} deep, or contains itself")
+    if isinstance(value, dict):
+        return _encode_mapping(kind, value, tensor_at, depth)
+    items = encode_items(value, tensor_at, depth)
+    if kind == "deque":
+        return {"$": kind, "v": [value.maxlen, items]}  # type: ignore[attr-defined]
+    return items if kind == "list" else {"$": kind, "v": items}
 
 
-def decode_tree(value: JSON, tensor_of: Callable[[str], torch.Tensor]) -> object:
+# Loops and not comprehensions: where containers are nested deep, each costs a frame of Python's stack.
+
+
+def encode_items(
+    items: Any, tensor_at: TensorAt | None, depth: int, names: Iterable[object] | None = None
+) -> list[JSON]:
+    if is_json(items):
+        return list(items)
+    encoded = []
+    for at, item in zip(count() if names is None else names, items, strict=False):
+        try:
+            encoded.append(encode_tree(item, tensor_at, depth + 1))
+        except Refused as error:
+            raise Refused(f"/{at}{error.path}", error.reason) from None
+    return encoded
+
+
+def _encode_mapping(kind: str, value: dict[Any, Any], tensor_at: TensorAt | None, depth: int) -> JSON:
+    inside = encode_items(value.values(), tensor_at, depth, value)
+    if kind == "dict" and "$" not in value and are_texts(value):
+        return dict(zip(value, inside, strict=True))
+    pairs = list(map(list, zip(encode_keys(value), inside, strict=True)))
+    if kind == "defaultdict":
+        return {"$": kind, "v": [containers.factory_of(value), pairs]}
+    return {"$": kind, "v": pairs}
+
+
+def encode_keys(keys: Collection[Any]) -> list[JSON]:
+    """The keys of a dict, in their order. Raises Refused."""
+    if is_json(keys):
+        return list(keys)
+    plain = [scalars.plain_key(key) for key in keys]
+    for key in plain:
+        containers.check_key(key)
+    return [scalars.encode_key(key) for key in plain]
+
+
+def are_texts(keys: Collection[Any]) -> bool:
+    """Whether all of these are plain texts that JSON can hold."""
+    return set(map(type, keys)) <= {str} and _are_unicode(keys)
+
+
+def is_json(items: Collection[Any]) -> bool:
+    """Whether each of these stands for itself in JSON: no containers, nothing that needs a tag."""
+    kinds = set(map(type, items))
+    if not kinds <= _NATIVE:
+        return False
+    if int in kinds:
+        numbers = items if kinds == {int} else [item for item in items if type(item) is int]
+        if min(numbers) < -_INT64 or max(numbers) >= _INT64:
+            return False
+    if float in kinds:
+        numbers = items if kinds == {float} else [item for item in items if type(item) is float]
+        if not all(map(math.isfinite, numbers)):
+            return False
+    return str not in kinds or _are_unicode(items if kinds == {str} else [i for i in items if type(i) is str])
+
+
+def _are_unicode(texts: Collection[str]) -> bool:
+    joined = "".join(texts)
+    if joined.isascii():
+        return True
+    try:
+        joined.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def decode_tree(value: JSON, tensor_of: TensorOf) -> Any:
     """The inverse of `encode_tree`; ``tensor_of(reference)`` fetches a tensor."""
     if isinstance(value, list):
-        return [decode_tree(v, tensor_of) for v in value]
-    if isinstance(value, dict):
-        tag = value.get("$")
-        if tag is None:
-            return {k: decode_tree(v, tensor_of) for k, v in value.items()}
-        if tag == "tensor":
-            return tensor_of(value["v"])
-        if tag == "tuple":
-            return tuple(decode_tree(v, tensor_of) for v in value["v"])
-        if tag == "dict":
-            return {decode(k): decode_tree(v, tensor_of) for k, v in value["v"]}
-    return decode(value)
+        return _items(value, tensor_of)
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("$")
+    if tag is None:
+        return dict(zip(value, _items(list(value.values()), tensor_of), strict=True))
+    return _untagged(tag, value.get("v"), tensor_of)
+
+
+def _untagged(tag: object, inner: Any, tensor_of: TensorOf) -> Any:
+    if tag == "tensor":
+        return tensor_of(inner)
+    if tag == "tuple":
+        return tuple(_items(inner, tensor_of))
+    if tag in ("dict", "OrderedDict", "Counter"):
+        return containers.built_mapping(str(tag), _pairs(inner, tensor_of))
+    if tag == "map":
+        keys, inner = inner
+        return dict(zip(_keys(keys), _items(inner, tensor_of), strict=True))
+    if tag == "defaultdict":
+        factory, pairs = inner
+        return containers.built_mapping(tag, _pairs(pairs, tensor_of), factory)
+    if tag == "deque":
+        maxlen, inner = inner
+        items = _items(inner, tensor_of)
+        if maxlen is not None and (type(maxlen) is not int or maxlen < len(items)):
+            raise ValueError(f"a deque of {len(items)} of at most {maxlen}")
+        return containers.built_sequence(tag, items, maxlen)
+    if tag in ("set", "frozenset"):
+        return scalars.decode_set(str(tag), inner)
+    if tag == "array":
+        return ndarrays.decode(inner)
+    if tag == "inline":
+        return inline.decode(inner)
+    if tag == "floats":
+        return decode_floats(inner)
+    if tag == "tree":
+        return _decode_text(inner, tensor_of)
+    return scalars.decode(tag, inner)
+
+
+def _items(inner: Any, tensor_of: TensorOf) -> list[Any]:
+    if not isinstance(inner, list):
+        raise ValueError("a container is a list of what it holds")
+    if not {list, dict} & set(map(type, inner)):
+        return list(inner)
+    items = []
+    for item in inner:
+        items.append(decode_tree(item, tensor_of))
+    return items
+
+
+def _pairs(inner: Any, tensor_of: TensorOf) -> Iterable[tuple[Any, Any]]:
+    keys = _keys([key for key, _ in inner])
+    return zip(keys, _items([value for _, value in inner], tensor_of), strict=True)
+
+
+def _keys(keys: Any) -> list[Any]:
+    if not isinstance(keys, list):
+        raise ValueError("keys are a list")
+    return [scalars.decode_key(key) for key in keys] if {list, dict} & set(map(type, keys)) else keys
+
+
+def _no_tensor(reference: object) -> Any:
+    raise ValueError("a reference to a tensor, where there is none")
+
+
+def little(numbers: array[float]) -> array[float]:
+    """Numbers with their bytes in the order of the file, or back."""
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def decode_floats(text: Any) -> list[float]:
+    """What the text of a ``floats`` holds."""
+    numbers = array("d")
+    numbers.frombytes(base64.b64decode(text, validate=True))
+    return little(numbers).tolist()
+
+
+def _decode_text(text: Any, tensor_of: TensorOf) -> Any:
+    if not isinstance(text, str):
+        raise ValueError("a tree is a text")
+    tree = msgspec.json.decode(text)
+    # Without a tag all that is in it stands for itself.
+    return decode_tree(tree, tensor_of) if '"$"' in text else tree

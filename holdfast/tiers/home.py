@@ -9,10 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from holdfast.checkpoint import Checkpoint, Patterns
+from holdfast.checkpoint import Checkpoint
 from holdfast.engine.stores.place import Location
 from holdfast.keys import Keys
 from holdfast.load import Loaded
+from holdfast.patterns import Patterns, patterns_in
 from holdfast.steps import Steps
 
 
@@ -41,6 +42,10 @@ class Asked:
     def complete(self) -> bool:
         """Whether a step that has lost sections is only taken if there is no other."""
         return self.only == "*"
+
+    def check(self) -> bool:
+        """Raise Mismatch if nothing is asked for. For an exchange, so that all ranks raise it."""
+        return bool(patterns_in(self.only))
 
     @property
     def of_run(self) -> str | None:

@@ -61,7 +61,7 @@ class OneRoot:
         while True:
             with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
                 choose = partial(self._choose, asked, refused, patience, spare)
-                name = call.exchange("choose", lambda: True, lambda notes: choose(), str)
+                name = call.exchange("choose", asked.check, lambda notes: choose(), str)
             if not name:
                 if untrusted is not None:
                     raise untrusted

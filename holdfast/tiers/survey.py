@@ -93,7 +93,7 @@ class Survey:
             while True:
                 with self._ranks.call(f"restore {self.store.root}", deadline=self._deadline) as call:
                     choose = partial(self._choose, refused, complete=asked.complete)
-                    choice = call.exchange("choose", lambda: True, lambda notes: choose(), Choice)
+                    choice = call.exchange("choose", asked.check, lambda notes: choose(), Choice)
                 if not choice.name:
                     if untrusted is not None:
                         raise untrusted

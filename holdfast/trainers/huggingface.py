@@ -16,7 +16,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from holdfast.checkpoint import Patterns
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.state import RNG, PerRank
 from holdfast.engine.stores.place import Place
@@ -26,6 +25,7 @@ from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
 from holdfast.manager import CheckpointManager
+from holdfast.patterns import Patterns
 from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.batches import Draws
 

@@ -13,7 +13,6 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
-from holdfast.checkpoint import Patterns
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.state.per_rank import Elsewhere
 from holdfast.engine.stores.place import Place
@@ -22,6 +21,7 @@ from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
 from holdfast.manager import CheckpointManager
+from holdfast.patterns import Patterns
 from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.lightning_io import HoldfastCheckpointIO
 

@@ -7,7 +7,7 @@ other plugins wrote as files it hands to Lightning's own to be read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,32 +15,43 @@ from typing import Any, Literal
 import torch
 
 from holdfast.checkpoint import open_checkpoint
+from holdfast.engine import disk
 from holdfast.engine.ranks import DEADLINE, Ranks
-from holdfast.engine.storage import delete, delete_empty_folders, files_below
+from holdfast.engine.storage import delete, delete_empty_folders, files_below, naming
+from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.urls import location
 from holdfast.events import log
-from holdfast.ondisk import values
+from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.trainers.lightning_settings import with_plain_settings, with_settings_types
 
 try:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError("holdfast.trainers.lightning needs Lightning: pip install lightning") from error
 
-_SETTINGS = ("hyper_parameters", "datamodule_hyper_parameters")
+_RUN_STAGE = Trainer._run_stage.__code__
+"""Runs sanity checks, training and validation. Once it has returned, or raised, Lightning tears down its plugins."""
 
 
 class HoldfastCheckpointIO(CheckpointIO):
-    """Lightning's checkpoints, saved in the background as folders that `holdfast.open` reads.
+    """Lightning's checkpoints as folders that `holdfast.open` reads, saved in the background of `fit`.
 
         trainer = pl.Trainer(plugins=[HoldfastCheckpointIO()])
 
-    What is saved is the state at the call: `save_checkpoint` returns once it is copied, and `teardown`, at the end of
-    `fit`, waits until it is committed. A save that failed raises SaveFailed in the next one, or there. A checkpoint
-    that `ModelCheckpoint` replaces is removed once the new one is committed. Hyperparameters that are neither numbers,
-    texts nor containers of those (functions, classes, paths) are left out, with a warning.
+    What is saved is the state at the call. While `fit` trains, `save_checkpoint` returns once the state is copied, and
+    the end of `fit` waits until it is committed; a save that failed raises SaveFailed in the next one, or there. At any
+    other time, and as a part of another plugin, `save_checkpoint` returns once the checkpoint is committed, and raises
+    its failure.
+
+    A checkpoint that `ModelCheckpoint` replaces is removed once the new one is committed. A link is removed or replaced
+    itself: the checkpoint that it points to stays. Hyperparameters are kept as plain values; those that have none
+    (functions, classes, modules) are left out, with a warning.
 
     Lightning gathers the state on rank 0 before it calls a plugin; `HoldfastCheckpoint` saves it as it lies.
     ``worker`` and ``deadline`` as of `holdfast.Saver`.
@@ -54,17 +65,29 @@ class HoldfastCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Begin to save ``checkpoint`` to the folder ``path``; raises SaveFailed for an earlier one that failed.
+        """Save ``checkpoint`` to the folder ``path``, in the background if a trainer runs `fit` with this plugin.
 
-        Called on one rank alone. Raises TypeError for ``storage_options``, of which there are none.
+        Called on one rank alone. Raises SaveFailed, in the background that of an earlier save; TypeError for
+        ``storage_options``, of which there are none.
         """
         if storage_options is not None:
             raise TypeError("HoldfastCheckpointIO has no storage_options: give credentials as docs/stores.md says")
-        if self._saver is None:
-            self._saver = Saver(worker=self._worker, deadline=self._deadline, group=Ranks(0, 1))
-        kept = {**checkpoint, **{key: _plain(key, checkpoint[key]) for key in _SETTINGS if key in checkpoint}}
+        state, folder = with_plain_settings(checkpoint), location(path)
         step = checkpoint.get("global_step")
-        self._last = self._saver.save(kept, path, overwrite=True, step=step if type(step) is int else None)
+        step = step if type(step) is int else None
+        aside = _set_aside(folder)
+        try:
+            if self._teardown_follows():
+                saving = self._save_beside(state, folder, step)
+                saving.add_done_callback(lambda saving: _settle_link(folder, aside, saved=saving.failed is None))
+            else:
+                if self._last is not None:
+                    self._last.settled()
+                save(state, folder, overwrite=True, step=step, group=Ranks(0, 1), deadline=self._deadline)
+                _settle_link(folder, aside, saved=True)
+        except BaseException:
+            _settle_link(folder, aside, saved=False)
+            raise
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -77,71 +100,95 @@ class HoldfastCheckpointIO(CheckpointIO):
             self._last.wait()
         if os.fspath(path).endswith(".ckpt") and Path(path).is_file():
             return dict(TorchCheckpointIO().load_checkpoint(Path(path), map_location, weights_only))
-        loaded = open_checkpoint(path).state_dict()
+        loaded = with_settings_types(open_checkpoint(path).state_dict())
         if isinstance(map_location, (str, torch.device)):
             return dict(_moved(loaded, torch.device(map_location)))
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint: at once, or if a save is under way once that is committed."""
+        """Remove a checkpoint, or a link: at once, or if a save is under way once that is committed."""
+        folder = location(path)
+        link = _linked(folder)
         if self._last is None or self._last.done:
-            _remove(path)
+            _remove(folder, link)
         else:
-            self._last.add_done_callback(partial(_remove_after, path))
+            self._last.add_done_callback(partial(_remove_after, folder, link))
 
     def teardown(self) -> None:
-        """Wait for the saves under way. Raises SaveFailed for one that failed and has not been raised yet."""
+        """Wait for the saves under way, and end the writer. Raises SaveFailed for one whose failure was not raised."""
         saver, self._saver, self._last = self._saver, None, None
         if saver is not None:
             saver.close()
 
+    def _save_beside(self, state: dict[str, Any], folder: Location, step: int | None) -> Saving:
+        if self._saver is None:
+            self._saver = Saver(worker=self._worker, deadline=self._deadline, group=Ranks(0, 1))
+        self._last = self._saver.save(state, folder, overwrite=True, step=step)
+        return self._last
 
-def _remove_after(path: str | os.PathLike[str], saving: Saving) -> None:
-    if saving.failed is None:
-        _remove(path)
-    else:
-        log.warning("%s is kept: what was to replace it, %s, has failed", path, saving.path)
+    def _teardown_follows(self) -> bool:
+        """Whether this call comes out of a `fit` that will end with `teardown` of this plugin.
+
+        Lightning does not tell a plugin which trainer it serves or what that does, so the calls under way are asked.
+        """
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            trainer = frame.f_locals.get("self") if frame.f_code is _RUN_STAGE else None
+            if isinstance(trainer, Trainer) and trainer.strategy.checkpoint_io is self:
+                return trainer.state.fn == TrainerFn.FITTING
+        return False
 
 
-def _remove(path: str | os.PathLike[str]) -> None:
-    if Path(path).is_file():
-        TorchCheckpointIO().remove_checkpoint(Path(path))
+def _linked(folder: Location) -> str | None:
+    """Where a link at this name points to; None if there is something else, or nothing."""
+    return os.readlink(folder) if isinstance(folder, Path) and folder.is_symlink() else None
+
+
+def _set_aside(folder: Location) -> Path | None:
+    """Rename a link at the place of a checkpoint that is to be saved; None if there is no link."""
+    if not isinstance(folder, Path) or not folder.is_symlink():
+        return None
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.link")
+    with naming(folder, "rename the link"):
+        disk.replace(folder, aside)
+    return aside
+
+
+def _settle_link(folder: Location, aside: Path | None, *, saved: bool) -> None:
+    """Delete a link that a checkpoint has replaced. If the save failed, give the link its name back."""
+    if aside is None:
         return
-    folder = location(path)
+    try:
+        if saved:
+            disk.delete(aside)
+        else:
+            disk.replace(aside, str(folder))
+    except OSError as error:
+        log.warning("the link that was at %s stays as %s: %s", folder, aside, error)
+
+
+def _remove_after(folder: Location, link: str | None, saving: Saving) -> None:
+    if saving.failed is None:
+        _remove(folder, link)
+    else:
+        log.warning("%s is kept: what was to replace it, %s, has failed", folder, saving.path)
+
+
+def _remove(folder: Location, link: str | None) -> None:
+    """Remove a checkpoint, or the link that was at this name when it was to be removed."""
+    if _linked(folder) != link:
+        return  # another one has taken the name
+    if link is not None:
+        delete(folder)
+        return
+    if isinstance(folder, Path) and folder.is_file():
+        TorchCheckpointIO().remove_checkpoint(folder)
+        return
     delete(folder / FILE_NAME)  # first: half a checkpoint is none
     delete(*(folder / name for name in files_below(folder)))
     delete_empty_folders(folder)
 
 
-def _plain(path: str, node: Any) -> Any:
-    """A copy of a nest of settings with what the format keeps."""
-    if isinstance(node, dict):
-        return _kept(path, ((str(key), value) for key, value in node.items()), dict)
-    if isinstance(node, (list, tuple)):
-        kept = _kept(path, ((str(i), value) for i, value in enumerate(node)), lambda pairs: [v for _, v in pairs])
-        return tuple(kept) if isinstance(node, tuple) else kept
-    return node
-
-
-def _kept(path: str, items: Any, made: Callable[[Any], Any]) -> Any:
-    found = []
-    for key, value in items:
-        at = f"{path}/{key}"
-        if not isinstance(value, (dict, list, tuple, torch.Tensor)):
-            try:
-                values.encode(value)
-            except values.Refused as error:
-                log.warning("%s is left out of the checkpoint: %s", at, error.reason)
-                continue
-        found.append((key, _plain(at, value)))
-    return made(found)
-
-
 def _moved(node: Any, device: torch.device) -> Any:
-    if isinstance(node, torch.Tensor):
-        return node.to(device)
-    if isinstance(node, dict):
-        return {key: _moved(value, device) for key, value in node.items()}
-    if isinstance(node, (list, tuple)):
-        return type(node)(_moved(value, device) for value in node)
-    return node
+    return mapped(node, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.checkpoint import Patterns
 from holdfast.checkpoint import open_checkpoint as holdfast_open
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.state import RNG, PerRank
@@ -21,6 +20,7 @@ from holdfast.errors import Mismatch, Unsupported
 from holdfast.keep import Keep
 from holdfast.load import load
 from holdfast.manager import CheckpointManager as Manager
+from holdfast.patterns import Patterns
 from holdfast.save import save
 from holdfast.saving import Saving
 
@@ -127,7 +127,8 @@ class CheckpointManager:
             return True
         bare = not any(name.startswith(f"{MODEL}/") for name in holdfast_open(path).tensors)
         # torchtitan's own checkpoints hold the model's parameters at the top.
-        load(path, {MODEL: self._parts}, only=MODEL, rename=(lambda name: f"{MODEL}/{name}") if bare else None)
+        only, rename = ("*", lambda name: f"{MODEL}/{name}") if bare else (MODEL, None)
+        load(path, {MODEL: self._parts}, only=only, rename=rename)
         return True
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:

@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint import Checkpoint, Patterns, matches, near
-from holdfast.errors import HoldfastError, Mismatch
+from holdfast.checkpoint import Checkpoint
+from holdfast.errors import HoldfastError
 from holdfast.inspect.statistics import Statistics, statistics
 from holdfast.ondisk import spans
+from holdfast.ondisk.containers import as_text
 from holdfast.ondisk.manifest import TensorRecord
+from holdfast.patterns import TENSOR, Patterns, selector
 from holdfast.version import __version__
 from holdfast.view.health import health_of, signature_of
 from holdfast.view.page import page
@@ -86,11 +88,8 @@ def figures(checkpoint: Checkpoint, name: str) -> Statistics:
 
 
 def _named(checkpoint: Checkpoint, patterns: Patterns) -> list[str]:
-    found = [name for name in checkpoint.records if matches(name, patterns)]
-    if not found:
-        told = patterns if isinstance(patterns, str) else ", ".join(patterns)
-        raise Mismatch(f"{checkpoint.path} has no tensor {told!r}{near(told, checkpoint.records)}")
-    return found
+    wanted = selector(patterns, checkpoint.records, checkpoint.path, said="", what=TENSOR)
+    return list(filter(wanted, checkpoint.records))
 
 
 def _title(checkpoint: Checkpoint) -> str:
@@ -109,7 +108,7 @@ def _rank_of(path: str) -> int | None:
 
 def _short(value: object) -> tuple[str, str]:
     """How a value looks, and of which type it is."""
-    text = repr(value) if not isinstance(value, str) else value
+    text = as_text(value) if not isinstance(value, str) else value
     told = f"{text[:LONG]}…" if len(text) > LONG else text
     return told.encode("utf-8", "replace").decode(), type(value).__name__
 

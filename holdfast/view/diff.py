@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from holdfast.checkpoint import Checkpoint, Patterns
+from holdfast.checkpoint import Checkpoint
 from holdfast.inspect.compare import Difference, compare
+from holdfast.patterns import Patterns
 from holdfast.view.page import page
 
 SCRIPTS = ("table.js", "heatmap.js", "diff.js")

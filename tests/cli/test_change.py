@@ -50,6 +50,10 @@ def test_unshard_takes_weights_alone(steps: Path, run: Run) -> None:
     assert run("unshard", source, target / "optimizer.pt", "--section", "optimizer")[0] == Code.FINE
     assert set(torch.load(target / "optimizer.pt", weights_only=True)) == {"m"}
     assert run("unshard", source, target / "hf2", "--all")[0] == Code.USAGE
+    for name in ("hf2", "optim.pt"):
+        code, _, err = run("unshard", source, target / name, "--section", "optimiser")
+        assert code == Code.MISMATCH and "no tensor that fits --section 'optimiser' (did you mean optimizer?)" in err
+        assert not (target / name).exists()
 
 
 def test_unshard_to_a_url(steps: Path, run: Run) -> None:

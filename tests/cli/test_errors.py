@@ -237,6 +237,11 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     "no bucket": (lambda r, p: ["verify", "s3://"], Code.USAGE, "usage", "docs/stores.md"),
     "no credentials": (_no_credentials, Code.STORAGE, "no credentials", "holdfast doctor "),
     "a glob without a match": (_convert("--only", "modle/*"), Code.MISMATCH, "mismatch", "holdfast show "),
+    "one glob of two without a match": (
+        _convert("--only", "model", "--only", "optimiser"), Code.MISMATCH, "mismatch", "holdfast show ",
+    ),
+    "an empty glob": (_convert("--only", ""), Code.MISMATCH, "mismatch", "holdfast show "),
+    "a rename of nothing": (_convert("--rename", "modle=net"), Code.MISMATCH, "mismatch", "holdfast show "),
     "target taken": (_taken, Code.STORAGE, "taken", "--overwrite"),
     "no dtype": (_convert("--dtype", "int8"), Code.USAGE, "usage", "holdfast convert --help"),
     "no size": (_convert("--max-shard-size", "many"), Code.USAGE, "usage", "holdfast convert --help"),

@@ -22,6 +22,8 @@ ALONE = {
     "is a file of no format": troubles.no_such_format,
     "its pickle names": troubles.a_class_in_a_pickle,
     "does not fit": troubles.left_over,
+    "only= fits nothing": troubles.a_pattern_of_nothing,
+    "rename= maps": troubles.a_rename_of_nothing,
     "saved with shape": troubles.another_shape,
     "saved by a LayerNorm": troubles.another_kind_of_layer,
     "holds steps of two runs": troubles.two_runs,

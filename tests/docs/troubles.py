@@ -109,6 +109,16 @@ def left_over() -> None:
     holdfast.load("run/step-1", {"model": state["model"]})
 
 
+def a_pattern_of_nothing() -> None:
+    holdfast.save(small(), "run/step-1")
+    holdfast.load("run/step-1", small(), only=["model", "optimiser"])
+
+
+def a_rename_of_nothing() -> None:
+    holdfast.save(small(), "run/step-1")
+    holdfast.load("run/step-1", {"net": nn.Linear(4, 4)}, only="model", rename={"modle": "net"})
+
+
 def another_shape() -> None:
     holdfast.save({"model": nn.Linear(4, 4)}, "run/step-1")
     holdfast.load("run/step-1", {"model": nn.Linear(4, 5)})

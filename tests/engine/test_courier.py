@@ -101,7 +101,7 @@ def test_finishing_says_what_failed(
     def fail(*args: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    where = {"write": (courier, "_write"), "cut": (os, "ftruncate"), "sync": (os, "fsync")}[doing]
+    where = {"write": (courier, "_write_to"), "cut": (os, "ftruncate"), "sync": (os, "fsync")}[doing]
     monkeypatch.setattr(*where, fail)
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     one.open(1, str(tmp_path / "f"), fd, direct=False)

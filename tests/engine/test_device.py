@@ -203,7 +203,7 @@ def write_all(images: list[Image], folder: Path, windows: int) -> tuple[list[Wri
         (folder / image.section).mkdir(parents=True)
     worker, files = ThreadWorker(), OpenFiles()
     slot = Slot(0, worker, window=8192)
-    slot.reserve(windows)
+    slot.reserve(windows * 8192)
     told: list[int] = []
     writing = Writing(
         images, folder, save="0" * 16, rank=0, slot=slot, files=files, progress=told.append, after=Moments()

@@ -29,11 +29,20 @@ def own_tensors(path: str, kind: str) -> None:
         "plain": {"a": {"same": torch.ones(9), "rng": torch.full((5056,), rank, dtype=torch.uint8)}},
         "stateful": {"a": Generator()},
         "scattered": {"a": {"rng": torch.arange(40.0).reshape(5, 8).t() + rank}},
+        "large": {"a": {"rng": torch.rand(1 << 20, generator=torch.Generator().manual_seed(rank))}},
+        "large and scattered": {"a": {"rng": (torch.arange(float(1 << 20)).reshape(1024, -1) + rank).t()}},
+        "last": {"a": {"rng": torch.cat([torch.zeros(1 << 20), torch.full((1,), rank)])}},
     }
     holdfast.save(states[kind], path)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("plain", "a/rng"), ("stateful", "a/state"), ("scattered", "a/rng")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("plain", "a/rng"), ("stateful", "a/state"), ("scattered", "a/rng"), ("large", "a/rng"),
+        ("large and scattered", "a/rng"), ("last", "a/rng"),
+    ],
+)  # fmt: skip
 def test_a_tensor_of_each_rank_is_no_replica(kind: str, name: str, tmp_path: Path) -> None:
     for error in pool.attempt(3, own_tensors, str(tmp_path / "c"), kind):
         assert {"SaveFailed", "Mismatch"} <= set(error.kinds)

@@ -37,12 +37,12 @@ class Desk:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.fds = worker, []
         self.slot = Slot(3, worker, window=2 * SECTOR)
-        self.slot.reserve(4)
+        self.slot.reserve(8 * SECTOR)
         self.slot.begin()
 
     def fill(self, content: bytes) -> int:
         """Put bytes into the next window; where it starts."""
-        window = self.slot.take(0.0)
+        window = self.slot.take(2 * SECTOR, 0.0)
         assert window is not None
         window.view[: len(content)] = content
         return window.start
@@ -174,8 +174,8 @@ def test_close_finishes_everything_first(worker: Worker, tmp_path: Path) -> None
 def test_the_memory_of_a_slot_can_be_replaced(desk: Desk, tmp_path: Path) -> None:
     file = desk.open(tmp_path / "f")
     desk.write(file, b"old", 0).result(LONG)
-    desk.slot._lent = 0
-    desk.slot.reserve(9)
+    desk.slot._lent.clear()
+    desk.slot.reserve(18 * SECTOR)
     desk.slot.begin()
     desk.write(file, b"new", 3).result(LONG)
     assert (tmp_path / "f").read_bytes() == b"oldnew"

@@ -128,8 +128,12 @@ def test_a_leading_path_is_dropped_whole_and_a_rename_that_fits_nothing_is_an_er
     assert set(done.tensors) == set(load_file(tmp_path / "hf" / "model.safetensors")) == {"layers", "head"}
     done = holdfast.convert(tmp_path / "c", tmp_path / "ours", rename={"model": ""})
     assert set(done.tensors) == {"net/layers", "head"}
+    done = holdfast.convert(
+        tmp_path / "c", tmp_path / "part", only="model/head", rename={"model": "", "model/net": "x"}
+    )
+    assert done.tensors == ["head"], "a table may map what is not taken"
     for wrong, to in (("model/net", "huggingface"), ("ne", "huggingface"), ("net", "holdfast")):
-        with pytest.raises(holdfast.Mismatch, match=f"rename= maps '{wrong}', but no name .* as in '(model/)?net"):
+        with pytest.raises(holdfast.Mismatch, match=f"rename= maps '{wrong}'.*, but no name .* as in '(model/)?net"):
             holdfast.convert(tmp_path / "c", tmp_path / "x", to=to, rename={wrong: "other"})  # type: ignore[arg-type]
 
 

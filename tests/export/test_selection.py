@@ -1,4 +1,4 @@
-"""Selecting and naming: tables, functions, and names that cannot be."""
+"""Selecting and naming, and names that cannot be."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.export.selection import can_cast, check_names, renamed, renamer, select
+from holdfast.export.selection import can_cast, check_names, renamed, select
 from tests.export import states
-
-
-def test_a_table_maps_names_and_leading_paths_the_longest_first() -> None:
-    table = renamer({"a": "x", "a/b": "y", "c/d/": "z/"}, "/")
-    assert [table(n) for n in ("a", "a/c", "a/b", "a/b/c", "ab", "c/d/e")] == ["x", "x/c", "y", "y/c", "ab", "z/e"]
-    dotted = renamer({"layers.1": "blocks.1"}, ".")
-    assert dotted("layers.1.w") == "blocks.1.w" and dotted("layers.10.w") == "layers.10.w"
-    assert renamer(None, "/")("a") == "a" and renamer(str.upper, "/")("a") == "A"
 
 
 def test_containers_above_what_is_selected_stay_what_they_are(source: Path) -> None:

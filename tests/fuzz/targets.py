@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 import holdfast
@@ -42,7 +44,7 @@ FOREIGN = {
 }  # fmt: skip
 """Golden checkpoints of each foreign reader; those that come first are small."""
 
-NATIVE = ("manifest", "datafile", "part")
+NATIVE = ("manifest", "values", "datafile", "part")
 TEXTS = ("url",)
 TARGETS = (*NATIVE, *FOREIGN, *TEXTS)
 
@@ -55,7 +57,7 @@ def seeds(target: str) -> tuple[tuple[str, Tree], ...]:
     if target == "url":
         return tuple((f"url{n}", {"url": text.encode()}) for n, text in enumerate(URLS))
     with tempfile.TemporaryDirectory() as folder:
-        made = _native(Path(folder))
+        made = _of_version_2(Path(folder)) if target == "values" else _native(Path(folder))
     return ((target, _as_parts(made) if target == "part" else made),)
 
 
@@ -82,6 +84,20 @@ def _native(folder: Path) -> Tree:
         "notes": [1, (2.5, None), {"é": float("nan"), "raw": b"\0x"}, torch.float16, 1 << 90],
         "mine": holdfast.PerRank({"seed": 7, "t": torch.ones(3)}),
     }
+    return _saved(state, folder)
+
+
+def _of_version_2(folder: Path) -> Tree:
+    state = {
+        "kinds": [{1, (2, "x")}, frozenset({None}), deque([1, {}], 3), Counter(a=2), OrderedDict(b=1), bytearray(b"x")],
+        "by": defaultdict(list, {(1, None): [1], 2.5: 2, "2.5": 3, -1: {}}), "array": np.arange(6.0).reshape(2, 3),
+        "log": [{"step": i, "at": (i, {i})} for i in range(600)], "loss": [i / 7 for i in range(1100)],
+        "live": deque([torch.ones(2), 1]), "mine": holdfast.PerRank([{1: {2}}, deque([torch.ones(3)])]),
+    }  # fmt: skip
+    return _saved(state, folder)
+
+
+def _saved(state: dict[str, Any], folder: Path) -> Tree:
     target = folder / "step-000000001"
     holdfast.save(state, target, step=1, files={"config.json": b'{"a": 1}'})
     return tree_of(target)
@@ -140,6 +156,43 @@ def _changed_manifest(made: Tree, rng: Random) -> Tree:
     return made
 
 
+_TAGS = (
+    "int", "float", "bytes", "complex", "dtype", "device", "size", "set", "frozenset", "deque", "dict", "OrderedDict",
+    "Counter", "defaultdict", "bytearray", "array", "floats", "tree", "tuple", "tensor",
+)  # fmt: skip
+_INNER = (
+    [],
+    [[1, 2]],
+    [None, []],
+    ["list", []],
+    ["<f8", [1 << 40], ""],
+    [1, [2, 3]],
+    "[]",
+    "AAAAAAAAAAA=",
+    {"$": "set"},
+)
+
+
+def _changed_values(made: Tree, rng: Random) -> Tree:
+    """What is said of values and their containers, also inside of the text of a long one."""
+    told = json.loads(made["manifest.json"])
+    told.pop("digest")
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        path, kind = rng.choice(list(told["values"])), rng.random()
+        value = told["values"][path]
+        if kind < 0.3:
+            told["containers"] = tree(told["containers"], rng)
+        elif kind < 0.6:
+            told["values"][path] = {"$": rng.choice(_TAGS), "v": rng.choice(_INNER)}
+        elif isinstance(value, dict) and value.get("$") == "tree" and isinstance(value.get("v"), str):
+            value["v"] = json.dumps(tree(json.loads(value["v"]), rng)) if kind < 0.8 else mutated(
+                value["v"].encode(), rng.getrandbits(48)).decode("utf-8", "replace")  # fmt: skip
+        elif isinstance(value, dict):
+            told["values"][path] = tree(value, rng)
+    made["manifest.json"] = _sealed(told)
+    return made
+
+
 def _sealed(told: Any) -> bytes:
     try:
         return seal(json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass"))
@@ -194,7 +247,7 @@ def _changed_part(made: Tree, rng: Random) -> Tree:
 
 
 _NATIVE_CHANGES: dict[str, Callable[[Tree, Random], Tree]] = {
-    "manifest": _changed_manifest, "datafile": _changed_data_file, "part": _changed_part,
+    "manifest": _changed_manifest, "values": _changed_values, "datafile": _changed_data_file, "part": _changed_part,
 }  # fmt: skip
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,8 +25,47 @@ FILES: dict[str, Any] = {"config.json": b'{"layers": 2}', "text/vocab.txt": "a\n
 WORLD = 3
 
 
-def expected() -> dict[str, Any]:
-    """The state that the checkpoint holds, whole."""
+class Holder:
+    """An object with a state of its own."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def expected(version: str) -> dict[str, Any]:
+    """The state that the checkpoint of a version holds, whole."""
+    return first() if version == "v1" else {**first(), **second()}
+
+
+def second() -> dict[str, Any]:
+    """What version 2 has beyond version 1."""
+    return {
+        "containers": {
+            "set": {1, "a", (2, None)}, "frozen": frozenset({frozenset({1}), b"x"}), "deque": deque([1, [2]], 5),
+            "ordered": OrderedDict(b=1, a=OrderedDict()), "counter": Counter({3: 2, 5: 1}), "bytes": bytearray(b"\0x"),
+            "default": defaultdict(list, {1.5: [1]}), "of nothing": defaultdict(None, a=1), "endless": deque(),
+            "keys": {None: 0, True: 1, 2.5: 2, b"x": 3, (1, ("y", None)): 4, "None": 5, -7: 6, "-7": 7}, "n": 1,
+            "array": np.arange(6, dtype=">i2").reshape(2, 3), "text": np.array(["é", ""]), "number": np.array(1 + 2j),
+            "time": np.array([1], "M8[s]"), "none": np.empty((0, 2), "f4"),
+        },
+        "long": {
+            "floats": [math.nan, -0.0, math.inf, *(i / 7 for i in range(1024))], "ints": list(range(-512, 512)),
+            "dicts": [{"step": i, "loss": i / 3} for i in range(512)], "keys": {i: str(i) for i in range(1024)},
+            "odd": [{1}, ("$", {"$": np.arange(2)})] * 342,
+        },
+        "ordered": {"empty": [], "first": 1, "nothing": {}, "last": (2,)},
+        "object": {"n": 1, "t": torch.arange(3), "none": {}, "deque": deque([torch.ones(1), 2]), (1, 2): torch.ones(2)},
+    }  # fmt: skip
+
+
+def first() -> dict[str, Any]:
+    """What version 1 has."""
     tied = torch.arange(24, dtype=torch.float32).view(6, 4)
     return {
         "model": {
@@ -48,14 +89,17 @@ def expected() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_rank(rank: int) -> list[Any]:
+def of_rank(version: str, rank: int) -> list[Any]:
     """The value that differs by rank."""
-    return [rank, {"t": torch.full((2,), rank), "n": (None, 1.5)}]
+    own = [rank, {"t": torch.full((2,), rank), "n": (None, 1.5)}]
+    return own if version == "v1" else [*own, {rank}, {(rank, "x"): deque([torch.ones(1)])}, np.full(2, rank)]
 
 
-def state_of(rank: int) -> dict[str, Any]:
+def state_of(version: str, rank: int) -> dict[str, Any]:
     """What one rank brings: its shards of three tensors, and the rest as everybody has it."""
-    state = expected()
+    state = expected(version)
+    if "object" in state:
+        state["object"] = Holder(state["object"])
     model = state["model"]
     boxes = {
         "regular": [(0, 2, 0, 10), (2, 4, 0, 10), (4, 6, 0, 10)],
@@ -65,21 +109,21 @@ def state_of(rank: int) -> dict[str, Any]:
     for name, of in boxes.items():
         a, b, c, d = of[rank]
         model[name] = holdfast.Shard(model[name][a:b, c:d], (6, model[name].shape[1]), (a, c))
-    state["own"] = holdfast.PerRank(of_rank(rank))
+    state["own"] = holdfast.PerRank(of_rank(version, rank))
     return state
 
 
-def make(path: Path) -> None:
+def make(version: str, path: Path) -> None:
     """Save it, each rank a thread of this process."""
     store = dist.HashStore()
 
     def one(rank: int) -> None:
         with Ranks(rank, WORLD, store).call("save", saving=True) as call:
-            save_in(call, state_of(rank), path, step=7, files=FILES, overwrite=False, run="0123456789abcdef")
+            save_in(call, state_of(version, rank), path, step=7, files=FILES, overwrite=False, run="0123456789abcdef")
 
     with ThreadPoolExecutor(WORLD) as pool:
         list(pool.map(one, range(WORLD)))
 
 
 if __name__ == "__main__":
-    make(HERE / sys.argv[1])
+    make(sys.argv[1], HERE / sys.argv[1])

@@ -182,7 +182,6 @@ def test_in_waves_no_window_is_used_twice_at_a_time(limit: int, lab: Lab, tmp_pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WINDOW", window)
         patch.setattr(module, "Slot", partial(arena.Slot, window=window))
-        patch.setattr(module, "windows_for", partial(arena.windows_for, window=window))
         training = states.Training(states.OPTIMIZERS["AdamW foreach"], lab.kind, 3)
         training.run(2)
         with holdfast.Saver(worker="thread", memory_limit=limit * window) as saver:

@@ -273,6 +273,21 @@ def _file(path: str, *more: str) -> Callable[[dict[str, Any]], Any]:
     return lambda told: told["files"].__setitem__(0, [path, *told["files"][0][1:], *more])
 
 
+def _value(tag: str, inner: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda told: told.update(version=2, values={"x": {"$": tag, "v": inner}})
+
+
+def _note(note: dict[str, Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda told: told.update(version=2, values={"x/a": 1}, containers={"x": note})
+
+
+def _deep(depth: int) -> Any:
+    made: Any = 1
+    for _ in range(depth):
+        made = {"$": "tuple", "v": [made]}
+    return made
+
+
 def _tensor(*record: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda told: told["tensors"].__setitem__("model/w", list(record))
 
@@ -351,6 +366,42 @@ OURS: dict[str, Case] = {
     "a manifest that is a pipe": lambda folder: _special(folder, os.mkfifo),
     "a manifest that is /dev/zero": lambda folder: _special(folder, lambda path: path.symlink_to("/dev/zero")),
     **{f"a data file that is {what}": _instead(how, foreign=False) for what, how in ODD.items()},
+    "an array of 2**60 numbers": _ours(_value("array", ["<f8", [1 << 60], "AAAA"])),
+    "an array that overflows": _ours(_value("array", ["|u1", [1 << 62, 1 << 62, 4], ""])),
+    "an empty array of 2**62 rows": _ours(_value("array", ["<f8", [1 << 62, 0], ""])),
+    "an array of a million axes": _ours(_value("array", ["|u1", [1] * 1_000_000, "AA=="])),
+    "an array of objects": _ours(_value("array", ["|O", [1], "AAAAAAAAAAA="])),
+    "an array of records": _ours(_value("array", ["|V8", [1], "AAAAAAAAAAA="])),
+    "an array of texts of 2**30 letters": _ours(_value("array", ["<U999999999", [1 << 20], "AAAA"])),
+    "an array of no Unicode": _ours(_value("array", ["<U1", [1], "/////w=="])),
+    "a set of lists": _ours(_value("set", [[1]])),
+    "a set that is a number": _ours(_value("frozenset", BIG)),
+    "a key of tuples a hundred deep": _ours(_value("dict", [[_deep(100), 1]])),
+    "a dict that is a text": _ours(_value("dict", "abc")),
+    "a deque of more than it may hold": _ours(_value("deque", [1, [1, 2, 3]])),
+    "a deque of up to 2**80": _ours(_value("deque", [1 << 80, []])),
+    "a defaultdict of what is called": _ours(_value("defaultdict", ["eval", []])),
+    "a defaultdict by a path": _ours(_value("defaultdict", ["os.system", [["x", 1]]])),
+    "a counter of lists": _ours(_value("Counter", [[[1], 1]])),
+    "a tree a hundred thousand deep": _ours(_value("tree", "[" * 100_000)),
+    "a tree of tuples a thousand deep": _ours(_value("tree", '{"$":"tuple","v":[' * 1000 + "1" + "]}" * 1000)),
+    "a tree that is no JSON": _ours(_value("tree", '{"$":')),
+    "a tree that is a number": _ours(_value("tree", 7)),
+    "a tree with a tensor": _ours(_value("tree", '[{"$":"tensor","v":"model/w"}]')),
+    "a tree that names code": _ours(_value("tree", '[{"$":"builtins.eval","v":"1"}]')),
+    "floats of five bytes": _ours(_value("floats", "AAAAAAA=")),
+    "floats that are no text": _ours(_value("floats", [1, 2])),
+    "a set in version 1": _ours(lambda told: told["values"].__setitem__("x", {"$": "set", "v": [1]})),
+    "a deque in version 1": _ours(lambda told: told["containers"].__setitem__("x", {"kind": "deque"})),
+    "a container of a class": _ours(_note({"kind": "os.system"})),
+    "a container that makes its values by eval": _ours(_note({"kind": "defaultdict", "factory": "eval"})),
+    "a container with code": _ours(_note({"kind": "dict", "code": "eval"})),
+    "a deque of less than nothing": _ours(_note({"kind": "deque", "maxlen": -1})),
+    "a deque of 10**12": _ours(lambda told: told.update(
+        version=2, values={"a/1000000000000": 1}, containers={"a": {"kind": "deque"}})),
+    "a list with keys": _ours(_note({"kind": "list", "keys": [["0", 1]]})),
+    "a key that is there twice": _ours(_note({"kind": "dict", "keys": [["a", 1], ["b", 1]]})),
+    "a key that is a set of lists": _ours(_note({"kind": "dict", "keys": [["a", {"$": "set", "v": [[]]}]]})),
 }  # fmt: skip
 
 

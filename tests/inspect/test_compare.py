@@ -13,7 +13,7 @@ import torch
 import holdfast
 from holdfast.inspect import compare as module
 from holdfast.inspect import reading
-from holdfast.inspect.compare import Difference, compare
+from holdfast.inspect.compare import Difference, compare, compare_names
 from tests.damaging import flip
 from tests.foreign.truth import GOLDEN
 
@@ -74,6 +74,10 @@ def test_every_status(tmp_path: Path, box: int) -> None:
     assert late_one.relative == pytest.approx(8 / float(late.norm()))
     assert found["m/type"].largest == 0.0 and found["m/shape"].largest is None
     assert set(by_name(a, b, only=["m/t*", "step"])) == {"m/turned", "m/type", "m/tied", "m/tied2", "step"}
+    for find in (compare, compare_names):
+        assert list(find(a, b, only=["turned", "off"])), "one of the two has each"
+        with pytest.raises(holdfast.Mismatch, match=r"neither .* nor .* has a name that fits 'm/tie' \(did you"):
+            list(find(a, b, only=["m/tied", "m/tie"]))
 
 
 def test_a_tensor_here_and_a_value_there(tmp_path: Path) -> None:

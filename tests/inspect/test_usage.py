@@ -40,6 +40,9 @@ def test_sections_and_types(tmp_path: Path) -> None:
     assert {a.name: a.nbytes for a in found.by_dtype} == {"float32": 560, "bfloat16": 6}
     assert (found.tensors, found.files, found.attached, found.cited) == (566, checkpoint.nbytes, 5, 0)
     assert usage(checkpoint, only="optimizer").tensors == 400
+    for find in (usage, modules):
+        with pytest.raises(holdfast.Mismatch, match=r"no tensor that fits 'modle' \(did you mean model\?\), 'step'$"):
+            find(checkpoint, only=["optimizer", "modle", "step"])
 
 
 def grown(root: Path, *, links: bool) -> None:

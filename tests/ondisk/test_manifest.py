@@ -215,11 +215,11 @@ def test_other_programs_files_are_no_checkpoints() -> None:
 
 
 def test_a_version_from_the_future_names_both() -> None:
-    for version in (2, 17):
+    for version in (3, 17):
         error = refused(lying(version=version))
         assert isinstance(error, Unsupported)
-        assert f"version {version}" in str(error) and "version 1" in str(error)
-    newer = sealed(b'{"format":"holdfast","version":2,"tensors":["unlike",7]}')
+        assert f"version {version}" in str(error) and "versions 1 to 2" in str(error)
+    newer = sealed(b'{"format":"holdfast","version":3,"tensors":["unlike",7]}')
     assert isinstance(refused(newer), Unsupported)
 
 

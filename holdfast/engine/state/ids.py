@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim import Optimizer
-
 from holdfast.engine.state import optimizers, walk
+from holdfast.engine.state.own_optimizers import is_optimizer_like
 from holdfast.errors import Mismatch
 from holdfast.ondisk import names
 from holdfast.ondisk.values import JSON
@@ -28,7 +27,7 @@ def names_for_ids(
     live = _at(into, names.split(path))
     if not groups or not live or not all(type(id_) is int for ids in groups for _, id_ in ids):
         return {}, {}
-    known = optimizers.names_of_parameters(list(walk.modules_of("", into)))
+    known = walk.parameter_names(into)
     called = [optimizers.parameter_fqns(path, optimizer, known) for optimizer in live]
     fqns = [group for of_one in called for group in of_one]
     if [len(ids) for ids in groups] != [len(group) for group in fqns]:
@@ -71,8 +70,11 @@ def _numbered(path: str, saved: Mapping[str, JSON]) -> list[tuple[str, JSON]]:
     return found
 
 
-def _at(into: Any, keys: tuple[str, ...]) -> list[Optimizer]:
+def _at(into: Any, keys: tuple[str, ...]) -> list[Any]:
     for key in keys:
-        into = into.get(key) if isinstance(into, Mapping) else None
+        if isinstance(into, (list, tuple)) and key.isdecimal() and int(key) < len(into):
+            into = into[int(key)]
+        else:
+            into = into.get(key) if isinstance(into, Mapping) else None
     found = into if isinstance(into, (list, tuple)) else [into]
-    return list(found) if found and all(isinstance(one, Optimizer) for one in found) else []
+    return list(found) if found and all(map(is_optimizer_like, found)) else []

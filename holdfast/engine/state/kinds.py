@@ -51,3 +51,8 @@ def is_checkpoint_wrapper(value: object) -> bool:
 def is_compiled(value: object) -> bool:
     """Whether ``value`` is what `torch.compile` made of a module."""
     return isinstance(value, _loaded("torch._dynamo.eval_frame", "OptimizedModule"))
+
+
+def is_zero(value: object) -> bool:
+    """Whether ``value`` is a ZeroRedundancyOptimizer, whose ranks each keep the state of some parameters."""
+    return isinstance(value, _loaded("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"))

@@ -6,7 +6,7 @@ Never gathers: FSDP1's flat parameters are read as flat shards where they lie.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,18 +68,45 @@ def named_modules(module: nn.Module, prefix: str = "", seen: set[int] | None = N
 
 def parameter_names(module: nn.Module) -> dict[int, tuple[str, nn.Parameter]]:
     """``id(parameter)`` to (plain FQN, parameter); a tied one under its first name. FSDP1's flat ones are left out."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     flat = {id(p) for p in flat_parameters(module)}
+    sharded = _sharded_parameters(module)
     for prefix, sub in named_modules(module):
         for key, parameter in sub._parameters.items():
+            parameter = sharded.get((id(sub), key), parameter)
             if parameter is not None and id(parameter) not in flat:
-                found.setdefault(id(parameter), (prefix + key, parameter))
-    return found
+                named.setdefault(id(parameter), (prefix + key, parameter))
+    return named
+
+
+def _sharded_parameters(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
+    """FSDP2: by (``id(submodule)``, key) the sharded parameter, which the optimizer has.
+
+    After a forward pass without a backward one, as in validation, the submodules still hold the unsharded parameters.
+    """
+    sharded: dict[tuple[int, str], nn.Parameter] = {}
+    for sub in module.modules():
+        for group in _fsdp2_groups(sub):
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                places = zip(
+                    [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True
+                )
+                sharded.update({(id(owner), key): parameter.sharded_param for owner, key in places})
+    return sharded
+
+
+def _fsdp2_groups(module: nn.Module) -> list[Any]:
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state = cast(Any, module)._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def buffer_names(module: nn.Module) -> set[str]:
     """Plain FQNs of the buffers."""
-    return {prefix + key for prefix, sub in named_modules(module) for key in sub._buffers}
+    return {prefix + key for prefix, sub in named_modules(module) for key in sub._buffers.keys()}  # noqa: SIM118 - TorchScript's has no __iter__
 
 
 def flat_parameters(module: nn.Module) -> dict[Any, list[FlatPart]]:
@@ -92,7 +119,7 @@ def flat_parameters(module: nn.Module) -> dict[Any, list[FlatPart]]:
         flat = handle.flat_param
         spans = _sharded_spans(flat) if handle.uses_sharded_strategy else _unsharded_spans(flat)
         found[flat] = [
-            FlatPart(prefix + _plain_fqn(fqn), tuple(shape), *span)
+            FlatPart(prefix + plain_fqn(fqn), tuple(shape), *span)
             for fqn, shape, span in zip(flat._fqns, flat._shapes, spans, strict=True)
         ]
     return found
@@ -118,12 +145,11 @@ def _unsharded_spans(flat: Any) -> list[tuple[int, int, int]]:
 
 def holds_gradients_back(module: nn.Module) -> bool:
     """Whether FSDP2 was told not to reduce gradients: it then keeps their sums where no parameter shows them."""
-    states = [cast(Any, s)._get_fsdp_state() for _, s in named_modules(module) if hasattr(s, "_get_fsdp_state")]
-    groups = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group]]
-    return any(group is not None and not group.reduce_grads for group in groups)
+    return any(not group.reduce_grads for _, sub in named_modules(module) for group in _fsdp2_groups(sub))
 
 
-def _plain_fqn(fqn: str) -> str:
+def plain_fqn(fqn: str) -> str:
+    """A name without the keys that wrappers add."""
     wrappers = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
     return ".".join(key for key in fqn.split(".") if key not in wrappers)
 
@@ -145,11 +171,10 @@ def local_flat(flat: Any) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ModuleState:
-    """A module's leaves by plain FQN. ``loose`` are those that must go back through ``load_state_dict``."""
+    """A module's leaves by plain FQN: flat parts of FSDP1 as entries, all else as its state dict has it."""
 
     entries: list[Entry]
-    tensors: dict[str, Any]
-    loose: dict[str, Any]
+    leaves: dict[str, Any]
     aliases: dict[str, str]
 
 
@@ -157,27 +182,23 @@ def module_state(path: str, module: nn.Module, ranks: Ranks) -> ModuleState:
     """Everything a module would put into its state dict; tensors as they lie in memory, never gathered."""
     flat = flat_parameters(module)
     if not flat:
-        state = _state_dict(module)
-        own = _storages(module)
-        tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
-        loose = {k: v for k, v in state.items() if k not in tensors or not _live(tensors[k], own)}
-        return ModuleState([], tensors, loose, {})
+        return ModuleState([], _state_dict(module), {})
     entries = [
         flat_entry(names.child(path, part.fqn), part, local_flat(parameter), ranks)
         for parameter, parts in flat.items()
         for part in parts
     ]
-    tensors, loose = {}, {}
+    leaves: dict[str, Any] = {}
     of_handles = {id(p) for parameter in flat for p in (parameter, *(parameter._params or ()))}
     for prefix, sub in named_modules(module):
         for key, tensor in [*sub._parameters.items(), *sub._buffers.items()]:
             if tensor is None or key in sub._non_persistent_buffers_set or id(tensor) in of_handles:
                 continue
             if unwrapped(sub) is sub:
-                tensors[prefix + key] = tensor.detach()
-        if type(sub).get_extra_state is not nn.Module.get_extra_state:
-            loose[f"{prefix}{EXTRA_STATE}"] = sub.get_extra_state()
-    return ModuleState(entries, tensors, loose, _flat_aliases(path, module, flat))
+                leaves[prefix + key] = tensor.detach()
+        if unwrapped(sub) is sub and type(sub).get_extra_state is not nn.Module.get_extra_state:
+            leaves[f"{prefix}{EXTRA_STATE}"] = sub.get_extra_state()
+    return ModuleState(entries, leaves, _flat_aliases(path, module, flat))
 
 
 def _state_dict(module: nn.Module) -> dict[str, Any]:
@@ -205,7 +226,15 @@ def _flat_aliases(path: str, module: nn.Module, flat: dict[Any, list[FlatPart]])
     return aliases
 
 
-def _storages(module: nn.Module) -> set[int]:
+def is_live(tensor: torch.Tensor, storages: set[int]) -> bool:
+    """Whether a tensor of a state dict is memory of its module, whose ``storages`` are given, and no copy of it."""
+    return (
+        tensor.numel() == 0 or tensor.is_meta or _address(tensor) in storages or hasattr(tensor, "__tensor_flatten__")
+    )
+
+
+def storages_of(module: nn.Module) -> set[int]:
+    """The addresses of the parameters and buffers of a module."""
     return {_address(t) for t in [*module.parameters(), *module.buffers()]}
 
 
@@ -217,32 +246,34 @@ def _address(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-def _live(tensor: torch.Tensor, own: set[int]) -> bool:
-    return tensor.numel() == 0 or tensor.is_meta or _address(tensor) in own or hasattr(tensor, "__tensor_flatten__")
+def merged(
+    path: str, modules: Sequence[nn.Module], saved: Callable[[str], bool] | None = None
+) -> list[tuple[str, nn.Module]]:
+    """Where each module of a list is kept: all at ``path`` if no name stands twice (pipeline chunks), else by position.
 
-
-def put_loose(module: nn.Module, key: str, value: Any) -> None:
-    """Hand one leaf back to the module through its own ``load_state_dict`` hooks."""
-    if key.rpartition(".")[2] == EXTRA_STATE:
-        for prefix, sub in named_modules(module):
-            if f"{prefix}{EXTRA_STATE}" == key and unwrapped(sub) is sub:
-                sub.set_extra_state(value)
-                return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    set_model_state_dict(module, {key: value}, options=StateDictOptions(strict=False))
-
-
-def merged(path: str, modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Where each module of a list is kept: all at ``path`` if no name stands twice (pipeline chunks), else by index."""
+    When loading, ``saved(path)`` says whether the checkpoint has anything at or below a path, and decides.
+    """
+    by_position = [(names.child(path, str(i)), module) for i, module in enumerate(modules)]
+    if saved is not None and len(modules) > 1 and any(saved(at) for at, _ in by_position):
+        return by_position
     seen: set[str] = set()
     for module in modules:
-        own = {fqn for fqn, _ in parameter_names(module).values()}
-        own |= {part.fqn for parts in flat_parameters(module).values() for part in parts}
-        if own & seen:
-            return [(names.child(path, str(i)), m) for i, m in enumerate(modules)]
+        own = _keys_of(module)
+        if own & seen and saved is None:
+            return by_position
         seen |= own
-    return [(path, m) for m in modules]
+    return [(path, module) for module in modules]
+
+
+def _keys_of(module: nn.Module) -> set[str]:
+    """The keys that a module puts into its state dict, as far as they are known without asking it."""
+    keys = {fqn for fqn, _ in parameter_names(module).values()}
+    keys |= {part.fqn for parts in flat_parameters(module).values() for part in parts}
+    for prefix, sub in named_modules(module):
+        keys |= {prefix + key for key in sub._buffers.keys() if key not in sub._non_persistent_buffers_set}  # noqa: SIM118
+        if type(sub).get_extra_state is not nn.Module.get_extra_state:
+            keys.add(prefix + EXTRA_STATE)
+    return keys
 
 
 def check_not_lazy(path: str, module: nn.Module) -> None:

@@ -1,151 +1,151 @@
-"""Optimizer state by parameter name, read and written where it lies: no fake step, no gather, no integer ids.
+"""Optimizers that keep torch's own ``state_dict``: state by parameter name, read and written where it lies.
 
-Called by the walk once all modules are known. Never steps an optimizer and never changes one before a load succeeds.
+The walk calls `collect_optimizers`. No fake step, no gather, no integer ids: what was saved of a parameter finds it by
+its name. Never changes an optimizer before a load has read everything.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.state import modules
-from holdfast.engine.state.kinds import is_dtensor, is_flat_parameter
+from holdfast.engine.state import groups, trees
+from holdfast.engine.state.fresh import Maker, key_of
+from holdfast.engine.state.kinds import is_flat_parameter, is_zero
 from holdfast.engine.state.leaves import Collected, Entry, Group, Saved, Slot
-from holdfast.engine.state.modules import FlatPart
-from holdfast.engine.state.tensors import dtype_name, entries_of, local_views, placed
-from holdfast.errors import Mismatch, Unsupported
-from holdfast.ondisk import dtypes, names, values
-
-# Derivable from the live optimizer, and different on every pipeline stage.
-_NOT_SETTINGS = ("params", "param_names")
-
-
-@dataclass(frozen=True)
-class Named:
-    """What a parameter of an optimizer is called: one FQN, or the parts of an FSDP1 flat parameter."""
-
-    fqn: str
-    flat: list[FlatPart] | None = None
-
-    @property
-    def fqns(self) -> list[str]:
-        return [self.fqn] if self.flat is None else [part.fqn for part in self.flat]
+from holdfast.engine.state.modules import local_flat
+from holdfast.engine.state.parameters import (
+    Known,
+    Named,
+    call_parameters,
+    device_of_number,
+    entries_beside,
+    own_shape,
+)
+from holdfast.engine.state.trees import is_container
+from holdfast.errors import Unsupported
+from holdfast.ondisk import dtypes, names, packing
 
 
-def names_of_parameters(found: Sequence[tuple[str, nn.Module]]) -> dict[int, tuple[str, Named]]:
-    """``id(parameter)`` to (path of its module, what it is called) over all modules of a state."""
-    known: dict[int, tuple[str, Named]] = {}
-    for path, module in found:
-        for key, (fqn, _) in modules.parameter_names(module).items():
-            known.setdefault(key, (path, Named(fqn)))
-        for flat, parts in modules.flat_parameters(module).items():
-            known[id(flat)] = (path, Named("", parts))
-            for original, part in zip(flat._params or (), parts, strict=False):
-                known[id(original)] = (path, Named(part.fqn, [part]))
-    return known
+def is_plain(node: object) -> bool:
+    """Whether an optimizer's state is what torch's own ``state_dict`` says, nothing of its class or hooks between."""
+    if is_zero(node):
+        return True
+    return (
+        isinstance(node, Optimizer)
+        and isinstance(getattr(node, "state", None), dict)
+        and isinstance(getattr(node, "param_groups", None), list)
+        and type(node).state_dict is Optimizer.state_dict
+        and type(node).load_state_dict is Optimizer.load_state_dict
+        and not (
+            node._optimizer_state_dict_pre_hooks
+            or node._optimizer_state_dict_post_hooks
+            or node._optimizer_load_state_dict_pre_hooks
+        )
+    )
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters of an optimizer, group after group, in torch's order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parameter_fqns(path: str, optimizer: Any, known: Known) -> list[list[str]]:
+    """The FQNs of an optimizer's parameters, group by group."""
+    called = call_parameters(path, parameters_of(optimizer), known)
+    return [[fqn for p in group["params"] for fqn in called[id(p)].fqns] for group in optimizer.param_groups]
+
+
+def share_a_path(optimizers: Sequence[Optimizer], known: Known, saved: Callable[[str], bool] | None, path: str) -> bool:
+    """Whether optimizers of a list are saved as one: each parameter is named, and is in one of them.
+
+    So pipeline chunks fit into any other pipeline. When loading, what the checkpoint has decides.
+    """
+    if saved is not None and saved(names.child(path, "param_groups")):
+        return True
+    if saved is not None and any(saved(names.child(path, str(i))) for i in range(len(optimizers))):
+        return False
+    owners = [known.get(id(p)) for optimizer in optimizers for p in parameters_of(optimizer)]
+    if not all(is_plain(optimizer) for optimizer in optimizers) or any(owner is None for owner in owners):
+        return len(optimizers) == 1
+    fqns = [fqn for owner in owners if owner is not None for fqn in owner[1].fqns]
+    keys = [key for o in optimizers for key in state_of(o) if not isinstance(key, torch.Tensor)]
+    alone = all(len({known[id(p)][0] for p in parameters_of(o)}) <= 1 for o in optimizers)
+    return alone and len(set(fqns)) == len(fqns) and len(set(keys)) == len(keys)
+
+
+def state_of(optimizer: Any) -> Any:
+    """Where the state of an optimizer's parameters is on this rank."""
+    return optimizer.optim.state if is_zero(optimizer) else optimizer.state
 
 
 def collect_optimizers(
-    path: str, optimizers: Sequence[Optimizer], known: dict[int, tuple[str, Named]], ranks: Ranks, into: Collected,
-    saved: Saved | None,
+    path: str, optimizers: Sequence[Optimizer], known: Known, ranks: Ranks, into: Collected, saved: Saved | None
 ) -> None:  # fmt: skip
     """Add the state and groups of ``optimizers`` under ``path`` (several share it: one for each pipeline chunk)."""
-    groups: list[Group] = []
-    live: list[tuple[dict[str, Any], list[str]]] = []
+    found: list[Group] = []
+    live: groups.Live = []
+    listed = groups.saved_parameters(path, saved) if saved is not None else set()
+    optimizer: Any
     for optimizer in optimizers:
         into.optimizers.append(optimizer)
-        called = _call_parameters(path, optimizer, known)
+        called = call_parameters(path, parameters_of(optimizer), known)
+        here = {id(p) for p in parameters_of(optimizer.optim)} if is_zero(optimizer) else None
         for group in optimizer.param_groups:
             fqns: list[str] = []
             for parameter in group["params"]:
                 named = called[id(parameter)]
-                if id(parameter) in known:
-                    owner, own = known[id(parameter)]
-                    own_names = [names.child(owner, fqn) for fqn in own.fqns]
-                    into.still.update(own_names)
-                    if parameter.requires_grad and not optimizer.state.get(parameter):
-                        into.to_come.update(dict.fromkeys(own_names, _tensors_to_come(optimizer, group)))
+                _note_still(optimizer, group, parameter, known, into)
                 fqns += named.fqns
-                _collect_parameter(path, optimizer, group, parameter, named, ranks, into, saved)
-            groups.append(Group(_settings(path, len(groups), group), fqns))
-            live.append((group, fqns))
-    into.groups[path] = groups
-    at = names.child(path, "param_groups")
-    into.slots.append(Slot(at, partial(_put_groups, path, live), check=partial(_match_groups, path, live)))
+                at = _State(path, state_of(optimizer), group, parameter, named, ranks, into, saved)
+                if saved is None or (here is not None and id(parameter) not in here):
+                    at.save()
+                else:
+                    at.load(listed)
+            found.append(Group(groups.settings(path, len(found), group), fqns))
+            live.append((optimizer, group, fqns))
+        fqns_here = [fqn for named in called.values() for fqn in named.fqns]
+        _collect_shared(path, optimizer, fqns_here, listed, ranks, into, saved)
+    into.groups[path] = found
+    at_groups = names.child(path, "param_groups")
+    into.slots.append(
+        Slot(
+            at_groups, partial(groups.put, path, live), check=partial(groups.match, path, [fqns for _, _, fqns in live])
+        )
+    )
 
 
 def collect_settings(path: str, optimizers: Sequence[Optimizer], params: list[list[str]], into: Collected) -> None:
     """The groups of ``optimizers`` alone, where all tensors and the names of the parameters are known already."""
-    found = [group for optimizer in optimizers for group in optimizer.param_groups]
+    live = [group for optimizer in optimizers for group in optimizer.param_groups]
     into.optimizers.extend(optimizers)
     into.groups[path] = [
-        Group(_settings(path, index, group), fqns)
-        for index, (group, fqns) in enumerate(zip(found, params, strict=True))
+        Group(groups.settings(path, index, group), fqns)
+        for index, (group, fqns) in enumerate(zip(live, params, strict=True))
     ]
 
 
-def _call_parameters(path: str, optimizer: Optimizer, known: dict[int, tuple[str, Named]]) -> dict[int, Named]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    found = [known.get(id(p)) for p in parameters]
-    if all(f is None for f in found):
-        # No module of the state owns them: torch's own integer ids are all there is to go by.
-        return {id(p): Named(str(i)) for i, p in enumerate(parameters)}
-    if any(f is None for f in found):
-        index = found.index(None)
-        raise Unsupported(
-            f"{path}: parameter {index} (shape {list(parameters[index].shape)}) belongs to no module of this state, "
-            "the others do; put the module that owns it into the state too"
-        )
-    owners = {f[0] for f in found if f is not None}
-    if len(owners) == 1:
-        return {id(p): f[1] for p, f in zip(parameters, found, strict=True) if f is not None}
-    called = {}
-    for p, f in zip(parameters, found, strict=True):
-        if f is None:
-            continue
-        owner, named = f[0].replace("/", "."), f[1]
-        flat = None if named.flat is None else [_renamed(part, f"{owner}.{part.fqn}") for part in named.flat]
-        called[id(p)] = Named(f"{owner}.{named.fqn}", flat)
-    return called
+def _changes_in_steps(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has a step that changes its parameters; some do it in the backward pass instead."""
+    return inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Optimizer.step)
 
 
-def parameter_fqns(path: str, optimizer: Optimizer, known: dict[int, tuple[str, Named]]) -> list[list[str]]:
-    """The FQNs of an optimizer's parameters, group by group, in torch's order."""
-    called = _call_parameters(path, optimizer, known)
-    return [[fqn for p in group["params"] for fqn in called[id(p)].fqns] for group in optimizer.param_groups]
-
-
-def _renamed(part: FlatPart, fqn: str) -> FlatPart:
-    return FlatPart(fqn, part.shape, part.start, part.stop, part.offset)
-
-
-def _collect_parameter(
-    path: str, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, named: Named, ranks: Ranks,
-    into: Collected, saved: Saved | None,
-) -> None:  # fmt: skip
-    has = optimizer.state.get(parameter, {})
-    for key, value in has.items():
-        _collect_leaf(path, named, str(key), value, parameter, ranks, into, _setter(optimizer, parameter, key))
-    if saved is None or has:
-        return
-    if named.flat is not None and not is_flat_parameter(parameter) and not parameter.numel():
-        # FSDP1 has left this rank nothing of it, so that it is never stepped here: state made here would grow stale,
-        # and might be what the next save takes.
-        return
-    for key, value in _from_saved(path, group, parameter, named, saved).items():
-        put = _setter(optimizer, parameter, key)
-        if isinstance(value, torch.Tensor):
-            into.then.append(partial(put, value))
-        # What was made with a shape of its own is whole on every rank; only a like of the parameter is sharded.
-        alike = isinstance(value, torch.Tensor) and value.shape == _own_shape(parameter)
-        _collect_leaf(path, named, key, value, parameter if alike else None, ranks, into, put)
+def _note_still(
+    optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, known: Known, into: Collected
+) -> None:
+    if id(parameter) in known and _changes_in_steps(optimizer):
+        owner, own = known[id(parameter)]
+        own_names = [names.child(owner, fqn) for fqn in own.fqns]
+        into.still.update(own_names)
+        if parameter.requires_grad and not state_of(optimizer).get(parameter):
+            into.to_come.update(dict.fromkeys(own_names, _tensors_to_come(optimizer, group)))
 
 
 def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
@@ -158,176 +158,192 @@ def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
     return 2 + bool(group.get("amsgrad"))
 
 
-def _own_shape(parameter: torch.Tensor) -> torch.Size:
-    return modules.local_flat(parameter).shape if is_flat_parameter(parameter) else parameter.shape
+@dataclass(frozen=True)
+class _State:
+    """The state of one parameter, on its way into or out of the checkpoint."""
 
+    path: str
+    state: Any
+    group: dict[str, Any]
+    parameter: torch.Tensor
+    named: Named
+    ranks: Ranks
+    into: Collected
+    saved: Saved | None
 
-def _setter(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
-        optimizer.state[parameter][key] = value
+    def save(self) -> None:
+        """Add all that there is."""
+        if self.parameter in self.state and not self.state[self.parameter] and self.named.flat is None:
+            self.into.containers[self._prefix(self.named.fqn)] = "dict"  # stepped, and nothing to keep
+        for key, value in self.state.get(self.parameter, {}).items():
+            self._add(key, value)
 
-    return put
+    def load(self, listed: set[str]) -> None:
+        """Fill what there is in place, make what there is not, and clear what the checkpoint says there was not.
 
-
-def _collect_leaf(
-    path: str, named: Named, key: str, value: Any, parameter: torch.Tensor | None, ranks: Ranks, into: Collected,
-    put: Callable[[Any], None],
-) -> None:  # fmt: skip
-    for i, fqn in enumerate(named.fqns):
-        name = names.join([*names.split(path), "state", fqn, key])
-        if isinstance(value, torch.Tensor):
-            part = named.flat[i] if named.flat is not None else None
-            for entry in _entries(name, value, parameter, part, ranks):
-                into.entries[entry.name] = entry
-                into.still.add(entry.name)
-        elif isinstance(value, dict):
-            for inner, leaf in value.items():
-                _collect_nested(name, str(inner), leaf, ranks, into, partial(value.__setitem__, inner))
-        else:
-            _collect_value(name, value, into, put)
-
-
-def _collect_nested(
-    prefix: str, key: str, value: Any, ranks: Ranks, into: Collected, put: Callable[[Any], None]
-) -> None:
-    """State inside of state, as Shampoo keeps it: dicts of tensors that are no shape of the parameter's."""
-    name = names.child(prefix, key)
-    if isinstance(value, dict):
-        for inner, leaf in value.items():
-            _collect_nested(name, str(inner), leaf, ranks, into, partial(value.__setitem__, inner))
-    elif isinstance(value, torch.Tensor):
-        for entry in entries_of(name, value, ranks):
-            into.entries[entry.name] = entry
-            into.still.add(entry.name)
-    else:
-        _collect_value(name, value, into, put)
-
-
-def _collect_value(name: str, value: Any, into: Collected, put: Callable[[Any], None]) -> None:
-    try:
-        into.owned[name] = values.encode(value)
-    except values.Refused as error:
-        raise Unsupported(f"{name}: {error.reason}") from None
-    into.slots.append(Slot(name, put))
-
-
-def _entries(
-    name: str, value: torch.Tensor, parameter: torch.Tensor | None, part: FlatPart | None, ranks: Ranks
-) -> list[Entry]:
-    """A state tensor: sharded as its parameter is if it has the parameter's local shape, else as it says itself."""
-    plain = parameter is not None and type(value) is torch.Tensor and value.dim() > 0
-    if plain and part is not None and value.shape != part.shape:
-        # Orig parameters of FSDP1 have state for their own elements alone, flat ones for the whole local shard.
-        flat = is_flat_parameter(parameter)
-        _check_local(name, value, (modules.local_flat(parameter).numel() if flat else part.stop - part.start,))
-        return [modules.flat_entry(name, part if flat else _at_start(part), value, ranks)]
-    if plain and is_dtensor(parameter) and parameter._local_tensor.shape != parameter.shape:
-        _check_local(name, value, parameter._local_tensor.shape)
-        # An optimizer that works on local tensors keeps plain ones; by its looks alone it would pass for a replica.
-        spread, position = placed(name, parameter, ranks)
-        shape = tuple(parameter.shape)
-        views = local_views(name, shape, spread, position, value.detach()) if position is not None else []
-        return [Entry(name, dtype_name(name, value), shape, spread, views)]
-    return list(entries_of(name, value, ranks))
-
-
-def _check_local(name: str, value: torch.Tensor, local: Sequence[int]) -> None:
-    if tuple(value.shape) != tuple(local):
-        raise Unsupported(
-            f"{name} has shape {list(value.shape)} beside a sharded parameter of local shape {list(local)}: it cannot "
-            "be told how it is sharded; make it a DTensor"
-        )
-
-
-def _at_start(part: FlatPart) -> FlatPart:
-    return FlatPart(part.fqn, part.shape, part.start, part.stop, 0)
-
-
-def _from_saved(
-    path: str, group: dict[str, Any], parameter: torch.Tensor, named: Named, saved: Saved
-) -> dict[str, Any]:
-    """Fresh state for a parameter that has none yet, shaped after what the checkpoint holds for it."""
-    found: dict[str, Any] = {}
-    for fqn in named.fqns:
-        prefix = names.join([*names.split(path), "state", fqn])
-        for name in saved.below(prefix):
-            key = names.split(name)[-1]
-            if name not in saved.tensors:
-                found.setdefault(key, None)
-                continue
-            dtype, shape = saved.tensors[name]
-            global_shape = tuple(parameter.shape) if named.flat is None else _flat_shape(named, fqn)
-            if shape == global_shape and (shape or not isinstance(found.get(key), torch.Tensor)):
-                data = modules.local_flat(parameter) if is_flat_parameter(parameter) else parameter
-                found.setdefault(key, torch.zeros_like(data.detach(), dtype=dtypes.torch_dtype(dtype)))
+        ``listed`` are the parameters that the saved groups name: of one without saved state there was none.
+        """
+        saved, present = self.saved, self.state.get(self.parameter, {})
+        if saved is None:
+            return
+        if self.named.flat is not None:
+            self._load_flat(self.named.flat, saved, present, listed)
+            return
+        prefix = self._prefix(self.named.fqn)
+        keys: dict[str, None] = dict.fromkeys(key_of(name, prefix) for name in saved.below(prefix))
+        if not keys and self.named.fqn not in listed:
+            self.save()  # it is missing
+            return
+        own = {str(key): key for key in present}
+        if not keys and prefix in saved.containers:
+            self.into.after.append(lambda: self.state.setdefault(self.parameter, {}))
+        for text in keys:
+            name, key = names.child(prefix, text), own.get(text, text)
+            if text in own and self._fits(name, present[key]):
+                self._add(key, present[key])
             else:
-                beside = bool(group.get("capturable") or group.get("fused"))
-                device = parameter.device if beside or shape else torch.device("cpu")
-                found.setdefault(key, torch.zeros(shape, dtype=dtypes.torch_dtype(dtype), device=device))
-    return found
+                self.into.slots.append(self._whole(name, partial(self._set, key)))
+        for text, key in own.items():
+            if text not in keys:
+                self.into.clears[names.child(prefix, text)] = partial(self._clear, key)
 
+    def _prefix(self, fqn: str) -> str:
+        return names.join([*names.split(self.path), "state", fqn])
 
-def _flat_shape(named: Named, fqn: str) -> tuple[int, ...]:
-    return next(part.shape for part in named.flat or () if part.fqn == fqn)
-
-
-def _settings(path: str, index: int, group: dict[str, Any]) -> dict[str, Any]:
-    encoded = {}
-    for key, value in group.items():
-        if key in _NOT_SETTINGS:
-            continue
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise Unsupported(f"{path}/param_groups/{index}/{key} is a tensor of {value.numel()} elements")
-            value = value.item()  # a tensor learning rate: the live group decides what it is, the number is the same
-        try:
-            encoded[str(key)] = values.encode_tree(value, _no_tensor)
-        except values.Refused as error:
-            raise Unsupported(f"{path}/param_groups/{index}/{key}{error.path}: {error.reason}") from None
-    return encoded
-
-
-def _no_tensor(tensor: torch.Tensor) -> str:
-    raise values.Refused("", "a tensor inside of a list is no setting of a parameter group")
-
-
-Live = list[tuple[dict[str, Any], list[str]]]
-"""The groups of the live optimizers, each with the names of its parameters."""
-
-
-def _match_groups(path: str, live: Live, tree: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each live group the settings of the saved group that held its parameters. Raises Mismatch if unclear."""
-    if not any("params" in group for group in tree):
-        # A format that does not keep which parameters a group has (Megatron's): then only the order can tell.
-        if len(tree) != len(live):
-            raise Mismatch(
-                f"{path}: {len(tree)} groups were saved without the names of their parameters, here there are "
-                f"{len(live)}; build the optimizer with as many groups, or leave param_groups out by only="
-            )
-        return [{k: v for k, v in group.items() if k not in _NOT_SETTINGS} for group in tree]
-    saved_of = {fqn: group for group in tree for fqn in group.get("params", ())}
-    matched = []
-    for index, (_, fqns) in enumerate(live):
-        sources = {id(saved_of[f]): saved_of[f] for f in fqns if f in saved_of}
-        if not fqns and index < len(tree):
-            sources = {0: tree[index]}
-        found = [{k: v for k, v in s.items() if k not in _NOT_SETTINGS} for s in sources.values()]
-        for other in found[1:]:
-            odd = sorted(k for k in {*found[0], *other} if found[0].get(k) != other.get(k))
-            if odd:
-                told = ", ".join(f"{k} {found[0].get(k)} and {other.get(k)}" for k in odd)
-                raise Mismatch(
-                    f"{path}: the parameters of group {index} were saved in groups that differ ({told}); build the "
-                    "optimizer with the same grouping, or leave param_groups out by only="
+    def _add(self, key: Any, value: Any) -> None:
+        """A value of the state as a leaf, or as leaves that lie below its key."""
+        for i, fqn in enumerate(self.named.fqns):
+            name = names.child(self._prefix(fqn), str(key))
+            if isinstance(value, torch.Tensor):
+                part = self.named.flat[i] if self.named.flat is not None else None
+                self._add_all(entries_beside(name, value, self.parameter, part, self.ranks))
+                if self.saved is None:
+                    trees.note_tensor(name, value, self.parameter, self.into)
+            elif self.named.flat is not None and is_container(value):
+                raise Unsupported(
+                    f"{name} is a {type(value).__name__}: under FSDP1 the state of an optimizer can hold tensors and "
+                    "numbers alone; use FSDP2 (fully_shard) for this optimizer"
                 )
-        matched.append(found[0] if found else {})
-    return matched
-
-
-def _put_groups(path: str, live: Live, tree: list[dict[str, Any]]) -> None:
-    for (group, _), settings in zip(live, _match_groups(path, live, tree), strict=True):
-        for key, value in settings.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)
             else:
-                group[key] = value
+                trees.add_tree(name, value, self.into, self._add_nested, owned=True)
+                if self.saved is not None:
+                    self.into.slots.append(Slot(name, partial(self._set, key)))
+
+    def _add_nested(self, name: str, tensor: torch.Tensor) -> None:
+        self._add_all(entries_beside(name, tensor, self.parameter, None, self.ranks))
+        trees.note_tensor(name, tensor, self.parameter, self.into)
+
+    def _add_all(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            self.into.add(entry)
+            self.into.still.add(entry.name)
+
+    def _fits(self, name: str, value: Any) -> bool:
+        """Whether a present value can take the saved one in place."""
+        saved = self.saved
+        if saved is None:
+            return True
+        if isinstance(value, torch.Tensor):
+            own = {e.name: e.shape for e in entries_beside(name, value, self.parameter, None, self.ranks)}
+            stored = {n: saved.tensors[n][1] for n in (name, *saved.below(name)) if n in saved.tensors}
+            return own == stored or (own.keys() == stored.keys() and value.shape == own_shape(self.parameter))
+        return name in saved.values and not is_container(value)
+
+    def _whole(self, name: str, put: Callable[[Any], None]) -> Slot:
+        """A slot that makes the value at ``name`` anew."""
+        if self.saved is None:
+            raise TypeError("a slot is for a load")
+        shape = {n: s for n, (_, s) in self.saved.tensors.items() if n == name}.get(name, ())
+        maker = Maker(
+            self.saved, self.ranks, parameter_of=lambda name: self.parameter,
+            device_of=lambda name: device_of_number(name, self.group, self.parameter, shape),
+        )  # fmt: skip
+        return Slot(name, put, whole=True, make=maker.make, assemble=maker.assemble)
+
+    def _set(self, key: Any, value: Any) -> None:
+        self.state[self.parameter][key] = value
+
+    def _clear(self, key: Any) -> None:
+        self.state[self.parameter].pop(key, None)
+        if not self.state[self.parameter]:
+            self.state.pop(self.parameter)
+
+    def _load_flat(self, parts: list[Any], saved: Saved, present: Any, listed: set[str]) -> None:
+        """The state of a parameter of FSDP1, whose elements belong to several names or are a part of one."""
+        by_key: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        for part in parts:
+            prefix = self._prefix(part.fqn)
+            for name in saved.below(prefix):
+                by_key.setdefault(key_of(name, prefix), []).append((name, part.shape))
+        if present and not by_key and all(part.fqn in listed for part in parts):
+            for key in present:
+                self.into.clears[names.child(self._prefix(parts[0].fqn), str(key))] = partial(self._clear, key)
+            return
+        self.save()
+        if present or (not is_flat_parameter(self.parameter) and not self.parameter.numel()):
+            # FSDP1 has left this rank nothing of it, so that it is never stepped here: state made here would grow
+            # stale, and might be what the next save takes.
+            return
+        for key, stored in by_key.items():
+            value = self._flat_value(key, stored, saved)
+            if isinstance(value, torch.Tensor):
+                self.into.then.append(partial(self._set, key, value))
+                alike = value.shape == own_shape(self.parameter)
+                for part in parts:
+                    name = names.child(self._prefix(part.fqn), key)
+                    self._add_all(entries_beside(name, value, self.parameter if alike else None, part, self.ranks))
+            else:
+                self._add(key, value)
+
+    def _flat_value(self, key: str, stored: list[tuple[str, tuple[int, ...]]], saved: Saved) -> torch.Tensor | None:
+        for name, part_shape in stored:
+            if name in saved.tensors:
+                dtype, shape = saved.tensors[name]
+                kind = dtypes.torch_dtype(dtype)
+                if shape == part_shape and shape:
+                    data = local_flat(self.parameter) if is_flat_parameter(self.parameter) else self.parameter
+                    return torch.zeros_like(data.detach(), dtype=kind)
+                device = device_of_number(name, self.group, self.parameter, shape)
+                return torch.zeros(shape, dtype=kind, device=device)
+        return None
+
+
+def _collect_shared(
+    path: str, optimizer: Any, fqns: Sequence[str], listed: set[str], ranks: Ranks, into: Collected,
+    saved: Saved | None,
+) -> None:  # fmt: skip
+    """State under keys that are no parameter, as MADGRAD keeps it: beside that of the parameters, as torch does."""
+    state, prefix = state_of(optimizer), names.child(path, "state")
+    present = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+    def add_tensor(name: str, tensor: torch.Tensor) -> None:
+        entries = entries_beside(name, tensor, None, None, ranks)
+        for entry in entries:
+            into.add(entry)
+            into.still.add(entry.name)
+
+    if saved is None:
+        for key, value in present.items():
+            if type(key) is not str or key in fqns:
+                raise Unsupported(
+                    f"{prefix} has the key {key!r}, which is no parameter and cannot be told from their names"
+                )
+            name = names.child(prefix, key)
+            trees.add_tree(name, value, into, add_tensor, owned=True)
+            if is_container(value) and not packing.is_long(value):
+                into.containers.setdefault(name, "dict")  # tells it from the state of another rank's parameter
+        return
+    below = saved.below(prefix)
+    keys = dict.fromkeys(key_of(name, prefix) for name in below)
+    for key in keys:
+        name = names.child(prefix, key)
+        leaf = name in saved.tensors or name in saved.values or saved.containers.get(name) is not None
+        if key not in fqns and key not in listed and leaf:
+            value = present.get(key)
+            maker = Maker(saved, ranks, present={name: value} if isinstance(value, torch.Tensor) else {})
+            into.slots.append(
+                Slot(name, partial(state.__setitem__, key), whole=True, make=maker.make, assemble=maker.assemble)
+            )
+    for key in present:
+        if str(key) not in keys and listed:
+            into.clears[names.child(prefix, str(key))] = partial(state.pop, key, None)

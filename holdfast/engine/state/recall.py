@@ -6,7 +6,7 @@ of the same shape, strides and type; values are never remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.engine.state.kinds import is_dtensor
 from holdfast.engine.state.leaves import Collected, Entry
+from holdfast.engine.state.optimizers import state_of
+from holdfast.engine.state.subclasses import is_flattening
+from holdfast.ondisk.containers import Note
 
 Marks = list[Any]
 Owners = Sequence[tuple[str, nn.Module]]
@@ -39,6 +43,7 @@ class _Seen:
     to_come: dict[str, int]
     params: list[list[str]]
     kinds: dict[str, str]
+    containers: dict[str, Note]
 
 
 class Recall:
@@ -92,12 +97,14 @@ class Recall:
         seen = self._seen.get(key)
         if seen is None or seen.path != path or seen.marks != marks():
             return None
-        into.entries.update(seen.entries)
+        for entry in seen.entries.values():
+            into.add(entry)
         into.aliases.update(seen.aliases)
         into.buffers |= seen.buffers
         into.still |= seen.still
         into.to_come.update(seen.to_come)
         into.kinds.update(seen.kinds)
+        into.containers.update(seen.containers)
         return seen.params
 
     def _note(
@@ -116,6 +123,7 @@ class Recall:
             {name: count for name, count in into.to_come.items() if name not in before.to_come},
             params,
             {name: kind for name, kind in into.kinds.items() if name not in before.kinds},
+            {name: kind for name, kind in into.containers.items() if name not in before.containers},
         )
 
 
@@ -123,7 +131,7 @@ def so_far(into: Collected) -> Collected:
     """A copy to tell later what was added."""
     return Collected(
         entries=dict(into.entries), aliases=dict(into.aliases), buffers=set(into.buffers), still=set(into.still),
-        to_come=dict(into.to_come), kinds=dict(into.kinds),
+        to_come=dict(into.to_come), kinds=dict(into.kinds), containers=dict(into.containers),
     )  # fmt: skip
 
 
@@ -131,7 +139,10 @@ def _marks_of_module(module: nn.Module) -> Marks | None:
     marks: Marks = []
     for sub in module.modules():
         marks.append(id(sub))
-        if not _mark(sub._parameters.items(), marks) or not _mark(sub._buffers.items(), marks):
+        marks.append(sorted(sub._non_persistent_buffers_set))
+        tensors = [*sub._parameters.items(), *sub._buffers.items()]
+        marks += [key for key, tensor in tensors if tensor is None]
+        if not all(_mark(key, tensor, marks) for key, tensor in tensors if tensor is not None):
             return None
     return marks
 
@@ -140,26 +151,34 @@ def _marks_of_optimizers(found: Sequence[Optimizer]) -> Marks | None:
     marks: Marks = []
     for optimizer in found:
         marks.append(id(optimizer))
+        state = state_of(optimizer)
+        if any(not isinstance(key, torch.Tensor) for key in state):
+            return None
         for group in optimizer.param_groups:
             marks.append(len(group["params"]))
             for parameter in group["params"]:
-                marks += [id(parameter), parameter.requires_grad]
-                if not _mark(optimizer.state.get(parameter, {}).items(), marks):
+                marks += [id(parameter), parameter.requires_grad, parameter in state]
+                if not all(_mark(key, value, marks) for key, value in state.get(parameter, {}).items()):
                     return None
     return marks
 
 
-def _mark(items: Iterable[tuple[Any, Any]], marks: Marks) -> bool:
-    """Add marks of tensors by key; False if one of the values is something else, or has no memory of its own."""
-    for key, tensor in items:
-        if tensor is None:
-            continue
-        if not isinstance(tensor, torch.Tensor):
-            return False
-        local = getattr(tensor, "_local_tensor", tensor)
-        try:
-            address = local.data_ptr()
-        except (RuntimeError, NotImplementedError):
-            return False
-        marks += [key, id(tensor), address, tensor.shape, local.stride(), tensor.dtype]
-    return True
+def _mark(key: Any, tensor: Any, marks: Marks) -> bool:
+    """Add marks of a tensor; False if it is something else, or has no memory that tells it.
+
+    A subclass that wraps other tensors is known by these: it has no address, and they may be exchanged inside of it.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    marks += [key, id(tensor), type(tensor), tensor.shape, tensor.dtype]
+    local: Any = tensor._local_tensor if is_dtensor(tensor) else tensor
+    if is_flattening(local):
+        parts, context = local.__tensor_flatten__()
+        marks.append(repr(context))
+        return all(_mark(part, getattr(local, part), marks) for part in parts)
+    try:
+        address = local.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    marks += [address, local.stride()]
+    return bool(address != 0 or local.numel() == 0)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,10 @@ def is_tensor_leaf(value: object) -> bool:
 
 def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
     """The entry of a tensor leaf, or one for each part of a subclass that flattens. Raises Unsupported by name."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         yield _plain(name, value)  # type: ignore[arg-type]
     elif is_dtensor(value):
-        yield _dtensor(name, value, ranks)
+        yield from _dtensor(name, value, ranks)
     elif isinstance(value, Shard):
         yield _explicit(name, value, ranks)
     elif isinstance(value, FlatShard):
@@ -196,21 +196,40 @@ def local_views(name: str, shape: tuple[int, ...], spread: Placed, position: int
     return views
 
 
-def _dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Entry:
+def _dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Iterator[Entry]:
     spread, position = placed(name, tensor, ranks)
     local = tensor._local_tensor.detach()
-    if type(local) not in _PLAIN and hasattr(local, "wait"):
+    if type(local) not in PLAIN and hasattr(local, "wait"):
         local = local.wait()  # an AsyncCollectiveTensor: the result of a collective still under way
-    if type(local) not in _PLAIN:
+    if hasattr(local, "__tensor_flatten__"):
+        parts, _ = local.__tensor_flatten__()
+        for part in parts:
+            yield stacked_part(names.child(name, part), getattr(local, part), spread, position)
+        return
+    if type(local) not in PLAIN:
         raise Unsupported(f"{name} is a DTensor of {type(local).__qualname__}; only plain local tensors are known")
     shape = tuple(tensor.shape)
     dtype = dtype_name(name, local)
     views = local_views(name, shape, spread, position, local) if position is not None else []
-    return Entry(name, dtype, shape, spread, views)
+    yield Entry(name, dtype, shape, spread, views)
+
+
+def stacked_part(name: str, part: torch.Tensor, spread: Placed, position: int | None) -> Entry:
+    """A part of the local tensors of a DTensor: those of all shards as one tensor, with an axis before the others.
+
+    How a subclass lays its numbers out in its parts is its own affair, so they come back only as they were cut.
+    """
+    if type(part) not in PLAIN:
+        raise Unsupported(f"{name} is a {type(part).__qualname__} inside of a DTensor; only plain parts are known")
+    splits = tuple(None if split is None else Split(0) for split in spread.splits)
+    shards = prod(size for size, split in zip(spread.shape, splits, strict=True) if split is not None)
+    shape, stack = (shards, *part.shape), Placed(spread.ranks, spread.shape, splits)
+    views = local_views(name, shape, stack, position, part.detach().unsqueeze(0)) if position is not None else []
+    return Entry(name, dtype_name(name, part), shape, stack, views)
 
 
 def _explicit(name: str, shard: Shard, ranks: Ranks) -> Entry:
-    if type(shard.tensor) not in _PLAIN:
+    if type(shard.tensor) not in PLAIN:
         raise Unsupported(f"{name} is a Shard of {type(shard.tensor).__qualname__}; give it a plain tensor")
     box = Box(tuple(shard.offsets), tuple(shard.tensor.shape))
     views = [View(box, shard.tensor.detach())]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,15 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.state import modules, optimizers
+from holdfast.engine.state import module_load, modules, optimizers, own_optimizers, trees
+from holdfast.engine.state.fresh import Maker
+from holdfast.engine.state.in_place import Filling
 from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
-from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
+from holdfast.engine.state.own_methods import has_a_say_in_saving
+from holdfast.engine.state.parameters import Known, entries_beside, names_of_parameters
 from holdfast.engine.state.recall import Recall, so_far
+from holdfast.engine.state.rules import rule_of
 from holdfast.engine.state.structure import kinds_of
 from holdfast.engine.state.tensors import dtype_name, entries_of, is_tensor_leaf
+from holdfast.engine.state.trees import is_container
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names, values
-from holdfast.ondisk.values import JSON
 
 
 def collect(
@@ -39,24 +43,44 @@ def collect(
     if recall is not None:
         recall.begin()
     walk = _Walk(ranks, state, saved, recall)
-    walk.container("", state)
+    try:
+        walk.container("", state, _nothing)
+    except RecursionError:
+        raise Unsupported("a container of the state contains itself, or is nested hundreds of times") from None
     _find_aliases(walk.into)
     return walk.into
 
 
-def modules_of(path: str, node: Any) -> Iterator[tuple[str, nn.Module]]:
+def modules_of(path: str, node: Any, saved: Saved | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Every module of a state with the path that its leaves get."""
     if isinstance(node, nn.Module):
         yield path, node
     elif isinstance(node, dict):
         for key, value in node.items():
-            yield from modules_of(names.child(path, str(key)), value)
+            if type(value) not in values.SINGLE:
+                yield from modules_of(names.child(path, str(key)), value, saved)
     elif isinstance(node, (list, tuple)):
         if node and all(isinstance(v, nn.Module) for v in node):
-            yield from modules.merged(path, list(node))
+            yield from modules.merged(path, list(node), None if saved is None else saved.has)
         else:
             for i, value in enumerate(node):
-                yield from modules_of(names.child(path, str(i)), value)
+                if type(value) not in values.SINGLE:
+                    yield from modules_of(names.child(path, str(i)), value, saved)
+
+
+def bare_tensors(path: str, node: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that lies in the containers of a state, with its path: an optimizer may have it as a parameter."""
+    if isinstance(node, torch.Tensor):
+        yield path, node
+    elif is_container(node):
+        for key, value in trees.items_of(node):
+            if type(value) not in values.SINGLE and (isinstance(value, torch.Tensor) or is_container(value)):
+                yield from bare_tensors(names.child(path, str(key)), value)
+
+
+def parameter_names(state: Mapping[str, Any], saved: Saved | None = None) -> Known:
+    """What each parameter is called that the modules of a state have, or that lies in the state as a tensor."""
+    return names_of_parameters(list(modules_of("", state, saved)), bare_tensors("", state))
 
 
 class _Walk:
@@ -65,91 +89,76 @@ class _Walk:
     def __init__(self, ranks: Ranks, state: Mapping[str, Any], saved: Saved | None, recall: Recall | None) -> None:
         self.ranks, self.state, self.saved, self.recall = ranks, state, saved, recall
         self.into = Collected()
+        self.filling, self.filling_some = Filling(), Filling(keep=True)
 
     @cached_property
-    def known(self) -> dict[int, tuple[str, optimizers.Named]]:
-        """What each parameter of the state's modules is called."""
-        return optimizers.names_of_parameters(self.owners)
+    def known(self) -> Known:
+        """What each parameter of the state is called."""
+        return parameter_names(self.state, self.saved)
 
     @cached_property
     def owners(self) -> list[tuple[str, nn.Module]]:
         """The modules of the state by path."""
-        return list(modules_of("", self.state))
+        return list(modules_of("", self.state, self.saved))
 
     def node(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
         """One leaf, object or container at ``path``; ``put`` stores a new value in its place."""
-        if is_tensor_leaf(node):
-            self.into.plain += [entry.name for entry in self.tensor(path, node)]
-        elif isinstance(node, PerRank):
-            self.per_rank(path, node.state(), node.put, node.elsewhere)
-        elif isinstance(node, RNG):
-            self.per_rank(path, node.state_dict(), node.load_state_dict, node.rule())
-        elif isinstance(node, nn.Module):
-            self.module(path, node)
-        elif _is_plain_optimizer(node):
-            self.optimizers(path, [node])
-        elif _is_container(node):
-            if node and isinstance(node, (list, tuple)) and all(isinstance(v, nn.Module) for v in node):
-                for at, module in modules.merged(path, list(node)):
-                    self.module(at, module)
-            elif node and isinstance(node, (list, tuple)) and all(_is_plain_optimizer(v) for v in node):
-                self.optimizers(path, list(node))
-            elif _only_values(node):
-                self.values(path, node, self.into.values)
-                self.into.slots.append(Slot(path, put))
-            else:
-                self.container(path, node)
-        elif is_stateful(node):
-            self.stateful(path, node)
-        else:
-            self.values(path, node, self.into.values)
-            self.into.slots.append(Slot(path, put))
+        match rule_of(node).kind:
+            case "tensor":
+                self.plain(path, node)
+            case "per rank":
+                self.per_rank(path, node.state(), node.put, node.elsewhere)
+            case "rng":
+                self.per_rank(path, node.state_dict(), node.load_state_dict, node.rule())
+            case "module":
+                self.module(path, node)
+            case "modules":
+                self.module_list(path, node)
+            case "optimizer":
+                self.optimizers(path, [node])
+            case "own optimizer":
+                self.own_optimizer(path, node)
+            case "optimizers":
+                self.optimizer_list(path, node)
+            case "container":
+                self.container(path, node, put)
+            case "object":
+                self.stateful(path, node)
+            case "values" | "value":
+                trees.add_values(path, node, self.into, owned=False)
+                self.values_slot(path, node, put)
 
-    def container(self, path: str, node: Any) -> None:
-        """The children of a container that holds more than plain values."""
-        self.note_container(path, node)
-        if isinstance(node, tuple):
-            for i, value in enumerate(node):
-                self.node(names.child(path, str(i)), value, _cannot_put(names.child(path, str(i))))
-            return
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            at = names.child(path, _key(path, key))
+    def values_slot(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
+        """A place for values: a container that stands there is filled, so that others who hold it see them."""
+        self.into.slots.append(Slot(
+            path, partial(self.filling.put, node, put), put_some=partial(self.filling_some.put, node, put)
+        ))  # fmt: skip
+
+    def container(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
+        """The children of a container that holds more than plain values; it is filled in place and keeps its class."""
+        new_items = list(node) if isinstance(node, tuple) else node
+        for name, (key, value) in trees.note_container(path, node, self.into, in_place=True):
+            at = names.child(path, name)
             if is_tensor_leaf(value):  # needs no way back: it is filled where it lies
-                self.into.plain += [entry.name for entry in self.tensor(at, value)]
+                self.plain(at, value)
             else:
-                self.node(at, value, partial(node.__setitem__, key))
+                self.node(at, value, partial(new_items.__setitem__, key))
+        if isinstance(node, tuple) and self.saved is not None:
+            self.into.after.append(partial(_put_tuple, node, new_items, put))
 
-    def note_container(self, path: str, node: Any) -> None:
-        """Lists, tuples and empty containers are noted; so is a dict whose keys are integers (see docs/format.md)."""
-        if isinstance(node, (list, tuple)):
-            self.into.containers[path] = "list" if isinstance(node, list) else "tuple"
-        elif path and (not node or any(type(k) is int for k in node)):
-            alike = [k for k in node if type(k) is str and _looks_like_integer(k)]
-            if alike and any(type(k) is int for k in node):
-                raise Unsupported(
-                    f"{path} has integers and the text {alike[0]!r} as keys, which could not be told apart"
-                )
-            self.into.containers[path] = "dict"
+    def tensor(self, path: str, tensor: Any) -> None:
+        for entry in entries_of(path, tensor, self.ranks):
+            self.into.add(entry)
 
-    def values(self, path: str, node: Any, into: dict[str, JSON]) -> None:
-        """Plain values, however nested."""
-        if _is_container(node):
-            self.note_container(path, node)
-            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-                self.values(names.child(path, _key(path, key)), value, into)
-            return
-        try:
-            into[path] = values.encode(node)
-        except values.Refused as error:
-            raise Unsupported(f"{path}: {error.reason}") from None
+    def plain(self, path: str, tensor: Any) -> None:
+        """A tensor that belongs to no module or optimizer."""
+        for entry in entries_of(path, tensor, self.ranks):
+            self.into.add(entry)
+            self.into.plain.append(entry.name)
 
-    def tensor(self, path: str, tensor: Any) -> list[Entry]:
-        added = list(entries_of(path, tensor, self.ranks))
-        for entry in added:
-            if entry.name in self.into.entries:
-                raise Unsupported(f"two leaves of the state are both named {entry.name}; rename one")
-            self.into.entries[entry.name] = entry
-        return added
+    def module_list(self, path: str, found: Sequence[nn.Module]) -> None:
+        for at, module in modules.merged(path, found, None if self.saved is None else self.saved.has):
+            self.module(at, module)
 
     def module(self, path: str, module: nn.Module) -> None:
         if self.recall is not None and self.recall.module(path, module, self.into):
@@ -157,66 +166,87 @@ class _Walk:
         before = so_far(self.into) if self.recall is not None else None
         modules.check_not_lazy(path, module)
         state = modules.module_state(path, module, self.ranks)
-        for entry in state.entries:
-            self.into.entries[entry.name] = entry
-        for fqn, tensor in state.tensors.items():
-            self.tensor(names.child(path, fqn), tensor)
-            if fqn in state.loose:
-                self.into.then.append(partial(modules.put_loose, module, fqn, tensor))
-        for fqn, value in state.loose.items():
-            if fqn not in state.tensors:
-                at = names.child(path, fqn)
-                self.owned(at, value, partial(modules.put_loose, module, fqn))
         self.into.aliases.update(state.aliases)
         self.into.kinds.update(kinds_of(path, module))
         self.into.buffers |= {names.child(path, fqn) for fqn in modules.buffer_names(module)}
-        if not state.entries and not state.tensors and not state.loose:
+        if self.saved is not None:
+            module_load.collect(path, module, state, self.saved, self.ranks, self.into)
+            return
+        for entry in state.entries:
+            self.into.add(entry)
+        for fqn, value in state.leaves.items():
+            if isinstance(value, torch.Tensor):
+                self.tensor(names.child(path, fqn), value)
+            else:
+                trees.add_tree(names.child(path, fqn), value, self.into, self.noted, owned=True)
+        if not state.entries and not state.leaves:
             self.into.containers[path] = "dict"
-        elif self.recall is not None and before is not None and not state.entries and not state.loose:
-            self.recall.note_module(path, module, before, self.into)
-
-    def owned(self, path: str, value: Any, put: Callable[[Any], None]) -> None:
-        """A value of a module (its extra state): other pipeline stages need not have it."""
-        held: dict[str, Any] = {}
-        self.saved_tree(path, value, self.into.owned, held)
-        self.into.slots.append(Slot(path, put, whole=True, held=held))
+        elif before is not None and not state.entries and not has_a_say_in_saving(module):
+            self.recall.note_module(path, module, before, self.into)  # type: ignore[union-attr]
 
     def optimizers(self, path: str, found: list[Optimizer]) -> None:
         if self.recall is None:
-            optimizers.collect_optimizers(path, found, self.known, self.ranks, self.into, self.saved)
+            self._collect_optimizers(path, found)
             return
         params = self.recall.optimizers(path, found, self.owners, self.into)
         if params is not None:
             optimizers.collect_settings(path, found, params, self.into)
             return
         before = so_far(self.into)
-        optimizers.collect_optimizers(path, found, self.known, self.ranks, self.into, self.saved)
+        self._collect_optimizers(path, found)
         params = [group.params for group in self.into.groups[path]]
         self.recall.note_optimizers(path, found, self.owners, before, self.into, params)
 
+    def _collect_optimizers(self, path: str, found: list[Optimizer]) -> None:
+        optimizers.collect_optimizers(path, found, self.known, self.ranks, self.into, self.saved)
+
+    def optimizer_list(self, path: str, found: Sequence[Any]) -> None:
+        saved = None if self.saved is None else self.saved.has
+        if optimizers.share_a_path(found, self.known, saved, path):
+            self.optimizers(path, list(found))
+            return
+        for i, optimizer in enumerate(found):
+            self.node(names.child(path, str(i)), optimizer, _nothing)
+
+    def own_optimizer(self, path: str, node: Any) -> None:
+        """An optimizer with methods of its own: they are called, with names in the place of numbers."""
+        fqns = own_optimizers.called_of(path, node, self.known)
+        if fqns is None:
+            self.stateful(path, node)
+            return
+        parameter_of = own_optimizers.parameter_of(node, fqns)
+        if self.saved is None:
+
+            def leaf(name: str, tensor: Any) -> None:
+                parameter = parameter_of(name)
+                for entry in entries_beside(name, tensor, parameter, None, self.ranks):
+                    self.into.add(entry)
+                trees.note_tensor(name, tensor, parameter, self.into)
+
+            trees.add_tree(path, own_optimizers.named(node.state_dict(), fqns), self.into, leaf, owned=True)
+            return
+        counts = [len(group["params"]) for group in node.param_groups]
+        rest = iter(fqns)
+        live = [[next(rest) for _ in range(count)] for count in counts]
+        maker = Maker(self.saved, self.ranks, parameter_of=parameter_of)
+        put = partial(_load_numbered, path, node, live)
+        self.into.slots.append(
+            Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=partial(_undoing, node))
+        )
+
     def stateful(self, path: str, node: Any) -> None:
-        held: dict[str, Any] = {}
-        self.saved_tree(path, node.state_dict(), self.into.values, held)
-        self.into.slots.append(Slot(path, node.load_state_dict, whole=True, held=held))
+        if self.saved is None:
+            trees.add_tree(path, node.state_dict(), self.into, self.noted, owned=False)
+            return
+        present = dict(bare_tensors(path, node.state_dict()))
+        maker = Maker(self.saved, self.ranks, present=present)
+        put, undoing = node.load_state_dict, partial(_undoing, node)
+        self.into.slots.append(Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=undoing))
 
-    def saved_tree(self, path: str, node: Any, into: dict[str, JSON], held: dict[str, Any]) -> None:
-        """A state dict that an object made: tensors and values in any nest."""
-        if is_tensor_leaf(node):
-            if self.saved is None or self.fits(path, node):
-                self.into.plain += [entry.name for entry in self.tensor(path, node)]
-                held[path] = node
-        elif _is_container(node):
-            self.note_container(path, node)
-            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-                self.saved_tree(names.child(path, _key(path, key)), value, into, held)
-        else:
-            self.values(path, node, into)
-
-    def fits(self, path: str, tensor: Any) -> bool:
-        """Whether an object's present tensor can take the saved one in place; if not, the object gets a new one."""
-        if type(tensor) is not torch.Tensor:
-            return True
-        return self.saved is not None and self.saved.tensors.get(path, ("", ()))[1] == tuple(tensor.shape)
+    def noted(self, path: str, tensor: Any) -> None:
+        """A tensor of an object that takes its state whole."""
+        self.plain(path, tensor)
+        trees.note_tensor(path, tensor, None, self.into)
 
     def per_rank(self, path: str, value: Any, put: Callable[[Any], None], elsewhere: object) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -239,40 +269,24 @@ class _Walk:
         self.into.per_rank[path] = PerRankLeaf(path, encoded, tensors, put, elsewhere)
 
 
-def _is_plain_optimizer(node: Any) -> bool:
-    # A subclass with a state_dict of its own (ZeroRedundancyOptimizer) knows better than we do what its state is.
-    return isinstance(node, Optimizer) and type(node).state_dict is Optimizer.state_dict
+def _undoing(node: Any) -> Callable[[], None]:
+    """What gives an object its present state back."""
+    present = trees.copied(node.state_dict())
+    return lambda: node.load_state_dict(present)
 
 
-def _is_container(node: Any) -> bool:
-    return isinstance(node, dict) or type(node) in (list, tuple)
+def _load_numbered(path: str, node: Any, live: list[list[str]], tree: Any) -> None:
+    node.load_state_dict(own_optimizers.numbered(path, tree, live))
 
 
-def _only_values(node: Any) -> bool:
-    if _is_container(node):
-        return all(map(_only_values, node.values() if isinstance(node, dict) else node))
-    return not (is_tensor_leaf(node) or isinstance(node, (PerRank, RNG, nn.Module, Optimizer)) or is_stateful(node))
+def _put_tuple(present: tuple[Any, ...], items: list[Any], put: Callable[[Any], None]) -> None:
+    """Put a new tuple around the same tensors and objects, if a value in it is another now."""
+    if any(new is not old for new, old in zip(items, present, strict=True)):
+        put(tuple(items))
 
 
-def _looks_like_integer(key: str) -> bool:
-    return key.removeprefix("-").isdecimal()
-
-
-def _key(path: str, key: Any) -> str:
-    if type(key) is str:
-        if not path and key in ("", "manifest.json"):
-            raise Unsupported(f"the state has the key {key!r} at the top, which cannot name a section; rename it")
-        return key
-    if type(key) is int and path:
-        return str(key)
-    raise Unsupported(f"{path or 'the state'} has the key {key!r} of type {type(key).__qualname__}; keys are strings")
-
-
-def _cannot_put(path: str) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
-        raise Unsupported(f"{path} is a plain value inside of a tuple that also holds tensors; make it a list")
-
-    return put
+def _nothing(value: Any) -> None:
+    """Puts nothing: for what stays the object that it is."""
 
 
 def _find_aliases(into: Collected) -> None:
