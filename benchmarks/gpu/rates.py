@@ -77,9 +77,9 @@ def arena(part: Part) -> None:
     for kind in ("process", "thread"):
         slot = Slot(0, start(kind))
         began = time.monotonic()
-        slot.reserve(count, touch=True)
+        slot.reserve(nbytes, touch=True)
         touched = time.monotonic()
-        slot.reserve(count, pinned=True)
+        slot.reserve(nbytes, pinned=True)
         part.row(what=f"arena for a writer {kind}: touched", unit="s/GB", value=(touched - began) / nbytes * 1e9)
         part.row(
             what=f"arena for a writer {kind}: pinned", unit="s/GB", value=(time.monotonic() - touched) / nbytes * 1e9
@@ -87,7 +87,7 @@ def arena(part: Part) -> None:
 
         def fill(slot: Slot = slot) -> None:
             slot.begin()
-            copier, windows = Copier(Moments()), [slot.take(1.0) for _ in range(count)]
+            copier, windows = Copier(Moments()), [slot.take(WINDOW, 1.0) for _ in range(count)]
             for number, window in enumerate(windows):
                 if window is not None:
                     copier.copy(far, number * WINDOW, WINDOW, window.address)

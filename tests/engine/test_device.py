@@ -409,7 +409,7 @@ def test_a_save_that_training_waits_for_copies_into_pinned_windows_and_unpins_th
     feed, seen = sums.Sums.feed, []
     monkeypatch.setattr(sums.Sums, "feed", lambda self, view: (seen.append(dict(pretending.pinned)), feed(self, view)))
     holdfast.save({"t": torch.ones(9_000_000)}, tmp_path / "c").verify()
-    assert [list(sizes.values()) for sizes in seen] == [[48 << 20]] * 3 and not pretending.pinned
+    assert [list(sizes.values()) for sizes in seen] == [[36_003_840]] * 3 and not pretending.pinned
     with monkeypatch.context() as patch, pytest.raises(holdfast.SaveFailed):
         patch.setattr(Copier, "moment", lambda self: 1 / 0)
         holdfast.save({"t": torch.ones(9)}, tmp_path / "d")
