@@ -48,6 +48,10 @@ class Foreground:
         )  # fmt: skip
         return saving
 
+    def under_way(self, path: Location) -> Saving | None:
+        """None: an interrupted `save` is over."""
+        return None
+
     def wait(self) -> None:
         """Nothing is under way."""
 

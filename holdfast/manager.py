@@ -21,6 +21,7 @@ import torch.distributed as dist
 from holdfast.bases import Bases
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine.borrow import Previous
+from holdfast.engine.interrupts import interrupts_wait
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.storage import is_file
 from holdfast.engine.stores.around import patiently
@@ -272,14 +273,31 @@ class CheckpointManager:
         overwrite = overwrite or path.name in self._home.fast.broken | self._home.fast.passed
         base = None if self._bases is None else self._bases.next or Previous(lambda: None)
         self._writing_to.add(path)
+        saving: Saving | None = None
         try:
             saving = self._saver.save(
                 state, path, step=step, base=base, files=files, overwrite=overwrite, run=run,
                 label=self._home.label(step),
             )  # fmt: skip
-        except BaseException:
-            self._writing_to.discard(path)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt may come when the save goes on already
+                saving = self._saver.under_way(path)
             raise
+        finally:
+            with interrupts_wait():
+                if saving is not None:
+                    self._note(saving, step, metric)
+                else:
+                    self._writing_to.discard(path)
+        if isinstance(self._saver, Foreground):
+            if saving.failed is not None and self._on_failure == "warn":
+                log.warning("%s: %s", saving.path, saving.failed)
+            with self._failures_heard():
+                saving.wait()
+        return saving
+
+    def _note(self, saving: Saving, step: int, metric: float | None) -> None:
+        """A save has begun."""
         self._newest = saving
         if step != self._at[0]:  # saved without having been told of by `step`
             self._at = (step, metric)
@@ -289,12 +307,6 @@ class CheckpointManager:
         if self._journal is not None:
             self._journal.tell(self._now, news=True)
         saving.add_done_callback(partial(self._ended, number, step, metric))
-        if isinstance(self._saver, Foreground):
-            if saving.failed is not None and self._on_failure == "warn":
-                log.warning("%s: %s", saving.path, saving.failed)
-            with self._failures_heard():
-                saving.wait()
-        return saving
 
     def _ended(self, number: int, step: int, metric: float | None, saving: Saving) -> None:
         """In the thread of a save, once its outcome is known."""

@@ -24,6 +24,7 @@ from holdfast.engine.arena import WINDOW, Slot, room_for
 from holdfast.engine.borrow import Previous
 from holdfast.engine.commit import Attached
 from holdfast.engine.device import Moments
+from holdfast.engine.interrupts import interrupts_wait
 from holdfast.engine.memory import no_collection
 from holdfast.engine.order import REHEARSAL, Order
 from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
@@ -95,8 +96,9 @@ class Saver:
         self._worker: Worker | None = None
         self._last_will: weakref.finalize[..., Saver] | None = None
         self._slots: dict[int, Slot] = {}
-        self._count, self._free = slots, list(range(slots))
-        self._free_changed = threading.Condition()
+        self._count = slots
+        self._holders: list[_Taken | None] = [None] * slots  # which save has the slot of that number
+        self._claiming = threading.Lock()
         self._savings: list[Saving] = []  # the last one, and those whose outcome somebody may still have to wait for
         self._unheard: list[Saving] = []
         self._equipping = threading.Lock()
@@ -104,7 +106,7 @@ class Saver:
         self._hooks: list[Any] = []
         self._distrusted: set[str] = set()
         self._recall = Recall()
-        self._closed = False
+        self._closed = self._released = False
         _open.add(self)
 
     def __enter__(self) -> Saver:
@@ -131,7 +133,7 @@ class Saver:
     def _prepare(self, state: Mapping[str, Any]) -> None:
         for saving in self._savings:
             saving._done.wait()  # it ends, here and below: all waits of a save for other ranks have a deadline
-        work = SaveWork(Order(self._ranks, None, None, False, RUN, _Taken(self, None), recall=self._recall))
+        work = SaveWork(Order(self._ranks, None, None, False, RUN, _Taken(self), recall=self._recall))
         with no_collection():
             work.gather(state, {})
 
@@ -166,33 +168,34 @@ class Saver:
         self._check_open()
         folder, step = patiently(location(path), self._deadline), step_of(state, step)
         rank = self._ranks.rank
-        number, earlier = self._next_slot(folder, step)
-        saving = Saving(folder, step, base if isinstance(base, Saving) else None, rank)
-        taken = _Taken(self, number)
-        saving._label = label or label_of(folder, step)
         previous = previous_of(Previous(base.to_cite) if isinstance(base, Saving) else base, self._deadline)
-        before = self._savings[-1] if self._savings else None
-        order = Order(
-            self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
-            busy=number is None, recall=self._recall, previous=previous, degraded=self._degraded,
-            compared=compared_by(self._check_replicas if check_replicas is None else check_replicas),
-            sign=self._sign if sign is None else signing(sign),
-        )  # fmt: skip
-        work = SaveWork(order)
-        held: list[Held] = []
-        saving._span = events.begin(BACKGROUND, folder, rank, whole=True, step=step, lane="saves")
-        calling = events.begin("call", folder, rank, step=step)
-        if earlier is None:
-            with no_collection():
-                work.gather(state, files or {}, lambda: held.append(hold_still(work.collected, self._distrusted)))
-            self._hook(work.collected.optimizers)
-        self._savings.append(saving)
-        # A daemon, and joined by `close`: an interpreter that ends would wait for other threads before its exit
-        # handlers, and must not end under a thread that is still letting go of tensors.
-        saving._thread = threading.Thread(
-            target=self._run, args=(work, saving, before), name="holdfast-save", daemon=True
-        )
+        compared = compared_by(self._check_replicas if check_replicas is None else check_replicas)
+        signed = self._sign if sign is None else signing(sign)
+        earlier = self._wait_for_slot(folder, step)
+        saving, taken = Saving(folder, step, base if isinstance(base, Saving) else None, rank), _Taken(self)
+        saving._label = label or label_of(folder, step)
+        # An interrupt may come at any line. Whatever this save has taken and told is seen to below, and the next one
+        # finds all as it was.
+        work: SaveWork | None = None
+        calling = events.Opened()
         try:
+            before = self._savings[-1] if self._savings else None
+            order = Order(
+                self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
+                busy=earlier is not None or not taken.claim(), recall=self._recall, previous=previous,
+                degraded=self._degraded, compared=compared, sign=signed,
+            )  # fmt: skip
+            work = SaveWork(order)
+            held: list[Held] = []
+            saving._run = partial(self._run, work, saving, before)
+            self._savings.append(saving)
+            saving._copying.begin()
+            saving._span = events.begin(BACKGROUND, folder, rank, whole=True, step=step, lane="saves")
+            calling = events.begin("call", folder, rank, step=step)
+            if earlier is None:
+                with no_collection():
+                    work.gather(state, files or {}, lambda: held.append(hold_still(work.collected, self._distrusted)))
+                self._hook(work.collected.optimizers)
             if held:
                 work.after, work.staged = held[0].moments, lambda moments: self._staged(saving, held[0], moments)
                 work.landed = lambda: self._check_still(saving._copying.torn())
@@ -201,18 +204,43 @@ class Saver:
                     self._plan(work, saving, before)
                     if not saving.skipped:
                         work.stage({names.section_of(name) for name in held[0].loose})
-            saving._thread.start()
+            saving._start()
         except BaseException as error:
-            self._end(work, saving, error)
-            if not isinstance(error, HoldfastError):  # an interrupt; what the ranks agreed on is told by the saving
-                raise
+            self._break_off(work, saving, taken, error)
+            if work is None or not isinstance(error, HoldfastError):
+                raise  # an interrupt; what the ranks agreed on is told by the saving
         finally:
             calling.end()
         saving._call = time.monotonic() - saving._began
-        for kept in (earlier, work.interrupted):
-            if kept is not None:
-                raise kept
+        if earlier is not None:
+            raise earlier
+        if work.interrupted is not None:
+            saving._told = True
+            raise work.interrupted
         return saving
+
+    def under_way(self, path: Location) -> Saving | None:
+        """The save to ``path`` that goes on although the call of `save` that began it was interrupted, if it does."""
+        last = self._savings[-1] if self._savings else None
+        return last if last is not None and last.path == path and last._thread is not None and not last._told else None
+
+    def _break_off(self, work: SaveWork | None, saving: Saving, taken: _Taken, error: BaseException) -> None:
+        """Leave everything as if `save` had not been called, but for the other ranks, which have to hear of it."""
+        if saving._thread is not None:
+            return  # it has begun, and goes on
+        if work is None or saving not in self._savings:
+            taken.give()
+            saving._told = True
+            saving._interrupt(error)
+            return
+        if not isinstance(error, HoldfastError):
+            saving._told = True  # it is raised by `save`
+            if work.is_planned or not saving._planned.is_set():
+                work.fail(error)
+                with suppress(RuntimeError):  # no thread can be started
+                    saving._start()
+                    return
+        self._end(work, saving, error)  # the ranks know, or have given this one up
 
     def wait(self) -> None:
         """Wait until all saves so far have an outcome. Raises the first failure that nobody has heard of."""
@@ -223,15 +251,17 @@ class Saver:
     def close(self, *, timeout: float | None = None) -> None:
         """Wait for the saves under way, then let memory, writer and hooks go. Raises as `wait` does. Idempotent.
 
+        If it is interrupted, call it again.
+
         After ``timeout`` seconds the saves are given up, with a warning: a writer process still finishes what it has.
         """
-        if self._closed:
+        if self._released:
             return
         until = None if timeout is None else time.monotonic() + timeout
-        for saving in self._savings:
+        for saving in [] if self._closed else self._savings:
             if not saving._done.wait(None if until is None else max(until - time.monotonic(), 0.0)):
                 log.warning("%s is given up after %g s; a writer process may still finish it", saving.path, timeout)
-                self._closed = True
+                self._closed = self._released = True
                 _open.discard(self)
                 # An interpreter must not end under a thread that is inside of the store; one that waits for a disk
                 # may stay where it is.
@@ -241,13 +271,14 @@ class Saver:
                         _join(other)
                 return
         self._closed = True
-        _open.discard(self)
-        for saving in self._savings:
+        for saving in self._savings:  # from here on all can be done twice: an interrupted call is to be made again
             _join(saving)
         for hook in self._hooks:
             hook.remove()
         if self._worker is not None:
             _let_go(self._worker, self._slots)
+        self._released = True
+        _open.discard(self)
         self._tell(self._savings)
 
     def _check_open(self) -> None:
@@ -256,7 +287,7 @@ class Saver:
 
     def _stay_behind(self) -> None:
         """In a forked child: the threads of the saves and the way to the writer are its parent's alone."""
-        self._closed = True
+        self._closed = self._released = True
         for saving in self._savings:
             saving._stay_behind()
         self._savings, self._unheard = [], []
@@ -265,33 +296,29 @@ class Saver:
 
     # The calling thread
 
-    def _next_slot(self, folder: Location, step: int | None) -> tuple[int | None, BaseException | None]:
-        """A free slot, or None if the save is to be skipped; and the earlier failure to raise, if there is one.
+    def _wait_for_slot(self, folder: Location, step: int | None) -> BaseException | None:
+        """Until a slot is free, if the save is to have one; the earlier failure to raise, if there is one.
 
         The save is then skipped on every rank, also on one whose user has heard of the failure: so ranks stay in step.
         """
         if self._busy == "wait":
             # For the outcome of the save that had it, not just for its memory: then all ranks raise its failure, or go
-            # on, at the same call.
+            # on, at the same call. By then the slot is free.
             ended = self._savings[: max(len(self._savings) - self._count + 1, 0)]
             waits = [saving for saving in ended if not saving.done]
             waiting = events.begin("slot wait", folder, self._ranks.rank, step=step) if waits else events.Opened()
             for saving in waits:
                 saving._done.wait()
             waiting.end()
-            self._savings = self._savings[len(ended) :] or ended[-1:]
-            earlier = self._hear(ended)
-            if earlier is not None:
-                return None, earlier
-        else:
+            with interrupts_wait():
+                self._savings = self._savings[len(ended) :] or ended[-1:]
+                return self._hear(ended)
+        with interrupts_wait():
             ended = [saving for saving in self._savings if saving.done]
             self._savings = [saving for saving in self._savings if saving not in ended] or ended[-1:]
             failed = [s for s in [*self._unheard, *ended] if s._error is not None and not s._told and not s.skipped]
             self._unheard = failed[:1]
-        with self._free_changed:
-            # It ends: the saves that had a slot have their outcome, and give it back whatever that is.
-            self._free_changed.wait_for(lambda: bool(self._free) or self._busy == "skip")
-            return (self._free.pop() if self._free else None), None
+        return None
 
     def _hear(self, savings: list[Saving]) -> BaseException | None:
         """The first failure that nobody has heard of; with this all of them are heard of."""
@@ -319,8 +346,8 @@ class Saver:
 
         for optimizer in optimizers:
             if optimizer not in self._hooked:
-                self._hooked.add(optimizer)
                 self._hooks.append(optimizer.register_step_pre_hook(partial(before_change, hold=hold)))
+                self._hooked.add(optimizer)
 
     # The thread of a save
 
@@ -342,14 +369,18 @@ class Saver:
         self._end(work, saving, failed)
 
     def _end(self, work: SaveWork, saving: Saving, failed: BaseException | None) -> None:
-        if failed is not None:
+        if failed is not None and isinstance(failed, Exception):
             log.log(DEBUG if saving.skipped else WARNING, "%s: %s", saving.path, failed)
             _forget_frames(failed)
         work.order.slots.give()
         saving._staged_at, saving._written_at, saving._bytes = work.staged_at, work.written_at, work.nbytes
         saving._span.nbytes = work.nbytes
         saving._span.end(None if saving.skipped else failed)
-        saving._end(failed)
+        if failed is None or isinstance(failed, Exception):
+            saving._end(failed)
+        else:
+            saving._told = saving._told or failed is work.interrupted
+            saving._interrupt(failed)
 
     def _plan(self, work: SaveWork, saving: Saving, before: Saving | None) -> None:
         if before is not None:
@@ -393,31 +424,35 @@ class Saver:
         slot.reserve(room if self._limit is None else min(room, self._limit), pinned=pinned, touch=touch)
         return slot
 
-    def _give(self, number: int) -> None:
-        with self._free_changed:
-            self._free.append(number)
-            self._free_changed.notify_all()
-
 
 class _Taken:
-    """The slot that a save took when it began, if there was one; it is brought back once."""
+    """The slot that a save has, from `claim` to `give`."""
 
-    def __init__(self, saver: Saver, number: int | None) -> None:
-        self._saver, self._number, self._back = saver, number, number is None
-        self._lock = threading.Lock()
+    def __init__(self, saver: Saver) -> None:
+        self._saver = saver
+
+    def claim(self) -> bool:
+        """Take a free slot; False if there is none."""
+        holders = self._saver._holders
+        with self._saver._claiming:
+            for number, holder in enumerate(holders):
+                if holder is None:
+                    holders[number] = self  # in one step, whatever interrupts this
+                    return True
+        return False
 
     def take(self, sizes: list[int], *, pinned: bool) -> Slot:
         """The slot, large enough."""
-        if self._number is None:
+        if self not in self._saver._holders:
             raise HoldfastError("a save without a slot was to write; this is a fault of holdfast")
-        return self._saver._equip(self._number, sizes, pinned=pinned, touch=False)
+        return self._saver._equip(self._saver._holders.index(self), sizes, pinned=pinned, touch=False)
 
     def give(self) -> None:
-        """Free it for the next save."""
-        with self._lock:
-            back, self._back = self._back, True
-        if not back and self._number is not None:
-            self._saver._give(self._number)
+        """Free it for the next save. Idempotent."""
+        holders = self._saver._holders
+        for number, holder in enumerate(holders):
+            if holder is self:
+                holders[number] = None
 
 
 def _join(saving: Saving) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from holdfast.checkpoint import Checkpoint
+from holdfast.engine.interrupts import interrupts_wait
 from holdfast.engine.still import Copying
 from holdfast.engine.stores.place import Location
 from holdfast.errors import HoldfastError, SaveFailed
@@ -60,6 +61,7 @@ class Saving:
         self._told = False
         self._teller: int | None = None
         self._thread: threading.Thread | None = None
+        self._run: Callable[[], None] = lambda: None
         self._skipped = False
         self._base = base
 
@@ -148,6 +150,10 @@ class Saving:
             done = save()
         except SaveFailed as error:
             failed = error
+        except BaseException as error:
+            self._told = True
+            self._interrupt(error)
+            raise
         else:
             try:
                 self._bytes = done.nbytes
@@ -182,8 +188,21 @@ class Saving:
             self._done = threading.Event()  # a thread may have been about to set the other one, and hold its lock
             self._done.set()
 
+    def _start(self) -> None:
+        """Go on in a thread of its own."""
+        with interrupts_wait():
+            # A daemon, and joined by `Saver.close`: an interpreter that ends would wait for other threads before its
+            # exit handlers, and must not end under a thread that is still letting go of tensors.
+            thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
+            thread.start()
+            self._thread, self._run = thread, lambda: None
+
+    def _interrupt(self, error: BaseException) -> None:
+        """It ends with what is no failure of a save: an interrupt, which stays what it is where it came."""
+        self._end(SaveFailed(f"{self.path} was interrupted ({type(error).__name__}) before the save was committed"))
+
     def _end(self, error: BaseException | None) -> None:
-        self._error = error
+        self._error, self._run = error, lambda: None
         if error is None:
             self._base = None  # nobody asks past a save that is there; so no chain grows
         with self._lock:

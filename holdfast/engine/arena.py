@@ -171,8 +171,8 @@ class Slot:
         else:
             made = buffer(nbytes)
             self._memory, self._address = made.memory, made.address
-        self.nbytes = nbytes
         self.worker.map(self.number, memoryview(self._memory), self._fd)
+        self.nbytes = nbytes  # last: an interrupt before this leaves memory that the next call lets go
 
     def _touch(self) -> None:
         memory = self._memory

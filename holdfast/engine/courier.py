@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,23 +97,29 @@ class Courier:
         self._closings: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._strokes: dict[int, _Stroke] = {}  # by thread: its last writes, not told yet
         self._telling = threading.Lock()
-        queues = [*[self._writes] * WRITERS, self._closings]
+        self._queues = [*[self._writes] * WRITERS, self._closings]
         # Daemons: an interpreter that ends waits for saves, by its own exit handler, and not for idle threads.
-        self._threads = [threading.Thread(target=_work, args=(q,), name="holdfast-write", daemon=True) for q in queues]
+        self._threads = [
+            threading.Thread(target=_work, args=(jobs,), name="holdfast-write", daemon=True) for jobs in self._queues
+        ]
         for thread in self._threads:
             thread.start()
+        # Of one that nobody has closed, as its owner was interrupted on the way there.
+        self._last_will = weakref.finalize(self, _stop, self._queues)
+        self._last_will.atexit = False
 
-    def close(self) -> None:
-        """Finish what was asked for, then end the threads. What is not all there of an upload is given up."""
+    def end(self) -> None:
+        """Take no more. What was asked for is finished, but what is not all there of an upload is given up."""
         for target in self._files.values():
             if not isinstance(target, _File):
                 target.give_up()
-        for _ in range(WRITERS):
-            self._writes.put(None)
-        for thread in self._threads[:WRITERS]:
+        self._last_will()
+
+    def close(self) -> None:
+        """`end`, and wait until all is finished and the threads are gone."""
+        self.end()
+        for thread in self._threads:
             thread.join()
-        self._closings.put(None)
-        self._threads[-1].join()
 
     def map(self, slot: int, memory: memoryview | None) -> None:
         """Know the memory of a slot from now on; None forgets it."""
@@ -277,6 +284,11 @@ class _Stroke(NamedTuple):
     began: float
     ended: float
     nbytes: int
+
+
+def _stop(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]]) -> None:
+    for jobs in queues:
+        jobs.put(None)
 
 
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

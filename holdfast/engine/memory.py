@@ -91,15 +91,19 @@ def no_collection() -> Iterator[None]:
     several threads.
     """
     global _pauses, _resume
-    with _lock:
-        if _pauses == 0:
-            _resume = gc.isenabled()
-            gc.disable()
-        _pauses += 1
+    paused = False
     try:
+        with _lock:
+            first = _pauses == 0
+            if first:
+                _resume = gc.isenabled()
+            _pauses, paused = _pauses + 1, True  # in one step: an interrupt here must not leave it off for good
+            if first:
+                gc.disable()
         yield
     finally:
-        with _lock:
-            _pauses -= 1
-            if _pauses == 0 and _resume:
-                gc.enable()
+        if paused:
+            with _lock:
+                _pauses -= 1
+                if _pauses == 0 and _resume:
+                    gc.enable()

@@ -139,10 +139,10 @@ class Ranks:
         if self._caller == threading.get_ident():
             raise HoldfastError(f"{label} was called from inside another save or load of the same group")
         with self._one_call:
-            self._caller = threading.get_ident()
-            for told in list(meetings):
-                told(self)
             try:
+                self._caller = threading.get_ident()
+                for told in list(meetings):
+                    told(self)
                 yield Call(self, label, deadline, saving)
             finally:
                 self._caller = None

@@ -6,8 +6,8 @@ never commits half of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -51,6 +51,21 @@ from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import Cite, Part
 
 
+@dataclass(frozen=True)
+class _Keeping:
+    """What fails in the block is stored, told to every rank and raised there."""
+
+    work: SaveWork
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is not None:
+            self.work.fail(error)
+        return True
+
+
 @dataclass
 class SaveWork:
     """One save under way on one rank: `gather`, `plan`, perhaps `stage`, then `settle`, each once and in this order.
@@ -92,8 +107,8 @@ class SaveWork:
     def gather(self, state: Mapping[str, Any], attachments: Attached, then: Callable[[], None] | None = None) -> None:
         """Collect the state and the attached files; ``then`` may look at ``collected``, and fail as well."""
         order = self.order
-        order.reached("gather")
-        with order.span("gather"), self._keeping_failure():
+        with self._keeping_failure(), order.span("gather"):
+            order.reached("gather")
             order.check()
             self.collected = collect(state, order.ranks, recall=order.recall)
             # What is copied is what the streams that train will have computed when they come to this moment.
@@ -114,12 +129,8 @@ class SaveWork:
             if then is not None:
                 then()
 
-    @contextmanager
-    def _keeping_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:  # noqa: BLE001 - stored here, told to every rank and raised there
-            self._failed = self._failed or error
+    def _keeping_failure(self) -> _Keeping:
+        return _Keeping(self)
 
     def _raise_failure(self) -> None:
         if self._failed is not None:
@@ -129,6 +140,15 @@ class SaveWork:
     def interrupted(self) -> BaseException | None:
         """What must not wait for the other ranks: the user's interrupt."""
         return None if isinstance(self._failed, Exception) else self._failed
+
+    def fail(self, error: BaseException) -> None:
+        """The other ranks are to hear of this when they meet next; its caller raises it here."""
+        self._failed = self._failed or error
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the ranks have agreed on what there is: then they meet again to settle."""
+        return self._agreement is not None
 
     # Planning
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from holdfast.engine.memory import move
+from holdfast.engine.state.tensors import is_freed
+from holdfast.errors import Unsupported
 
 SLAB = 16 << 20
 """A tensor that is not contiguous is made so in parts of at most this many bytes. Two may be there at a time."""
@@ -21,9 +23,20 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
 
 
+def address_of(tensor: torch.Tensor, name: str = "") -> int:
+    """Where a tensor lies. Raises Unsupported if its storage was freed meanwhile; reading it would end the process."""
+    if is_freed(tensor):
+        raise Unsupported(
+            f"{name or f'a tensor of shape {list(tensor.shape)}'} lost its memory while it was being saved: call "
+            "saving.wait_staged() before you free it (untyped_storage().resize_(0))"
+        )
+    return tensor.data_ptr()
+
+
 def contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor as contiguous tensors in row-major order: itself if it is one, else slabs made on the way."""
     if not is_plain_memory(tensor):
+        address_of(tensor)
         if tensor.dim() and tensor.nbytes > SLAB and max(tensor.shape) > 1:
             rows = max(1, SLAB * tensor.shape[0] // tensor.nbytes)
             for start in range(0, tensor.shape[0], rows):
@@ -50,7 +63,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 def copy_bytes(tensor: torch.Tensor, start: int, nbytes: int, address: int) -> None:
     """Bytes ``start:start + nbytes`` of a contiguous tensor on any device to host memory at ``address``."""
     if tensor.device.type == "cpu":
-        move(address, tensor.data_ptr() + start, nbytes)
+        move(address, address_of(tensor) + start, nbytes)
         return
     flat = tensor.reshape(-1).view(torch.uint8)[start : start + nbytes]
     host_tensor(address, nbytes).copy_(flat)

@@ -48,8 +48,12 @@ class Copying:
         self._queued: Held | None = None
         self._torn: list[str] = []
         self.waited = 0.0
+
+    def begin(self) -> Copying:
+        """From now on others wait. What has begun is to be released, whatever happens."""
         with _lock:
             _under_way.add(self)
+        return self
 
     def release(self, moments: Moments | None = None, held: Held | None = None) -> None:
         """All copies are made, or those of ``held`` queued on devices until ``moments``. The first call counts."""

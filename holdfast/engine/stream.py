@@ -16,7 +16,7 @@ from holdfast.engine.arena import Slot, Window
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.image import Image
 from holdfast.engine.memory import move
-from holdfast.engine.stage import contiguous_parts, copy_bytes, host_view, is_plain_memory
+from holdfast.engine.stage import address_of, contiguous_parts, copy_bytes, host_view, is_plain_memory
 from holdfast.engine.sums import Sums
 from holdfast.errors import HoldfastError
 
@@ -72,6 +72,7 @@ class Stream:
             done = at if self.queued else self._copy_run(at)
             if done == at:
                 piece, source = pieces[at], sources[at]
+                address_of(source, piece.key)
                 if self.window is not None and piece.nbytes <= min(STRIDE, self.window.nbytes - self.used):
                     self._copy_small(source, piece.nbytes)
                 else:
@@ -96,7 +97,7 @@ class Stream:
             if used + nbytes > end or not is_plain_memory(source):
                 break
             if nbytes:
-                move(window.address + used, source.data_ptr(), nbytes)
+                move(window.address + used, address_of(source, pieces[at].key), nbytes)
             used += nbytes
             at += 1
         if self.sums is not None and used > begin:
@@ -107,9 +108,9 @@ class Stream:
     def send(self) -> None:
         """Hand over every piece from where it lies; small and scattered ones in other memory, not much at a time."""
         small = bytearray()
-        for source in self.image.sources:
+        for piece, source in zip(self.image.pieces, self.image.sources, strict=True):
             for part in contiguous_parts(source):
-                memory = host_view(part.data_ptr(), part.nbytes)
+                memory = host_view(address_of(part, piece.key), part.nbytes)
                 if part.nbytes < SMALL:
                     small += memory
                     if len(small) < STRIDE:

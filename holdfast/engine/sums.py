@@ -14,7 +14,7 @@ import xxhash
 from holdfast.engine.arena import Slot
 from holdfast.engine.device import Copier
 from holdfast.engine.image import Image
-from holdfast.engine.stage import contiguous_parts, host_view
+from holdfast.engine.stage import address_of, contiguous_parts, host_view
 from holdfast.ondisk import blocks
 from holdfast.ondisk.datafile import Piece
 
@@ -92,7 +92,8 @@ class Sums:
 def sums_of(image: Image, slot: Slot, copier: Copier, *, strong: bool) -> Sums:
     """The sums of a file before anything of it is staged."""
     sums = Sums(image.pieces, strong=strong)
-    for source in image.sources:
+    for piece, source in zip(image.pieces, image.sources, strict=True):
+        address_of(source, piece.key)
         with copier.on(source.device):
             for part in contiguous_parts(source):
                 if part.device.type == "cpu":

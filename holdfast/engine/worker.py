@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from holdfast import events
 from holdfast.engine import disk, writer_process
 from holdfast.engine.courier import Courier, Fault
+from holdfast.engine.interrupts import interrupts_wait
 from holdfast.engine.storage import storage_error
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.shipping import spec_of
@@ -168,8 +169,10 @@ class ThreadWorker:
 
     def close(self) -> None:
         if not self._closed:
+            with interrupts_wait():
+                self._courier.end()
+            self._courier.close()  # an interrupt leaves it to end by itself
             self._closed = True
-            self._courier.close()
 
 
 class ProcessWorker:

@@ -145,6 +145,8 @@ def _weights(engine: Any) -> dict[str, Any]:
 class _Zero:
     """The optimizer of ZeRO 1, 2 or 3, by parameter name."""
 
+    holdfast_fills_in_place = True
+
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._room: dict[int, dict[str, Any]] = {}
@@ -210,6 +212,8 @@ class _Zero:
 
 class _Engine:
     """The counters and the loss scaler of an engine; loaded last, it makes what is kept twice equal again."""
+
+    holdfast_fills_in_place = True
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -116,7 +116,7 @@ def test_the_arena_is_pinned_once_and_let_go(lab: Lab, tmp_path: Path, monkeypat
     pin, unpin, allocate = staging.pin, staging.unpin, arena.Slot._allocate
     monkeypatch.setattr(staging, "pin", lambda at, nbytes: (seen.append(f"pin {nbytes}"), pin(at, nbytes))[1])
     monkeypatch.setattr(staging, "unpin", lambda at: (seen.append("unpin"), unpin(at)))
-    monkeypatch.setattr(arena.Slot, "_allocate", lambda self, nbytes: (made.append(nbytes), allocate(self, nbytes)))
+    monkeypatch.setattr(arena.Slot, "_allocate", lambda self, count: (made.append(count), allocate(self, count)))
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 1)
     training.run(1)
     with holdfast.Saver() as saver:
@@ -158,7 +158,7 @@ def test_a_copy_is_queued_and_the_host_goes_on(how: str, lab: Lab) -> None:
         slot = ring.take([64 * MIB], pinned=True)
         if how != "blocking":
             slot = arena.Slot(1, start(how))
-            slot.reserve(64 * MIB, pinned=True, touch=True)
+            slot.reserve(4 * arena.WINDOW, pinned=True, touch=True)
         slot.begin()
         window = slot.take(arena.WINDOW, 1.0)
         assert window is not None

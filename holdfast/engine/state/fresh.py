@@ -35,21 +35,29 @@ class Maker:
     """Makes tensors for the names of one checkpoint, and puts the parts of subclasses together once they are read.
 
     ``parameter_of(name)`` is the parameter whose state a tensor is, if it is one's; ``device_of(name)`` is where a
-    number or a tensor of another shape belongs; ``present`` are the object's own tensors by name, to be laid out alike.
+    number or a tensor of another shape belongs; ``present`` are the object's own tensors by name, to be laid out alike,
+    or to be taken themselves if they are filled ``in_place``.
     """
 
     def __init__(
         self, saved: Saved, ranks: Ranks, *, parameter_of: Callable[[str], torch.Tensor | None] = lambda name: None,
         device_of: Callable[[str], torch.device | None] = lambda name: None, present: Mapping[str, Any] | None = None,
+        in_place: bool = False,
     ) -> None:  # fmt: skip
         self._saved, self._ranks, self._parameter_of, self._device_of = saved, ranks, parameter_of, device_of
-        self._present = present or {}
+        self._present, self._in_place = present or {}, in_place
 
     def make(self, name: str, dtype: str, shape: tuple[int, ...]) -> Made:
         """Memory for the saved tensor ``name``. Raises Mismatch if only the mesh of the save can load it."""
         parameter, whole = self._parameter_of(name), self._note(name.rpartition("/")[0])
         if whole is not None and whole.kind:
             return self._part(name, whole, dtype, shape, parameter)
+        present = self._present.get(name)
+        if present is not None and (self._in_place or not isinstance(present, torch.Tensor)):  # a `Shard` is its memory
+            entries = list(entries_of(name, present, self._ranks))
+            if any(entry.name == name and entry.shape != shape for entry in entries):
+                raise Mismatch(f"{name}: saved with shape {list(shape)}, here {list(entries[0].shape)}")
+            return Made(present, entries)
         tensor = self._laid_out(name, dtype, shape, parameter)
         return Made(tensor, list(entries_of(name, tensor, self._ranks)))
 

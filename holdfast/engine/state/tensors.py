@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+_LOWEST = 1 << 40
+"""Linux gives a program no memory below this address; of a freed storage the offset is left."""
+
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -111,7 +114,18 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
         raise Unsupported(f"{name} is quantized ({tensor.dtype}); save int_repr(), scale and zero point as tensors")
     if tensor.layout is not torch.strided:
         raise Unsupported(f"{name} has layout {tensor.layout}; save its indices and values as tensors, or to_dense()")
+    if is_freed(tensor):
+        raise Unsupported(
+            f"{name} has no memory: its storage was freed (untyped_storage().resize_(0)), as FSDP frees unsharded "
+            "parameters; save the sharded parameter, or before it is freed"
+        )
     return dtypes.name_of(tensor.dtype)
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's storage was taken from it. To read it would end the process."""
+    # Only an address that no memory has is looked into: this is asked of every tensor of a save.
+    return tensor.data_ptr() < _LOWEST and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Entry:

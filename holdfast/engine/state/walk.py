@@ -68,19 +68,23 @@ def modules_of(path: str, node: Any, saved: Saved | None = None) -> Iterator[tup
                     yield from modules_of(names.child(path, str(i)), value, saved)
 
 
-def bare_tensors(path: str, node: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def bare_tensors(path: str, node: Any) -> Iterator[tuple[str, Any]]:
     """Every tensor that lies in the containers of a state, with its path: an optimizer may have it as a parameter."""
-    if isinstance(node, torch.Tensor):
+    if is_tensor_leaf(node):
         yield path, node
     elif is_container(node):
         for key, value in trees.items_of(node):
-            if type(value) not in values.SINGLE and (isinstance(value, torch.Tensor) or is_container(value)):
+            if type(value) not in values.SINGLE and (is_tensor_leaf(value) or is_container(value)):
                 yield from bare_tensors(names.child(path, str(key)), value)
 
 
 def parameter_names(state: Mapping[str, Any], saved: Saved | None = None) -> Known:
     """What each parameter is called that the modules of a state have, or that lies in the state as a tensor."""
     return names_of_parameters(list(modules_of("", state, saved)), bare_tensors("", state))
+
+
+FILLED_IN_PLACE = "holdfast_fills_in_place"
+"""An attribute of objects that are told of a load once everything is filled, their own tensors where they lie too."""
 
 
 class _Walk:
@@ -239,8 +243,10 @@ class _Walk:
             trees.add_tree(path, node.state_dict(), self.into, self.noted, owned=False)
             return
         present = dict(bare_tensors(path, node.state_dict()))
-        maker = Maker(self.saved, self.ranks, present=present)
-        put, undoing = node.load_state_dict, partial(_undoing, node)
+        # An object may say that the tensors of its state dict are memory that it keeps, to be filled where they lie.
+        in_place = bool(getattr(node, FILLED_IN_PLACE, False))
+        maker = Maker(self.saved, self.ranks, present=present, in_place=in_place)
+        put, undoing = node.load_state_dict, None if in_place else partial(_undoing, node)
         self.into.slots.append(Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=undoing))
 
     def noted(self, path: str, tensor: Any) -> None:
