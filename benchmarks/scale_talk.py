@@ -17,6 +17,7 @@ import msgspec
 
 from benchmarks.scale_states import World
 from holdfast.engine.agree import Agreement, agree
+from holdfast.engine.device import Moments
 from holdfast.engine.layout import Layout, layout_of
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import Call, Ranks
@@ -73,7 +74,9 @@ class Meeting:
                 state = self.world.collected(rank)
                 call = cast(Call, _Call(hub, self.members[rank]))
                 bring = partial(_described, state)
-                found[rank] = agree(call, bring, busy=False, allow=lambda: None, begun=lambda save: None)
+                found[rank] = agree(
+                    call, bring, busy=False, allow=lambda: None, begun=lambda save: None, after=Moments()
+                )
             except BaseException as error:  # raised below
                 failed.append(error)
                 hub.barrier.abort()

@@ -51,8 +51,8 @@ class Part:
 
     @property
     def shared(self) -> Path:
-        """A folder of this process in memory; made by who wants it, removed at the end."""
-        return SHARED / f"holdfast-gpu-{os.getpid()}"
+        """A folder of this process in memory; made by who wants it, removed at the end. In small it is one on disk."""
+        return self.work / "shared" if self.small else SHARED / f"holdfast-gpu-{os.getpid()}"
 
     def place(self, nbytes: int) -> tuple[Path, float]:
         """Where to write so much, and how fast that is in GB/s: the disk, or memory if that is much faster."""

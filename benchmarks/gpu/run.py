@@ -131,6 +131,7 @@ class Run:
         paths = [str(ROOT), str(self.site), *filter(None, [os.environ.get("PYTHONPATH")])]
         temporary = tempfile.mkdtemp(prefix="gpu-")  # not in the work folder: names of sockets must be short
         environment = {
+            "HOLDFAST_GPU_LONGEST": "280" if self.small else "60", "HOLDFAST_GPU_LIMIT": "250" if self.small else "45",
             **os.environ, **part.settings, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1",
             "HOLDFAST_GPU_ROWS": str(folder / "rows"), "TMPDIR": temporary,
             "OMP_NUM_THREADS": "1" if self.small else "4",

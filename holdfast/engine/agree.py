@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from holdfast.engine.device import Copier, Moments
 from holdfast.engine.layout import (
     Layout,
     OwnedJoin,
@@ -67,16 +68,17 @@ class Bequest(msgspec.Struct, array_like=True):
 
 def agree(
     call: Call, bring: Callable[[], tuple[Collected, Layout]], *, busy: bool, allow: Callable[[], None],
-    begun: Callable[[str], None], leave: Callable[[], Bequest | None] = lambda: None,
+    begun: Callable[[str], None], after: Moments, leave: Callable[[], Bequest | None] = lambda: None,
 ) -> Agreement | None:  # fmt: skip
     """Two rounds at the most; None if a rank is ``busy`` and the save is skipped.
 
-    ``bring`` gives this rank's state, or raises why it has none. ``allow`` runs on the first rank, and raises if the
-    save may not take place. ``begun`` is told the save's id, from which on there may be something to clean up.
+    ``bring`` gives this rank's state, as of the moments ``after``, or raises why it has none. ``allow`` runs on the
+    first rank, and raises if the save may not take place. ``begun`` is told the save's id, from which on there may be
+    something to clean up.
     ``leave`` is what the first rank bequeaths, but for ``owned``.
     Raises what every rank raises: SaveFailed.
     """
-    return _Agreeing(call, bring, busy, allow, leave).run(begun)
+    return _Agreeing(call, bring, busy, allow, leave, after).run(begun)
 
 
 def plan_for(ranks: Ranks, agreement: Agreement) -> Plan:
@@ -180,6 +182,7 @@ class _Agreeing:
     busy: bool
     allow: Callable[[], None]
     leave: Callable[[], Bequest | None]
+    after: Moments
     collected: Collected = field(default_factory=Collected)
     layout: Layout | None = None
     plain: dict[str, str] = field(default_factory=dict)
@@ -221,7 +224,7 @@ class _Agreeing:
         if self.busy:
             return _BUSY
         self.collected, self.layout = self.bring()
-        self.plain = sums_of(self.collected) if self.call.ranks.size > 1 else {}
+        self.plain = sums_of(self.collected, Copier(self.after)) if self.call.ranks.size > 1 else {}
         owned = bytes.fromhex(owned_digest(self.collected))[:_DIGEST]
         note = _Note(
             _digest(self.layout), _digest(self.collected.values), owned, _digest(self.plain),

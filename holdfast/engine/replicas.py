@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from holdfast.engine.device import Copier
 from holdfast.engine.spread import Whole
 from holdfast.engine.stage import contiguous_parts, copy_bytes
 from holdfast.engine.state import Collected
@@ -27,8 +28,11 @@ BLOCKS, BLOCK = 64, 1024
 """Of others: how many blocks are compared, and of how many elements. 1 GiB of float32 is looked at in 256 KiB."""
 
 
-def sums_of(state: Collected) -> dict[str, str]:
-    """Name to shape and sum of each tensor that is neither sharded nor a module's nor an optimizer's."""
+def sums_of(state: Collected, copier: Copier) -> dict[str, str]:
+    """Name to shape and sum of each tensor that is neither sharded nor a module's nor an optimizer's.
+
+    Devices copy on the streams of ``copier``: on that of training a thread would wait for all that is queued there.
+    """
     sums, left = {}, ALTOGETHER
     for name in state.plain:
         entry = state.entries[name]
@@ -36,11 +40,12 @@ def sums_of(state: Collected) -> dict[str, str]:
         if not isinstance(entry.spread, Whole) or not size:
             continue
         tensor = entry.views[0].tensor
-        if size <= min(LARGEST, left):
-            left -= size
-        else:
-            tensor = _sampled(tensor)
-        sums[name] = f"{entry.dtype} {list(entry.shape)}:{_sum(tensor)}"
+        with copier.on(tensor.device):
+            if size <= min(LARGEST, left):
+                left -= size
+            else:
+                tensor = _sampled(tensor)
+            sums[name] = f"{entry.dtype} {list(entry.shape)}:{_sum(tensor)}"
     return sums
 
 

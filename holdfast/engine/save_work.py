@@ -173,7 +173,10 @@ class SaveWork:
     def _agree(self, call: Call) -> Agreement | None:
         busy = self.order.busy
         try:
-            return agree(call, self._bring, busy=busy, allow=self._allow, begun=self._begin, leave=self._bequeath)
+            return agree(
+                call, self._bring, busy=busy, allow=self._allow, begun=self._begin, after=self.after,
+                leave=self._bequeath,
+            )  # fmt: skip
         except BaseException:
             self._withdraw()
             raise

@@ -40,7 +40,11 @@ def decode(value: Any) -> torch.Tensor:
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"this torch has no dtype {dtype!r}")
     text = base64.b64decode(data, validate=True)
-    flat = torch.frombuffer(bytearray(text), dtype=torch.uint8).clone() if text else torch.empty(0, dtype=torch.uint8)
+    flat = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8).clone()
+        if text
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     tensor = flat.view(kind).reshape(shape)
     accelerator = None if on_host else torch.accelerator.current_accelerator()
     return tensor if accelerator is None else tensor.to(accelerator)

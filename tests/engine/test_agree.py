@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.agree import Agreement, agree, plan_for
+from holdfast.engine.device import Moments
 from holdfast.engine.layout import Layout, TensorLayout, layout_of
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.spread import Placed, Split
@@ -37,7 +38,9 @@ def save(
     collected.values["step"] = step
     collected.owned.update(owned or {})
     with ranks.call("save", deadline=LONG, saving=True) as call:
-        return agree(call, lambda: (collected, layout), busy=busy, allow=lambda: None, begun=lambda save: None)
+        return agree(
+            call, lambda: (collected, layout), busy=busy, allow=lambda: None, begun=lambda save: None, after=Moments()
+        )  # fmt: skip
 
 
 def counted(fleet: Fleet) -> list[Counting]:

@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import device, still, stream, sums
+from holdfast.engine import device, replicas, save_work, still, stream, sums
 from holdfast.engine.arena import Slot
 from holdfast.engine.device import Copier, Moments
 from holdfast.engine.image import Image, OpenFiles, Written
 from holdfast.engine.memory import buffer
+from holdfast.engine.ranks import ranks_of
 from holdfast.engine.worker import ThreadWorker
 from holdfast.engine.write import Writing
 from holdfast.ondisk import datafile
@@ -391,6 +392,21 @@ def test_a_save_that_fails_waits_for_what_it_has_queued(
             saver.save({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "c").wait()
         assert pretending.copies == [4000] and not pretending.streams[0].left
         saver.save({"a": torch.zeros(1000)}, tmp_path / "c").wait().verify()
+
+
+def test_plain_tensors_are_summed_beside_training(pretending: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stream that trains a sum would wait for all that is queued there, and be early if another one trains."""
+    state = {"small": torch.ones(9), "large": torch.ones(1 << 20), "turned": torch.ones(600, 700).t()}
+    collected = save_work.collect({"a": state}, ranks_of(None))
+    moments, real, streams = Moments.now(device.devices_of(collected.tensors())), replicas.copy_bytes, []
+
+    def copy_bytes(*args: Any) -> None:
+        streams.append(pretending.current_stream())
+        real(*args)
+
+    monkeypatch.setattr(replicas, "copy_bytes", copy_bytes)
+    assert set(replicas.sums_of(collected, Copier(moments))) == {"a/small", "a/large", "a/turned"}
+    assert streams == pretending.streams * 3
 
 
 def test_all_saves_share_a_side_stream(pretending: Device, tmp_path: Path) -> None:

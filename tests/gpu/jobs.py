@@ -67,6 +67,22 @@ def shares(lab: Lab, root: str, big: bool) -> dict[str, Any]:
     return {"wrong": wrong, "read": loaded.bytes_read, "received": loaded.bytes_received, "needed": loaded.bytes_needed}
 
 
+def plain(lab: Lab, root: str) -> list[str]:
+    """Plain tensors that a stream far behind is still to fill, on all ranks alike: their sums are those of the call."""
+    wrong = []
+    with lab.another_stream(), holdfast.Saver(worker="thread") as saver:
+        for number in range(3):
+            state = {"small": torch.zeros(1000, device=lab.kind), "large": torch.zeros(1 << 20, device=lab.kind)}
+            lab.synchronize()
+            if dist.get_rank() == 1:
+                lab.busy(200)
+            for tensor in state.values():
+                tensor.fill_(number + 1)
+            checkpoint = saver.save({"s": state}, Path(root, str(number))).wait()
+            wrong += [name for name in state if not (checkpoint.read(f"s/{name}") == number + 1).all()]
+    return wrong
+
+
 def on_a_mesh(lab: Lab, root: str) -> list[str]:
     """DTensors that each rank holds a part of, saved in the background, loaded replicated and cut the other way."""
     mesh = init_device_mesh(lab.kind, (dist.get_world_size(),))

@@ -7,6 +7,7 @@ changes a setting of the device.
 from __future__ import annotations
 
 import gc
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,9 @@ from tests.gpu import standin
 REAL = torch.cuda.is_available()
 
 needs_cuda = pytest.mark.skipif(not REAL, reason="needs a CUDA device: the stand-in has nothing of the kind")
+
+LIMIT = float(os.environ.get("HOLDFAST_GPU_LIMIT", "250"))
+"""Seconds that a process of a test may take, wherever it runs; `make gpu` has less to spare."""
 
 _CYCLES = 1_500_000
 """Of a device's clock in a millisecond, about."""

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-LIMIT = 50.0
+from tests.gpu.lab import LIMIT, a_lab
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,8 +47,6 @@ def run(world: int, backend: str, job: str, *args: Any) -> list[Any]:
 
 
 def main() -> None:
-    from tests.gpu.lab import a_lab
-
     dist.init_process_group(os.environ["BACKEND"])
     with a_lab() as lab:
         answer = getattr(importlib.import_module("tests.gpu.jobs"), sys.argv[1])(lab, *json.loads(sys.argv[2]))

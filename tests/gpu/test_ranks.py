@@ -30,6 +30,10 @@ def test_two_ranks_share_one_reading(big: bool, tmp_path: Path) -> None:
     assert sum(one["read"] for one in said) <= 1.05 * said[0]["needed"]
 
 
+def test_plain_tensors_are_compared_as_they_were_at_the_call(tmp_path: Path) -> None:
+    assert ranks.run(2, "gloo", "plain", str(tmp_path)) == [[], []]
+
+
 def test_tensors_on_a_mesh_of_two(tmp_path: Path) -> None:
     assert ranks.run(2, "gloo", "on_a_mesh", str(tmp_path)) == [[], []]
 

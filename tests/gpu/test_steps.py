@@ -91,9 +91,7 @@ def test_a_change_by_hand_is_seen_unless_something_waited(first: str, lab: Lab, 
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 3)
     training.run(1)
     holdfast.save(training.state, tmp_path / "before")
-    torch.ones(3, device=lab.kind).clamp_(
-        -0.001, 0.001
-    )  # a kernel that is loaded when it is needed may wait for others
+    torch.ones(3, device=lab.kind).clamp_(-0.001, 0.001)  # loading a kernel may wait for others
     with holdfast.Saver(worker="thread") as saver:
         saver.prepare(training.state)
         training.learn()

@@ -14,10 +14,9 @@ import torch
 
 import holdfast
 from tests.gpu import states
-from tests.gpu.lab import Lab, needs_cuda
+from tests.gpu.lab import LIMIT, Lab, needs_cuda
 from tests.tearing import differences
 
-LIMIT = 45.0
 ROOT = Path(__file__).parents[2]
 
 

@@ -105,7 +105,7 @@ def attribute_of(scope: Scope, key: str, value: object) -> tuple[nn.Module, str]
     own = getattr(owner, name, None)
     if type(own) not in (bool, int, float) or not isinstance(value, torch.Tensor) or value.numel() != 1:
         return None
-    return (owner, name) if value.item() == torch.tensor(own, dtype=value.dtype).item() else None
+    return (owner, name) if value.item() == torch.tensor(own, dtype=value.dtype, device="cpu").item() else None
 
 
 def takes_extra_state(module: nn.Module) -> bool:
