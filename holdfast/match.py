@@ -310,7 +310,7 @@ class Match:
         for slot in self.early:
             if slot.undoing is not None:
                 yield slot.undoing()
-            self._put(slot)
+            self._put(slot, "nothing else was changed")
 
     def read(self, verify: Verify, sharing: Sharing) -> Came:
         """Read every wanted byte, unless another rank fails meanwhile."""
@@ -338,7 +338,7 @@ class Match:
         for action in self.state.then:
             action()
         for slot in [*self.slots, *(slot for slot in self.early if slot.again)]:
-            self._put(slot)
+            self._put(slot, "others may hold what was saved by now")
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 saved = self.per_rank[path]
@@ -361,7 +361,8 @@ class Match:
                     self.loaded.restored.remove(name)
                     self.loaded.handed.append(name)
 
-    def _put(self, slot: Slot) -> None:
+    def _put(self, slot: Slot, rest: str) -> None:
+        """Hand a slot what was saved of it; should it refuse, the error says what became of the ``rest``."""
         try:
             put = slot.put_some if slot.path in self.in_part else None
             (put or slot.put)(self._tree(slot, assemble=slot.assemble))
@@ -369,7 +370,7 @@ class Match:
             raise
         except Exception as error:  # whatever the object's own method raises
             raise Mismatch(
-                f"{slot.path} refused what was saved of it ({type(error).__name__}: {error}); nothing else was changed"
+                f"{slot.path} refused what was saved of it ({type(error).__name__}: {error}); {rest}"
             ) from error
 
     def _tree(self, slot: Slot, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:

@@ -21,7 +21,7 @@ from holdfast.engine.state.modules import EXTRA_STATE, ModuleState, is_live, nam
 from holdfast.engine.state.own_methods import Scope
 from holdfast.engine.state.tensors import entries_of
 from holdfast.engine.state.trees import copied
-from holdfast.errors import Unsupported
+from holdfast.errors import HoldfastError, Mismatch, Unsupported
 from holdfast.ondisk import names
 
 
@@ -39,7 +39,7 @@ def collect(path: str, module: nn.Module, state: ModuleState, saved: Saved, rank
     one.extra_states(module, [scope.prefix for scope in scopes], state.leaves)
     for prefix, call in own_methods.hooks_after(module, scopes):
         if any(saved.asked(names.child(path, fqn)) for fqn in _under(state, prefix)):
-            into.after.append(call)
+            into.after.append(partial(_run_hooks, names.child(path, prefix.rstrip(".")) if prefix else path, call))
     if not state.entries and not state.leaves and not scopes:
         into.containers[path] = "dict"
 
@@ -205,6 +205,18 @@ def _undoing(scope: Scope, path: str) -> Callable[[], None]:
 def _undoing_extra(module: nn.Module) -> Callable[[], None]:
     present = copied(module.get_extra_state())
     return lambda: module.set_extra_state(present)
+
+
+def _run_hooks(path: str, call: Callable[[], None]) -> None:
+    try:
+        call()
+    except HoldfastError:
+        raise
+    except Exception as error:  # whatever the hook raises
+        raise Mismatch(
+            f"{path}: a hook that the module runs after a load failed ({type(error).__name__}: {error}); what was "
+            "saved had been filled in by then"
+        ) from error
 
 
 def _set_attribute(owner: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -503,6 +503,17 @@ def test_an_object_that_refuses_its_state_leaves_all_as_it_was(tmp_path: Path) -
     assert into["first"].n == 5 and into["r"].n == 2 and not into["o"].state
 
 
+def test_a_hook_after_the_load_that_fails_is_named(tmp_path: Path) -> None:
+    def fail(module: nn.Module, keys: Any) -> None:
+        raise RuntimeError("no cache here")
+
+    holdfast.save({"m": net(1, 3, 2)}, tmp_path / "c")
+    into = {"m": net(2, 3, 2)}
+    into["m"][0].register_load_state_dict_post_hook(fail)
+    with pytest.raises(holdfast.Mismatch, match="m/0: a hook that .* no cache here.* had been filled in"):
+        holdfast.load(tmp_path / "c", into)
+
+
 def test_modes_of_the_caller_do_not_reach_what_is_made(tmp_path: Path) -> None:
     class Holder:
         value: Any = None
