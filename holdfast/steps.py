@@ -332,7 +332,7 @@ class Steps:
         for step, name in steps.items():
             if step in kept.steps and step not in kept.whole and name not in self._thin:
                 with self._leave([name]) as losing:
-                    if losing:
+                    if losing and not storage.is_link(self.root / name):
                         self._lose(self.root / name, kept.loses)
 
     def _cited(self, but: Collection[str] = ()) -> Cited:

@@ -683,3 +683,21 @@ def test_what_cannot_be_measured_does_not_stop_the_sweep(tmp_path: Path) -> None
         for step in range(1, 5):
             begun(manager, step).wait()
         assert manager.steps() == [4]
+
+
+def test_a_step_that_is_a_link_goes_alone(tmp_path: Path) -> None:
+    """What a step leads to may be somebody's only copy: the link goes, and nothing behind it."""
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    archive.mkdir()
+    state = {**_state(), "optimizer": {"m": torch.ones(3)}}
+    with CheckpointManager(root, every=1, keep=Keep(last=1, every=4, optimizer_last=1)) as manager:
+        for step in (1, 4):
+            path = Path(str(manager.save(step, state).path))
+            path.rename(archive / str(step))
+            path.symlink_to(archive / str(step))
+        manager.save(5, state)
+    assert len(_names(root)) == 2, "the link to step 1 is gone"
+    for step in (1, 4):
+        checkpoint = holdfast.open(archive / str(step))
+        checkpoint.verify()
+        assert "optimizer/m" in checkpoint.tensors

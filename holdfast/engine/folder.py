@@ -123,7 +123,11 @@ def delete_checkpoints(
 
     Then what they have held and what they have cited elsewhere (``loose``), but for what is ``cited`` by the others,
     which are all that stay. It goes once the last of those goes. Empty folders go too, but for those to ``spare``.
+    Of a checkpoint that is a symbolic link the link goes: somebody else may use what it leads to.
     """
+    links = [name for name in names if storage.is_link(root / name)]
+    storage.delete(*(root / name for name in links))
+    names = [name for name in names if name not in links]
     storage.delete(*(root / name / manifest.FILE_NAME for name in names))
     for name in names:
         try:

@@ -279,6 +279,11 @@ def _delete(path: Path) -> None:
         disk.delete(path)
 
 
+def is_link(path: Location) -> bool:
+    """Whether a path is a symbolic link, which a store does not have."""
+    return isinstance(path, Path) and path.is_symlink()
+
+
 def delete_if_empty(path: Location) -> None:
     """Delete a folder that holds nothing; leave one that does."""
     if isinstance(path, Place):
