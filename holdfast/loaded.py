@@ -16,7 +16,8 @@ class Loaded:
 
     ``restored``: names of tensors and values that came; ``skipped``: left out by ``only``; ``kept``: not in the
     checkpoint, kept as they were; ``cleared``: state of optimizers that went, since the checkpoint says that there was
-    none; ``handed``: given to methods of a module, and not in its state dict as saved (it may convert them);
+    none; ``handed``: given to methods of a module or optimizer, and not in its state dict as saved (it may have
+    converted them);
     ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
     Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_received`` from ranks
     that want the same and have read them, ``bytes_unverified`` of those needed whose blocks were read only in part, by

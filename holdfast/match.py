@@ -350,12 +350,12 @@ class Match:
         events.reached("filled", self.checkpoint.path, rank)
 
     def _tell_what_arrived(self) -> None:
-        """What was handed to methods of a module and does not stand in its state dict as it was saved."""
+        """What was handed to methods of an object and does not stand in its state dict as it was saved."""
         for slot in (*self.slots, *self.early):
             if slot.present is None:
                 continue
             present = slot.present()
-            for name in (n for n in slot.names or () if n in self.fresh):
+            for name in (n for n in self._names(slot) if n in self.fresh):
                 value, part = present.get(name), name.rpartition("/")[0] in present
                 if not part and not (isinstance(value, torch.Tensor) and same_bytes(value, self.fresh[name])):
                     self.loaded.restored.remove(name)

@@ -50,5 +50,8 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     one, other = getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other)
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    first, second = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
+    if one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    device = one.device if one.device == other.device else torch.device("cpu")
+    first, second = (t.detach().to(device).contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
     return torch.equal(first, second)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+
+SEQUENCES = (list, tuple, deque)
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,11 @@ def differences(a: Any, b: Any, path: str = "") -> Iterator[Difference]:
         yield from _tensors(a, b, path)
     elif isinstance(a, dict) and isinstance(b, dict):
         yield from _dicts(a, b, path)
-    elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+    elif isinstance(a, SEQUENCES) and isinstance(b, SEQUENCES):
         if type(a) is not type(b):
             yield Difference(path, f"a {type(a).__name__} is now a {type(b).__name__}", slight=True)
+        if getattr(a, "maxlen", None) != getattr(b, "maxlen", None):
+            yield Difference(path, f"as long as {getattr(a, 'maxlen', None)} is now {getattr(b, 'maxlen', None)}")
         if len(a) != len(b):
             yield Difference(path, f"{len(a)} items are now {len(b)}")
         for index, (one, other) in enumerate(zip(a, b, strict=False)):
@@ -249,15 +254,20 @@ def _map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         return change(tree)
     if isinstance(tree, dict):
         return _filled(tree, {key: _map_tensors(value, change) for key, value in tree.items()})
-    if type(tree) in (list, tuple):
-        return type(tree)(_map_tensors(value, change) for value in tree)
+    if type(tree) in SEQUENCES:
+        return _sequence(tree, [_map_tensors(value, change) for value in tree])
     return tree
+
+
+def _sequence(like: Any, items: list[Any]) -> Any:
+    return deque(items, like.maxlen) if isinstance(like, deque) else type(like)(items)
 
 
 def _filled(like: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
     """``values`` as a dict of the same kind, with the metadata that a module's state dict has."""
     made = copy.copy(like)
-    made.update(values)
+    for key, value in values.items():
+        made[key] = value  # the update of a Counter adds
     return made
 
 
@@ -265,8 +275,8 @@ def _joined(trees: list[Any], shapes: set[tuple[int, ...]]) -> Any:
     first = trees[0]
     if isinstance(first, dict) and all(isinstance(t, dict) and t.keys() == first.keys() for t in trees):
         return _filled(first, {key: _joined([tree[key] for tree in trees], shapes) for key in first})
-    if type(first) in (list, tuple) and all(type(t) is type(first) and len(t) == len(first) for t in trees):
-        return type(first)(_joined(list(items), shapes) for items in zip(*trees, strict=True))
+    if type(first) in SEQUENCES and all(type(t) is type(first) and len(t) == len(first) for t in trees):
+        return _sequence(first, [_joined(list(items), shapes) for items in zip(*trees, strict=True)])
     if all(not list(differences(first, tree)) for tree in trees[1:]):
         return first
     if all(isinstance(t, torch.Tensor) and t.dim() for t in trees):
@@ -283,6 +293,6 @@ def differing(tree: Any, path: str = "") -> Iterator[str]:
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from differing(value, f"{path}/{key}")
-    elif isinstance(tree, (list, tuple)):
+    elif isinstance(tree, SEQUENCES):
         for index, value in enumerate(tree):
             yield from differing(value, f"{path}/{index}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,9 @@ from holdfast.engine.state.subclasses import Note, dtensor_on, made_of, read_not
 from holdfast.engine.state.tensors import entries_of, placed, stacked_part
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes, names
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 HOST = torch.device("cpu")
 
@@ -36,16 +39,17 @@ class Maker:
 
     ``parameter_of(name)`` is the parameter whose state a tensor is, if it is one's; ``device_of(name)`` is where a
     number or a tensor of another shape belongs; ``present`` are the object's own tensors by name, to be laid out alike,
-    or to be taken themselves if they are filled ``in_place``.
+    or to be taken themselves if they are filled ``in_place``. ``on_mesh()`` is a DTensor on the one mesh of the state,
+    if there is one: DTensors that nothing here is like are made there.
     """
 
     def __init__(
         self, saved: Saved, ranks: Ranks, *, parameter_of: Callable[[str], torch.Tensor | None] = lambda name: None,
         device_of: Callable[[str], torch.device | None] = lambda name: None, present: Mapping[str, Any] | None = None,
-        in_place: bool = False,
+        in_place: bool = False, on_mesh: Callable[[], DTensor | None] = lambda: None,
     ) -> None:  # fmt: skip
         self._saved, self._ranks, self._parameter_of, self._device_of = saved, ranks, parameter_of, device_of
-        self._present, self._in_place = present or {}, in_place
+        self._present, self._in_place, self._on_mesh = present or {}, in_place, on_mesh
 
     def make(self, name: str, dtype: str, shape: tuple[int, ...]) -> Made:
         """Memory for the saved tensor ``name``. Raises Mismatch if only the mesh of the save can load it."""
@@ -96,6 +100,14 @@ class Maker:
     def _laid_out(self, name: str, dtype: str, shape: tuple[int, ...], parameter: torch.Tensor | None) -> torch.Tensor:
         like = parameter if parameter is not None else self._present.get(name)
         kind, note = dtypes.torch_dtype(dtype), self._note(name)
+        if like is None and note is not None and note.placements is not None and self._ranks.size > 1:
+            on_mesh = self._on_mesh()
+            if on_mesh is None or on_mesh.device_mesh.ndim != len(note.placements):
+                raise Mismatch(
+                    f"{name} was saved as a DTensor, and nothing here says on which mesh it lies: load after a step "
+                    "was taken, or in one process"
+                )
+            return dtensor_on(on_mesh, note, dtype, shape)
         if note is not None and note.strides is not None and not is_dtensor(like):
             device = like.device if like is not None and not like.is_meta else HOST
             return torch.empty_strided(shape, note.strides, dtype=kind, device=device)

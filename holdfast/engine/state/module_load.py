@@ -20,7 +20,7 @@ from holdfast.engine.state.leaves import Collected, Saved, Slot
 from holdfast.engine.state.modules import EXTRA_STATE, ModuleState, is_live, named_modules, storages_of, unwrapped
 from holdfast.engine.state.own_methods import Scope
 from holdfast.engine.state.tensors import entries_of
-from holdfast.engine.state.trees import copied
+from holdfast.engine.state.trees import bare_tensors, copied
 from holdfast.errors import HoldfastError, Mismatch, Unsupported
 from holdfast.ondisk import names
 
@@ -35,7 +35,7 @@ def collect(path: str, module: nn.Module, state: ModuleState, saved: Saved, rank
         if not any(fqn.startswith(scope.prefix) for scope in scopes) and not _is_extra(fqn):
             one.in_place(fqn, value)
     for scope in scopes:
-        one.scope(scope)
+        one.scope(scope, state.leaves)
     one.extra_states(module, [scope.prefix for scope in scopes], state.leaves)
     for prefix, call in own_methods.hooks_after(module, scopes):
         if any(saved.asked(names.child(path, fqn)) for fqn in _under(state, prefix)):
@@ -88,17 +88,23 @@ class _Loading:
         for entry in entries_of(names.child(self.path, fqn), tensor, self.ranks):
             self.into.add(entry)
 
-    def scope(self, scope: Scope) -> None:
-        """Hand all that was saved below a prefix to the methods of the submodule there."""
-        present = own_methods.state_of(scope)
+    def scope(self, scope: Scope, leaves: Mapping[str, Any]) -> None:
+        """Hand all that was saved below a prefix to the methods of the submodule there.
+
+        Its present state is that among the ``leaves`` of the whole module: what a ``state_dict`` of its own adds or
+        leaves out does not always reach its parent.
+        """
+        present = {k.removeprefix(scope.prefix): v for k, v in leaves.items() if k.startswith(scope.prefix)}
         again = own_methods.state_of(scope)  # while the first lives: what is the same memory twice is no copy
         stored = self._stored(scope.prefix)
         taken = [key for key in dict.fromkeys([*stored, *present]) if own_methods.takes(scope, key)]
+        if not stored and not present:
+            return
         for key, value in present.items():
             if key not in taken:
                 self._left_over(scope, key, value, again.get(key))
         at = {key: names.child(self.path, scope.prefix + key) for key in taken}
-        present_by_name = {at[key]: value for key, value in present.items() if key in at}
+        present_by_name = dict(t for key, value in present.items() if key in at for t in bare_tensors(at[key], value))
         maker = Maker(self.saved, self.ranks, present=present_by_name)
         expects = {
             entry.name: (entry.dtype, None if own_methods.may_resize(scope, key) else entry.shape)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -129,14 +130,23 @@ def load(scope: Scope, path: str, state: Mapping[str, Any]) -> None:
     actual = {plain_fqn(key): key for key in present}
     handed: OrderedDict[str, Any] = OrderedDict((actual.get(key, key), value) for key, value in state.items())
     handed._metadata = getattr(present, "_metadata", {})  # type: ignore[attr-defined]
-    own = cast(Any, scope.module).load_state_dict if scope.root else None
-    result = own(handed, strict=False) if own is not None else nn.Module.load_state_dict(scope.module, handed, False)
+    if not scope.root:
+        result: Any = nn.Module.load_state_dict(scope.module, handed, False)
+    elif _takes_strict(scope.module.load_state_dict):
+        result = scope.module.load_state_dict(handed, strict=False)
+    else:
+        result = scope.module.load_state_dict(handed)
     left = list(getattr(result, "unexpected_keys", ()))
     if left:
         raise Mismatch(
             f"{path}: {type(scope.module).__qualname__} did not take back {', '.join(sorted(left)[:5])} of its own "
             "state dict: give it a _load_from_state_dict or a load hook that does"
         )
+
+
+def _takes_strict(method: Callable[..., Any]) -> bool:
+    kinds = inspect.signature(method).parameters.values()
+    return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in kinds)
 
 
 def _has_a_say(module: nn.Module, *, root: bool) -> bool:

@@ -6,7 +6,7 @@ The walk calls it for the containers of a state and for the state dicts of objec
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,16 @@ def only_values(node: Any) -> bool:
         return not (is_tensor_leaf(node) or isinstance(node, (PerRank, RNG, nn.Module, Optimizer)) or is_stateful(node))
     inside = containers.children(node)
     return set(map(type, inside)) <= values.SINGLE or all(map(only_values, inside))
+
+
+def bare_tensors(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Every tensor that lies in the containers of a state, with its path: an optimizer may have it as a parameter."""
+    if is_tensor_leaf(node):
+        yield path, node
+    elif is_container(node):
+        for key, value in items_of(node):
+            if type(value) not in values.SINGLE and (is_tensor_leaf(value) or is_container(value)):
+                yield from bare_tensors(names.child(path, str(key)), value)
 
 
 def note_container(

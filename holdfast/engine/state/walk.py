@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import module_load, modules, optimizers, own_optimizers, trees
 from holdfast.engine.state.fresh import Maker
 from holdfast.engine.state.in_place import Filling
+from holdfast.engine.state.kinds import is_dtensor
 from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
 from holdfast.engine.state.own_methods import has_a_say_in_saving
 from holdfast.engine.state.parameters import Known, entries_beside, names_of_parameters
@@ -24,9 +25,12 @@ from holdfast.engine.state.recall import Recall, so_far
 from holdfast.engine.state.rules import rule_of
 from holdfast.engine.state.structure import kinds_of
 from holdfast.engine.state.tensors import dtype_name, entries_of, is_tensor_leaf
-from holdfast.engine.state.trees import is_container
+from holdfast.engine.state.trees import bare_tensors
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names, values
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def collect(
@@ -68,16 +72,6 @@ def modules_of(path: str, node: Any, saved: Saved | None = None) -> Iterator[tup
                     yield from modules_of(names.child(path, str(i)), value, saved)
 
 
-def bare_tensors(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Every tensor that lies in the containers of a state, with its path: an optimizer may have it as a parameter."""
-    if is_tensor_leaf(node):
-        yield path, node
-    elif is_container(node):
-        for key, value in trees.items_of(node):
-            if type(value) not in values.SINGLE and (is_tensor_leaf(value) or is_container(value)):
-                yield from bare_tensors(names.child(path, str(key)), value)
-
-
 def parameter_names(state: Mapping[str, Any], saved: Saved | None = None) -> Known:
     """What each parameter is called that the modules of a state have, or that lies in the state as a tensor."""
     return names_of_parameters(list(modules_of("", state, saved)), bare_tensors("", state))
@@ -104,6 +98,13 @@ class _Walk:
     def owners(self) -> list[tuple[str, nn.Module]]:
         """The modules of the state by path."""
         return list(modules_of("", self.state, self.saved))
+
+    @cached_property
+    def on_mesh(self) -> DTensor | None:
+        """One of the DTensors of the state, if they all lie on one mesh."""
+        tensors = [t for _, module in self.owners for t in module.parameters()]
+        found = [t for t in (*tensors, *(t for _, t in bare_tensors("", self.state))) if is_dtensor(t)]
+        return found[0] if found and all(t.device_mesh == found[0].device_mesh for t in found) else None
 
     def node(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
         """One leaf, object or container at ``path``; ``put`` stores a new value in its place."""
@@ -232,20 +233,29 @@ class _Walk:
         counts = [len(group["params"]) for group in node.param_groups]
         rest = iter(fqns)
         live = [[next(rest) for _ in range(count)] for count in counts]
-        maker = Maker(self.saved, self.ranks, parameter_of=parameter_of)
+        maker = Maker(self.saved, self.ranks, parameter_of=parameter_of, on_mesh=lambda: self.on_mesh)
         put = partial(_load_numbered, path, node, live)
         self.into.slots.append(
-            Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=partial(_undoing, node))
+            Slot(
+                path,
+                put,
+                whole=True,
+                make=maker.make,
+                assemble=maker.assemble,
+                undoing=partial(_undoing, node),
+                present=partial(_present, path, node, fqns),
+            )
         )
 
     def stateful(self, path: str, node: Any) -> None:
         if self.saved is None:
             trees.add_tree(path, node.state_dict(), self.into, self.noted, owned=False)
             return
-        present = dict(bare_tensors(path, node.state_dict()))
+        tensors = any(name in self.saved.tensors for name in self.saved.below(path))
+        present = dict(bare_tensors(path, _told(node))) if tensors else {}
         # An object may say that the tensors of its state dict are memory that it keeps, to be filled where they lie.
         in_place = bool(getattr(node, FILLED_IN_PLACE, False))
-        maker = Maker(self.saved, self.ranks, present=present, in_place=in_place)
+        maker = Maker(self.saved, self.ranks, present=present, in_place=in_place, on_mesh=lambda: self.on_mesh)
         put, undoing = node.load_state_dict, None if in_place else partial(_undoing, node)
         self.into.slots.append(Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=undoing))
 
@@ -276,9 +286,39 @@ class _Walk:
 
 
 def _undoing(node: Any) -> Callable[[], None]:
-    """What gives an object its present state back."""
-    present = trees.copied(node.state_dict())
+    """What gives an object its present state back, or raises what kept it from telling its state."""
+    try:
+        present = trees.copied(_told(node))
+    except Exception as error:  # noqa: BLE001 - it may have none before its first step
+        return partial(_raise, error)
     return lambda: node.load_state_dict(present)
+
+
+def _told(node: Any) -> Any:
+    """The state dict of an object that is about to be loaded, its attributes as they were before.
+
+    Loaders begin to iterate when they are asked, and some then pass by the state that they are given.
+    """
+    attributes = getattr(node, "__dict__", {})
+    before = dict(attributes)
+    try:
+        return node.state_dict()
+    finally:
+        if attributes.keys() != before.keys() or any(attributes[key] is not value for key, value in before.items()):
+            attributes.clear()
+            attributes.update(before)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _present(path: str, optimizer: Any, fqns: list[str]) -> dict[str, Any]:
+    """The tensors that an optimizer's own state dict has now, by name; none if it does not tell them."""
+    try:
+        return dict(bare_tensors(path, own_optimizers.named(optimizer.state_dict(), fqns)))
+    except Exception:  # noqa: BLE001 - it took its state, and this is asked for the report alone
+        return {}
 
 
 def _load_numbered(path: str, node: Any, live: list[list[str]], tree: Any) -> None:
