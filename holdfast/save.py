@@ -71,9 +71,10 @@ def save(
     rank and also the built-in error of its cause (OSError, TypeError, ValueError, TimeoutError); then nothing was
     committed, training may go on, and an older checkpoint at ``path`` is as it was.
     """
-    folder, step = patiently(location(path), deadline), step_of(state, step)
+    folder = patiently(location(path), deadline)
+    label, step = label or label_of(folder, step), step_of(state, step)
     ranks, began = ranks_of(group), monotonic()
-    with no_collection(), ranks.call(label or label_of(folder, step), deadline=deadline, saving=True) as call:
+    with no_collection(), ranks.call(label, deadline=deadline, saving=True) as call:
         save_in(
             call, state, folder, step=step, files=files or {}, overwrite=overwrite, run=run or RUN,
             previous=previous_of(base, deadline), degraded=degraded, compared=compared_by(check_replicas),
@@ -152,5 +153,5 @@ def step_of(state: Mapping[str, Any], step: int | None) -> int | None:
 
 
 def label_of(folder: Location, step: int | None) -> str:
-    """What a save is called in errors; all ranks of it say the same."""
-    return f"save {folder} (step {step})"
+    """What a save is called in errors; all ranks of it say the same, so ``step`` is the one that the caller gave."""
+    return f"save {folder}" if step is None else f"save {folder} (step {step})"

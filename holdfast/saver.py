@@ -166,14 +166,15 @@ class Saver:
         once its outcome is known. So ``saving = saver.save(state, path, base=saving)`` writes what changes.
         """
         self._check_open()
-        folder, step = patiently(location(path), self._deadline), step_of(state, step)
+        folder = patiently(location(path), self._deadline)
+        label, step = label or label_of(folder, step), step_of(state, step)
         rank = self._ranks.rank
         previous = previous_of(Previous(base.to_cite) if isinstance(base, Saving) else base, self._deadline)
         compared = compared_by(self._check_replicas if check_replicas is None else check_replicas)
         signed = self._sign if sign is None else signing(sign)
         earlier = self._wait_for_slot(folder, step)
         saving, taken = Saving(folder, step, base if isinstance(base, Saving) else None, rank), _Taken(self)
-        saving._label = label or label_of(folder, step)
+        saving._label = label
         # An interrupt may come at any line. Whatever this save has taken and told is seen to below, and the next one
         # finds all as it was.
         work: SaveWork | None = None

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import holdfast
+from holdfast import dcp
 from holdfast.engine import courier, storage
 from tests import pool
 
@@ -62,12 +64,45 @@ def test_dcp_1_ranks_save_different_objects_under_one_key(tmp_path: Path) -> Non
 
 
 def different_fields(path: str) -> None:
-    holdfast.save({"config": {f"field {_rank()}": 1}}, path)
+    state = {"config": {f"field {_rank()}": _rank()}, **({"step": 3, "list": [1, "a"]} if _rank() else {})}
+    for _ in range(2):  # the second time the ranks know each other's layouts
+        holdfast.save(state, path, overwrite=True)
+    into = {"config": {f"field {_rank()}": -1}, **({"step": 0, "list": [0, ""]} if _rank() else {})}
+    holdfast.load(path, into)
+    assert into["config"] == {"field 0": 0, "field 1": 1} and into.get("step") == (3 if _rank() else None)
 
 
-def test_dcp_1_fields_of_two_ranks_are_not_mixed(tmp_path: Path) -> None:
-    error = _same_on_all(pool.attempt(2, different_fields, str(tmp_path / "c")), "Mismatch")
-    assert "config/field 0" in error.text and "nothing on rank 1" in error.text
+def test_what_a_rank_lacks_contradicts_nobody(tmp_path: Path) -> None:
+    pool.run(2, different_fields, str(tmp_path / "c"))
+    assert holdfast.open(tmp_path / "c").values["list"] == [1, "a"]
+
+
+def different_lengths(path: str) -> None:
+    holdfast.save({"config": {"list": [{"a": 1}, {"a": 2}, 3][: 2 + _rank()]}}, path)
+
+
+def test_a_list_is_as_long_on_every_rank(tmp_path: Path) -> None:
+    error = _same_on_all(pool.attempt(2, different_lengths, str(tmp_path / "c")), "Mismatch")
+    assert "config/list differs between ranks: 2 values on rank 0, 3 on rank 1" in error.text
+
+
+def first_rank_alone(path: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    assert bool(weights) == (_rank() == 0)
+    dcp.save({"model": weights, "optim": moments}, checkpoint_id=path)
+
+
+def test_a_state_that_the_first_rank_has_alone(tmp_path: Path) -> None:
+    """What torch's full_state_dict leaves on the others is an empty dict."""
+    pool.run(2, first_rank_alone, str(tmp_path / "c"))
+    state = holdfast.open(tmp_path / "c").state_dict()
+    assert set(state["model"]) == {"weight", "bias"} and state["optim"]["param_groups"][0]["lr"] == 0.001
+    assert set(state["optim"]["state"]["weight"]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def fill_disk(path: str, unreserved: bool) -> None:

@@ -50,7 +50,7 @@ def save(
     state = state_to_save(state_dict)
     step = step_of(state, None)
     ranks = Ranks(0, 1) if no_dist else ranks_of(process_group)
-    with no_collection(), ranks.call(label_of(folder, step), saving=True) as call:
+    with no_collection(), ranks.call(label_of(folder, None), saving=True) as call:
         save_in(call, state, folder, step=step, files={}, overwrite=overwrite, run=RUN)
     return Description(Checkpoint(folder))
 
@@ -147,7 +147,7 @@ def _save_alone(state: Any, to: Destination) -> Future[Any]:
 
     def run() -> None:
         try:
-            with ring, ranks.call(label_of(to.folder, step), deadline=DEADLINE, saving=True) as call:
+            with ring, ranks.call(label_of(to.folder, None), deadline=DEADLINE, saving=True) as call:
                 work.plan(call)
                 work.settle(call)
             future.set_result(Description(Checkpoint(to.folder)))

@@ -134,10 +134,19 @@ class _News(msgspec.Struct, array_like=True):
 
 
 class _Told(msgspec.Struct, array_like=True):
+    """What a rank that was asked tells of its state."""
+
     layout: Layout | None = None
     values: dict[str, Any] | None = None
     owned: OwnedValues | None = None
     plain: dict[str, str] | None = None
+
+
+class _Joined(msgspec.Struct, array_like=True):
+    """What the first rank makes of it: layouts that are new, and the values of all ranks, where ranks differ."""
+
+    layouts: list[Layout]
+    values: dict[str, Any] | None = None
 
 
 _Owned = tuple[bytes, tuple[tuple[bytes, int], ...]]
@@ -203,13 +212,15 @@ class _Agreeing:
             seats = seats or (news.layouts, news.layout_of)
             if news.tells:
                 layouts, layout_of = seats
-                told = self.call.exchange(
+                joined = self.call.exchange(
                     "layout",
                     lambda: self._tell(news),
                     lambda notes: self._join(layouts, layout_of, notes),
-                    list[Layout],
+                    _Joined,
                 )
-                memory.layouts.update((_digest(layout), layout) for layout in told)
+                memory.layouts.update((_digest(layout), layout) for layout in joined.layouts)
+                if joined.values is not None:  # any rank may have to commit, and some lack values that others have
+                    self.collected.values = joined.values
         if seats is None or not memory.layouts.keys() >= set(seats[0]):
             raise HoldfastError("a plan is to be followed that this rank does not know; this is a fault of holdfast")
         memory.seats[decision.plan] = seats
@@ -276,18 +287,17 @@ class _Agreeing:
             self.plain if rank in news.tell_plain else None,
         )
 
-    def _join(self, layouts: list[bytes], layout_of: list[int], notes: list[_Told]) -> list[Layout]:
-        told_values = [(rank, note.values) for rank, note in enumerate(notes) if note.values is not None]
-        if told_values:
-            join_values(told_values)
-        join_sums([(rank, note.plain) for rank, note in enumerate(notes) if note.plain is not None])
+    def _join(self, layouts: list[bytes], layout_of: list[int], notes: list[_Told]) -> _Joined:
         told = [note.layout for note in notes if note.layout is not None]
         known = {**_memory_of(self.call.ranks).layouts, **{_digest(layout): layout for layout in told}}
+        values = [(r, known[layouts[layout_of[r]]], n.values) for r, n in enumerate(notes) if n.values is not None]
+        joined = join_values(values) if values else None
+        join_sums([(rank, note.plain) for rank, note in enumerate(notes) if note.plain is not None])
         owned = [(r, layout_of[r], n.owned) for r, n in enumerate(notes) if n.owned is not None]
         if owned:
             self.joined = join_owned([known[d] for d in layouts], owned)
             _memory_of(self.call.ranks).joined = self.owned, self.joined
-        return told
+        return _Joined(told, joined)
 
 
 def _digest(message: object) -> bytes:

@@ -5,7 +5,7 @@ Made from `Collected`, told once for each distinct one, joined by the plan. Pure
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from holdfast.engine.spread import Spread
 from holdfast.engine.state import Collected
 from holdfast.errors import Mismatch
 from holdfast.ondisk.blocks import digest
-from holdfast.ondisk.containers import Note
+from holdfast.ondisk.containers import SEQUENCES, Note
 from holdfast.ondisk.packing import unpacked
 from holdfast.ondisk.values import JSON, version_of_tree
 
@@ -101,18 +101,47 @@ def owned_values(state: Collected) -> OwnedValues:
     return OwnedValues(dict(state.owned), settings)
 
 
-def join_values(told: Sequence[tuple[int, dict[str, JSON]]]) -> None:
-    """Raise Mismatch for the first value that two ranks have differently. ``told`` = (rank, values of it)."""
-    first_rank, first = told[0]
-    for rank, other in told[1:]:
-        for path in [*first, *(p for p in other if p not in first)]:
-            if path not in first or path not in other or first[path] != other[path]:
-                at, one, two = _first_difference(first.get(path, _NOTHING), other.get(path, _NOTHING))
+def join_values(told: Sequence[tuple[int, Layout, dict[str, JSON]]]) -> dict[str, JSON]:
+    """The values of all ranks; ``told`` = (rank, its layout, its values). A rank may lack values that another has.
+
+    Raises Mismatch for the first value that two ranks have differently, or a list that is longer on one of them.
+    """
+    values: dict[str, JSON] = {}
+    source: dict[str, int] = {}
+    lists: dict[str, tuple[int, int]] = {}
+    for rank, layout, own in told:
+        for path, value in own.items():
+            if values.setdefault(path, value) != value:
+                at, one, two = _first_difference(values[path], value)
                 raise Mismatch(
-                    f"{path}{at} differs between ranks: {_shown(one)} on rank {first_rank}, "
-                    f"{_shown(two)} on rank {rank}. Wrap it as holdfast.PerRank(…) if every rank has its own, "
-                    "else make the ranks agree"
+                    f"{path}{at} differs between ranks: {_shown(one)} on rank {source[path]}, "
+                    f"{_shown(two)} on rank {rank}. {_PER_RANK}"
                 )
+            source.setdefault(path, rank)
+        for path, length in _lengths(layout, own).items():
+            other, first = lists.setdefault(path, (rank, length))
+            if length != first:
+                raise Mismatch(
+                    f"{path} differs between ranks: {first} values on rank {other}, {length} on rank {rank}. "
+                    + _PER_RANK
+                )
+    return values
+
+
+_PER_RANK = "Wrap it as holdfast.PerRank(…) if every rank has its own, else make the ranks agree"
+
+
+def _lengths(layout: Layout, values: Iterable[str]) -> dict[str, int]:
+    """How many children with values each list, tuple or deque of a rank has."""
+    kinds = {path: note if isinstance(note, str) else note.kind for path, note in layout.containers.items()}
+    found: dict[str, set[str]] = {path: set() for path, kind in kinds.items() if kind in SEQUENCES}
+    for path in values if found else ():
+        above, _, key = path.rpartition("/")
+        while above:
+            if above in found:
+                found[above].add(key)
+            above, _, key = above.rpartition("/")
+    return {path: len(keys) for path, keys in found.items()}
 
 
 _NOTHING = object()
@@ -120,7 +149,7 @@ _NOTHING = object()
 
 def _first_difference(one: Any, two: Any) -> tuple[str, Any, Any]:
     """Where in two long lists the first different elements are, and what they are; else the values themselves."""
-    one, two = (value if value is _NOTHING else unpacked(value) for value in (one, two))
+    one, two = unpacked(one), unpacked(two)
     if isinstance(one, list) and isinstance(two, list):
         for at in range(max(len(one), len(two))):
             ends = [values[at] if at < len(values) else _NOTHING for values in (one, two)]
@@ -169,18 +198,9 @@ def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedVa
     A group of one rank joins that of another if their settings are equal, in order; so pipeline stages, each with
     its own parameters, make one list of groups. Raises Mismatch where one path has two values.
     """
-    values: dict[str, JSON] = {}
-    source: dict[str, int] = {}
+    values = join_values([(rank, layouts[layout], owned.values) for rank, layout, owned in told])
     groups: dict[str, JoinedGroups] = {}
     for rank, layout, owned in told:
-        for path, value in owned.values.items():
-            if path in values and values[path] != value:
-                raise Mismatch(
-                    f"{path} differs between ranks: {_shown(values[path])} on rank {source[path]}, "
-                    f"{_shown(value)} on rank {rank}; make the ranks agree"
-                )
-            values.setdefault(path, value)
-            source.setdefault(path, rank)
         for path, settings in owned.group_settings.items():
             joined = groups.setdefault(path, JoinedGroups([], []))
             used: set[int] = set()

@@ -226,6 +226,7 @@ def _join_aliases(layouts: Sequence[Layout], told: dict[str, list[tuple[int, Ten
 
 
 def _join_containers(layouts: Sequence[Layout], members: Sequence[Sequence[int]]) -> dict[str, Note]:
+    """The notes of all ranks. A rank may have an empty dict where others have more."""
     joined: dict[str, Note] = {}
     source: dict[str, int] = {}
     for layout, ranks in zip(layouts, members, strict=True):
