@@ -59,12 +59,8 @@ def judge_load(
     error = attempt(lambda: holdfast.load(path, ours.state, deadline=DEADLINE))
     if error is not None:
         verdict, text = refusal(error, ours, twin)
-        if (
-            verdict == "wrong"
-            and torch_failed.startswith("torch's own load raises")
-            and isinstance(error, holdfast.Mismatch)
-        ):
-            verdict = "torch"  # by then, as after torch's own load, tensors are filled
+        if torch_failed.startswith("torch's own load raises") and isinstance(error, holdfast.HoldfastError):
+            verdict = "torch"  # nothing to compare with; by then, as after torch's own load, tensors may be filled
         tell(column, verdict, text + (f" ({torch_failed})" if torch_failed else ""))
         return
     loaded = holdfast.load(path, twin.state, deadline=DEADLINE)

@@ -36,7 +36,7 @@ run is never interrupted. Outputs, parameters, buffers and states are compared. 
 | right | it goes on as after torch's own load, bit for bit, or as the uninterrupted run where torch's own does not |
 | refused | `holdfast.save` or `holdfast.load` raised a `HoldfastError` that names the leaf, and nothing had changed |
 | **wrong** | other numbers, another exception, a refusal after a change, a false name in `Loaded.restored` |
-| not by torch | it does not train like this, or its state cannot be had like this, with torch alone |
+| not by torch | with torch alone it does not train like this, or its state is not had or loaded like this |
 | – | there is nothing to be sharded |
 
 | column | what it is |
