@@ -192,7 +192,7 @@ def _refuse_others(target: Location, own: Manifest, there: list[str]) -> None:
     named = {file.path for file in own.data_files} | {path for path, _, _ in own.attachments}
     strays = [path for path in there if path not in named]
     leavings = [path for path in strays if is_leaving(path)]
-    foreign = [path for path in strays if not is_leaving(path) and not (leavings and goes_along(path))]
+    foreign = [path for path in strays if not is_leaving(path) and not (leavings and goes_along(target, path))]
     if foreign:
         raise taken(f"{target} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
     if isinstance(target, Path) and storage.living(target, leavings):

@@ -29,7 +29,7 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
 from holdfast.keys import Key, Signer, signer
-from holdfast.ondisk.manifest import FORMAT
+from holdfast.ondisk.manifest import FORMAT, Manifest
 from holdfast.patterns import Patterns, matcher
 
 RUN = secrets.token_hex(8)
@@ -87,6 +87,7 @@ def save_in(
     call: Call, state: Mapping[str, Any], folder: Location, *, step: int | None, files: Attached, overwrite: bool,
     run: str, previous: Previous | None = None, degraded: bool = False,
     compared: Callable[[str], bool] | None = None, sign: Callable[[], Signer] | None = None,
+    committed: Callable[[Location, Manifest], None] | None = None,
 ) -> None:  # fmt: skip
     """All of a save, within a call of the ranks that is under way."""
     rank = call.ranks.rank
@@ -96,7 +97,7 @@ def save_in(
     ):
         order = Order(
             call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded,
-            compared=compared, sign=sign,
+            compared=compared, sign=sign, committed=committed,
         )  # fmt: skip
         work = SaveWork(order)
         work.gather(state, files)

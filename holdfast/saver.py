@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from logging import DEBUG, WARNING
@@ -39,6 +39,7 @@ from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import BACKGROUND, log
 from holdfast.keys import Key
 from holdfast.ondisk import names
+from holdfast.ondisk.manifest import Manifest
 from holdfast.patterns import Patterns
 from holdfast.save import RUN, Base, compared_by, label_of, previous_of, signing, step_of
 from holdfast.saving import Saving
@@ -88,6 +89,7 @@ class Saver:
             raise ValueError(f"memory_limit={memory_limit} must be at least {2 * slots * WINDOW}: two windows a slot")
         self._kind, self._busy, self._deadline, self._degraded = worker, busy, deadline, degraded
         self._check_replicas, self._sign = check_replicas, signing(sign)
+        self._committed: Callable[[Location, Manifest], None] | None = None  # for whoever builds on it
         self._limit = None if memory_limit is None else memory_limit // slots // WINDOW * WINDOW
         main = ranks_of(group)
         # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
@@ -184,7 +186,7 @@ class Saver:
             order = Order(
                 self._ranks, folder, step, overwrite, run or RUN, taken, name=BACKGROUND, leaves_part=True,
                 busy=earlier is not None or not taken.claim(), recall=self._recall, previous=previous,
-                degraded=self._degraded, compared=compared, sign=signed,
+                degraded=self._degraded, compared=compared, sign=signed, committed=self._committed,
             )  # fmt: skip
             work = SaveWork(order)
             held: list[Held] = []

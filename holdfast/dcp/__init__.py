@@ -1,7 +1,7 @@
 """Drop-in for `torch.distributed.checkpoint`: its signatures over holdfast's format, and its storage interfaces.
 
 Programs change one line, `import torch.distributed.checkpoint as dcp` to `import holdfast.dcp as dcp`; programs that
-need torch's own engine give it `Writer` and `Reader`. Never writes a pickle.
+need torch's own engine give it `Writer` and `Reader`. Never reads a pickle.
 """
 
 from torch.distributed.checkpoint import (

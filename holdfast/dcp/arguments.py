@@ -6,10 +6,11 @@ Called first by `save`, `async_save` and `load`. Refuses before anything is done
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
 
 from holdfast.dcp.reader import Reader
@@ -19,6 +20,13 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
 
+_TORCH = "torch.distributed.checkpoint"
+_WRITERS = (f"{_TORCH}.filesystem.FileSystemWriter", f"{_TORCH}._fsspec_filesystem.FsspecWriter")
+_READERS = (f"{_TORCH}.filesystem.FileSystemReader", f"{_TORCH}._fsspec_filesystem.FsspecReader")
+"""By name: torch's fsspec module is imported by programs that have fsspec."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 PathLike = str | os.PathLike[str] | Place
 
 
@@ -36,25 +44,57 @@ class Origin(NamedTuple):
     verify: Verify
 
 
-def destination(checkpoint_id: PathLike | None, storage_writer: Any, planner: Any) -> Destination:
-    """Raises Unsupported for a planner or storage writer of the caller's own."""
-    if planner is not None and type(planner) is not DefaultSavePlanner:
-        raise _refused("planner", planner, "save", "storage_writer=holdfast.dcp.Writer(path)")
-    if storage_writer is not None and type(storage_writer) is not Writer:
+def destination(checkpoint_id: PathLike | None, storage_writer: Any) -> Destination:
+    """Of torch's own writers the path and ``overwrite`` are taken; the rest says how torch would write there.
+
+    Raises Unsupported for a storage writer of the caller's own, and for one that transforms what it writes.
+    """
+    if storage_writer is not None and _kind(storage_writer) not in (*_WRITERS, _kind_of(Writer)):
         raise _refused("storage_writer", storage_writer, "save", "storage_writer=holdfast.dcp.Writer(path)")
-    overwrite = storage_writer is None or storage_writer.overwrite
+    if getattr(getattr(storage_writer, "transforms", None), "extensions", None):
+        raise Unsupported(
+            "storage_writer= has extensions that transform what it writes, which holdfast.dcp.save does not: give "
+            "checkpoint_id=path instead"
+        )
+    overwrite = storage_writer is None or bool(storage_writer.overwrite)
     return Destination(_given(checkpoint_id, storage_writer, "storage_writer"), overwrite)
 
 
-def origin(checkpoint_id: PathLike | None, storage_reader: Any, planner: Any) -> Origin:
-    """Raises Unsupported for a planner or storage reader of the caller's own."""
-    if planner is not None and type(planner) is not DefaultLoadPlanner:
-        raise _refused("planner", planner, "load", "storage_reader=holdfast.dcp.Reader(path)")
-    # torch's own reader says no more than a path, and what lies there is read as any other checkpoint.
-    if storage_reader is not None and type(storage_reader) not in (Reader, FileSystemReader):
+def origin(checkpoint_id: PathLike | None, storage_reader: Any) -> Origin:
+    """Of torch's own readers the path is taken, and what lies there is read as any other checkpoint.
+
+    Raises Unsupported for a storage reader of the caller's own.
+    """
+    if storage_reader is not None and _kind(storage_reader) not in (*_READERS, _kind_of(Reader)):
         raise _refused("storage_reader", storage_reader, "load", "storage_reader=holdfast.dcp.Reader(path)")
     verify = storage_reader.verify if isinstance(storage_reader, Reader) else True
     return Origin(_given(checkpoint_id, storage_reader, "storage_reader"), verify)
+
+
+def by_position(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Take the storage writer or reader ``name`` after the state dict too, as torch's older signatures have it."""
+
+    def take(call: Callable[P, T]) -> Callable[P, T]:
+        @wraps(call)
+        def called(*args: P.args, **options: P.kwargs) -> T:
+            if len(args) == 2:
+                if options.get(name) is not None:
+                    raise TypeError(f"{name} is given twice, by position and by name")
+                options[name] = args[1]
+                return call(args[0], **options)  # type: ignore[arg-type]
+            return call(*args, **options)
+
+        return called
+
+    return take
+
+
+def plans_itself(planner: Any) -> bool:
+    """Whether a planner is the caller's own, or one of torch's that plans otherwise than its default ones.
+
+    Those go with torch's engine. The arguments of the default ones change nothing but the keys of torch's own files.
+    """
+    return planner is not None and type(planner) not in (DefaultSavePlanner, DefaultLoadPlanner)
 
 
 def keeps_missing(planner: Any) -> bool:
@@ -80,15 +120,22 @@ def _given(checkpoint_id: PathLike | None, storage: Any, name: str) -> Location:
     return location(storage.path if checkpoint_id is None else checkpoint_id)
 
 
+def _kind(value: object) -> str:
+    return _kind_of(type(value))
+
+
+def _kind_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _refused(argument: str, value: object, call: str, instead: str) -> Unsupported:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    refused = f"{argument}={kind} cannot be honoured by holdfast.dcp.{call}"
+    refused = f"{argument}={_kind(value)} cannot be honoured by holdfast.dcp.{call}"
     if argument.startswith("storage"):
         return Unsupported(
             f"{refused}, which knows one format: give checkpoint_id=path instead; or give torch's engine that format, "
             f"as torch.distributed.checkpoint.{call}(…, {instead})"
         )
     return Unsupported(
-        f"{refused}, which plans and stages by itself: leave it out; or keep it with torch's engine over holdfast's "
-        f"format, as torch.distributed.checkpoint.{call}(…, {argument}=…, {instead})"
+        f"{refused}, which stages by itself: leave it out; or keep it with torch's engine over holdfast's format, as "
+        f"torch.distributed.checkpoint.{call}(…, {argument}=…, {instead})"
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from uuid import NAMESPACE_URL, uuid5
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
@@ -28,6 +29,9 @@ from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import TensorRecord
+
+VERSION = "1.0.0"
+"""Of torch's metadata, as torch writes it since 2.9."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,11 @@ class Description(Metadata):
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self.storage_meta = StorageMeta(checkpoint_id=as_torch_has_it(checkpoint.path))
+
+    @cached_property
+    def storage_meta(self) -> StorageMeta:  # type: ignore[override]
+        """The path, and the save's id."""
+        return storage_meta(self._checkpoint)
 
     @cached_property
     def _described(self) -> Metadata:
@@ -67,6 +75,11 @@ class Description(Metadata):
     def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
         """What is known of each flattened key."""
         return self._described.state_dict_metadata
+
+    @property
+    def version(self) -> str | None:  # type: ignore[override]
+        """Of torch's metadata."""
+        return self._described.version
 
     @property
     def planner_data(self) -> Any:
@@ -108,7 +121,16 @@ def describe(checkpoint: Checkpoint) -> Described:
 
     tree = nest(leaves, checkpoint.manifest.containers)
     traverse_state_dict(tree, visit, lambda node: isinstance(node, Tensor))
-    return Described(Metadata(known, planner_data=paths), found)
+    return Described(Metadata(known, planner_data=paths, version=VERSION), found)
+
+
+def storage_meta(checkpoint: Checkpoint) -> StorageMeta:
+    """The path and the save's id, which torch has as a UUID; the same on every rank."""
+    save = checkpoint.manifest.save
+    return StorageMeta(
+        checkpoint_id=as_torch_has_it(checkpoint.path),
+        save_id=str(uuid5(NAMESPACE_URL, f"holdfast:{save}")) if save else None,
+    )
 
 
 def value_at(checkpoint: Checkpoint, node: Any) -> Any:

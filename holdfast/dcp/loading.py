@@ -10,12 +10,15 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast import events
-from holdfast.dcp.arguments import PathLike, keeps_missing, origin
+from holdfast.dcp.arguments import PathLike, by_position, keeps_missing, origin, plans_itself
+from holdfast.dcp.failures import as_torch_raises
 from holdfast.dcp.opening import open_by_key
+from holdfast.dcp.reader import Reader
 from holdfast.dcp.states import Target
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import Ranks, ranks_of
@@ -32,6 +35,7 @@ from holdfast.patterns import near
 _SHOWN = 100
 
 
+@by_position("storage_reader")
 def load(
     state_dict: dict[str, Any], *, checkpoint_id: PathLike | None = None, storage_reader: StorageReader | None = None,
     planner: LoadPlanner | None = None, process_group: dist.ProcessGroup | None = None, no_dist: bool = False,
@@ -43,15 +47,23 @@ def load(
     lacks is an error, unless ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Tensors of another dtype are
     cast, with a warning. ``no_dist=True``: this process alone, which meets no other rank.
 
-    Reads whatever `holdfast.load` reads. Raises holdfast's errors (Mismatch with every name that does not fit,
-    NotACheckpoint, Damaged, …), the same on every rank; Unsupported for a planner or reader of one's own.
+    Reads whatever `holdfast.load` reads. Of torch's own readers the path is taken. A planner of one's own goes with
+    torch's engine, over a `Reader`. Raises holdfast's errors (Mismatch with every name that does not fit,
+    NotACheckpoint, Damaged, …), the same on every rank, each also torch's CheckpointException; Unsupported for a
+    storage reader of one's own.
     """
-    path, verify = origin(checkpoint_id, storage_reader, planner)
+    path, verify = origin(checkpoint_id, storage_reader)
+    if plans_itself(planner):
+        state_dict_loader.load(
+            state_dict, storage_reader=Reader(path, verify=verify), planner=planner,
+            process_group=process_group, no_dist=no_dist,
+        )  # fmt: skip
+        return
     keep = keeps_missing(planner)
     group = ranks_of(process_group)  # where tensors lie is told by it, even if nobody is to be met
     meeting = Ranks(0, 1) if no_dist else group
     with (
-        events.span("load", path, meeting.rank, whole=True), no_collection(),
+        as_torch_raises(), events.span("load", path, meeting.rank, whole=True), no_collection(),
         meeting.call(f"load {path}") as call,
     ):  # fmt: skip
         found: list[tuple[Target, Match]] = []
@@ -143,8 +155,8 @@ def _judge(fits: list[_Fit]) -> Choice:
         text.append(f"{len(misfits)} differ:" + _listed(misfits))
     if missing:
         text.append(
-            f"{len(missing)} missing from the checkpoint (planner=DefaultLoadPlanner(allow_partial_load=True) leaves "
-            "them as they are):" + _listed(missing)
+            f"Missing key in checkpoint state_dict: {len(missing)} missing from the checkpoint "
+            "(planner=DefaultLoadPlanner(allow_partial_load=True) leaves them as they are):" + _listed(missing)
         )
     raise Mismatch("\n".join(text))
 

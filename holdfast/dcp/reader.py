@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 from typing import Any
+from uuid import uuid4
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast import events
 from holdfast.checkpoint import Checkpoint
-from holdfast.dcp.flattened import Described, Tensor, describe, value_at
+from holdfast.dcp.flattened import Described, Tensor, describe, storage_meta, value_at
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path, open_by_key
 from holdfast.dcp.states import like
 from holdfast.engine.ranges import Verify
@@ -66,10 +66,9 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         """The checkpoint in torch's words; nothing but the manifest is read."""
         self._opened = None
-        described = self._open()[1]
-        described.metadata.storage_meta = StorageMeta(
-            checkpoint_id=as_torch_has_it(self.path), load_id=secrets.token_hex(8)
-        )
+        checkpoint, described = self._open()
+        described.metadata.storage_meta = storage_meta(checkpoint)
+        described.metadata.storage_meta.load_id = str(uuid4())
         return described.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -17,9 +18,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.dcp.arguments import Destination, PathLike, destination, stages_later
+from holdfast.dcp.arguments import Destination, PathLike, by_position, destination, plans_itself, stages_later
+from holdfast.dcp.failures import as_torch_has_it, as_torch_raises
 from holdfast.dcp.flattened import Description
+from holdfast.dcp.hint import leave_hint
 from holdfast.dcp.states import has_optimizer, state_to_save
+from holdfast.dcp.writer import Writer
 from holdfast.engine.memory import no_collection
 from holdfast.engine.order import Order
 from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
@@ -32,6 +36,7 @@ from holdfast.saver import Saver
 from holdfast.saving import Saving
 
 
+@by_position("storage_writer")
 def save(
     state_dict: dict[str, Any], *, checkpoint_id: PathLike | None = None, storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None, process_group: dist.ProcessGroup | None = None, no_dist: bool = False,
@@ -41,20 +46,29 @@ def save(
 
     Called by all ranks of ``process_group``. A checkpoint that is there already is replaced, in one step. Returns once
     it is committed and durable, with torch's description of it. ``no_dist=True`` saves what this process has, alone.
-    ``use_collectives`` changes nothing: holdfast's ranks meet over the store in any case.
+    ``use_collectives`` changes nothing: holdfast's ranks meet over the store in any case. Of torch's own storage
+    writers the path is taken. A planner of one's own goes with torch's engine, over a `Writer`.
 
-    Raises SaveFailed, the same on every rank (see `holdfast.save`); Unsupported for a planner or storage writer of
-    one's own. A value that differs by rank is refused, where torch keeps one of them: wrap it as `holdfast.PerRank`.
+    Raises SaveFailed, the same on every rank (see `holdfast.save`), which is also torch's CheckpointException;
+    Unsupported for a storage writer of one's own. A value that differs by rank is refused, where torch keeps one of
+    them: wrap it as `holdfast.PerRank`.
     """
-    folder, overwrite = destination(checkpoint_id, storage_writer, planner)
+    folder, overwrite = destination(checkpoint_id, storage_writer)
+    if plans_itself(planner):
+        metadata: Metadata = state_dict_saver.save(
+            state_dict, storage_writer=Writer(folder, overwrite=overwrite), planner=planner,
+            process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
+        )  # fmt: skip
+        return metadata
     state = state_to_save(state_dict)
     step = step_of(state, None)
     ranks = Ranks(0, 1) if no_dist else ranks_of(process_group)
-    with no_collection(), ranks.call(label_of(folder, None), saving=True) as call:
-        save_in(call, state, folder, step=step, files={}, overwrite=overwrite, run=RUN)
+    with as_torch_raises(), no_collection(), ranks.call(label_of(folder, None), saving=True) as call:
+        save_in(call, state, folder, step=step, files={}, overwrite=overwrite, run=RUN, committed=leave_hint)
     return Description(Checkpoint(folder))
 
 
+@by_position("storage_writer")
 def async_save(
     state_dict: dict[str, Any], *, checkpoint_id: PathLike | None = None, storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None, process_group: dist.ProcessGroup | None = None,
@@ -70,7 +84,13 @@ def async_save(
 
     One save at a time: a second one waits for the first. Failures are those of `save`, raised by the future.
     """
-    to = destination(checkpoint_id, storage_writer, planner)
+    to = destination(checkpoint_id, storage_writer)
+    if plans_itself(planner):
+        return state_dict_saver.async_save(
+            state_dict, storage_writer=Writer(to.folder, overwrite=to.overwrite), planner=planner,
+            process_group=process_group, async_checkpointer_type=async_checkpointer_type, async_stager=async_stager,
+            no_dist=no_dist, use_collectives=use_collectives,
+        )  # fmt: skip
     overlapped = stages_later(async_stager)
     state = state_to_save(state_dict)
     if no_dist and dist.is_available() and dist.is_initialized():
@@ -79,7 +99,8 @@ def async_save(
     kind: Literal["process", "thread"] = (
         "process" if async_checkpointer_type is AsyncCheckpointerType.PROCESS else "thread"
     )
-    saving = _saver(process_group, kind).save(state, to.folder, overwrite=to.overwrite)
+    with as_torch_raises():
+        saving = _saver(process_group, kind).save(state, to.folder, overwrite=to.overwrite)
     saving.hear()  # the future is the one that tells
     upload = _upload(saving)
     if not has_optimizer(state):  # then `Saver.save` has copied everything before it returned
@@ -95,6 +116,7 @@ def _saver(group: dist.ProcessGroup | None, kind: Literal["process", "thread"]) 
     savers: dict[str, Saver] = ranks_of(group).remembered.setdefault("dcp", {})
     if kind not in savers:
         savers[kind] = Saver(worker=kind, group=group)
+        savers[kind]._committed = leave_hint
     return savers[kind]
 
 
@@ -104,7 +126,7 @@ def _upload(saving: Saving) -> Future[Any]:
 
     def tell(done: Saving) -> None:
         if done.failed is not None:
-            future.set_exception(done.failed)
+            future.set_exception(as_torch_has_it(done.failed))
         else:
             future.set_result(Description(Checkpoint(done.path)))
 
@@ -140,7 +162,7 @@ def _save_alone(state: Any, to: Destination) -> Future[Any]:
     A Saver would need all ranks to make it, and here only some may save.
     """
     ranks, step, ring = Ranks(0, 1), step_of(state, None), Ring()
-    work = SaveWork(Order(ranks, to.folder, step, to.overwrite, RUN, ring))
+    work = SaveWork(Order(ranks, to.folder, step, to.overwrite, RUN, ring, committed=leave_hint))
     work.gather(state, {}, lambda: _copy_aside(work.collected))
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
@@ -152,7 +174,7 @@ def _save_alone(state: Any, to: Destination) -> Future[Any]:
                 work.settle(call)
             future.set_result(Description(Checkpoint(to.folder)))
         except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever asks the future
-            future.set_exception(error)
+            future.set_exception(as_torch_has_it(error))
 
     threading.Thread(target=run, name="holdfast-save").start()
     return future

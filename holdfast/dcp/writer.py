@@ -10,6 +10,7 @@ import dataclasses
 import os
 import secrets
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -19,6 +20,8 @@ from torch.futures import Future
 
 from holdfast import events
 from holdfast.checkpoint import read_manifest
+from holdfast.dcp.flattened import VERSION
+from holdfast.dcp.hint import leave_hint
 from holdfast.dcp.items import Told, containers, gather, joined
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
 from holdfast.engine import folder, storage
@@ -62,6 +65,7 @@ class Writer(StorageWriter):
         super().__init__()
         self.path = location(path)
         self.overwrite = overwrite
+        self._save_id = str(uuid4())
         self._rank: int | None = None
         self._begun: _Begun | None = None
         self._replaces = False
@@ -77,14 +81,12 @@ class Writer(StorageWriter):
         return may_be_a_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        """The path, for torch's planners."""
-        return StorageMeta(
-            checkpoint_id=as_torch_has_it(self.path), save_id=None if self._begun is None else self._begun.save
-        )
+        """The path, and an id that changes with `reset`, as of torch's own writers."""
+        return StorageMeta(checkpoint_id=as_torch_has_it(self.path), save_id=self._save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go to another path if one is given."""
-        self._begun = None
+        self._begun, self._save_id = None, str(uuid4())
         if checkpoint_id is not None:
             self.path = location(checkpoint_id)
 
@@ -164,11 +166,13 @@ class Writer(StorageWriter):
             folder.withdraw([self.path / BEGUN, *(self.path / file.path for file in files)], self.path)
             raise
         commit(self.path, record, replaces=self._replaces)
+        leave_hint(self.path, record)
         try:
             storage.delete(self.path / BEGUN)
         except StorageError as error:
             events.log.warning("the checkpoint is committed, but a small file stays: %s", error)
         metadata.storage_meta = self.storage_meta()
+        metadata.version = VERSION
 
 
 def _write(images: list[Image], target: Location, save: str, rank: int) -> list[FileRecord]:

@@ -17,6 +17,11 @@ from holdfast.events import log
 from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
 
+HINT = ".metadata"
+HINT_BEGINS = b"\x80\x04\x8c\x2csaved by holdfast: load it with holdfast.dcp0"
+"""A file beside a checkpoint that tells programs of torch.distributed.checkpoint that there is one, and how it begins:
+a string for whoever unpickles it, which is dropped."""
+
 ASIDE = "manifest.json.damaged"
 """What `rescue` keeps a damaged manifest as: it stays as long as the checkpoint does."""
 
@@ -31,7 +36,7 @@ def prepare(folder: Location, *, overwrite: bool) -> None:
             raise taken(f"{folder} already holds a committed checkpoint")
         return
     ours = [f for f in found if is_leaving(f)]
-    foreign = [f for f in found if f not in ours and not (ours and goes_along(f)) and f != ASIDE]
+    foreign = [f for f in found if f not in ours and not (ours and goes_along(folder, f)) and f != ASIDE]
     if foreign:
         raise taken(f"{folder} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
     if storage.living(folder, [f for f in ours if datafile.save_of(f)]):
@@ -62,9 +67,17 @@ def is_leaving(path: str) -> bool:
     )
 
 
-def goes_along(path: str) -> bool:
+def goes_along(folder: Location, path: str) -> bool:
     """Whether a file that is no leaving goes with those that are: by its name alone nobody tells whose it is."""
-    return path.startswith("attachments/") or path == ASIDE
+    return path.startswith("attachments/") or path == ASIDE or (path == HINT and is_our_hint(folder))
+
+
+def is_our_hint(folder: Location) -> bool:
+    """Whether the `HINT` in a folder is one that holdfast wrote, and no file of torch's own."""
+    try:
+        return storage.read_start(folder / HINT, len(HINT_BEGINS))[0] == HINT_BEGINS
+    except FileNotFoundError:
+        return False
 
 
 def may_hold_leavings(files: Sequence[str]) -> bool:
@@ -189,6 +202,6 @@ def sweep_beside(path: Location, record: Manifest, cited: Callable[[Location], C
 
 
 def _delete_ours(path: Location, kept: Collection[str]) -> None:
-    ours = [f for f in storage.files_below(path) if is_leaving(f) or goes_along(f)]
+    ours = [f for f in storage.files_below(path) if is_leaving(f) or goes_along(path, f)]
     storage.delete(*(path / f for f in ours if f not in kept))
     storage.delete_empty_folders(path)

@@ -48,7 +48,8 @@ class Order:
     skip it. ``leaves_part``: the files are to outlive this process. ``still``: nothing of the state changes before the
     save has ended. ``recall`` spares a walk. What is as it was in ``previous`` is cited. With ``degraded`` (the first
     rank's counts) others write the share of ranks that are lost while they write. ``compared``: names whose replicas
-    are compared first. ``sign`` gives the first rank what signs; the others sum for it.
+    are compared first. ``sign`` gives the first rank what signs; the others sum for it. ``committed`` is called by the
+    rank that has committed, before the others hear of it.
     """
 
     ranks: Ranks
@@ -66,6 +67,7 @@ class Order:
     degraded: bool = False
     compared: Callable[[str], bool] | None = None
     sign: Callable[[], Signing] | None = None
+    committed: Callable[[Location, Manifest], None] | None = None
 
     def check(self) -> None:
         """Raise Unsupported for what cannot be had together."""

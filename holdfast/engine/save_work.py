@@ -403,6 +403,8 @@ class SaveWork:
             signed = self._signed(record, notes)
             call.confirm()
             commit(order.place, record, replaces=self._replaces, signed=signed)
+            if order.committed is not None:
+                order.committed(order.place, record)
         order.reached("committed")
         return self.save_id
 

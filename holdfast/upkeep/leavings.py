@@ -168,7 +168,7 @@ def _step(folder: Location, cited: Callable[[], Collection[str]], citations: Cit
         save = finished(folder)
         if save is not None:
             return Spared(str(folder), f"all ranks had finished save {save}: holdfast rescue {folder} commits it")
-        if all(path in ours or goes_along(path) for path in sizes) and any(map(_is_of_save, ours)):
+        if all(path in ours or goes_along(folder, path) for path in sizes) and any(map(_is_of_save, ours)):
             ours = list(sizes)
     kept = cited()
     going = [path for path in ours if path not in kept]

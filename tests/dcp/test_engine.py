@@ -76,7 +76,7 @@ def _is(path: str | Path, value: float, rows: int = 5) -> None:
     saves = {file.path.split(".")[-2] for file in checkpoint.manifest.data_files}
     assert saves == {checkpoint.manifest.save}
     left = {p.relative_to(path).as_posix() for p in Path(path).rglob("*") if p.is_file()}
-    assert left == {"manifest.json", *(file.path for file in checkpoint.manifest.data_files)}
+    assert left == {"manifest.json", ".metadata", *(file.path for file in checkpoint.manifest.data_files)}
 
 
 # Plans
