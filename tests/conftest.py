@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests import pool
 from tests.servers.fixtures import (
     azurite,
     ceph,
@@ -53,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = {value for value in told.params.values() if isinstance(value, str)} if told else set()
         if FETCHED & {*getattr(item, "fixturenames", ()), *named}:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_ranks() -> Iterator[None]:
+    yield
+    pool.close_crowded()
 
 
 @pytest.fixture

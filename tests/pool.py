@@ -20,6 +20,9 @@ from typing import Any
 
 LIMIT = 120.0
 
+CROWDED = 40
+"""Process groups of one rank."""
+
 # A process that has imported what ranks need, and is forked for each of them: importing it costs each some 4 s.
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.meshes"])
@@ -56,11 +59,12 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+            result = getattr(importlib.import_module(module), name)(*args)
+            pipe.send((len(dist.distributed_c10d._world.pg_map), result))
         except BaseException as error:
             kinds = [k.__name__ for k in type(error).__mro__]
             fields = {k: getattr(error, k, None) for k in ("rank", "host", "phase", "file", "cause", "errno")}
-            pipe.send((False, RemoteError(rank, kinds, str(error), traceback.format_exc(), fields)))
+            pipe.send((0, RemoteError(rank, kinds, str(error), traceback.format_exc(), fields)))
 
 
 class Pool:
@@ -71,6 +75,7 @@ class Pool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.pipes, self.processes = [], []
+        self.groups = 1
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, world, port, theirs), daemon=True)
@@ -89,7 +94,9 @@ class Pool:
         if not pipe.poll(LIMIT):
             raise RankFailed(f"rank {rank} gave no answer within {LIMIT:g} s")
         try:
-            return pipe.recv()[1]
+            groups, result = pipe.recv()
+            self.groups = max(self.groups, groups)
+            return result
         except EOFError:
             return RemoteError(rank, ["Killed"], "the process is gone", "")
 
@@ -129,6 +136,17 @@ def close(world: int) -> None:
     pool = _pools.pop(world, None)
     if pool is not None:
         pool.close()
+
+
+def close_crowded() -> None:
+    """End the pools whose ranks have many process groups; for between tests.
+
+    Every mesh that a test makes leaves some behind, and gloo a thread for each pair of ranks in each: after hundreds of
+    them a rank has two thousand threads, and the machine time for little else.
+    """
+    for world, pool in list(_pools.items()):
+        if pool.groups > CROWDED:
+            close(world)
 
 
 @atexit.register

@@ -15,10 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests import pool
-from tests.any_state.trial import WORLDS, described, trial
-
-_FRESH = 20
-"""So many trials share their rank processes."""
+from tests.any_state.trial import described, trial
 
 
 def main() -> int:
@@ -39,9 +36,7 @@ def main() -> int:
         if verdict == "wrong":
             print(json.dumps({"trial": described(seed), "wrong": problems[:6]}), flush=True)
         seed += 1
-        if (seed - first) % _FRESH == 0:  # every mesh of a trial leaves process groups, and gloo a thread for each pair
-            for world in set(WORLDS.values()):
-                pool.close(world)
+        pool.close_crowded()
     shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps({"trials": seed - first, **counts}), flush=True)
     return 1 if counts["wrong"] else 0
