@@ -218,9 +218,9 @@ class CheckpointManager:
         """Tell that ``step`` steps are done; begins to save if it is time, and returns the save if it did.
 
         Does not wait for the save, but for the one before it if no slot is free. ``metric`` is what ``Keep(best=…)``
-        compares. ``due``, alike on all ranks, says that it is time, or is not, in place of ``every``. With ``overwrite``
-        the save replaces a step that is there. Raises SaveFailed for an earlier save that failed; training may go on,
-        and the steps before stay.
+        compares. ``due``, alike on all ranks, says that it is time, or is not, in place of ``every``. ``overwrite``
+        lets the save replace a step that is there. Raises SaveFailed for an earlier save that failed; training may go
+        on, and the steps before stay.
         """
         step = index(step)
         due = step % self.every == 0 if due is None else due

@@ -234,7 +234,9 @@ class CheckpointManager(BaseCheckpointManager):
         def choose() -> int:
             steps = Steps(root, NAME)
             steps.commit_late(SURVIVORS)
-            known = {steps.step_of(path.name) for path in steps.folders() if _is_torchs(path)} | steps.committed().keys()
+            known = {
+                steps.step_of(path.name) for path in steps.folders() if _is_torchs(path)
+            } | steps.committed().keys()
             if step == -1:
                 return max(known, default=-1)
             if step not in known:

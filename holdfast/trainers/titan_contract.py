@@ -13,52 +13,7 @@ from typing import Any, ClassVar, Literal
 from holdfast.events import log
 
 
-@dataclass(kw_only=True, slots=True)
-class BaseConfig:
-    """The fields of torchtitan's checkpoint configuration, with its defaults and its checks."""
-
-    _owner: ClassVar[type | None] = None
-
-    enable: bool = False
-    folder: str = "checkpoint"
-    interval: int = 500
-    initial_load_path: str | None = None
-    initial_load_model_only: bool = True
-    initial_load_in_hf: bool = False
-    initial_load_in_hf_quantized: bool = False
-    last_save_model_only: bool = True
-    last_save_in_hf: bool = False
-    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    keep_latest_k: int = 10
-    load_step: int = -1
-    exclude_from_loading: list[str] = field(default_factory=list)
-    enable_first_step_checkpoint: bool = False
-    create_seed_checkpoint: bool = False
-    load_only: bool = False
-
-    def __post_init__(self) -> None:
-        if self.initial_load_path:
-            self.initial_load_path = self.initial_load_path.strip()
-        fault = _fault(self)
-        if fault is not None:
-            raise ValueError(fault)
-        if self.load_only and self.enable_first_step_checkpoint:
-            log.warning("checkpoint.load_only is True; enable_first_step_checkpoint will be ignored.")
-        if self.initial_load_model_only and not self.initial_load_path:
-            log.debug("initial_load_model_only=True has no effect without an initial_load_path.")
-
-    def build(self, **arguments: Any) -> Any:
-        """Make the manager that this configuration belongs to. ``arguments`` are those of its constructor."""
-        if self._owner is None:
-            raise NotImplementedError(f"{type(self).__qualname__} belongs to no manager")
-        return self._owner(config=replace(self), **arguments)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as a plain dict."""
-        return asdict(self)
-
-
-def _fault(config: BaseConfig) -> str | None:
+def _fault(config: BaseCheckpointManager.Config) -> str | None:
     """What is wrong with the fields, in torchtitan's words; None if they fit together."""
     path, from_hf = config.initial_load_path, config.initial_load_in_hf
     excluded = config.exclude_from_loading
@@ -97,7 +52,49 @@ class BaseCheckpointManager:
     enable: bool
     save_future: Future[Any] | None
 
-    Config = BaseConfig
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """The fields of torchtitan's checkpoint configuration, with its defaults and its checks."""
+
+        _owner: ClassVar[type | None] = None
+
+        enable: bool = False
+        folder: str = "checkpoint"
+        interval: int = 500
+        initial_load_path: str | None = None
+        initial_load_model_only: bool = True
+        initial_load_in_hf: bool = False
+        initial_load_in_hf_quantized: bool = False
+        last_save_model_only: bool = True
+        last_save_in_hf: bool = False
+        export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+        keep_latest_k: int = 10
+        load_step: int = -1
+        exclude_from_loading: list[str] = field(default_factory=list)
+        enable_first_step_checkpoint: bool = False
+        create_seed_checkpoint: bool = False
+        load_only: bool = False
+
+        def __post_init__(self) -> None:
+            if self.initial_load_path:
+                self.initial_load_path = self.initial_load_path.strip()
+            fault = _fault(self)
+            if fault is not None:
+                raise ValueError(fault)
+            if self.load_only and self.enable_first_step_checkpoint:
+                log.warning("checkpoint.load_only is True; enable_first_step_checkpoint will be ignored.")
+            if self.initial_load_model_only and not self.initial_load_path:
+                log.debug("initial_load_model_only=True has no effect without an initial_load_path.")
+
+        def build(self, **arguments: Any) -> Any:
+            """Make the manager that this configuration belongs to. ``arguments`` are those of its constructor."""
+            if self._owner is None:
+                raise NotImplementedError(f"{type(self).__qualname__} belongs to no manager")
+            return self._owner(config=replace(self), **arguments)
+
+        def to_dict(self) -> dict[str, Any]:
+            """The fields as a plain dict."""
+            return asdict(self)
 
     def __init_subclass__(cls) -> None:
         if "Config" in vars(cls):

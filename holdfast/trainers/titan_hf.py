@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from holdfast.errors import Unsupported
 from holdfast.ondisk.manifest import FILE_NAME
@@ -22,7 +23,7 @@ from holdfast.ondisk.manifest import FILE_NAME
 def read(adapter: Any, model: Mapping[str, Any], path: str, *, quantized: bool) -> dict[str, Any]:
     """The model state of the Hugging Face folder ``path``, under the names that ``model`` has."""
     into = adapter.to_hf(dict(model))
-    torch_dcp.load(into, storage_reader=adapter.get_hf_storage_reader(path, quantized))
+    state_dict_loader.load(into, storage_reader=adapter.get_hf_storage_reader(path, quantized))
     loaded: dict[str, Any] = adapter.from_hf(into)
     return loaded
 
@@ -37,10 +38,10 @@ def write(adapter: Any, model: Mapping[str, Any], folder: str) -> None:
     _remove_checkpoint(folder)
     index = adapter.fqn_to_index_mapping
     sharded = os.path.join(folder, "sharded") if index else folder
-    writer = torch_dcp.HuggingFaceStorageWriter(
+    writer = HuggingFaceStorageWriter(
         path=sharded, save_distributed=True, fqn_to_index_mapping=index, enable_consolidation=not index
     )
-    torch_dcp.save(adapter.to_hf(dict(model)), storage_writer=writer)
+    state_dict_saver.save(adapter.to_hf(dict(model)), storage_writer=writer)
     if index:
         consolidate_safetensors_files_on_every_rank(
             input_dir=sharded, output_dir=folder, fqn_to_index_mapping=index, num_threads=5
