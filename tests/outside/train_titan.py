@@ -5,7 +5,8 @@
 steps, once its last save is done.
 
 torchtitan runs on accelerators: its device type is set to cpu here, its backend to gloo, modules of GPU kernels that it
-imports are empty, and `torch.distributed.set_timeout`, which torch 2.13 lacks, does nothing. Prints each step's loss.
+imports are empty, gradients are summed in the one way that gloo knows, and `torch.distributed.set_timeout`, which torch
+2.13 lacks, does nothing. Prints each step's loss.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from unittest import mock
 
 import torch
 import torch._inductor.runtime.triton_compat  # before there is something that it takes for triton
+from torch.distributed.fsdp import FSDPModule
 
 
 class Cpu(ModuleType):
@@ -51,6 +53,13 @@ def on_the_cpu() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[assignment]
     torch._utils._get_device_module = lambda kind: Cpu("cpu")  # type: ignore[assignment]
+    as_it_was = FSDPModule.set_gradient_divide_factor
+
+    def summed(self: FSDPModule, factor: float) -> None:
+        as_it_was(self, factor)
+        self.set_force_sum_reduction_for_comms(True)
+
+    FSDPModule.set_gradient_divide_factor = summed  # type: ignore[method-assign]
     if not hasattr(torch.distributed, "set_timeout"):
         torch.distributed.set_timeout = lambda *_: None  # type: ignore[attr-defined]
     for name in ("triton", "triton.language"):

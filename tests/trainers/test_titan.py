@@ -282,6 +282,8 @@ def test_a_step_that_torchtitan_saved_in_the_folder_is_gone_on_from(tmp_path: Pa
     assert run.manager.load(step=step)
     assert same(run.weights, theirs.weights) and run.counts == (8, 80, 800)
     assert container.count == 8000 and run.states["tokens"] == 8
+    run.train(2).manager.close()
+    assert (tmp_path / "checkpoint/step-8/.metadata").exists() and Run(tmp_path, 3).manager.load(step=10)
 
 
 class Adapter:
