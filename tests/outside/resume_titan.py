@@ -67,8 +67,8 @@ def rows(checkout: Path) -> list[Row]:
         folder = Path(made)
         whole = run(checkout, "holdfast", folder / "whole", f"steps={ALL}", KEPT)
         if whole.codes != [0, 0]:
-            return [Row("train to the end", False, whole.errors)]
-        found = [Row("train to the end", len(whole.losses) == ALL, "\n".join(whole.losses))]
+            return [Row("trains to the end", False, whole.errors)]
+        found = [Row("trains to the end", len(whole.losses) == ALL, "\n".join(whole.losses))]
         for first in ("holdfast", "torchtitan"):
             mode = "async_mode='async'" if first == "holdfast" else "async_mode='disabled'"
             killed = run(checkout, first, folder / first, f"steps={ALL}", f"die={DIES}", mode, KEPT)

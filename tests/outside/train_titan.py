@@ -75,7 +75,7 @@ from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.models import llama3  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.config_utils import decoder_vocab_size  # noqa: E402
@@ -169,7 +169,7 @@ def main(manager: str, folder: str, settings: dict[str, Any]) -> None:
         ),
         metrics=Printed.Config(log_freq=1),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        activation_checkpoint=None,
+        activation_checkpoint=None, debug=DebugConfig(seed=1),
         checkpoint=CheckpointManager.Config(enable=True, interval=2, **settings),
     )  # fmt: skip
     trainer = Dying(config)

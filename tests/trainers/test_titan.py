@@ -283,7 +283,8 @@ def test_a_step_that_torchtitan_saved_in_the_folder_is_gone_on_from(tmp_path: Pa
     assert same(run.weights, theirs.weights) and run.counts == (8, 80, 800)
     assert container.count == 8000 and run.states["tokens"] == 8
     run.train(2).manager.close()
-    assert (tmp_path / "checkpoint/step-8/.metadata").exists() and Run(tmp_path, 3).manager.load(step=10)
+    assert (tmp_path / "checkpoint/step-8/.metadata").exists()
+    assert holdfast.open(tmp_path / "checkpoint/step-10").value("tokens") == 10_000
 
 
 class Adapter:
@@ -309,8 +310,7 @@ def test_the_last_step_may_be_hugging_faces(tmp_path: Path, by: str) -> None:
     run = Run(tmp_path, 0, enable=False)
     config = CheckpointManager.Config(enable=True, interval=2, last_save_in_hf=True, export_dtype="bfloat16")
     manager = manager_of(run, tmp_path, config, sd_adapter=Adapter())
-    for _ in ("saved", "saved again"):
-        assert manager.save(2) and manager.save(2, last_step=True)
+    assert manager.save(2) and manager.save(2, last_step=True) and manager.save(2, last_step=True)
     manager.close()
     saved = tmp_path / "checkpoint/step-2"
     assert not (saved / "manifest.json").exists()
