@@ -19,6 +19,7 @@ from torch import nn
 
 from holdfast import dcp
 from holdfast.checkpoint import open_checkpoint as holdfast_open
+from holdfast.dcp import hugging_face
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.state import RNG, PerRank
 from holdfast.engine.storage import is_file
@@ -33,7 +34,6 @@ from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.patterns import Patterns
 from holdfast.save import save
 from holdfast.steps import Steps
-from holdfast.trainers import titan_hf
 from holdfast.trainers.titan_futures import Staging, upload_of
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class CheckpointManager(BaseCheckpointManager):
                 for name, tensor in self._weights().items()
             }
             if self._setting("last_save_in_hf", False):
-                titan_hf.write(self._adapter, weights, os.path.join(self.folder, NAME.format(step=curr_step)))
+                hugging_face.write(self._adapter, weights, os.path.join(self.folder, NAME.format(step=curr_step)))
             else:
                 self._write_model(curr_step, weights)
 
@@ -264,7 +264,7 @@ class CheckpointManager(BaseCheckpointManager):
         logger.info("Loading the checkpoint from %s, in the form of Hugging Face.", path)
         quantized = self._setting("initial_load_in_hf_quantized", False)
         with torch.no_grad():
-            self._take_weights(titan_hf.read(self._adapter, self._weights(), path, quantized=quantized))
+            self._take_weights(hugging_face.read(self._adapter, self._weights(), path, quantized=quantized))
         return True
 
     def _load_from(self, path: Location, *, model_only: bool, newest: bool = False) -> None:

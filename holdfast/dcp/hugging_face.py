@@ -1,22 +1,25 @@
 """Hugging Face's form of a torchtitan model, read and written as torchtitan does it.
 
-`titan` calls it for `initial_load_in_hf` and `last_save_in_hf`. The names are those of the model's own adapter, the
-files go through torch's Hugging Face reader and writer. Never makes a checkpoint of holdfast's format.
+`trainers.titan` calls it for `initial_load_in_hf` and `last_save_in_hf`. The model's own adapter gives the names, torch's
+Hugging Face reader and writer the files. Never makes a checkpoint of holdfast's format.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from holdfast.errors import Unsupported
+from holdfast.checkpoint import read_manifest
+from holdfast.engine import storage
+from holdfast.engine.ranks import ranks_of
+from holdfast.errors import Damaged, Unsupported
 from holdfast.ondisk.manifest import FILE_NAME
 
 
@@ -35,7 +38,8 @@ def write(adapter: Any, model: Mapping[str, Any], folder: str) -> None:
     """
     if "://" in folder:
         raise Unsupported(f"last_save_in_hf: torch writes Hugging Face's form to a local folder only, not to {folder}")
-    _remove_checkpoint(folder)
+    with ranks_of(None).call(f"make room in {folder}", saving=True) as call:  # no rank writes before it is done
+        call.settle("remove", lambda: True, lambda notes: _remove_checkpoint(Path(folder)), bool)
     index = adapter.fqn_to_index_mapping
     sharded = os.path.join(folder, "sharded") if index else folder
     writer = HuggingFaceStorageWriter(
@@ -48,9 +52,13 @@ def write(adapter: Any, model: Mapping[str, Any], folder: str) -> None:
         )
 
 
-def _remove_checkpoint(folder: str) -> None:
-    ranks = dist.is_available() and dist.is_initialized()
-    if (not ranks or dist.get_rank() == 0) and os.path.isfile(os.path.join(folder, FILE_NAME)):
-        shutil.rmtree(folder)
-    if ranks:
-        dist.barrier()  # no rank writes before the old files are gone
+def _remove_checkpoint(folder: Path) -> bool:
+    """On the first rank: delete the checkpoint in ``folder`` if there is one, its manifest first."""
+    if not storage.is_file(folder / FILE_NAME):
+        return False
+    files: list[Path] = []
+    with suppress(Damaged, Unsupported):  # then what is left belongs to nobody
+        files = [folder / file.path for file in read_manifest(folder).data_files if file.save is None]
+    storage.delete(folder / FILE_NAME)
+    storage.delete(*files)
+    return True
