@@ -12,5 +12,7 @@ Each suite runs twice: as it is, and with its shim, a pytest plugin of this pack
 A suite whose checkout or packages are missing is named and left out. To add one, write its shim and add a line to
 `SUITES` in `tests/outside/suites.py`. What a suite imports and torch does not bring goes into `requirements.txt` here.
 
+torchtitan's trainer also runs for real here, on two gloo ranks of the CPU, killed and resumed (`resume_titan.py`).
+
 Nothing here is collected by pytest.
 """
