@@ -6,6 +6,7 @@ BIN    := .venv/bin
 READY  := .venv/ready
 PEERS  := .venv/peers
 ZOO    := .venv/zoo
+OUTSIDE := .venv/outside
 JOBS   ?= 3  # tests at a time: many wait for processes and deadlines, so one more than two cores
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?= manifest values datafile part url dcp megatron olmo deepspeed torchsnapshot torch_checkpointing composer hfai \
@@ -15,7 +16,7 @@ SOAK_MINUTES ?= 60
 SOAK_SEED    ?=  # drawn and printed if it is empty
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-all zoo soak fuzz lint docs docs-serve bench bench-quick gpu gpu-wheels gpu-page clean
+.PHONY: help demo test test-torch test-all zoo outside soak fuzz lint docs docs-serve bench bench-quick gpu gpu-wheels gpu-page clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r name text; do \
@@ -45,6 +46,10 @@ test-all: lint  ## lint and all tests
 
 zoo: $(ZOO)/ready  ## hundreds of optimizers, modules and loaders of 30 libraries, beside torch's own load; ONLY=adam for a part
 	PYTHONPATH=. OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(ZOO)/bin/python -m zoo $(if $(ONLY),--only $(ONLY),--page docs/zoo.md)
+
+outside: $(OUTSIDE)/ready  ## other projects' own checkpoint tests, on holdfast: make outside SRC=folder (tests/outside/__init__.py)
+	test -n "$(SRC)" || (echo "say where the checkouts are: make outside SRC=folder; see tests/outside/__init__.py"; exit 2)
+	PYTHONPATH=. OMP_NUM_THREADS=1 $(OUTSIDE)/bin/python -m tests.outside "$(SRC)"
 
 soak: $(READY)  ## random runs with random faults for SOAK_MINUTES, checked against a model; SOAK_SEED=n repeats one
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
@@ -144,4 +149,13 @@ $(ZOO)/ready: $(READY) zoo/requirements.txt
 		> "$$($(ZOO)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth"
 	while read -r name; do $(ZOO)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps "$$name" \
 		|| echo "left out: $$name"; done < zoo/requirements.txt
+	touch $@
+
+# The environment above and, in one of their own, what other projects' tests import. None may bring a torch.
+$(OUTSIDE)/ready: $(READY) tests/outside/requirements.txt
+	test -x $(OUTSIDE)/bin/python || $(BIN)/python -m venv $(OUTSIDE)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$($(OUTSIDE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/environment.pth"
+	while read -r name; do $(OUTSIDE)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps "$$name" \
+		|| echo "left out: $$name"; done < tests/outside/requirements.txt
 	touch $@

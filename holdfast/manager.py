@@ -212,13 +212,15 @@ class CheckpointManager:
         self._saver.prepare(state)
 
     def step(
-        self, step: int, state: Mapping[str, Any], *, metric: float | None = None, due: bool | None = None
-    ) -> Saving | None:
+        self, step: int, state: Mapping[str, Any], *, metric: float | None = None, due: bool | None = None,
+        overwrite: bool = False,
+    ) -> Saving | None:  # fmt: skip
         """Tell that ``step`` steps are done; begins to save if it is time, and returns the save if it did.
 
         Does not wait for the save, but for the one before it if no slot is free. ``metric`` is what ``Keep(best=…)``
-        compares. ``due``, alike on all ranks, says that it is time, or is not, in place of ``every``. Raises SaveFailed
-        for an earlier save that failed; training may go on, and the steps before stay.
+        compares. ``due``, alike on all ranks, says that it is time, or is not, in place of ``every``. ``overwrite``
+        lets the save replace a step that is there. Raises SaveFailed for an earlier save that failed; training may go
+        on, and the steps before stay.
         """
         step = index(step)
         due = step % self.every == 0 if due is None else due
@@ -227,9 +229,9 @@ class CheckpointManager:
         try:
             if self._notices.hear(step):
                 return self._save_last(step, state, metric)
-            if not due or step == self._saved:
+            if not due or (step == self._saved and not overwrite):
                 return None
-            return self._begin(step, state, metric)
+            return self._begin(step, state, metric, overwrite=overwrite)
         finally:
             if self._journal is not None:
                 self._journal.tell(self._now)

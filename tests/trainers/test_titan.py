@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import holdfast
 from holdfast.trainers.titan import CheckpointManager
@@ -176,5 +178,147 @@ def test_what_is_not_asked_for_is_not_done(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("one/checkpoint/step-*")) == ["step-1", "step-2", "step-4"]
     off = Run(tmp_path / "off", 0, enable=False).train(2)
     assert not off.manager.load() and not (tmp_path / "off").exists()
-    with pytest.raises(holdfast.Unsupported, match=r"holdfast\.convert"):
+    with pytest.raises(ValueError, match="last_save_in_hf is True, but sd_adapter is not provided"):
         Run(tmp_path, 0, last_save_in_hf=True)
+    with pytest.raises(holdfast.Unsupported, match="ft_manager"):
+        manager_of(off, tmp_path / "ft", SimpleNamespace(), ft_manager=SimpleNamespace(enabled=True))
+
+
+def manager_of(run: Run, root: Path, config: Any, **more: Any) -> CheckpointManager:
+    return CheckpointManager(
+        config, dataloader=run.loader, model_parts=run.parts, optimizers=run.optimizers, lr_schedulers=run.schedule,
+        states=run.states, base_folder=str(root), **more,
+    )  # fmt: skip
+
+
+def test_a_config_builds_its_manager(tmp_path: Path) -> None:
+    run = Run(tmp_path, 0, enable=False)
+    config = CheckpointManager.Config(enable=True, interval=3, async_mode="ASYNC", keep_latest_k=2)
+    assert config.async_mode == "async" and config.load_step == -1 and not config.create_seed_checkpoint
+    manager = config.build(
+        dataloader=None, model_parts=run.parts, optimizers=run.optimizers, lr_schedulers=run.schedule,
+        states={"train_state": run.train_state}, sd_adapter=None, base_folder=str(tmp_path),
+    )  # fmt: skip
+    assert type(manager) is CheckpointManager
+    assert [manager.save(step) for step in range(1, 10)] == [step % 3 == 0 for step in range(1, 10)]
+    manager.maybe_wait_for_staging()
+    assert manager.staging_future is None
+    manager.maybe_wait_for_saving()
+    assert manager.save_future is None
+    manager.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-6", "step-9"]
+    off = CheckpointManager.Config().build(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None
+    )
+    assert not off.enable and not off.save(500) and not off.load()
+    off.maybe_wait_for_staging()
+    off.maybe_wait_for_saving()
+    off.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"folder": "  "}, "folder.*cannot be empty"),
+        ({"interval": 0}, "at least 1"),
+        ({"keep_latest_k": -1}, "cannot be negative"),
+        ({"keep_latest_k": 1}, "at least 2 checkpoint replicas"),
+        ({"exclude_from_loading": ["model"]}, "model key shouldn't be in exclude_from_loading"),
+        ({"exclude_from_loading": ["optimizer"]}, "lr_scheduler must be excluded"),
+        ({"initial_load_path": "relative"}, "absolute path or a remote"),
+        ({"initial_load_in_hf": True, "initial_load_model_only": False}, "requires initial_load_model_only"),
+        ({"initial_load_in_hf_quantized": True, "initial_load_path": "/a"}, "requires initial_load_in_hf"),
+        ({"last_save_in_hf": True, "last_save_model_only": False}, "requires last_save_model_only=True"),
+        ({"last_save_in_hf": True, "folder": "s3://bucket/run"}, "not supported with a remote"),
+        ({"initial_load_in_hf": True, "initial_load_path": "s3://bucket/run"}, "not supported with a remote"),
+        ({"async_mode": "sometimes"}, "Invalid async_mode"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        CheckpointManager.Config(**fields)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_step_that_is_saved_again_replaces_the_one_that_is_there(tmp_path: Path, mode: str) -> None:
+    Run(tmp_path, 0, async_mode=mode).train(6).manager.close()
+    again = Run(tmp_path, 1, async_mode=mode).train(4)  # from scratch, in the same folder
+    again.manager.close()
+    found = holdfast.open(tmp_path / "checkpoint" / "step-4")
+    assert all(torch.equal(found.read(f"model/{name}"), weight) for name, weight in again.weights.items())
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-2", "step-4", "step-6"]
+
+
+def test_a_seed_checkpoint_gives_the_model_alone(tmp_path: Path) -> None:
+    seed = Run(tmp_path, 0, last_save_model_only=True)
+    assert seed.manager.save(curr_step=0, last_step=True)
+    seed.manager.close()
+    for step in (-1, 0):
+        run = Run(tmp_path, 1)
+        assert run.manager.load(step=step)
+        assert same(run.weights, seed.weights) and run.counts == (0, 0, 0) and not run.moments()
+
+
+def test_a_step_that_is_not_there_is_named_as_torchtitan_does(tmp_path: Path) -> None:
+    run = Run(tmp_path, 0)
+    for _ in ("no folder yet", "a folder without that step"):
+        with pytest.raises(FileNotFoundError, match=r"--checkpoint\.load_step=5 not found"):
+            run.manager.load(step=5)
+        run.train(2)
+
+
+@pytest.mark.parametrize("step", [-1, 8])
+def test_a_step_that_torchtitan_saved_in_the_folder_is_gone_on_from(tmp_path: Path, step: int) -> None:
+    Run(tmp_path, 0).train(2).manager.close()
+    theirs = Run(tmp_path / "unused", 1, enable=False)
+    theirs.loader.count, theirs.schedule.count, theirs.train_state.count = 80, 800, 8
+    theirs.optimizers = Counter()  # an optimizers' container, of which its own state dict counts here
+    theirs.optimizers.count = 8000
+    whole = {**theirs.weights, "optimizer": theirs.optimizers, "dataloader": theirs.loader, "tokens": 8,
+             "lr_scheduler": theirs.schedule, "train_state": theirs.train_state}  # fmt: skip
+    dcp.save(whole, checkpoint_id=tmp_path / "checkpoint/step-8")
+    run = Run(tmp_path, 2)
+    run.manager.states["optimizer"] = container = Counter()
+    assert run.manager.load(step=step)
+    assert same(run.weights, theirs.weights) and run.counts == (8, 80, 800)
+    assert container.count == 8000 and run.states["tokens"] == 8
+    run.train(2).manager.close()
+    assert (tmp_path / "checkpoint/step-8/.metadata").exists()
+    assert holdfast.open(tmp_path / "checkpoint/step-10").value("tokens") == 10_000
+
+
+class Adapter:
+    """Other names for the model's parameters, as those of torchtitan's models have them."""
+
+    fqn_to_index_mapping = None
+
+    def __init__(self, assets: str | None = None) -> None:
+        self.hf_assets_path = assets
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.{name}": tensor for name, tensor in state.items()}
+
+    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool) -> Any:
+        return HuggingFaceStorageReader(path)
+
+
+@pytest.mark.parametrize("by", ["initial_load_path", "hf_assets_path"])
+def test_the_last_step_may_be_hugging_faces(tmp_path: Path, by: str) -> None:
+    run = Run(tmp_path, 0, enable=False)
+    config = CheckpointManager.Config(enable=True, interval=2, last_save_in_hf=True, export_dtype="bfloat16")
+    manager = manager_of(run, tmp_path, config, sd_adapter=Adapter())
+    assert manager.save(2) and manager.save(2, last_step=True) and manager.save(2, last_step=True)
+    manager.close()
+    saved = tmp_path / "checkpoint/step-2"
+    assert not (saved / "manifest.json").exists()
+    tensors = load_file(next(saved.glob("*.safetensors")))
+    assert tensors.keys() == {f"model.{name}" for name in run.weights}
+    again = Run(tmp_path, 1, enable=False)
+    path = str(saved) if by == "initial_load_path" else None
+    config = CheckpointManager.Config(enable=True, folder="other", initial_load_in_hf=True, initial_load_path=path)
+    adapter = Adapter(None if path else str(saved))
+    assert manager_of(again, tmp_path, config, sd_adapter=adapter).load()
+    assert same(again.weights, {name: weight.bfloat16().float() for name, weight in run.weights.items()})

@@ -1,0 +1,97 @@
+"""A torchtitan training on two gloo ranks, killed and resumed with its configuration changed in one line.
+
+`rows` runs torchtitan's own trainer (`train_titan.py`) and compares the losses, as they are printed, with those of a
+run that nobody killed. `make outside` prints the rows.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+SCRIPT = Path(__file__).with_name("train_titan.py")
+LIMIT = 900.0
+ALL, DIES = 6, 5
+KEPT = "last_save_model_only=False"
+
+
+class Row(NamedTuple):
+    """What was tried, and what came of it."""
+
+    tried: str
+    passed: bool
+    why: str
+
+
+class Life(NamedTuple):
+    """The losses that a run's first rank printed, and how its ranks ended."""
+
+    losses: list[str]
+    codes: list[int]
+    errors: str
+
+
+def run(checkout: Path, manager: str, folder: Path, *settings: str, world: int = 2) -> Life:
+    """Train with ``manager`` until it ends or is killed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    home = Path(__file__).parents[2]
+    processes = []
+    for rank in range(world):
+        environment = {
+            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{checkout}:{home}",
+        }  # fmt: skip
+        command = [sys.executable, str(SCRIPT), manager, str(folder), *settings]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, cwd=checkout, env=environment, stdout=pipe, stderr=pipe, text=True))
+    try:
+        said = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    losses = [line for line in said[0][0].splitlines() if line.startswith("step ")]
+    return Life(losses, [process.returncode for process in processes], said[0][1][-2000:])
+
+
+def rows(checkout: Path) -> list[Row]:
+    """Each way to be killed and resumed."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        whole = run(checkout, "holdfast", folder / "whole", f"steps={ALL}", KEPT)
+        if whole.codes != [0, 0]:
+            return [Row("trains to the end", False, whole.errors)]
+        found = [Row("trains to the end", len(whole.losses) == ALL, "\n".join(whole.losses))]
+        for first in ("holdfast", "torchtitan"):
+            mode = "async_mode='async'" if first == "holdfast" else "async_mode='disabled'"
+            killed = run(checkout, first, folder / first, f"steps={ALL}", f"die={DIES}", mode, KEPT)
+            again = run(checkout, "holdfast", folder / first, f"steps={ALL}", mode, KEPT)
+            tried = f"saved with {first}'s manager, killed after step {DIES}, resumed with holdfast's from step 4"
+            resumed = killed.codes == [-signal.SIGKILL] * 2 and again.codes == [0, 0]
+            passed = resumed and again.losses == whole.losses[4:]
+            found.append(
+                Row(tried, passed, "" if passed else f"{again.losses} is not {whole.losses[4:]}\n{again.errors}")
+            )
+        return [*found, seed(checkout, folder)]
+
+
+def seed(checkout: Path, folder: Path) -> Row:
+    """A seed checkpoint, made by one rank, begins a training on two."""
+    run(checkout, "holdfast", folder / "seed", "steps=1", "create_seed_checkpoint=True", world=1)
+    made = (folder / "seed" / "checkpoint" / "step-0" / "manifest.json").is_file()
+    trained = run(checkout, "holdfast", folder / "seed", "steps=2", KEPT)
+    steps = sorted(path.name for path in (folder / "seed" / "checkpoint").iterdir())
+    passed = made and trained.codes == [0, 0] and len(trained.losses) == 2 and steps == ["step-0", "step-2"]
+    return Row("a seed checkpoint of one rank begins a training on two", passed, "" if passed else f"{steps} {trained}")
+
+
+if __name__ == "__main__":
+    for row in rows(Path(sys.argv[1])):
+        print("passed" if row.passed else "FAILED", row.tried, "" if row.passed else row.why)
