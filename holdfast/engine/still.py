@@ -148,7 +148,12 @@ def _before_any_step(
     if not _under_way:
         return None
     copying = [one for one in _all_under_way() if one.covers(optimizer)]
-    return before_change(optimizer, args, kwargs, lambda: [one.hold_step() for one in copying]) if copying else None
+
+    def hold() -> None:
+        for one in copying:
+            one.hold_step()
+
+    return before_change(optimizer, args, kwargs, hold) if copying else None
 
 
 register_optimizer_step_pre_hook(_before_any_step)

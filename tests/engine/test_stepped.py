@@ -57,7 +57,7 @@ def test_a_save_of_bare_tensors_is_the_state_at_its_call(
 
 
 @pytest.mark.slow
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(
     st.sampled_from(KINDS), st.sampled_from(["thread", "process"]), st.integers(1, 3), limits,
     st.tuples(st.integers(0, 30_000), st.integers(0, 3000)), st.lists(acts, min_size=1, max_size=6),

@@ -58,10 +58,10 @@ def claim(state: Collected) -> None:
     memory = _Memory(owners)
     known = {id(optimizer): optimizer for optimizer in state.optimizers}
     for entry in restless:
-        found = memory.owners_of(entry)
-        if found:
+        owners_here = memory.owners_of(entry)
+        if owners_here:
             state.still.add(entry.name)
-            known.update((id(owner), owner) for owner in found)
+            known.update((id(owner), owner) for owner in owners_here)
     state.optimizers = list(known.values())
 
 
