@@ -108,7 +108,7 @@ class Saving:
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until every tensor of the state is copied and may be changed; also if the save failed.
 
-        Steps of the optimizers in the state wait by themselves. Raises TimeoutError after ``timeout`` seconds.
+        Steps of the optimizers that have them wait by themselves. Raises TimeoutError after ``timeout`` seconds.
         """
         if not self._copying.wait(timeout):
             raise TimeoutError(f"{self.path} is not staged after {timeout} s")

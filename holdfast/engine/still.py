@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast import events
 from holdfast.engine.device import Moments, devices_of, is_capturing
+from holdfast.engine.samples import Samples, differing, samples_of
 from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected, claim, extent, memory_of, note, plain_parts, tensors_of
 from holdfast.engine.state.leaves import View
@@ -197,13 +198,15 @@ class Held:
     ``loose``: names that may change any time and are too large to be copied aside; they must be staged at once.
     ``watched``: (name, tensor, version) of those that hold still. ``theirs``: the tensors as optimizers and DTensors of
     the state have them, with their versions: what is changed through one of these may be counted there alone.
-    ``moments``: when the save was called, by devices. ``sizes``: bytes of each tensor of this rank, by name, and
-    ``aside`` the names of those that were copied aside.
+    ``samples``: bytes of those in host memory, since torch does not count every change. ``moments``: when the save was
+    called, by devices. ``sizes``: bytes of each tensor of this rank, by name, and ``aside`` the names of those that
+    were copied aside.
     """
 
     loose: set[str]
     watched: Watched
     theirs: list[tuple[torch.Tensor, int]]
+    samples: Samples
     moments: Moments
     sizes: dict[str, int]
     aside: set[str]
@@ -214,7 +217,7 @@ class Held:
 
     def changed(self) -> list[str]:
         """Names of tensors that should have held still and were changed."""
-        names = dict.fromkeys(changed(self.watched))
+        names = dict.fromkeys([*changed(self.watched), *differing(self.samples)])
         for theirs, version in self.theirs:
             if theirs._version != version:
                 spans = [extent(part) for part in plain_parts(theirs)]
@@ -268,7 +271,8 @@ def hold_still(state: Collected, distrusted: set[str]) -> Held:
     versions = [(tensor, tensor._version) for tensor in theirs if not tensor.is_inference()]
     tensors = [view.tensor for entry in state.entries.values() for view in entry.views]
     tensors += [tensor for leaf in state.per_rank.values() for tensor in leaf.tensors.values()]
-    return Held(loose, watched, versions, Moments.now(devices_of(tensors)), sizes, restless - loose)
+    samples = samples_of((name, view.tensor) for name, view in _views(state) if name not in restless)
+    return Held(loose, watched, versions, samples, Moments.now(devices_of(tensors)), sizes, restless - loose)
 
 
 def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> bool:
