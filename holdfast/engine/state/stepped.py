@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -78,61 +77,58 @@ def _is_trusted(optimizer: Any) -> bool:
 
 
 class _Span(NamedTuple):
-    """Bytes from ``begin`` to ``end`` that a tensor of ``owner`` lies in; ``dense`` if it has every one of them."""
+    """Bytes from ``begin`` to ``end`` that a tensor of ``owner`` lies in, every one of them."""
 
     begin: int
     end: int
-    dense: bool
     owner: Any
 
 
-@dataclass
-class _Cluster:
-    """Spans that overlap, and where the last one ends."""
-
-    spans: list[_Span]
-    end: int
-
-
 class _Memory:
-    """The memory of some optimizers, by address on each device."""
+    """The memory of some optimizers, by address on each device.
+
+    One owner of a tensor is enough: steps of others wait as soon as they are seen to have the memory.
+    """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        spans: dict[torch.device, dict[tuple[int, int, int], _Span]] = {}
+        self._owners: dict[torch.device, dict[tuple[int, int], Any]] = {}
         for optimizer in optimizers:
             for tensor in memory_of(optimizer):
                 begin, end = extent(tensor)
-                if begin < end:
-                    span = _Span(begin, end, end - begin == tensor.nbytes, optimizer)
-                    spans.setdefault(tensor.device, {})[begin, end, id(optimizer)] = span
-        self._clusters = {device: _clusters(found.values()) for device, found in spans.items()}
-        self._begins = {device: [c.spans[0].begin for c in found] for device, found in self._clusters.items()}
+                if end - begin == tensor.nbytes > 0:  # what lies in gaps of a tensor is not its own
+                    self._owners.setdefault(tensor.device, {})[begin, end] = optimizer
+        self._spans: dict[torch.device, list[_Span]] = {}
 
     def owners_of(self, entry: Entry) -> list[Any]:
-        """The optimizers that have any of an entry's memory; none unless every view of it lies wholly in one tensor."""
-        owners: list[Any] = []
-        for view in entry.views:
-            begin, end = extent(view.tensor)
-            index = bisect_right(self._begins.get(view.tensor.device, []), begin) - 1
-            if index < 0:
-                return []
-            cluster = self._clusters[view.tensor.device][index]
-            touched = [span for span in cluster.spans if span.begin < end and begin < span.end]
-            if not any(span.dense and span.begin <= begin and end <= span.end for span in touched):
-                return []
-            owners += [span.owner for span in touched]
-        return owners
+        """Owners of an entry's memory; none unless every view of it lies wholly in one tensor of one of them."""
+        found = [self._owner_of(view.tensor) for view in entry.views]
+        return [] if None in found else found
+
+    def _owner_of(self, tensor: torch.Tensor) -> Any:
+        within, owners = extent(tensor), self._owners.get(tensor.device, {})
+        return owners[within] if within in owners else self._owner_around(tensor.device, *within)
+
+    def _owner_around(self, device: torch.device, begin: int, end: int) -> Any:
+        """The owner of a tensor that is larger than what is asked for."""
+        if device not in self._spans:
+            spans = sorted(
+                (_Span(*within, owner) for within, owner in self._owners.get(device, {}).items()), key=lambda s: s[:2]
+            )
+            self._spans[device] = _outermost(spans)
+        spans = self._spans[device]
+        index = bisect_right(spans, begin, key=lambda span: span.begin) - 1
+        return spans[index].owner if index >= 0 and end <= spans[index].end else None
 
 
-def _clusters(spans: Iterable[_Span]) -> list[_Cluster]:
-    clusters: list[_Cluster] = []
-    for span in sorted(spans, key=lambda span: span.begin):
-        if clusters and span.begin < clusters[-1].end:
-            clusters[-1].spans.append(span)
-            clusters[-1].end = max(clusters[-1].end, span.end)
-        else:
-            clusters.append(_Cluster([span], span.end))
-    return clusters
+def _outermost(spans: Iterable[_Span]) -> list[_Span]:
+    """Those that lie in no other one, by their beginning, which is the order of their ends then."""
+    kept: list[_Span] = []
+    for span in spans:
+        if kept and kept[-1].begin == span.begin:
+            kept.pop()  # the later one is as long or longer
+        if not kept or span.end > kept[-1].end:
+            kept.append(span)
+    return kept
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
