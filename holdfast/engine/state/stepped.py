@@ -69,7 +69,7 @@ def _is_trusted(optimizer: Any) -> bool:
     return (
         not _seen.get(optimizer, True)
         and changes_in_steps(optimizer)
-        # schedulefree exchanges the parameters in train() and eval().
+        # schedulefree exchanges the parameters when it is told to evaluate.
         and not callable(getattr(optimizer, "eval", None))
         # It changes them in the backward pass.
         and not (is_zero(optimizer) and optimizer._overlap_with_ddp)
