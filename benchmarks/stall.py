@@ -1,6 +1,7 @@
 """What a save costs a training run that goes on: holdfast beside torch DCP, each by a thread and by a process.
 
-Run as `python -m benchmarks.stall [--quick]`; prints a table and bars, writes JSON.
+Run as `python -m benchmarks.stall [--quick | --bare]`; prints a table and bars, writes JSON. With `--bare` all of them
+save what torch's `get_state_dict` gives, tensors alone.
 Never compares figures of two runs: all systems train the same model in turns, round after round.
 """
 
@@ -23,14 +24,15 @@ from benchmarks.frame import folder, machine, options_of, say, write
 from benchmarks.pool import JobFailed, Pool
 from benchmarks.stall_job import Course
 from benchmarks.stall_rows import Row, Rows, judge
-from benchmarks.stall_systems import DCP, HOLDFAST, NOTHING, PURE, check
+from benchmarks.stall_systems import BARE, DCP, HOLDFAST, NOTHING, PURE, check
 from benchmarks.stall_train import Size
 from benchmarks.stall_watch import Watch
 
 RANKS = 2
-SYSTEMS = [NOTHING, PURE, *HOLDFAST, *DCP]
-USUAL = [name for name in SYSTEMS if name != "DCP process"]
+SYSTEMS = [NOTHING, PURE, *HOLDFAST, *BARE, *DCP]
+USUAL = [name for name in SYSTEMS if name != "DCP process" and name not in BARE]
 """Its two variants that overlap, and the better one of those that do as documented; `--only` measures any."""
+OF_BARE = [NOTHING, *BARE, "DCP thread", "DCP thread, overlapped"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Scale:
 
 
 FULL = Scale(Size(width=896, depth=16, vocabulary=32000), Course(steps=12, every=4), rounds=3)
+BARE_ONE = Scale(Size(width=640, depth=16, vocabulary=32000), Course(steps=9, every=3), rounds=3)
 QUICK = Scale(Size(width=384, depth=16, vocabulary=20000), Course(steps=12, every=4), rounds=2)
 
 
@@ -105,7 +108,7 @@ def facts_of(bench: Bench, seconds: float) -> dict[str, object]:
     """What one must know to read the figures."""
     size, course = bench.scale.size, bench.scale.course
     alone = bench.rows.all[NOTHING].intervals(course.every)
-    whole = [name for name in bench.checked if name in HOLDFAST or name in DCP]
+    whole = [name for name in bench.checked if name in (*HOLDFAST, *BARE, *DCP)]
     return {
         "training": f"GPT of {size.parameters / 1e6:.0f} million parameters, FSDP2 on {RANKS} gloo ranks of one thread "
         f"each, AdamW; {size.nbytes / 1e9:.2f} GB of float32 parameters and moments",
@@ -123,11 +126,13 @@ def facts_of(bench: Bench, seconds: float) -> dict[str, object]:
 def main() -> int:
     """The command."""
     parser = options_of("stall", __doc__, quick="less than half a gigabyte, under 3 minutes")
-    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=USUAL, metavar="SYSTEM", help="just these")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=None, metavar="SYSTEM", help="just these")
+    parser.add_argument("--bare", action="store_true", help="1.2 GB of bare tensors, as torch's get_state_dict gives")
     options = parser.parse_args()
-    systems, began = [name for name in SYSTEMS if name == NOTHING or name in options.only], time.monotonic()
+    only = options.only or (OF_BARE if options.bare else USUAL)
+    systems, began = [name for name in SYSTEMS if name == NOTHING or name in only], time.monotonic()
     with folder(options.dir, "stall") as work:
-        bench = Bench(QUICK if options.quick else FULL, work, systems)
+        bench = Bench(QUICK if options.quick else BARE_ONE if options.bare else FULL, work, systems)
         try:
             bench.measure()
         finally:

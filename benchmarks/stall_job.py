@@ -145,6 +145,7 @@ def _train(training: Training, saver: System, folder: Path, course: Course) -> S
 def _start(training: Training, saver: System, folder: Path, before: list[_UnderWay]) -> _UnderWay:
     training.synchronize()
     waited = _seconds(before[-1].started.durable.result) if before else 0.0
+    saver.gather(training.steps)
     began = time.monotonic()
     started = saver.save(folder / f"save-{len(before)}", training.steps)
     return _UnderWay(began, waited, time.monotonic() - began, started)

@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.bar import Bar
 from benchmarks.stall_rows import Row, Rows
-from benchmarks.stall_systems import HOLDFAST
+from benchmarks.stall_systems import BARE, HOLDFAST
 
 _COLUMNS = (
     "system", "training\ns", "added\ns a save", "added\nby best", "call ms\nmedian", "call ms\nmax",
@@ -29,7 +29,7 @@ def show(rows: Rows, bars: list[Bar], facts: dict[str, object]) -> None:
     for i, column in enumerate(_COLUMNS):
         table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows.all.values():
-        table.add_row(*_cells(row, rows), style="bold" if row.system in HOLDFAST else None)
+        table.add_row(*_cells(row, rows), style="bold" if row.system in (*HOLDFAST, *BARE) else None)
     console.print(table)
     for row in rows.all.values():
         if row.error:

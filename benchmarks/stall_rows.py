@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.bar import Bar
 from benchmarks.stall_job import Segment
-from benchmarks.stall_systems import DCP, HOLDFAST, NOTHING, PURE
+from benchmarks.stall_systems import BARE, DCP, HOLDFAST, NOTHING, PURE
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,20 @@ class Rows:
 
 def judge(rows: Rows) -> list[Bar]:
     """Every bar, for each of holdfast's workers."""
-    return [bar for name in HOLDFAST if name in rows.all for bar in _judge(rows, name)]
+    objects = [bar for name in HOLDFAST if name in rows.all for bar in _judge(rows, name)]
+    return objects + [bar for name in BARE if name in rows.all for bar in _judge_bare(rows, name)]
+
+
+def _judge_bare(rows: Rows, name: str) -> list[Bar]:
+    stall = rows.all[name].middle("stall")
+
+    def dcp(system: str) -> float | None:
+        return rows.all[system].middle("stall") if system in rows.all else None
+
+    return [
+        Bar(f"{name}: stall over that of DCP in a thread", _over(stall, dcp("DCP thread")), most=1 / 10),
+        Bar(f"{name}: stall over that of DCP, overlapped", _over(stall, dcp("DCP thread, overlapped")), most=1 / 3),
+    ]
 
 
 def _judge(rows: Rows, name: str) -> list[Bar]:

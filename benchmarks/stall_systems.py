@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import holdfast
+import holdfast.dcp
 from benchmarks.stall_train import Training
+from holdfast.engine.ranks import ranks_of
 
 CHUNK = 16 << 20
 WRITERS = 2
@@ -54,6 +57,9 @@ class System:
 
     def prepare(self, folder: Path, saves: int) -> None:
         """Everything that is needed once; called by all ranks."""
+
+    def gather(self, step: int) -> None:
+        """What a program does itself before it saves, off the clock of the save: torch's `get_state_dict`."""
 
     def save(self, path: Path, step: int) -> Started:
         """Start a save; called by all ranks."""
@@ -124,21 +130,88 @@ class Holdfast(System):
         self.saver.prepare(self.state)
 
     def save(self, path: Path, step: int) -> Started:
-        began = time.monotonic()
-        saving = self.saver.save(self.state, path, step=step)
-        call = time.monotonic() - began
-        return Started(
-            self.when(saving.wait),
-            hooked=lambda: max(saving.timing.stall - call, 0.0),
-            copying=lambda: (saving.timing.staging, saving.timing.bytes),
-        )
+        return _started(self, self.saver, self.state, path, step)
 
     def close(self) -> None:
         self.saver.close()
         super().close()
 
 
-class Dcp(System):
+def _started(system: System, saver: holdfast.Saver, state: dict[str, Any], path: Path, step: int) -> Started:
+    began = time.monotonic()
+    saving = saver.save(state, path, step=step)
+    call = time.monotonic() - began
+    return Started(
+        system.when(saving.wait),
+        hooked=lambda: max(saving.timing.stall - call, 0.0),
+        copying=lambda: (saving.timing.staging, saving.timing.bytes),
+    )
+
+
+class Gathered(System):
+    """One that is given bare tensors, as torch's `get_state_dict` has them."""
+
+    def gather(self, step: int) -> None:
+        training = self.training
+        self.state = {
+            "model": get_model_state_dict(training.model),
+            "optimizer": get_optimizer_state_dict(training.model, training.optimizer),
+            "step": step,
+        }
+
+
+class HoldfastBare(Gathered):
+    """One Saver, prepared, for bare tensors."""
+
+    def __init__(self, training: Training, worker: str) -> None:
+        super().__init__(training)
+        self.saver = holdfast.Saver(worker=worker)
+
+    def prepare(self, folder: Path, saves: int) -> None:
+        self.gather(0)
+        self.saver.prepare(self.state)
+
+    def save(self, path: Path, step: int) -> Started:
+        return _started(self, self.saver, self.state, path, step)
+
+    def close(self) -> None:
+        self.saver.close()
+        super().close()
+
+
+class HoldfastDcp(Gathered):
+    """``holdfast.dcp.async_save``, which makes a Saver at its first save."""
+
+    def prepare(self, folder: Path, saves: int) -> None:
+        self.gather(0)
+        self.save(folder / "before", 0).durable.result()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "before")
+
+    def save(self, path: Path, step: int) -> Started:
+        began = time.monotonic()
+        future = holdfast.dcp.async_save(self.state, checkpoint_id=path)
+        call = time.monotonic() - began
+        saving = _dcp_savers()[0]._savings[-1]
+        return Started(
+            self.when(future.result),
+            hooked=lambda: max(saving.timing.stall - call, 0.0),
+            copying=lambda: (saving.timing.staging, saving.timing.bytes),
+        )
+
+    def close(self) -> None:
+        for saver in _dcp_savers():
+            saver.close()
+        ranks_of(None).remembered.pop("dcp", None)
+        super().close()
+
+
+def _dcp_savers() -> list[holdfast.Saver]:
+    return list(ranks_of(None).remembered.get("dcp", {}).values())
+
+
+class Dcp(Gathered):
     """``async_save`` as its documentation would have it for speed.
 
     One stager for all saves, so that its memory is used again; pinned on a GPU; shared with the writing process if
@@ -161,6 +234,7 @@ class Dcp(System):
 
     def prepare(self, folder: Path, saves: int) -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where its processes meet
+        self.gather(0)
         with _muted():  # its process inherits that, and logs every save
             started = self.save(folder / "before", 0)
             started.staged()
@@ -169,15 +243,10 @@ class Dcp(System):
             shutil.rmtree(folder / "before")
 
     def save(self, path: Path, step: int) -> Started:
-        training = self.training
-        state = {
-            "model": get_model_state_dict(training.model),
-            "optimizer": get_optimizer_state_dict(training.model, training.optimizer),
-            "step": step,
-        }
+        nbytes = self.training.local_bytes
         began = time.monotonic()
         answer = async_save(
-            state,
+            self.state,
             storage_writer=FileSystemWriter(path, sync_files=True, thread_count=WRITERS),
             planner=DefaultSavePlanner(enable_plan_caching=True),
             process_group=self.group,
@@ -191,7 +260,7 @@ class Dcp(System):
         return Started(
             self.when(answer.upload_completion.result),
             staged=answer.staging_completion.result,
-            copying=lambda: (copied[0], training.local_bytes),
+            copying=lambda: (copied[0], nbytes),
         )
 
     def close(self) -> None:
@@ -217,6 +286,8 @@ def _muted() -> Iterator[None]:
 
 NOTHING, PURE = "no saves", "copy and write alone"
 HOLDFAST = {"holdfast process": "process", "holdfast thread": "thread"}
+BARE = {"holdfast process, bare": "process", "holdfast thread, bare": "thread", "holdfast.dcp": None}
+"""Given what torch's `get_state_dict` has, as DCP is."""
 DCP = {
     "DCP process": (AsyncCheckpointerType.PROCESS, False),
     "DCP thread": (AsyncCheckpointerType.THREAD, False),
@@ -232,12 +303,15 @@ def make(name: str, training: Training) -> System:
         return Holdfast(training, HOLDFAST[name])
     if name in DCP:
         return Dcp(training, *DCP[name])
+    if name in BARE:
+        worker = BARE[name]
+        return HoldfastDcp(training) if worker is None else HoldfastBare(training, worker)
     return {NOTHING: System, PURE: CopyAndWrite}[name](training)
 
 
 def check(name: str, path: Path) -> None:
     """Look whether a save is whole: every byte of holdfast's, the commit of DCP's. Raises if it is not."""
-    if name in HOLDFAST:
+    if name in HOLDFAST or name in BARE:
         holdfast.open(path).verify()
     elif name in DCP and not (path / ".metadata").is_file():
         raise FileNotFoundError(f"{path} has no .metadata")

@@ -73,8 +73,9 @@ class Saver:
     ``check_replicas`` and ``sign`` as of `holdfast.save`, for every save that says nothing else. The sums of replicas
     are taken while the tensors hold still, which is what a step may have to wait for.
 
-    What may change when: see docs/background.md. Parameters and state of the optimizers in ``state`` are copied while
-    training goes on, and a step of these optimizers waits for it; everything else is copied before `save` returns.
+    What may change when: see docs/background.md. Parameters and state of live optimizers, given as objects or as bare
+    tensors, are copied while training goes on, and a step of these optimizers waits for it; everything else is copied
+    before `save` returns.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Saver:
         """Begin to save ``state`` to ``path``, a folder or a URL: the state at this moment, bit for bit, is saved.
 
         Called by all ranks, with the arguments of `holdfast.save`. Returns once everything is copied that may change
-        before a step of an optimizer of the state. With ``busy="wait"`` it first waits until a slot is free, and raises
+        before a step of the optimizer that has it. With ``busy="wait"`` it first waits until a slot is free, and raises
         the failure of the save that had it if nobody has heard of it: SaveFailed, the same on every rank.
 
         ``base`` is also what an earlier `save` returned: then that save, or if it fails the one that it was based on,
@@ -202,11 +203,15 @@ class Saver:
             if held:
                 work.after, work.staged = held[0].moments, lambda moments: self._staged(saving, held[0], moments)
                 work.landed = lambda: self._check_still(saving._copying.torn())
-                if held[0].loose:
+                saving._copying.cover(held[0])
+                sections = {names.section_of(name) for name in held[0].loose}
+                if sections:
                     # Too much may change any moment to be copied aside: plan, and copy these sections, here and now.
                     self._plan(work, saving, before)
                     if not saving.skipped:
-                        work.stage({names.section_of(name) for name in held[0].loose})
+                        work.stage(sections)
+                saving._bytes_in_call = held[0].bytes_in_call(sections)
+                saving._bytes_beside = sum(held[0].sizes.values()) - saving._bytes_in_call
             saving._start()
         except BaseException as error:
             self._break_off(work, saving, taken, error)

@@ -28,6 +28,9 @@ class Timing:
     were copied. ``staging`` lasts from the call until all is copied, ``writing`` from then until this rank's files are
     durable, ``commit`` from then until the outcome is known; ``total`` is their sum. What has not happened is 0. Of
     a save that training waits for as a whole (a manager without a worker), all of it is ``staging``.
+
+    Of this rank's tensors, ``bytes_in_call`` were copied before the call returned, since anything may change them, and
+    ``bytes_beside`` beside training, while they held still for the next step of the optimizers that have them.
     """
 
     stall: float
@@ -36,6 +39,8 @@ class Timing:
     commit: float
     total: float
     bytes: int
+    bytes_in_call: int = 0
+    bytes_beside: int = 0
 
 
 class Saving:
@@ -49,7 +54,7 @@ class Saving:
         """When it was begun, in unix seconds."""
         self._began = time.monotonic()
         self._call = self._staged_at = self._written_at = self._ended_at = 0.0
-        self._bytes = 0
+        self._bytes = self._bytes_in_call = self._bytes_beside = 0
         self._label = ""
         self._copying = Copying(path, rank, step)
         self._span = Opened()
@@ -103,7 +108,7 @@ class Saving:
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until every tensor of the state is copied and may be changed; also if the save failed.
 
-        Steps of the optimizers in the state wait by themselves. Raises TimeoutError after ``timeout`` seconds.
+        Steps of the optimizers that have them wait by themselves. Raises TimeoutError after ``timeout`` seconds.
         """
         if not self._copying.wait(timeout):
             raise TimeoutError(f"{self.path} is not staged after {timeout} s")
@@ -177,7 +182,10 @@ class Saving:
         ends = [self._began, self._staged_at, self._written_at, self._ended_at]
         staging, writing, commit = (max(b - a, 0.0) if a and b else 0.0 for a, b in pairwise(ends))
         stall = self._call + self._copying.waited
-        return Timing(stall, staging, writing, commit, max(ends) - self._began, self._bytes)
+        beside = self._bytes_beside if self._staged_at else 0
+        return Timing(
+            stall, staging, writing, commit, max(ends) - self._began, self._bytes, self._bytes_in_call, beside
+        )
 
     def _stay_behind(self) -> None:
         """In a forked child: the thread that would tell the outcome is not here, so nobody may wait for it."""

@@ -146,6 +146,7 @@ def segment(system: System, training: Training, folder: Path, saves: int, plain:
         began = time.monotonic()
         started = None
         if number >= plain:
+            system.gather(training.steps)
             started = system.save(folder / f"save-{number}", training.steps)
             found.call.append(time.monotonic() - began)
         for step in range(STEPS):

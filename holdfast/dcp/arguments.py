@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
@@ -102,16 +102,19 @@ def keeps_missing(planner: Any) -> bool:
     return isinstance(planner, DefaultLoadPlanner) and planner.allow_partial_load
 
 
-def stages_later(stager: Any) -> bool:
-    """Whether torch would return with this stager before all is staged. Raises Unsupported for one of the caller's own.
+def staging_of(stager: Any) -> Literal["at once", "later", "by itself"]:
+    """What a stager asks for: to return when all is staged, or before that with a future of it, or neither.
 
-    holdfast stages by itself; of torch's stagers only this answer is taken.
+    holdfast stages by itself; of torch's stagers only this answer is taken. Raises Unsupported for one of the caller's
+    own.
     """
-    if stager is None or type(stager) is BlockingAsyncStager:
-        return False
+    if stager is None:
+        return "by itself"
+    if type(stager) is BlockingAsyncStager:
+        return "at once"
     if type(stager) is not DefaultStager:
         raise _refused("async_stager", stager, "async_save", "storage_writer=holdfast.dcp.Writer(path)")
-    return stager._config.use_async_staging
+    return "later" if stager._config.use_async_staging else "at once"
 
 
 def _given(checkpoint_id: PathLike | None, storage: Any, name: str) -> Location:

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.dcp.arguments import Destination, PathLike, by_position, destination, plans_itself, stages_later
+from holdfast.dcp.arguments import Destination, PathLike, by_position, destination, plans_itself, staging_of
 from holdfast.dcp.failures import as_torch_has_it, as_torch_raises
 from holdfast.dcp.flattened import Description
 from holdfast.dcp.hint import leave_hint
-from holdfast.dcp.states import has_optimizer, state_to_save
+from holdfast.dcp.states import state_to_save
 from holdfast.dcp.writer import Writer
 from holdfast.engine.memory import no_collection
 from holdfast.engine.order import Order
@@ -77,10 +77,14 @@ def async_save(
 ) -> Future[Any] | AsyncSaveResponse:  # fmt: skip
     """Begin to save ``state_dict``, as `torch.distributed.checkpoint.async_save`: what is saved is the state now.
 
-    Returns a future of `save`'s result once everything is copied that training may change. With an ``async_stager``
-    that stages beside training (``DefaultStager`` with ``use_async_staging``), returns at once, with both futures:
-    parameters must not change before ``staging_completion``; steps of optimizers in the state wait by themselves.
-    ``PROCESS`` writes from a process of its own, which finishes what is staged even if this one dies.
+    Returns a future of `save`'s result, and training may go on. Parameters and state of live optimizers are copied
+    beside it: a step of theirs waits until they are. Everything else is copied before the call returns.
+
+    Whatever else changes a parameter or optimizer state, by hand for example, must wait, or the save fails by name.
+    With an ``async_stager`` that stages at once (``BlockingAsyncStager``) everything is copied when the call returns.
+    With one that stages beside training (``DefaultStager`` with ``use_async_staging``) the call returns both futures:
+    after ``staging_completion`` everything may change. ``PROCESS`` writes from a process of its own, which finishes
+    what is staged even if this one dies.
 
     One save at a time: a second one waits for the first. Failures are those of `save`, raised by the future.
     """
@@ -91,11 +95,11 @@ def async_save(
             process_group=process_group, async_checkpointer_type=async_checkpointer_type, async_stager=async_stager,
             no_dist=no_dist, use_collectives=use_collectives,
         )  # fmt: skip
-    overlapped = stages_later(async_stager)
+    staging = staging_of(async_stager)
     state = state_to_save(state_dict)
     if no_dist and dist.is_available() and dist.is_initialized():
         upload = _save_alone(state, to)
-        return AsyncSaveResponse(_done(), upload) if overlapped else upload
+        return AsyncSaveResponse(_done(), upload) if staging == "later" else upload
     kind: Literal["process", "thread"] = (
         "process" if async_checkpointer_type is AsyncCheckpointerType.PROCESS else "thread"
     )
@@ -103,11 +107,10 @@ def async_save(
         saving = _saver(process_group, kind).save(state, to.folder, overwrite=to.overwrite)
     saving.hear()  # the future is the one that tells
     upload = _upload(saving)
-    if not has_optimizer(state):  # then `Saver.save` has copied everything before it returned
-        return AsyncSaveResponse(_done(), upload) if overlapped else upload
-    if overlapped:
+    if staging == "later":
         return AsyncSaveResponse(_staging(saving), upload)
-    saving.wait_staged()
+    if staging == "at once":
+        saving.wait_staged()
     return upload
 
 

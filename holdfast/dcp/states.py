@@ -39,13 +39,6 @@ def state_to_save(state_dict: Any) -> Any:
         return {"state_dict": _Failed(error)}
 
 
-def has_optimizer(state: Any) -> bool:
-    """Whether an optimizer object is in the state: its tensors are then copied beside training."""
-    if isinstance(state, Mapping):
-        return any(map(has_optimizer, state.values()))
-    return any(map(has_optimizer, state)) if type(state) in (list, tuple) else isinstance(state, Optimizer)
-
-
 @dataclass(frozen=True)
 class _Failed:
     """A leaf that fails as the state did."""

@@ -1,7 +1,7 @@
 """Which tensors hold still while a save copies them in the background, and who waits for whom.
 
 The Saver calls `hold_still` before it returns to training, and `load` waits here before it changes anything.
-Never trusts a bare tensor: only what an optimizer of the state alone changes may be copied later.
+Never trusts a tensor that no optimizer owns: only what nothing but a step changes may be copied later.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast import events
 from holdfast.engine.device import Moments, devices_of, is_capturing
+from holdfast.engine.samples import Samples, differing, samples_of
 from holdfast.engine.stage import as_integers
-from holdfast.engine.state import Collected
+from holdfast.engine.state import Collected, claim, extent, memory_of, note, plain_parts, tensors_of
 from holdfast.engine.state.leaves import View
 from holdfast.errors import HoldfastError
+from holdfast.ondisk.names import section_of
 
 HOLD = 64 << 20
 """Bytes of restless tensors that are copied aside at once, a few milliseconds; what is larger is staged at once."""
@@ -47,6 +50,7 @@ class Copying:
         self._moments = Moments()
         self._queued: Held | None = None
         self._torn: list[str] = []
+        self._storages: frozenset[int] = frozenset()
         self.waited = 0.0
 
     def begin(self) -> Copying:
@@ -54,6 +58,14 @@ class Copying:
         with _lock:
             _under_way.add(self)
         return self
+
+    def cover(self, held: Held) -> None:
+        """Note which memory is to be copied, so that any optimizer that is about to change it waits."""
+        self._storages = frozenset(_storage_of(tensor) for _, tensor, _ in held.watched if tensor.numel())
+
+    def covers(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a step of this optimizer may change what is to be copied."""
+        return bool(self._storages) and any(_storage_of(tensor) in self._storages for tensor in memory_of(optimizer))
 
     def release(self, moments: Moments | None = None, held: Held | None = None) -> None:
         """All copies are made, or those of ``held`` queued on devices until ``moments``. The first call counts."""
@@ -124,8 +136,41 @@ def before_change(
     return args, {**kwargs, "closure": closure_and_hold}
 
 
+def _before_any_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A pre-hook of every step in this process: note the optimizer, and wait for copies of what it may change.
+
+    It sees what the hooks on the optimizers of a save cannot: one that is new, or has taken parameters over since.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    note(optimizer, captured=is_capturing())
+    if not _under_way:
+        return None
+    copying = [one for one in _all_under_way() if one.covers(optimizer)]
+
+    def hold() -> None:
+        for one in copying:
+            one.hold_step()
+
+    return before_change(optimizer, args, kwargs, hold) if copying else None
+
+
+register_optimizer_step_pre_hook(_before_any_step)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 _under_way: weakref.WeakSet[Copying] = weakref.WeakSet()
 _lock = threading.Lock()  # over it
+
+
+def _all_under_way() -> list[Copying]:
+    with _lock:
+        return list(_under_way)
 
 
 def _after_fork() -> None:
@@ -142,9 +187,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def wait_for_copies() -> None:
     """Wait until no save of this process copies any more; for whoever is about to change tensors in place."""
-    with _lock:
-        found = list(_under_way)
-    for copying in found:
+    for copying in _all_under_way():
         copying.wait()
 
 
@@ -153,16 +196,33 @@ class Held:
     """How the tensors of one save are kept from changing under it.
 
     ``loose``: names that may change any time and are too large to be copied aside; they must be staged at once.
-    ``watched``: (name, tensor, version) of those that hold still. ``moments``: when the save was called, by devices.
+    ``watched``: (name, tensor, version) of those that hold still. ``theirs``: the tensors as optimizers and DTensors of
+    the state have them, with their versions: what is changed through one of these may be counted there alone.
+    ``samples``: bytes of those in host memory, since torch does not count every change. ``moments``: when the save was
+    called, by devices. ``sizes``: bytes of each tensor of this rank, by name, and ``aside`` the names of those that
+    were copied aside.
     """
 
     loose: set[str]
     watched: Watched
+    theirs: list[tuple[torch.Tensor, int]]
+    samples: Samples
     moments: Moments
+    sizes: dict[str, int]
+    aside: set[str]
+
+    def bytes_in_call(self, sections: set[str]) -> int:
+        """Bytes of tensors that are copied before the call of a save returns, if it stages these sections at once."""
+        return sum(n for name, n in self.sizes.items() if name in self.aside or section_of(name) in sections)
 
     def changed(self) -> list[str]:
         """Names of tensors that should have held still and were changed."""
-        return changed(self.watched)
+        names = dict.fromkeys([*changed(self.watched), *differing(self.samples)])
+        for theirs, version in self.theirs:
+            if theirs._version != version:
+                spans = [extent(part) for part in plain_parts(theirs)]
+                names.update(dict.fromkeys(name for name, tensor, _ in self.watched if _overlaps(tensor, spans)))
+        return list(names)
 
 
 def watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Watched:
@@ -188,29 +248,36 @@ def _views(state: Collected) -> Iterator[tuple[str, View]]:
 def hold_still(state: Collected, distrusted: set[str]) -> Held:
     """Copy aside what may change before it is staged, in place of the views in ``state``.
 
-    ``distrusted`` are names that did not hold still once.
+    What live optimizers own holds still until their next step; they are added to those of the state. ``distrusted``
+    are names that did not hold still once.
     """
-    restless = {
-        name: sum(view.tensor.nbytes for view in entry.views)
-        for name, entry in state.entries.items()
-        if not _is_still(name, state) or name in distrusted
-    }
+    claim(state)
+    sizes = {name: sum(view.tensor.nbytes for view in entry.views) for name, entry in state.entries.items()}
+    restless = {name for name in sizes if not _is_still(name, state) or name in distrusted}
     for leaf in state.per_rank.values():
         for reference, tensor in leaf.tensors.items():
             leaf.tensors[reference] = _copied(tensor)
     loose, left = set(), HOLD
-    all_fit = sum(restless.values()) <= HOLD
-    for name, nbytes in restless.items():
-        if not all_fit and nbytes > min(SMALL, left):
+    all_fit = sum(sizes[name] for name in restless) <= HOLD
+    for name in [name for name in sizes if name in restless]:
+        if not all_fit and sizes[name] > min(SMALL, left):
             loose.add(name)
             continue
-        left -= nbytes
+        left -= sizes[name]
         entry = state.entries[name]
         state.entries[name] = entry._replace(views=[View(view.box, _copied(view.tensor)) for view in entry.views])
     watched = watch((name, view.tensor) for name, view in _views(state) if name not in restless)
+    theirs = [*state.given, *(tensor for optimizer in state.optimizers for tensor in tensors_of(optimizer))]
+    versions = [(tensor, tensor._version) for tensor in theirs if not tensor.is_inference()]
     tensors = [view.tensor for entry in state.entries.values() for view in entry.views]
     tensors += [tensor for leaf in state.per_rank.values() for tensor in leaf.tensors.values()]
-    return Held(loose, watched, Moments.now(devices_of(tensors)))
+    samples = samples_of((name, view.tensor) for name, view in _views(state) if name not in restless)
+    return Held(loose, watched, versions, samples, Moments.now(devices_of(tensors)), sizes, restless - loose)
+
+
+def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> bool:
+    begin, end = extent(tensor)
+    return any(begin < other_end and other_begin < end for other_begin, other_end in spans)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -226,8 +293,9 @@ def check_still(names: list[str]) -> None:
     """Raise HoldfastError if tensors of these names changed while they were copied: then the copy may be torn."""
     if names:
         raise HoldfastError(
-            f"{_first_of(names)} changed while it was being copied, by something other than a step of an optimizer of "
-            "the state: call saving.wait_staged() before you change it. Later saves copy it before they return"
+            f"{_first_of(names)} changed while it was being copied, by something other than a step of the optimizer "
+            "that has it: call saving.wait_staged() before you change it, or give holdfast.dcp.async_save "
+            "async_stager=BlockingAsyncStager(). Later saves copy it before they return"
         )
 
 

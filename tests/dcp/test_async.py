@@ -70,10 +70,10 @@ def test_what_is_saved_is_the_state_at_the_call(kind: dcp.AsyncCheckpointerType,
 
 
 def objects(folder: str, layout: str) -> list[str]:
-    """Modules and optimizers as they are: their parameters are changed by hand at once."""
+    """Modules and optimizers as they are: with a stager that stages at once their parameters change by hand."""
     state = meshes.build(layout, 7, steps=2)
     full = meshes.gathered(state)
-    future = dcp.async_save(state, checkpoint_id=folder)
+    future = dcp.async_save(state, checkpoint_id=folder, async_stager=dcp.staging.BlockingAsyncStager())
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.zero_()

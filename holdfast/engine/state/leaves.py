@@ -103,6 +103,7 @@ class Collected:
     lack. ``aliases`` are names whose tensor is the same memory as an entry's. ``plain`` are names of tensors that
     belong to no module or optimizer, ``buffers`` those of modules' buffers, which ranks update each on its own.
     ``still`` are names of tensors that nothing but a step of one of ``optimizers`` changes: its parameters and state.
+    ``given`` are the DTensors among these: torch counts the changes of a DTensor apart from those of its local part.
     ``to_come``: parameters whose optimizer has no state for them yet, and how many tensors of their size it will keep.
     ``kinds``: what kind of layer each module is, by name.
 
@@ -117,6 +118,7 @@ class Collected:
     containers: dict[str, Note] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     plain: list[str] = field(default_factory=list)
+    given: list[torch.Tensor] = field(default_factory=list)
     buffers: set[str] = field(default_factory=set)
     still: set[str] = field(default_factory=set)
     optimizers: list[Any] = field(default_factory=list)

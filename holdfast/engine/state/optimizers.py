@@ -132,7 +132,7 @@ def collect_settings(path: str, optimizers: Sequence[Optimizer], params: list[li
     ]
 
 
-def _changes_in_steps(optimizer: Optimizer) -> bool:
+def changes_in_steps(optimizer: Optimizer) -> bool:
     """Whether the optimizer has a step that changes its parameters; some do it in the backward pass instead."""
     return inspect.unwrap(type(optimizer).step) is not inspect.unwrap(Optimizer.step)
 
@@ -140,7 +140,7 @@ def _changes_in_steps(optimizer: Optimizer) -> bool:
 def _note_still(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, known: Known, into: Collected
 ) -> None:
-    if id(parameter) in known and _changes_in_steps(optimizer):
+    if id(parameter) in known and changes_in_steps(optimizer):
         owner, own = known[id(parameter)]
         own_names = [names.child(owner, fqn) for fqn in own.fqns]
         into.still.update(own_names)

@@ -160,6 +160,8 @@ class _Walk:
         for entry in entries_of(path, tensor, self.ranks):
             self.into.add(entry)
             self.into.plain.append(entry.name)
+        if is_dtensor(tensor):
+            self.into.given.append(tensor)
 
     def module_list(self, path: str, found: Sequence[nn.Module]) -> None:
         for at, module in modules.merged(path, found, None if self.saved is None else self.saved.has):
