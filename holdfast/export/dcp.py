@@ -81,7 +81,7 @@ def draft(checkpoint: Checkpoint, selection: Selection, *, max_file_bytes: int) 
         for chunk, total in zip(chunks, sums, strict=True):
             yield Fixed(chunk.span.path, chunk.begin, zip_file.before(chunk.member))
             yield Fixed(chunk.span.path, chunk.begin + chunk.member.data + chunk.member.nbytes, chunk.rest(int(total)))
-        table = _Table(f"__0_{len(groups)}.distcp")
+        table = Table(f"__0_{len(groups)}.distcp")
         placed: dict[str, list[_Chunk]] = {}
         for chunk in chunks:
             placed.setdefault(chunk.span.leaf.name, []).append(chunk)
@@ -110,7 +110,7 @@ def _placed(leaf: Leaf, box: Box, path: str, at: int) -> _Chunk:
     return chunk._replace(end=begin + member.data + nbytes + len(chunk.rest(0)))
 
 
-class _Table:
+class Table:
     """What `.metadata` says, and the file of values as it grows."""
 
     def __init__(self, path: str) -> None:
@@ -121,18 +121,18 @@ class _Table:
 
     def add_chunks(self, path: Path, leaf: Leaf, chunks: Sequence[_Chunk]) -> None:
         """A tensor that lies in chunks; a tied one is listed again, and stored once."""
-        self._tensor(path, leaf.dtype, leaf.shape, [chunk.span.box for chunk in chunks])
+        self.tensor(path, leaf.dtype, leaf.shape, [chunk.span.box for chunk in chunks])
         for number, chunk in enumerate(chunks):
             offsets = pickles.size(chunk.span.box.offsets)
-            self._place(_fqn(path), offsets, number, chunk.span.path, chunk.begin, chunk.end - chunk.begin)
+            self._place(path, offsets, number, chunk.span.path, chunk.begin, chunk.end - chunk.begin)
 
     def add(self, path: Path, value: Any) -> Iterator[Fixed]:
         """A value, or a tensor at hand, goes into the file of values."""
         if isinstance(value, torch.Tensor):
             dtype, shape = dtypes.name_of(value.dtype), tuple(value.shape)
             data = archive(pickles.tensor(dtype, shape, value.nbytes, "0"), [value])
-            self._tensor(path, dtype, shape, [whole(shape)])
-            self._place(_fqn(path), pickles.size((0,) * len(shape)), 0, self._path, self._at, len(data))
+            self.tensor(path, dtype, shape, [whole(shape)])
+            self._place(path, pickles.size((0,) * len(shape)), 0, self._path, self._at, len(data))
         else:
             tensors: list[torch.Tensor] = []
 
@@ -144,13 +144,18 @@ class _Table:
 
             tree = mapped(value, replaced)
             data = archive(tree, tensors)
-            self._kinds[_fqn(path)] = Instance(Global(_META, "BytesStorageMetadata"), {})
-            self._place(_fqn(path), None, None, self._path, self._at, len(data))
-        self._paths[_fqn(path)] = path
+            self.value(path)
+            self._place(path, None, None, self._path, self._at, len(data))
         yield Fixed(self._path, self._at, data)
         self._at += len(data)
 
-    def _tensor(self, path: Path, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    def value(self, path: Path) -> None:
+        """Note that there is a value."""
+        self._paths[_fqn(path)] = path
+        self._kinds[_fqn(path)] = Instance(Global(_META, "BytesStorageMetadata"), {})
+
+    def tensor(self, path: Path, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        """Note that there is a tensor, in these boxes."""
         layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
         contiguous = Call(Global(_META, "_MEM_FORMAT_ENCODING"), (0,))
         properties = (Global("torch", dtype), layout, False, contiguous, False)
@@ -171,9 +176,16 @@ class _Table:
             },
         )
 
-    def _place(self, fqn: str, offset: Any, index: int | None, path: str, begin: int, nbytes: int) -> None:
-        key = Instance(Global(_META, "MetadataIndex"), {"fqn": fqn, "offset": offset, "index": index})
-        place = {"relative_path": path, "offset": begin, "length": nbytes}
+    def nowhere(self, path: Path, boxes: Sequence[Box], file: str) -> None:
+        """Say of a tensor's boxes, or of a value, that torch's reader would look for them in a ``file``."""
+        for index, box in enumerate(boxes):
+            self._place(path, pickles.size(box.offsets), index, file, 0, 0)
+        if not boxes:
+            self._place(path, None, None, file, 0, 0)
+
+    def _place(self, path: Path, offset: Any, index: int | None, file: str, begin: int, nbytes: int) -> None:
+        key = Instance(Global(_META, "MetadataIndex"), {"fqn": _fqn(path), "offset": offset, "index": index})
+        place = {"relative_path": file, "offset": begin, "length": nbytes}
         self._places.append((key, Instance(Global(_FILES, "_StorageInfo"), place)))
 
     def metadata(self) -> bytes:
