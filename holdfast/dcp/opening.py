@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
+from holdfast.engine.folder import is_our_hint
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError
@@ -42,7 +43,7 @@ def open_by_key(path: str | os.PathLike[str] | Place) -> Checkpoint:
     """
     folder = location(path)
     of_torch = any((folder / name).is_file() for name in (".metadata", "__0.metadata"))
-    if not of_torch or (folder / manifest.FILE_NAME).exists():
+    if not of_torch or (folder / manifest.FILE_NAME).exists() or is_our_hint(folder):
         return taken_apart(open_checkpoint(path))
     state = read_folder(folder)
     found = Found("torch.distributed.checkpoint", state.tree, world_size=state.world_size)

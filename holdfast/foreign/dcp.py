@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.engine.folder import HINT_BEGINS
 from holdfast.engine.memory import no_collection
 from holdfast.engine.storage import naming
 from holdfast.engine.stores.place import Location
@@ -111,7 +112,8 @@ def _is_metadata(path: Location) -> bool:
     if not path.is_file():
         return False
     with naming(path, "read"), path.open("rb") as target:
-        return b"torch.distributed.checkpoint.metadata" in target.read(256)
+        start = target.read(256)
+    return b"torch.distributed.checkpoint.metadata" in start and not start.startswith(HINT_BEGINS)
 
 
 def _beside(folder: Location, tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,6 +149,9 @@ def test_it_goes_with_the_checkpoint_and_torchs_own_stays(tmp_path: Path) -> Non
         holdfast.open(tmp_path / "c").verify()
     folder = tmp_path / "c"
     (folder / "manifest.json").unlink()
+    for load in (loaded, lambda checkpoint_id: holdfast.open(checkpoint_id)):
+        with pytest.raises(holdfast.NotACheckpoint):
+            load(checkpoint_id=folder)
     dcp.save(STATE, checkpoint_id=folder)  # over what a save left that never committed, or lost its manifest
     assert as_saved(loaded(checkpoint_id=folder))
     root = tmp_path / "run"
