@@ -271,7 +271,9 @@ def hold_still(state: Collected, distrusted: set[str]) -> Held:
     versions = [(tensor, tensor._version) for tensor in theirs if not tensor.is_inference()]
     tensors = [view.tensor for entry in state.entries.values() for view in entry.views]
     tensors += [tensor for leaf in state.per_rank.values() for tensor in leaf.tensors.values()]
-    samples = samples_of((name, view.tensor) for name, view in _views(state) if name not in restless)
+    # Of bare tensors alone: where objects are given, it would be half of what the call costs.
+    bare = {*state.plain} - restless
+    samples = samples_of((name, view.tensor) for name in bare for view in state.entries[name].views)
     return Held(loose, watched, versions, samples, Moments.now(devices_of(tensors)), sizes, restless - loose)
 
 
