@@ -50,7 +50,7 @@ class Copying:
         self._moments = Moments()
         self._queued: Held | None = None
         self._torn: list[str] = []
-        self._storages: frozenset[int] = frozenset()
+        self._covered: Watched = []
         self.waited = 0.0
 
     def begin(self) -> Copying:
@@ -61,15 +61,19 @@ class Copying:
 
     def cover(self, held: Held) -> None:
         """Note which memory is to be copied, so that any optimizer that is about to change it waits."""
-        self._storages = frozenset(_storage_of(tensor) for _, tensor, _ in held.watched if tensor.numel())
+        self._covered = held.watched
 
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step of this optimizer may change what is to be copied."""
-        return bool(self._storages) and any(_storage_of(tensor) in self._storages for tensor in memory_of(optimizer))
+        if not self._covered:
+            return False
+        storages = {_storage_of(tensor) for _, tensor, _ in self._covered if tensor.numel()}
+        return any(_storage_of(tensor) in storages for tensor in memory_of(optimizer))
 
     def release(self, moments: Moments | None = None, held: Held | None = None) -> None:
         """All copies are made, or those of ``held`` queued on devices until ``moments``. The first call counts."""
         if not self._released.is_set():
+            self._covered = []
             self._moments = moments or Moments()
             self._queued = held if self._moments.events else None
             self._released.set()
