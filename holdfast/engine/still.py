@@ -73,7 +73,6 @@ class Copying:
     def release(self, moments: Moments | None = None, held: Held | None = None) -> None:
         """All copies are made, or those of ``held`` queued on devices until ``moments``. The first call counts."""
         if not self._released.is_set():
-            self._covered = []
             self._moments = moments or Moments()
             self._queued = held if self._moments.events else None
             self._released.set()
@@ -81,6 +80,7 @@ class Copying:
                 self._leave()
 
     def _leave(self) -> None:
+        self._covered = []
         with _lock:
             _under_way.discard(self)
 
