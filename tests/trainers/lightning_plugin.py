@@ -81,11 +81,14 @@ def failure(call: Callable[[], Any]) -> str:
 
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
-    """Inside the block no thread but this one gets to the disk, until the event is set."""
+    """Inside the block no thread but this one makes anything durable, until the event is set.
+
+    What it writes it may write: a step of the optimizer waits until all is copied into files that are open.
+    """
     go, here = threading.Event(), threading.current_thread()
 
     def hold(call: disk.Call, do: Callable[[], Any]) -> Any:
-        if threading.current_thread() is not here:
+        if call.verb in ("sync", "sync folder", "link", "replace", "rename") and threading.current_thread() is not here:
             go.wait(60)
         return do()
 

@@ -26,7 +26,7 @@ from holdfast.engine.state.rules import rule_of
 from holdfast.engine.state.structure import kinds_of
 from holdfast.engine.state.tensors import dtype_name, entries_of, is_tensor_leaf
 from holdfast.engine.state.trees import bare_tensors
-from holdfast.errors import Unsupported
+from holdfast.errors import HoldfastError, Unsupported
 from holdfast.ondisk import names, values
 
 if TYPE_CHECKING:
@@ -253,8 +253,7 @@ class _Walk:
         if self.saved is None:
             trees.add_tree(path, node.state_dict(), self.into, self.noted, owned=False)
             return
-        tensors = any(name in self.saved.tensors for name in self.saved.below(path))
-        present = dict(bare_tensors(path, _told(node))) if tensors else {}
+        present = dict(bare_tensors(path, _told(node)))  # an object may also say that now is no time to load
         # An object may say that the tensors of its state dict are memory that it keeps, to be filled where they lie.
         in_place = bool(getattr(node, FILLED_IN_PLACE, False))
         maker = Maker(self.saved, self.ranks, present=present, in_place=in_place, on_mesh=lambda: self.on_mesh)
@@ -291,6 +290,8 @@ def _undoing(node: Any) -> Callable[[], None]:
     """What gives an object its present state back, or raises what kept it from telling its state."""
     try:
         present = trees.copied(_told(node))
+    except HoldfastError:
+        raise
     except Exception as error:  # noqa: BLE001 - it may have none before its first step
         return partial(_raise, error)
     return lambda: node.load_state_dict(present)
