@@ -81,14 +81,15 @@ def failure(call: Callable[[], Any]) -> str:
 
 @contextmanager
 def held_back() -> Iterator[threading.Event]:
-    """Inside the block no thread but this one makes anything durable, until the event is set.
+    """Inside the block no thread but this one commits anything, until the event is set.
 
-    What it writes it may write: a step of the optimizer waits until all is copied into files that are open.
+    Files may be opened and written: a step of the optimizer waits until all is copied into files that are open.
     """
     go, here = threading.Event(), threading.current_thread()
 
     def hold(call: disk.Call, do: Callable[[], Any]) -> Any:
-        if call.verb in ("sync", "sync folder", "link", "replace", "rename") and threading.current_thread() is not here:
+        commits = call.verb in ("link", "replace", "rename") and call.target.endswith("manifest.json")
+        if commits and threading.current_thread() is not here:
             go.wait(60)
         return do()
 
