@@ -160,23 +160,12 @@ class Gathered(System):
         }
 
 
-class HoldfastBare(Gathered):
-    """One Saver, prepared, for bare tensors."""
-
-    def __init__(self, training: Training, worker: str) -> None:
-        super().__init__(training)
-        self.saver = holdfast.Saver(worker=worker)
+class HoldfastBare(Gathered, Holdfast):
+    """The same Saver, for bare tensors."""
 
     def prepare(self, folder: Path, saves: int) -> None:
         self.gather(0)
-        self.saver.prepare(self.state)
-
-    def save(self, path: Path, step: int) -> Started:
-        return _started(self, self.saver, self.state, path, step)
-
-    def close(self) -> None:
-        self.saver.close()
-        super().close()
+        super().prepare(folder, saves)
 
 
 class HoldfastDcp(Gathered):

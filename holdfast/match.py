@@ -338,7 +338,7 @@ class Match:
         for action in self.state.then:
             action()
         for slot in [*self.slots, *(slot for slot in self.early if slot.again)]:
-            self._put(slot, "others may hold what was saved by now")
+            self._put(slot, "other objects may have been restored by then")
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 saved = self.per_rank[path]

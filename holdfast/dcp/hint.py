@@ -12,7 +12,6 @@ from holdfast.dcp.flattened import describe
 from holdfast.engine import storage
 from holdfast.engine.folder import HINT, HINT_BEGINS
 from holdfast.engine.stores.place import Location
-from holdfast.errors import HoldfastError
 from holdfast.events import log
 from holdfast.export.dcp import Table
 from holdfast.ondisk import dtypes
@@ -28,7 +27,7 @@ def leave_hint(folder: Location, record: Manifest) -> None:
     try:
         data = HINT_BEGINS + _metadata(folder, record)
         storage.replace_small(folder / HINT, data, f".manifest.{HINT}.{record.save}.tmp")
-    except (HoldfastError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - the save is committed, and must not be told to have failed
         log.warning("%s is committed, but programs that look for %s do not see it: %s", folder, HINT, error)
 
 

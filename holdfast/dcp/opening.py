@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.engine.folder import is_our_hint
+from holdfast.engine.folder import HINT, is_our_hint
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError
@@ -42,12 +42,18 @@ def open_by_key(path: str | os.PathLike[str] | Place) -> Checkpoint:
     `holdfast.open` gives the model and the optimizer in it holdfast's names, whatever that program called them.
     """
     folder = location(path)
-    of_torch = any((folder / name).is_file() for name in (".metadata", "__0.metadata"))
-    if not of_torch or (folder / manifest.FILE_NAME).exists() or is_our_hint(folder):
+    if not is_of_torch(folder):
         return taken_apart(open_checkpoint(path))
     state = read_folder(folder)
     found = Found("torch.distributed.checkpoint", state.tree, world_size=state.world_size)
     return Checkpoint(folder, foreign=assemble(found, folder))
+
+
+def is_of_torch(folder: Location) -> bool:
+    """Whether torch's own engine saved what lies in a folder: a save of ours leaves `.metadata` there as well."""
+    if not any((folder / name).is_file() for name in (HINT, "__0.metadata")):
+        return False
+    return not (folder / manifest.FILE_NAME).exists() and not is_our_hint(folder)
 
 
 def taken_apart(checkpoint: Checkpoint) -> Checkpoint:

@@ -20,9 +20,9 @@ from torch import nn
 from holdfast import dcp
 from holdfast.checkpoint import open_checkpoint as holdfast_open
 from holdfast.dcp import hugging_face
+from holdfast.dcp.opening import is_of_torch
 from holdfast.engine.ranks import DEADLINE, ranks_of
 from holdfast.engine.state import RNG, PerRank
-from holdfast.engine.storage import is_file
 from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, NotACheckpoint, Unsupported
@@ -30,7 +30,6 @@ from holdfast.keep import Keep
 from holdfast.load import load
 from holdfast.manager import SURVIVORS
 from holdfast.manager import CheckpointManager as Manager
-from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.patterns import Patterns
 from holdfast.save import save
 from holdfast.steps import Steps
@@ -46,7 +45,6 @@ else:
 
 MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER = "model", "optimizer", "lr_scheduler", "dataloader"
 NAME = "step-{step}"
-TORCH_METADATA = ".metadata"
 
 logger = logging.getLogger("holdfast.titan")
 
@@ -235,7 +233,7 @@ class CheckpointManager(BaseCheckpointManager):
             steps = Steps(root, NAME)
             steps.commit_late(SURVIVORS)
             known = {
-                steps.step_of(path.name) for path in steps.folders() if _is_torchs(path)
+                steps.step_of(path.name) for path in steps.folders() if is_of_torch(path)
             } | steps.committed().keys()
             if step == -1:
                 return max(known, default=-1)
@@ -275,7 +273,7 @@ class CheckpointManager(BaseCheckpointManager):
         logger.info("Finished loading the checkpoint in %.2f seconds.", time.monotonic() - begin)
 
     def _read(self, path: Location, *, model_only: bool, newest: bool) -> None:
-        if _is_torchs(path) or not any(name.startswith(f"{MODEL}/") for name in holdfast_open(path).tensors):
+        if is_of_torch(path) or not any(name.startswith(f"{MODEL}/") for name in holdfast_open(path).tensors):
             states = self._as_torchtitan(model_only=model_only)
             dcp.load(states, checkpoint_id=path)
             self._take_weights(states)
@@ -332,11 +330,6 @@ def _known_mode(mode: str) -> Any:
     if known not in ("disabled", "async", "async_with_pinned_mem"):
         raise ValueError(f"Invalid async_mode: {known}")
     return known
-
-
-def _is_torchs(path: Location) -> bool:
-    """Whether torch's own engine, and so torchtitan's own manager, has saved this checkpoint."""
-    return is_file(path / TORCH_METADATA) and not is_file(path / FILE_NAME)
 
 
 def _merged(values: Sequence[Any], rank: int, world_size: int) -> Any:

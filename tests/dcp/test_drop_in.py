@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 from holdfast import dcp
+from holdfast.dcp import hint
 from holdfast.engine.folder import HINT
 from tests import pool
 
@@ -163,3 +164,16 @@ def test_it_goes_with_the_checkpoint_and_torchs_own_stays(tmp_path: Path) -> Non
     with pytest.raises(holdfast.SaveFailed, match="holds other files"):
         dcp.save(STATE, checkpoint_id=tmp_path / "theirs")
     assert as_saved(loaded(checkpoint_id=tmp_path / "theirs"))
+
+
+def test_a_hint_that_cannot_be_written_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no hint today")
+
+    monkeypatch.setattr(hint, "describe", fail)
+    dcp.save(STATE, checkpoint_id=tmp_path / "c")
+    dcp.async_save(STATE, checkpoint_id=tmp_path / "d").result()
+    assert as_saved(loaded(checkpoint_id=tmp_path / "c")) and as_saved(loaded(checkpoint_id=tmp_path / "d"))
+    assert "no hint today" in caplog.text and not (tmp_path / "c" / HINT).exists()

@@ -43,6 +43,16 @@ def save(
         )  # fmt: skip
 
 
+def values_of(ranks: Ranks, values: dict[str, Any]) -> dict[str, Any]:
+    collected = Collected(values=dict(values))
+    with ranks.call("save", deadline=LONG, saving=True) as call:
+        agree(
+            call, lambda: (collected, sharded(ranks, "w")), busy=False, allow=lambda: None, begun=lambda save: None,
+            after=Moments(),
+        )  # fmt: skip
+    return collected.values
+
+
 def counted(fleet: Fleet) -> list[Counting]:
     for ranks in fleet.ranks:
         ranks.store = Counting(ranks.store)
@@ -88,6 +98,14 @@ def test_values_that_differ_are_told_again_and_named() -> None:
     kind, text = one_text(fleet.all(lambda ranks: save(ranks, sharded(ranks, "w"), step=int(ranks.rank == 4))))
     assert issubclass(kind, Mismatch) and "step differs between ranks: 0 on rank 0, 1 on rank 4" in text
     same(fleet.all(lambda ranks: save(ranks, sharded(ranks, "w"))))
+
+
+def test_every_rank_knows_the_values_that_any_has() -> None:
+    """Whichever rank has to commit: the first one may be lost."""
+    fleet = Fleet(4)
+    for _ in range(2):
+        found = fleet.all(lambda ranks: values_of(ranks, {"step": 1, f"of {ranks.rank // 2}": ranks.rank // 2}))
+        assert list(found.values()) == [{"step": 1, "of 0": 0, "of 1": 1}] * 4
 
 
 def test_owned_values_of_a_known_plan_are_joined_anew() -> None:

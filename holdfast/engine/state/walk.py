@@ -21,12 +21,13 @@ from holdfast.engine.state.kinds import is_dtensor
 from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
 from holdfast.engine.state.own_methods import has_a_say_in_saving
 from holdfast.engine.state.parameters import Known, entries_beside, names_of_parameters
+from holdfast.engine.state.present import told, undoing
 from holdfast.engine.state.recall import Recall, so_far
 from holdfast.engine.state.rules import rule_of
 from holdfast.engine.state.structure import kinds_of
 from holdfast.engine.state.tensors import dtype_name, entries_of, is_tensor_leaf
 from holdfast.engine.state.trees import bare_tensors
-from holdfast.errors import HoldfastError, Unsupported
+from holdfast.errors import Unsupported
 from holdfast.ondisk import names, values
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class _Walk:
                 whole=True,
                 make=maker.make,
                 assemble=maker.assemble,
-                undoing=partial(_undoing, node),
+                undoing=partial(undoing, node),
                 present=partial(_present, path, node, fqns),
             )
         )
@@ -253,12 +254,14 @@ class _Walk:
         if self.saved is None:
             trees.add_tree(path, node.state_dict(), self.into, self.noted, owned=False)
             return
-        present = dict(bare_tensors(path, _told(node)))  # an object may also say that now is no time to load
+        present = dict(bare_tensors(path, told(node)))  # an object may also say that now is no time to load
         # An object may say that the tensors of its state dict are memory that it keeps, to be filled where they lie.
         in_place = bool(getattr(node, FILLED_IN_PLACE, False))
         maker = Maker(self.saved, self.ranks, present=present, in_place=in_place, on_mesh=lambda: self.on_mesh)
-        put, undoing = node.load_state_dict, None if in_place else partial(_undoing, node)
-        self.into.slots.append(Slot(path, put, whole=True, make=maker.make, assemble=maker.assemble, undoing=undoing))
+        undo = None if in_place else partial(undoing, node)
+        self.into.slots.append(
+            Slot(path, node.load_state_dict, whole=True, make=maker.make, assemble=maker.assemble, undoing=undo)
+        )
 
     def noted(self, path: str, tensor: Any) -> None:
         """A tensor of an object that takes its state whole."""
@@ -284,36 +287,6 @@ class _Walk:
         except values.Refused as error:
             raise Unsupported(f"{path}{error.path}: {error.reason}") from None
         self.into.per_rank[path] = PerRankLeaf(path, encoded, tensors, put, elsewhere)
-
-
-def _undoing(node: Any) -> Callable[[], None]:
-    """What gives an object its present state back, or raises what kept it from telling its state."""
-    try:
-        present = trees.copied(_told(node))
-    except HoldfastError:
-        raise
-    except Exception as error:  # noqa: BLE001 - it may have none before its first step
-        return partial(_raise, error)
-    return lambda: node.load_state_dict(present)
-
-
-def _told(node: Any) -> Any:
-    """The state dict of an object that is about to be loaded, its attributes as they were before.
-
-    Loaders begin to iterate when they are asked, and some then pass by the state that they are given.
-    """
-    attributes = getattr(node, "__dict__", {})
-    before = dict(attributes)
-    try:
-        return node.state_dict()
-    finally:
-        if attributes.keys() != before.keys() or any(attributes[key] is not value for key, value in before.items()):
-            attributes.clear()
-            attributes.update(before)
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _present(path: str, optimizer: Any, fqns: list[str]) -> dict[str, Any]:
