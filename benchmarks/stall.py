@@ -11,7 +11,6 @@ import os
 import shutil
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,9 +98,6 @@ class Bench:
 
     def close(self) -> None:
         self.pool.close()
-        shutil.rmtree(self.work)
-        with suppress(OSError):
-            self.work.parent.rmdir()  # unless it holds what is not ours
 
 
 def facts_of(bench: Bench, seconds: float) -> dict[str, object]:

@@ -23,7 +23,7 @@ from holdfast import events
 from holdfast.checkpoint import read_known, read_manifest
 from holdfast.engine import disk, storage
 from holdfast.engine.commit import commit, place_signature
-from holdfast.engine.folder import goes_along, is_leaving, taken
+from holdfast.engine.folder import copy_hint, goes_along, is_leaving, taken
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.stores.around import patiently
 from holdfast.engine.stores.place import Location, Place
@@ -142,6 +142,7 @@ def _copy_one(source: Place, target: Location, record: Manifest, overwrite: bool
             _refuse_losses(target, into)
             storage.make_home(target)
             commit(target, into, replaces=how == "replace", signed=signed)
+            copy_hint(source, target, into.save)
         elif signed is not None and found_signature(target, into) is None:
             place_signature(target, into, signed)
     if isinstance(target, Path):

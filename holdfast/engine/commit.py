@@ -22,7 +22,7 @@ import torch
 from holdfast import events
 from holdfast.engine import storage
 from holdfast.engine.citations import Cited, citations_of, cited_beside, is_cited, let_go, root_of
-from holdfast.engine.folder import taken
+from holdfast.engine.folder import delete_hint, taken
 from holdfast.engine.inside import inside
 from holdfast.engine.layout import OwnedJoin
 from holdfast.engine.owners import Owned, PlannedTensor
@@ -279,6 +279,8 @@ def remove_old_files(folder: Location, old: Manifest, new: Manifest, cited: Cite
         gone = inside(folder, [path for path in own if path not in kept and path not in cited.get(name, set())])
         signed = {signature.file_name(old)} - {signature.file_name(new)}
         storage.delete(*gone, *(folder / path for path in signed))
+        if new.save != old.save:
+            delete_hint(folder)  # what saves through holdfast.dcp leave is written anew after the commit
         for above in {path.parent for path in gone}:
             storage.delete_if_empty(above)
         now = citations_of(new)

@@ -80,6 +80,21 @@ def is_our_hint(folder: Location) -> bool:
         return False
 
 
+def copy_hint(source: Location, target: Location, save: str) -> None:
+    """Copy the `HINT` of a checkpoint that is committed at ``target``, if it has one. What goes wrong is logged."""
+    try:
+        if is_our_hint(source):
+            storage.replace_small(target / HINT, storage.read_small(source / HINT), f".manifest.{HINT}.{save}.tmp")
+    except (StorageError, FileNotFoundError) as error:
+        log.warning("%s is copied, but programs that look for %s do not see it: %s", target, HINT, error)
+
+
+def delete_hint(folder: Location) -> None:
+    """Delete the `HINT` of a checkpoint that was replaced. Raises StorageError."""
+    if is_our_hint(folder):
+        storage.delete(folder / HINT)
+
+
 def may_hold_leavings(files: Sequence[str]) -> bool:
     """Whether a folder of these files can hold more than one committed save, by their names alone."""
     saves = {_save_of(path) for path in files if is_leaving(path)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,18 @@ def test_it_goes_with_the_checkpoint_and_torchs_own_stays(tmp_path: Path) -> Non
     with pytest.raises(holdfast.SaveFailed, match="holds other files"):
         dcp.save(STATE, checkpoint_id=tmp_path / "theirs")
     assert as_saved(loaded(checkpoint_id=tmp_path / "theirs"))
+
+
+def test_a_copy_has_it_too_and_another_save_in_its_place_does_not(tmp_path: Path) -> None:
+    dcp.save(STATE, checkpoint_id=tmp_path / "c")
+    holdfast.copy(tmp_path / "c", tmp_path / "copy")
+    assert (tmp_path / "copy" / HINT).read_bytes() == (tmp_path / "c" / HINT).read_bytes()
+    holdfast.save({"other": torch.ones(2)}, tmp_path / "copy", overwrite=True)
+    assert not (tmp_path / "copy" / HINT).exists(), "it would tell of tensors that are gone"
+    torch_dcp.save(STATE, checkpoint_id=tmp_path / "theirs")
+    shutil.copy(tmp_path / "theirs" / HINT, tmp_path / "c" / HINT)  # a file of torch's own is nobody's but its own
+    holdfast.copy(tmp_path / "c", tmp_path / "second")
+    assert not (tmp_path / "second" / HINT).exists()
 
 
 def test_a_hint_that_cannot_be_written_fails_no_save(
