@@ -624,7 +624,17 @@ def test_sweeping_leaves_a_save_under_way_alone(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, every=1, worker="thread", slots=2, keep=Keep(last=1)) as manager:
         begun(manager, 1).wait()
         assert not dead.exists(), "what was dead is gone"
-        with held_back("step-000000003") as free:
+        free, reached, firsts = threading.Event(), threading.Event(), [threading.Lock(), threading.Lock()]
+
+        def hold(path: str) -> None:
+            """The second save ends once the third one writes; of each one write alone waits, as two threads write."""
+            if "step-000000002" in path and firsts[0].acquire(blocking=False):
+                reached.wait(60)
+            if "step-000000003" in path and firsts[1].acquire(blocking=False):
+                reached.set()
+                free.wait(60)
+
+        with before_each_write(hold):
             before, slow = begun(manager, 2), begun(manager, 3)
             assert before.wait().step == 2 and manager.steps() == [2], "the older one is gone"
             assert list((tmp_path / "step-000000003").rglob("*.safetensors")), "the one under way is not touched"
