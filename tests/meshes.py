@@ -60,7 +60,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     matrices = [p for n, p in trained if "weight" in n and "norm" not in n]
     others = [p for n, p in trained if not ("weight" in n and "norm" not in n)]
@@ -170,7 +170,7 @@ def build(layout: str, seed: int, *, steps: int) -> dict[str, Any]:
     """A state on this rank: model and optimizer after ``steps`` real training steps."""
     torch.manual_seed(seed)
     model = LAYOUTS[layout][1](Model())
-    optimizer = _optimizer(model)
+    optimizer = optimizer_of(model)
     for step in range(steps):
         torch.manual_seed(seed + step)
         model(torch.randint(0, 11, (4, 5))).square().mean().backward()
