@@ -201,9 +201,16 @@ class Saving:
         with interrupts_wait():
             # A daemon, and joined by `Saver.close`: an interpreter that ends would wait for other threads before its
             # exit handlers, and must not end under a thread that is still letting go of tensors.
-            thread = threading.Thread(target=self._run, name="holdfast-save", daemon=True)
+            run, begun = self._run, threading.Event()
+
+            def wait_and_run() -> None:
+                begun.wait()
+                run()
+
+            thread = threading.Thread(target=wait_and_run, name="holdfast-save", daemon=True)
             thread.start()
             self._thread, self._run = thread, lambda: None
+            begun.set()  # not before: the new thread would keep the interpreter for itself, for 5 ms at most
 
     def _interrupt(self, error: BaseException) -> None:
         """It ends with what is no failure of a save: an interrupt, which stays what it is where it came."""

@@ -12,8 +12,9 @@ from ctypes import string_at
 import torch
 
 from holdfast.engine.state import extent
+from holdfast.engine.state.tensors import is_freed
 
-_LENGTH = 16
+_LENGTH = 48
 
 Samples = list[tuple[str, torch.Tensor, bytes]]
 
@@ -29,13 +30,11 @@ def differing(samples: Samples) -> list[str]:
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
-    """The first, middle and last bytes; of a tensor with gaps the first and last element; none of freed memory."""
+    """Bytes in the middle; of a tensor with gaps the first and last element; none of freed memory."""
     begin, end = extent(tensor)
-    if begin == end or tensor.untyped_storage().nbytes() == 0:
+    if begin == end or is_freed(tensor):
         return b""
     if end - begin != tensor.nbytes:
         return string_at(begin, tensor.itemsize) + string_at(end - tensor.itemsize, tensor.itemsize)
-    if end - begin <= 3 * _LENGTH:
-        return string_at(begin, end - begin)
-    middle = (begin + end - _LENGTH) // 2
-    return string_at(begin, _LENGTH) + string_at(middle, _LENGTH) + string_at(end - _LENGTH, _LENGTH)
+    length = min(end - begin, _LENGTH)
+    return string_at((begin + end - length) // 2, length)

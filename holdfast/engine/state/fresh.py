@@ -58,12 +58,12 @@ class Maker:
             return self._part(name, whole, dtype, shape, parameter)
         present = self._present.get(name)
         if present is not None and (self._in_place or not isinstance(present, torch.Tensor)):  # a `Shard` is its memory
-            entries = list(entries_of(name, present, self._ranks))
+            entries = entries_of(name, present, self._ranks)
             if any(entry.name == name and entry.shape != shape for entry in entries):
                 raise Mismatch(f"{name}: saved with shape {list(shape)}, here {list(entries[0].shape)}")
             return Made(present, entries)
         tensor = self._laid_out(name, dtype, shape, parameter)
-        return Made(tensor, list(entries_of(name, tensor, self._ranks)))
+        return Made(tensor, entries_of(name, tensor, self._ranks))
 
     def assemble(self, leaves: dict[str, Any]) -> None:
         """Replace the parts of each noted subclass in ``leaves``, tensors by name, by the tensor that they are of."""
@@ -81,7 +81,7 @@ class Maker:
         device = HOST if parameter is None else parameter.device
         if note.placements is None:
             part = torch.empty(shape, dtype=dtypes.torch_dtype(dtype), device=device)
-            return Made(part, list(entries_of(name, part, self._ranks)))
+            return Made(part, entries_of(name, part, self._ranks))
         if not is_dtensor(parameter):
             raise Mismatch(
                 f"{name} was saved in {shape[0]} shards, each quantised on its own by the optimizer; its parameter "

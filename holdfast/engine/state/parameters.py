@@ -111,7 +111,7 @@ def entries_beside(
         flat = is_flat_parameter(parameter)
         local: tuple[int, ...] = (modules.local_flat(parameter).numel() if flat else part.stop - part.start,)
         if _is_number(value, local):
-            return list(entries_of(name, value, ranks))
+            return entries_of(name, value, ranks)
         _check_local(name, value, local)
         return [modules.flat_entry(name, part if flat else replace(part, offset=0), value, ranks)]
     if (
@@ -126,7 +126,7 @@ def entries_beside(
         shape = tuple(parameter.shape)
         views = local_views(name, shape, spread, position, value.detach()) if position is not None else []
         return [Entry(name, dtype_name(name, value), shape, spread, views)]
-    return list(entries_of(name, value, ranks))
+    return entries_of(name, value, ranks)
 
 
 def _is_number(value: torch.Tensor, local: Sequence[int]) -> bool:

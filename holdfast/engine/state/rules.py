@@ -156,6 +156,10 @@ RULES = (
 """In the order in which they are tried."""
 
 
+_OF_DICTS = tuple(rule for rule in RULES if rule.kind in ("values", "container"))
+"""All that a dict can be, of which a state of bare tensors has as many as parameters."""
+
+
 def rule_of(node: Any) -> Rule:
     """The rule for a node of a state."""
-    return next(rule for rule in RULES if rule.is_one(node))
+    return next(rule for rule in (_OF_DICTS if type(node) is dict else RULES) if rule.is_one(node))

@@ -7,7 +7,8 @@ optimizer and no tensor alive, and never believes that an optimizer owns what it
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -36,13 +37,16 @@ def tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """An optimizer's parameters and the tensors of its state, as it has them."""
     yield from parameters_of(optimizer)
     for kept in list(state_of(optimizer).values()):
-        yield from _tensors_in(kept)
+        for value in kept.values() if isinstance(kept, dict) else (kept,):
+            if isinstance(value, torch.Tensor):
+                yield value
+            else:
+                yield from _tensors_in(value)
 
 
 def memory_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     """The plain tensors that these lie in; of DTensors their local parts."""
-    for tensor in tensors_of(optimizer):
-        yield from plain_parts(tensor)
+    return chain.from_iterable(map(plain_parts, tensors_of(optimizer)))
 
 
 def claim(state: Collected) -> None:
@@ -101,12 +105,13 @@ class _Memory:
 
     def owners_of(self, entry: Entry) -> list[Any]:
         """Owners of an entry's memory; none unless every view of it lies wholly in one tensor of one of them."""
-        found = [self._owner_of(view.tensor) for view in entry.views]
-        return [] if None in found else found
+        owners = [self._owner_of(view.tensor) for view in entry.views]
+        return [] if None in owners else owners
 
     def _owner_of(self, tensor: torch.Tensor) -> Any:
-        within, owners = extent(tensor), self._owners.get(tensor.device, {})
-        return owners[within] if within in owners else self._owner_around(tensor.device, *within)
+        device, within = tensor.device, extent(tensor)
+        owner = self._owners.get(device, {}).get(within)
+        return self._owner_around(device, *within) if owner is None else owner
 
     def _owner_around(self, device: torch.device, begin: int, end: int) -> Any:
         """The owner of a tensor that is larger than what is asked for."""
@@ -133,11 +138,9 @@ def _outermost(spans: Iterable[_Span]) -> list[_Span]:
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of a plain tensor's first byte and after its last one; equal if it has none."""
-    begin = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return begin, begin
-    if tensor.is_contiguous():
-        return begin, begin + tensor.nbytes
+    begin, nbytes = tensor.data_ptr(), tensor.nbytes
+    if nbytes == 0 or tensor.is_contiguous():
+        return begin, begin + nbytes
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * tensor.itemsize
 
@@ -153,16 +156,15 @@ def _tensors_in(kept: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
-def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tensors with memory of their own that a tensor is made of; none for what has none."""
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
     if type(local) not in PLAIN and hasattr(local, "__tensor_flatten__"):
-        for part in local.__tensor_flatten__()[0]:
-            yield from plain_parts(getattr(local, part))
-    elif local.layout is torch.strided and not local.is_meta:
-        try:
-            address = local.data_ptr()
-        except (RuntimeError, NotImplementedError):  # a subclass with memory of its own kind
-            return
-        if address:
-            yield local
+        return [own for part in local.__tensor_flatten__()[0] for own in plain_parts(getattr(local, part))]
+    if local.layout is not torch.strided or local.is_meta:
+        return ()
+    try:
+        address = local.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass with memory of its own kind
+        return ()
+    return (local,) if address else ()

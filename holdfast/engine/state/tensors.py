@@ -5,7 +5,7 @@ Called by the walk for each tensor leaf. Never copies a byte; what cannot be tol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -80,30 +80,29 @@ def is_tensor_leaf(value: object) -> bool:
     return isinstance(value, (torch.Tensor, Shard, FlatShard)) or is_sharded_tensor(value)
 
 
-def entries_of(name: str, value: object, ranks: Ranks) -> Iterator[Entry]:
+def entries_of(name: str, value: object, ranks: Ranks) -> list[Entry]:
     """The entry of a tensor leaf, or one for each part of a subclass that flattens. Raises Unsupported by name."""
     if type(value) in PLAIN:
-        yield _plain(name, value)  # type: ignore[arg-type]
-    elif is_dtensor(value):
-        yield from _dtensor(name, value, ranks)
-    elif isinstance(value, Shard):
-        yield _explicit(name, value, ranks)
-    elif isinstance(value, FlatShard):
-        yield _flat(name, value, ranks)
-    elif is_sharded_tensor(value):
-        yield _sharded_tensor(name, value, ranks)
-    elif isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+        return [_plain(name, value)]  # type: ignore[arg-type]
+    if is_dtensor(value):
+        return _dtensor(name, value, ranks)
+    if isinstance(value, Shard):
+        return [_explicit(name, value, ranks)]
+    if isinstance(value, FlatShard):
+        return [_flat(name, value, ranks)]
+    if is_sharded_tensor(value):
+        return [_sharded_tensor(name, value, ranks)]
+    if isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
         raise Unsupported(f"{name} is an uninitialized parameter; run one forward pass before saving")
-    elif hasattr(value, "__tensor_flatten__"):
+    if hasattr(value, "__tensor_flatten__"):
         parts, _ = value.__tensor_flatten__()
-        for part in parts:
-            yield from entries_of(names.child(name, part), getattr(value, part), ranks)
-    else:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise Unsupported(
-            f"{name} is a {kind}: a tensor subclass without __tensor_flatten__ is not known; "
-            "save its parts as plain tensors, or wrap this rank's box as holdfast.Shard"
-        )
+        inner = (entries_of(names.child(name, part), getattr(value, part), ranks) for part in parts)
+        return [entry for entries in inner for entry in entries]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise Unsupported(
+        f"{name} is a {kind}: a tensor subclass without __tensor_flatten__ is not known; "
+        "save its parts as plain tensors, or wrap this rank's box as holdfast.Shard"
+    )
 
 
 def dtype_name(name: str, tensor: torch.Tensor) -> str:
@@ -136,11 +135,10 @@ def _plain(name: str, tensor: torch.Tensor) -> Entry:
 
 def placed(name: str, tensor: DTensor, ranks: Ranks) -> tuple[Placed, int | None]:
     """How a DTensor lies over the group's ranks, and this rank's position in the mesh (None: not part of it)."""
+    spec = tensor._spec
     try:
-        order = getattr(tensor._spec, "shard_order", None) or ()
-        return _placed(
-            tensor.device_mesh, tuple(tensor.placements), order, max(tensor.dim(), 1), ranks.global_ranks, ranks.rank
-        )
+        order = getattr(spec, "shard_order", None) or ()
+        return _placed(spec.mesh, spec.placements, order, max(tensor.dim(), 1), ranks.global_ranks, ranks.rank)
     except (Unsupported, Mismatch) as error:
         raise type(error)(f"{name} {error}") from None
 
@@ -189,43 +187,60 @@ def _strides_of(order: tuple[Any, ...], mesh_shape: tuple[int, ...]) -> dict[int
 
 def local_views(name: str, shape: tuple[int, ...], spread: Placed, position: int, local: torch.Tensor) -> list[View]:
     """``local``, this rank's memory of a DTensor, as one view for each box (several if it is strided)."""
-    axes = placed_runs(shape, spread, position)
-    expected = tuple(sum(run.length for run in axis) for axis in axes)
-    if tuple(local.shape) != expected:
+    expected, boxes = _boxes_of(shape, spread, position)
+    if local.shape != expected:
         if local.numel() == 0 and 0 in expected:
             return []
         raise Unsupported(
             f"{name} holds a local tensor of shape {list(local.shape)} where {spread} of shape {list(shape)} "
             f"says {list(expected)}; this kind of placement is not known"
         )
-    if 0 in expected:
-        return []
     views = []
-    for runs in product(*axes):
+    for box, cuts in boxes:
         view = local
-        for dim, run in enumerate(runs):
-            if run.length != local.shape[dim]:
-                view = view.narrow(dim, run.local, run.length)
-        views.append(View(Box(tuple(r.start for r in runs), tuple(r.length for r in runs)), view))
+        for dim, start, length in cuts:
+            view = view.narrow(dim, start, length)
+        views.append(View(box, view))
     return views
 
 
-def _dtensor(name: str, tensor: DTensor, ranks: Ranks) -> Iterator[Entry]:
+_Cuts = tuple[tuple[int, int, int], ...]
+"""For dimensions of a local tensor that are cut: the dimension, where the box begins, and its length."""
+
+
+@lru_cache(maxsize=4096)
+def _boxes_of(
+    shape: tuple[int, ...], spread: Placed, position: int
+) -> tuple[tuple[int, ...], tuple[tuple[Box, _Cuts], ...]]:
+    """The shape of a local tensor and its boxes, each with what cuts it out. Many tensors share a shape and a mesh."""
+    axes = placed_runs(shape, spread, position)
+    expected = tuple(sum(run.length for run in axis) for axis in axes)
+    boxes = []
+    for runs in product(*axes) if 0 not in expected else ():
+        box = Box(tuple(run.start for run in runs), tuple(run.length for run in runs))
+        cuts = ((dim, run.local, run.length) for dim, run in enumerate(runs) if run.length != expected[dim])
+        boxes.append((box, tuple(cuts)))
+    return expected, tuple(boxes)
+
+
+def _dtensor(name: str, tensor: DTensor, ranks: Ranks) -> list[Entry]:
     spread, position = placed(name, tensor, ranks)
-    local = tensor._local_tensor.detach()
-    if type(local) not in PLAIN and hasattr(local, "wait"):
-        local = local.wait()  # an AsyncCollectiveTensor: the result of a collective still under way
-    if hasattr(local, "__tensor_flatten__"):
-        parts, _ = local.__tensor_flatten__()
-        for part in parts:
-            yield stacked_part(names.child(name, part), getattr(local, part), spread, position)
-        return
+    local = tensor._local_tensor
     if type(local) not in PLAIN:
-        raise Unsupported(f"{name} is a DTensor of {type(local).__qualname__}; only plain local tensors are known")
+        local = local.detach()
+        if hasattr(local, "wait"):
+            local = local.wait()  # an AsyncCollectiveTensor: the result of a collective still under way
+        if hasattr(local, "__tensor_flatten__"):
+            parts, _ = local.__tensor_flatten__()
+            return [stacked_part(names.child(name, part), getattr(local, part), spread, position) for part in parts]
+        if type(local) not in PLAIN:
+            raise Unsupported(f"{name} is a DTensor of {type(local).__qualname__}; only plain local tensors are known")
+    if local.requires_grad:
+        local = local.detach()
     shape = tuple(tensor.shape)
     dtype = dtype_name(name, local)
     views = local_views(name, shape, spread, position, local) if position is not None else []
-    yield Entry(name, dtype, shape, spread, views)
+    return [Entry(name, dtype, shape, spread, views)]
 
 
 def stacked_part(name: str, part: torch.Tensor, spread: Placed, position: int | None) -> Entry:
