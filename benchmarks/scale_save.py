@@ -26,10 +26,11 @@ from holdfast.engine.agree import Agreement, plan_for
 from holdfast.engine.commit import Identity, complete, draft
 from holdfast.engine.image import Image
 from holdfast.engine.images import images_of
-from holdfast.engine.layout import Layout, digest_of, join_owned, layout_of, owned_values
+from holdfast.engine.layout import Layout, digest_of, join_owned
 from holdfast.engine.memory import no_collection
 from holdfast.engine.plan import Plan, make_plan
 from holdfast.engine.ranks import Ranks
+from holdfast.engine.state.outline import layout_of, owned_values
 from holdfast.ondisk import blocks, datafile, dtypes, manifest
 from holdfast.ondisk.box import regular_cuts
 from holdfast.ondisk.manifest import Cells, FileRecord, Manifest

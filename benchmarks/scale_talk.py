@@ -18,11 +18,12 @@ import msgspec
 from benchmarks.scale_states import World
 from holdfast.engine.agree import Agreement, agree
 from holdfast.engine.device import Moments
-from holdfast.engine.layout import Layout, layout_of
+from holdfast.engine.layout import Layout
 from holdfast.engine.memory import no_collection
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.rounds import Word, short
 from holdfast.engine.state import Collected
+from holdfast.engine.state.outline import layout_of
 
 
 @dataclass

@@ -32,7 +32,7 @@ import msgspec
 from holdfast.checkpoint import Checkpoint, read_manifest
 from holdfast.drop import Dropped, drop_from
 from holdfast.engine import storage
-from holdfast.engine.citations import Citations, Cited, is_cited, root_of, sibling_of, told
+from holdfast.engine.citations import Citations, Cited, root_of
 from holdfast.engine.folder import delete_checkpoints, may_hold_leavings, sweep_beside, sweep_dead
 from holdfast.engine.parts import commit_late
 from holdfast.engine.sections import dropped_of
@@ -42,6 +42,7 @@ from holdfast.events import log
 from holdfast.keep import Keep, Kept
 from holdfast.keys import Signer
 from holdfast.ondisk import manifest
+from holdfast.ondisk.cited import is_cited, origin_of, sibling_of
 from holdfast.ondisk.manifest import NOTES, Manifest
 
 FEW = 16
@@ -460,9 +461,9 @@ def lacking_files(folder: Location, record: Manifest) -> dict[int, str]:
         name, path = sibling_of(file.path) if is_cited(file.path) else ("", file.path)
         size, own = sizes[name].get(path), folders[name] / path
         if size is None:
-            found[index] = f"{own} is missing{told(folder, file)}"
+            found[index] = f"{own} is missing{origin_of(file, folder.name)}"
         elif size != file.bytes:
-            found[index] = f"{own} has {size} bytes instead of {file.bytes}{told(folder, file)}"
+            found[index] = f"{own} has {size} bytes instead of {file.bytes}{origin_of(file, folder.name)}"
     return found
 
 

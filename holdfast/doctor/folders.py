@@ -16,7 +16,7 @@ from pathlib import Path
 
 from holdfast.doctor.finding import Finding
 from holdfast.engine import disk
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 
 _KINDS = {
     "overlay": "a container's own layer: it is gone with the container; mount a volume",

@@ -14,20 +14,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.engine.device import Copier, Moments
-from holdfast.engine.layout import (
-    Layout,
-    OwnedJoin,
-    OwnedValues,
-    digest_of,
-    join_owned,
-    join_values,
-    owned_digest,
-    owned_values,
-)
+from holdfast.engine.layout import Layout, OwnedJoin, OwnedValues, digest_of, join_owned, join_values
 from holdfast.engine.plan import Plan, make_plan
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.replicas import join_sums, sums_of
 from holdfast.engine.state import Collected
+from holdfast.engine.state.outline import owned_digest, owned_values
 from holdfast.errors import HoldfastError
 
 _REMEMBERED = 8  # saves whose layouts and plans are kept for later ones of the same state

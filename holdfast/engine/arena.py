@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.engine import device
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.memory import buffer
 from holdfast.engine.worker import Worker
 from holdfast.errors import HoldfastError, StorageError

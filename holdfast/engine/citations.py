@@ -18,7 +18,8 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import datafile, manifest
-from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.cited import is_cited, sibling_of
+from holdfast.ondisk.manifest import Manifest
 
 Cited = dict[str, set[str]]
 """By the name of a folder, the paths in it that are cited from elsewhere."""
@@ -31,29 +32,6 @@ _HINT = b'"..'
 
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTSUP)
 """Why a neighbour cannot be looked into that is somebody else's: it can have borrowed nothing here."""
-
-
-def is_cited(path: str) -> bool:
-    """Whether a path of a manifest leads to a sibling."""
-    return path.startswith("../")
-
-
-def sibling_of(path: str) -> tuple[str, str]:
-    """The folder that a cited path leads to, and the path there: ``../step-5/model/x`` is (``step-5``, ``model/x``)."""
-    _, name, below = path.split("/", 2)
-    return name, below
-
-
-def own_path(path: str) -> str:
-    """Where a file lies in a checkpoint that borrows none: ``../step-5/model/x`` is ``model/x``."""
-    return sibling_of(path)[1] if is_cited(path) else path
-
-
-def told(folder: Location, record: FileRecord) -> str:
-    """What an error adds about a file that is wrong: nothing, or whose it is and who cites it."""
-    if not is_cited(record.path):
-        return ""
-    return f" (a file of {sibling_of(record.path)[0]}, written by save {record.save}, which {folder.name} cites)"
 
 
 def citations_of(record: Manifest) -> Cited:

@@ -21,7 +21,7 @@ import torch
 
 from holdfast import events
 from holdfast.engine import storage
-from holdfast.engine.citations import Cited, citations_of, cited_beside, is_cited, let_go, root_of
+from holdfast.engine.citations import Cited, citations_of, cited_beside, let_go, root_of
 from holdfast.engine.folder import delete_hint, taken
 from holdfast.engine.inside import inside
 from holdfast.engine.layout import OwnedJoin
@@ -35,6 +35,7 @@ from holdfast.engine.stores.retrying import is_transient
 from holdfast.engine.volumes import file_of
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.ondisk import blocks, manifest, names, signature, values
+from holdfast.ondisk.cited import is_cited
 from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
 from holdfast.version import __version__

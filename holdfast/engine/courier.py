@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from holdfast.engine.stores.store import Store
     from holdfast.engine.upload import Upload
 
-SECTOR = 4096
-"""Direct I/O moves multiples of this many bytes between addresses and offsets that are multiples of it."""
-
 WRITERS = 2
 """Threads that write: two keep a disk busy while memory is filled (measured: a third adds nothing)."""
 
@@ -164,7 +161,7 @@ class Courier:
             self._add(job, target, self._memory[slot][start : start + nbytes])
             return
         # To whole sectors where the write is direct: what follows is padding, of memory and of the file.
-        padded = -(-nbytes // SECTOR) * SECTOR
+        padded = -(-nbytes // disk.SECTOR) * disk.SECTOR
         view = self._memory[slot][start : start + padded]
         with target.idle:
             target.pending += 1
@@ -315,7 +312,7 @@ def _write_to(fd: int, file: _File, view: memoryview, nbytes: int, offset: int) 
             file.direct, end = False, nbytes
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         if file.direct:
-            at -= at % SECTOR
+            at -= at % disk.SECTOR
 
 
 def _end(target: _File | Upload, header: bytes, size: int) -> Fault | None:

@@ -16,6 +16,9 @@ from stat import S_ISDIR as is_folder
 from stat import S_ISREG as is_regular
 from typing import Any, NamedTuple, TypeVar
 
+SECTOR = 4096
+"""Direct I/O moves multiples of this many bytes between addresses and offsets that are multiples of it."""
+
 Path = str | os.PathLike[str]
 Result = TypeVar("Result")
 

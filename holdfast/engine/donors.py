@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from holdfast.engine import storage
-from holdfast.engine.citations import own_path
 from holdfast.engine.read import DataFiles
 from holdfast.engine.source import ReadStats, source_of
 from holdfast.engine.stores.place import Location
@@ -19,6 +18,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import log
 from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import BLOCK
+from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import FileRecord, Manifest
 
 ALIKE = 4

@@ -1,6 +1,6 @@
 """What one rank tells the others of its state before a save: names, shapes, spreads; never bytes or values.
 
-Made from `Collected`, told once for each distinct one, joined by the plan. Pure data.
+Made by `state.outline`, told once for each distinct one, joined by the plan. Pure data.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import Any
 import msgspec
 
 from holdfast.engine.spread import Spread
-from holdfast.engine.state import Collected
 from holdfast.errors import Mismatch
 from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.containers import SEQUENCES, Note
 from holdfast.ondisk.packing import unpacked
-from holdfast.ondisk.values import JSON, version_of_tree
+from holdfast.ondisk.values import JSON
 
 
 class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
@@ -60,45 +59,9 @@ class OwnedValues(msgspec.Struct, array_like=True, frozen=True):
 _json = msgspec.json.Encoder(order="deterministic")
 
 
-def layout_of(state: Collected) -> Layout:
-    """The layout of a collected state."""
-    table: dict[int, int] = {}
-    spreads: list[Spread] = []
-    known: dict[Spread, int] = {}
-    tensors = []
-    for entry in state.entries.values():
-        index = table.get(id(entry.spread))
-        if index is None:
-            index = known.setdefault(entry.spread, len(spreads))
-            if index == len(spreads):
-                spreads.append(entry.spread)
-            table[id(entry.spread)] = index
-        alias = state.aliases.get(entry.name)
-        empty = not entry.views and 0 not in entry.shape
-        # A rank without elements says nothing of its own: its layout then equals that of its mesh neighbours.
-        lone = empty and alias is None
-        buffer = entry.name in state.buffers
-        tensors.append(TensorLayout(entry.name, entry.dtype, entry.shape, index, alias, lone, buffer))
-    unheld = {a: n for a, n in state.aliases.items() if a not in state.entries}
-    params = {path: [g.params for g in groups] for path, groups in state.groups.items()}
-    version = max((version_of_tree(leaf.encoded) for leaf in state.per_rank.values()), default=1)
-    return Layout(tensors, spreads, unheld, dict(state.containers), list(state.per_rank), params, version)
-
-
 def digest_of(message: object) -> str:
     """32 hex digits that stand for a layout or for values."""
     return digest(_json.encode(message))
-
-
-def owned_digest(state: Collected) -> str:
-    """Stands for the owned values and for which parameters are in which group: stages may differ in either."""
-    return digest_of([owned_values(state), {path: [g.params for g in groups] for path, groups in state.groups.items()}])
-
-
-def owned_values(state: Collected) -> OwnedValues:
-    """The values that may be missing on other ranks."""
-    settings = {path: [g.settings for g in groups] for path, groups in state.groups.items()}
-    return OwnedValues(dict(state.owned), settings)
 
 
 def join_values(told: Sequence[tuple[int, Layout, dict[str, JSON]]]) -> dict[str, JSON]:

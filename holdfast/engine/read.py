@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from holdfast.engine.citations import own_path, told
 from holdfast.engine.inside import Inside
 from holdfast.engine.landing import Streams, narrowed, ready_for_threads, scatter
 from holdfast.engine.memory import move
@@ -29,6 +28,7 @@ from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box, intersect, relative
+from holdfast.ondisk.cited import origin_of, own_path
 from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import FileRecord, TensorRecord
 from holdfast.ondisk.signature import Signature, SignedFile
@@ -162,7 +162,7 @@ class DataFiles:
 
     def _of_size(self, index: int, size: int | None) -> Damaged:
         record, path = self.records[index], self.path(index)
-        borrowed = told(self.folder, record)
+        borrowed = origin_of(record, self.folder.name)
         if size is None:
             return damaged(path, f"is missing{borrowed}")
         return damaged(path, f"has {size} bytes, the manifest says {record.bytes}{borrowed}")
@@ -188,7 +188,7 @@ class DataFiles:
             if blocks.digest(data) == record.header_digest:
                 break
             if last or not isinstance(path, Place):  # on the way from a store a bit may flip
-                raise damaged(path, f"{_whose(data, record)}{told(self.folder, record)}")
+                raise damaged(path, f"{_whose(data, record)}{origin_of(record, self.folder.name)}")
             forget(path, 0, record.header_bytes)
         try:
             header = datafile.parse_header(data, size)
@@ -215,7 +215,7 @@ class DataFiles:
         try:
             cached, direct = open_to_read(path)
         except FileNotFoundError:
-            raise damaged(path, f"is missing{told(self.folder, self.records[index])}") from None
+            raise damaged(path, f"is missing{origin_of(self.records[index], self.folder.name)}") from None
         try:
             yield cached, direct
         finally:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from holdfast.engine import storage
 from holdfast.engine.arena import WINDOW, Slot, room_for
-from holdfast.engine.courier import SECTOR
 from holdfast.engine.device import Moments, devices_of
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.image import Image, OpenFiles
 from holdfast.engine.stores.place import Location, Place
 from holdfast.engine.worker import ThreadWorker

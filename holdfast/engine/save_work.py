@@ -33,7 +33,7 @@ from holdfast.engine.divergence import compare
 from holdfast.engine.fingerprint import fingerprints_of
 from holdfast.engine.folder import prepare, withdraw
 from holdfast.engine.image import OpenFiles
-from holdfast.engine.layout import Layout, join_owned, layout_of, owned_values
+from holdfast.engine.layout import Layout, join_owned
 from holdfast.engine.memory import no_collection
 from holdfast.engine.note import Note, did_of, note_of, signed_files
 from holdfast.engine.order import Order, Signing
@@ -42,6 +42,7 @@ from holdfast.engine.parts import take_away
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Call
 from holdfast.engine.state import Collected, collect
+from holdfast.engine.state.outline import layout_of, owned_values
 from holdfast.engine.still import Watched, check_sent, watch_all
 from holdfast.engine.stores.place import Place
 from holdfast.engine.takeover import Spares, Takeover

@@ -12,11 +12,12 @@ from functools import lru_cache
 import msgspec
 
 from holdfast.engine import storage
-from holdfast.engine.citations import Cited, own_path
+from holdfast.engine.citations import Cited
 from holdfast.engine.commit import place_signature, remove_old_files
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import NotACheckpoint, Unsupported
 from holdfast.ondisk import manifest, names
+from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
 
 DROPPED = "dropped"

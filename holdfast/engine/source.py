@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from holdfast.engine import disk
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.memory import Buffer, address_of, buffer, move
 from holdfast.engine.ranges import GAP, SPAN
 from holdfast.engine.storage import is_cached, naming, naming_unless_missing

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.engine import disk, durable
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.stores.conditions import create_once
 from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import StorageError

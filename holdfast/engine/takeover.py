@@ -24,12 +24,13 @@ from holdfast.engine.device import Copier, Moments
 from holdfast.engine.folder import withdraw
 from holdfast.engine.image import OpenFiles
 from holdfast.engine.images import images_of, memory_of
-from holdfast.engine.layout import OwnedJoin, OwnedValues, join_owned, owned_values
+from holdfast.engine.layout import OwnedJoin, OwnedValues, join_owned
 from holdfast.engine.plan import Plan
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.ring import write_at_once
 from holdfast.engine.stage import as_integers
 from holdfast.engine.state import Collected
+from holdfast.engine.state.outline import owned_values
 from holdfast.engine.still import Watched, check_sent
 from holdfast.engine.stores.place import Location
 from holdfast.errors import Failure, HoldfastError, RankLost, error_from

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 
 from holdfast.engine import storage
-from holdfast.engine.citations import is_cited, own_path, sibling_of
 from holdfast.engine.folder import taken
 from holdfast.engine.proved import PART, Parts, ProvedFile, damaged
 from holdfast.engine.stores.local import Local
@@ -24,6 +23,7 @@ from holdfast.engine.stores.retrying import is_transient
 from holdfast.engine.stores.store import Buffer
 from holdfast.events import log
 from holdfast.ondisk import blocks, manifest
+from holdfast.ondisk.cited import is_cited, own_path, sibling_of
 from holdfast.ondisk.manifest import FileRecord, Manifest
 
 MEMORY, LARGE = 240 << 20, 120 << 20

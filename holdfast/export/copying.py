@@ -21,7 +21,7 @@ from zlib import crc32
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine import disk
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.memory import Buffer, buffer
 from holdfast.engine.ranges import Verify
 from holdfast.engine.read import Wanted, read_boxes

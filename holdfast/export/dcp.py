@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.errors import Mismatch
 from holdfast.export import pickles, zip_file
 from holdfast.export.draft import LARGE, Draft, Fixed, Span, packed, slabs

@@ -14,7 +14,7 @@ from pathlib import Path
 from holdfast.checkpoint import Checkpoint
 from holdfast.engine import storage
 from holdfast.engine.commit import check_attachment
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.stage import host_view
 from holdfast.errors import Unsupported
 from holdfast.export.draft import Draft, Fixed, Span, packed

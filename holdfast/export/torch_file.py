@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.stage import host_view
 from holdfast.export import pickles, zip_file
 from holdfast.export.draft import LARGE, Draft, Fixed, Span

@@ -15,7 +15,6 @@ from math import prod
 from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import Checkpoint, read_manifest
 from holdfast.engine import disk, storage
-from holdfast.engine.citations import is_cited, sibling_of
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.stores.around import bounded
 from holdfast.engine.stores.place import Location, Place
@@ -25,6 +24,7 @@ from holdfast.events import log
 from holdfast.inspect.survey import ASKERS
 from holdfast.inspect.tree import Leaf, Node, tree
 from holdfast.ondisk import manifest, names
+from holdfast.ondisk.cited import is_cited, sibling_of
 from holdfast.ondisk.manifest import Manifest
 from holdfast.patterns import TENSOR, Patterns, selector
 

@@ -18,7 +18,6 @@ import msgspec
 
 from holdfast.checkpoint import read_manifest
 from holdfast.engine import storage
-from holdfast.engine.citations import own_path
 from holdfast.engine.commit import commit
 from holdfast.engine.pulse import Watch, telling
 from holdfast.engine.stores.local import Local
@@ -30,6 +29,7 @@ from holdfast.events import begin, log
 from holdfast.keep import Keep
 from holdfast.keys import found_signature
 from holdfast.ondisk import datafile
+from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
 from holdfast.steps import Steps, lacking_files
 from holdfast.tiers.backlog import Backlog

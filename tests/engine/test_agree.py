@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from holdfast.engine.agree import Agreement, agree, plan_for
 from holdfast.engine.device import Moments
-from holdfast.engine.layout import Layout, TensorLayout, layout_of
+from holdfast.engine.layout import Layout, TensorLayout
 from holdfast.engine.ranks import Call, Ranks
 from holdfast.engine.spread import Placed, Split
 from holdfast.engine.state import Collected
+from holdfast.engine.state.outline import layout_of
 from holdfast.engine.tree import tree_of
 from holdfast.errors import Mismatch
 from tests.fleets import Counting, Fleet, one_text

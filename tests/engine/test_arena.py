@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.arena import Slot, Window, room_for
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.worker import ThreadWorker, Worker
 from holdfast.errors import HoldfastError
 

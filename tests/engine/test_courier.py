@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine import courier, disk, durable, writer_process
-from holdfast.engine.courier import SECTOR, Courier, Fault
+from holdfast.engine.courier import Courier, Fault
+from holdfast.engine.disk import SECTOR
 
 LONG = 30.0
 

@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.engine import courier
 from holdfast.engine.arena import Slot
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.worker import ProcessWorker, ThreadWorker, Worker, start
 from holdfast.errors import HoldfastError, StorageError
 
