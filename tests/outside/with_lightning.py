@@ -1,8 +1,8 @@
 """Lightning's checkpointing tests with `HoldfastCheckpointIO` wherever Lightning would take its `TorchCheckpointIO`.
 
 A pytest plugin: it replaces the class that strategies make when a test gives them no checkpoint plugin. Some tests put
-doubles in the place of `torch.save` or of `TorchCheckpointIO.save_checkpoint`, and look at how these are called. So this
-shim tells such a double of each save, once our plugin has made it.
+doubles in the place of `torch.save` or of `TorchCheckpointIO.save_checkpoint`, and look at how these are called. The
+shim calls such a double for each save that our plugin makes.
 """
 
 from __future__ import annotations
