@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,26 @@ from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.engine.ranks import Ranks
 
-WIDTH = 6
+WIDTH, BATCH = 6, 4
+
+
+class Samples(Dataset):
+    """Those of one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(float(WIDTH)) * (100 * self.rank + index + 1))
 
 
 class Net(nn.Module):
@@ -58,14 +74,19 @@ def make(kind: str, seed: int) -> tuple[Fabric, dict[str, Any]]:
     module = fabric.setup(torch.compile(net, backend="eager") if kind == "compiled" else net)
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(module.parameters(), lr=0.01))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2)
-    return fabric, {"model": module, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    loader = StatefulDataLoader(Samples(fabric.global_rank), batch_size=BATCH)
+    state = {"model": module, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    return fabric, {**state, "loader": holdfast.PerRank(loader)}
 
 
-def train(fabric: Fabric, state: dict[str, Any], steps: int) -> None:
+def batches(fabric: Fabric, state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    return iter(fabric.setup_dataloaders(state["loader"].value, use_distributed_sampler=False))
+
+
+def train(fabric: Fabric, state: dict[str, Any], batches: Iterator[torch.Tensor], steps: int) -> None:
     for _ in range(steps):
-        torch.manual_seed(100 * state["step"] + fabric.global_rank)
         state["optimizer"].zero_grad()
-        fabric.backward(state["model"](torch.rand(4, WIDTH)).square().mean())
+        fabric.backward(state["model"](next(batches)).square().mean())
         state["optimizer"].step()
         state["scheduler"].step()
         state["step"] += 1
@@ -74,15 +95,16 @@ def train(fabric: Fabric, state: dict[str, Any], steps: int) -> None:
 def save(root: Path, kind: str, background: bool) -> dict[str, Any]:
     """Save after two steps, train on, and tell the weights at the end."""
     fabric, state = make(kind, 0)
-    train(fabric, state, 2)
+    data = batches(fabric, state)
+    train(fabric, state, data, 2)
     if background:
         manager = holdfast.CheckpointManager(root, every=1, deadline=60, worker="thread")
         manager.step(2, state)
-        train(fabric, state, 2)
+        train(fabric, state, data, 2)
         manager.close()
     else:
         holdfast.save(state, root / "step-000000002", deadline=60)
-        train(fabric, state, 2)
+        train(fabric, state, data, 2)
     fabric.barrier()
     return full(state["model"])
 
@@ -93,7 +115,7 @@ def go_on(root: Path, kind: str) -> dict[str, Any]:
     manager = holdfast.CheckpointManager(root, every=100, deadline=60)
     assert manager.restore(state) is not None
     assert state["step"] == 2 and state["scheduler"].last_epoch == 2
-    train(fabric, state, 2)
+    train(fabric, state, batches(fabric, state), 2)
     manager.close()
     fabric.barrier()
     return full(state["model"])
@@ -114,12 +136,12 @@ def go_on_without_fabric(path: Path) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     state: dict[str, Any] = {"model": module, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
-    holdfast.load(path, state)
+    holdfast.load(path, state, only=list(state))
     for step in (2, 3):
         optimizer.zero_grad()
         for rank in range(2):
-            torch.manual_seed(100 * step + rank)
-            (module(torch.rand(4, WIDTH)).square().mean() / 2).backward()
+            batch = torch.stack([Samples(rank)[BATCH * step + i] for i in range(BATCH)])
+            (module(batch).square().mean() / 2).backward()
         optimizer.step()
         scheduler.step()
     return full(module)
