@@ -89,7 +89,7 @@ class HoldfastCheckpoint(Checkpoint):
             memory_limit=memory_limit, on_failure=on_failure, grace=grace, signals=signals, poll=poll, mtbf=mtbf,
             degraded=degraded, check_replicas=check_replicas, sign=sign, journal=journal,
         )  # fmt: skip
-        self._root, self._name, self._mode = root, name, keep.mode
+        self._root, self._name, self._keep = root, name, keep
         self.resume, self.elsewhere, self.monitor = resume, elsewhere, monitor
         self._run, self._other_model, self._require = run, other_model, require
         self.manager: CheckpointManager | None = None
@@ -107,13 +107,13 @@ class HoldfastCheckpoint(Checkpoint):
 
         Which is better says the ``mode`` of ``keep``. Looks at the disk; as `trainer.validate(ckpt_path="best")` does.
         """
-        step = best(self._steps(), self._mode) if self.monitor is not None else newest(self._steps())
+        step = best(self._steps(), self._keep.mode) if self.monitor is not None else newest(self._steps())
         return "" if step is None else str(step.path)
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """The metric of the step at `best_model_path`; None if it has none."""
-        step = best(self._steps(), self._mode)
+        step = best(self._steps(), self._keep.mode)
         return None if step is None or self.monitor is None else torch.tensor(step.metric)
 
     @property
