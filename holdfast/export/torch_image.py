@@ -7,9 +7,10 @@ more than `torch.load(weights_only=True)` allows, and never looks at the state a
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from holdfast.engine.memory import Buffer, buffer
 from holdfast.engine.stage import contiguous_parts, copy_bytes
 from holdfast.engine.state.tensors import dtype_name
 from holdfast.errors import Unsupported
+from holdfast.events import log
 from holdfast.export import copying, pickles, zip_file
 from holdfast.export.draft import LARGE
 from holdfast.export.torch_file import add_small
@@ -32,6 +34,8 @@ from holdfast.ondisk import ndarrays, scalars
 
 _GRAIN = 2 << 20
 """Memory is taken in multiples of this, a huge page, so that a state that grows a little finds room."""
+
+_TEMPORARY = re.compile(r"\..*\.[0-9a-f]{8}\.holdfast", re.DOTALL)
 
 _VALUES = frozenset(
     [type(None), bool, int, float, str, bytes, bytearray, complex, torch.Size, torch.dtype, torch.device]
@@ -76,10 +80,10 @@ def copied(state: Mapping[str, Any], memory: Buffer | None = None) -> Image:
     return Image(memory, members, pickle, at)
 
 
-def write(image: Image, path: Path, extra: Mapping[str, bytes]) -> tuple[Path, int]:
-    """Write the file beside ``path``, durably, under a name that nobody looks for: that name, and its bytes.
+def write(image: Image, path: Path, extra: Mapping[str, bytes], commit: Callable[[Path], None]) -> int:
+    """Write the file beside ``path``, durably, under a name that nobody looks for; then ``commit`` renames it.
 
-    ``extra`` are more members of the archive. The caller gives the file its own name, or deletes it.
+    ``extra`` are more members of the archive. Returns the size of the file. If something fails, the file is deleted.
     """
     ending = Ending(image.end, list(_sealed(image)))
     add_small(ending, image.pickle)
@@ -87,10 +91,10 @@ def write(image: Image, path: Path, extra: Mapping[str, bytes]) -> tuple[Path, i
         ending.add(name, data)
     tail = ending.close()
     storage.make_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.holdfast")
     nbytes = image.end + len(tail)
+    locked, _ = storage.open_to_write(temporary, nbytes)  # until it is closed, `sweep` leaves the file alone
     try:
-        os.close(storage.open_to_write(temporary, nbytes)[0])
         copying.write(temporary, image.memory.view[: image.end], 0)
         with storage.naming(temporary, "write"):
             fd = disk.open(temporary, os.O_RDWR)
@@ -99,11 +103,25 @@ def write(image: Image, path: Path, extra: Mapping[str, bytes]) -> tuple[Path, i
                 disk.sync(fd, temporary)
             finally:
                 os.close(fd)
+        commit(temporary)
     except BaseException:
-        with suppress(OSError):
+        with suppress(OSError):  # it has been renamed
             disk.delete(temporary)
         raise
-    return temporary, nbytes
+    finally:
+        os.close(locked)
+    return nbytes
+
+
+def sweep(folder: Path) -> None:
+    """Delete what `write` has left in a folder when its process was killed. A failure costs space alone."""
+    try:
+        left = [Path(entry.path) for entry in disk.listed(folder) if _TEMPORARY.fullmatch(entry.name)]
+        for path in left:
+            if not storage.in_use(path):
+                disk.delete_all(path)
+    except OSError as error:
+        log.warning("what killed saves may have left in %s stays: %s", folder, error)
 
 
 def _sealed(image: Image) -> Iterator[tuple[Member, int]]:

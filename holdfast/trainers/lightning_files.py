@@ -93,20 +93,15 @@ class FileSaver:
 
     def _write(self, image: Image, path: Path, saving: Saving, span: events.Opened) -> None:
         failed: BaseException | None = None
-        written: list[Path] = []
 
-        def write() -> int:
-            temporary, nbytes = torch_image.write(image, path, {_MARK: b'{"version":1}'})
-            written.append(temporary)
-            return nbytes
-
-        def commit(sizes: list[int]) -> int:
-            _commit(written[0], path)
-            return sizes[0]
+        def write(_: list[int]) -> int:
+            if path.parent.is_dir():
+                torch_image.sweep(path.parent)
+            return torch_image.write(image, path, {_MARK: b'{"version":1}'}, partial(_commit, path=path))
 
         try:
             with self._call(path, saving.step) as call:
-                saving._bytes = call.settle("write", write, commit, int)
+                saving._bytes = call.settle("write", int, write, int)  # decided: so it can say that it is not settled
         except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits for this save
             log.warning("%s: %s", path, error)
             failed = error
@@ -121,12 +116,8 @@ class FileSaver:
 
 def _commit(temporary: Path, path: Path) -> None:
     """Give a file that is whole and durable its own name."""
-    try:
-        with naming(path, "replace"):
-            _give_name(temporary, path)
-    except BaseException:
-        _delete_all(temporary)
-        raise
+    with naming(path, "replace"):
+        _give_name(temporary, path)
     try:
         sync_folder(path.parent)
     except StorageError as error:
@@ -144,7 +135,7 @@ def _give_name(temporary: Path, path: Path) -> None:
     if disk.exchange(temporary, path):
         _delete_all(temporary)  # the folder, which has this name now
         return
-    aside = temporary.with_suffix(".old")  # on a file system that cannot exchange names
+    aside = temporary.with_suffix(".replaced")  # on a file system that cannot exchange names
     disk.replace(path, aside)
     try:
         disk.replace(temporary, path)

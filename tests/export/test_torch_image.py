@@ -36,7 +36,12 @@ STATES = st.dictionaries(st.text(), _TREES | st.composite(tensors)() | st.lists(
 
 
 def written(state: dict[str, Any], folder: Path, memory: Any = None) -> Path:
-    return torch_image.write(torch_image.copied(state, memory), folder / "state.ckpt", {})[0]
+    return named(torch_image.copied(state, memory), folder / "state.ckpt")
+
+
+def named(image: torch_image.Image, path: Path) -> Path:
+    assert torch_image.write(image, path, {}, lambda temporary: disk.replace(temporary, path)) == path.stat().st_size
+    return path
 
 
 def loaded(path: Path) -> Any:
@@ -65,18 +70,17 @@ def test_what_was_copied_does_not_change_with_the_state(tmp_path: Path) -> None:
     image = torch_image.copied({"weight": weight, "numbers": numbers})
     weight.zero_()
     numbers.append(3)
-    found = loaded(torch_image.write(image, tmp_path / "state.ckpt", {})[0])
+    found = loaded(named(image, tmp_path / "state.ckpt"))
     assert found["weight"].eq(1).all() and found["numbers"] == [1, 2]
 
 
 def test_memory_is_used_again(tmp_path: Path) -> None:
     """Of a larger state: nothing of it is left in the file of a smaller one."""
     image = torch_image.copied({"a": torch.ones(400_000), "b": torch.full((70_000,), 3.0)})
-    torch_image.write(image, tmp_path / "first.ckpt", {})
+    named(image, tmp_path / "first.ckpt")
     again = torch_image.copied({"c": torch.zeros(10), "d": torch.full((280_000,), 5.0)}, image.memory)
     assert again.memory is image.memory
-    path, nbytes = torch_image.write(again, tmp_path / "second.ckpt", {})
-    assert path.stat().st_size == nbytes
+    path = named(again, tmp_path / "second.ckpt")
     assert holdfast.open(path).verify()
     assert loaded(path)["c"].eq(0).all() and loaded(path)["d"].eq(5).all()
     grown = torch_image.copied({"a": torch.ones(1_400_000)}, image.memory)
@@ -134,7 +138,7 @@ def test_a_call_that_fails_leaves_nothing(tmp_path: Path) -> None:
         return do()
 
     with disk.hooked(count):
-        whole = torch_image.write(image, tmp_path / "whole" / "state.ckpt", {})[0].read_bytes()
+        whole = named(image, tmp_path / "whole" / "state.ckpt").read_bytes()
     assert {"create", "reserve", "write", "sync"} <= set(calls)
     failed = 0
     for number in range(len(calls)):
@@ -147,12 +151,28 @@ def test_a_call_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
         with disk.hooked(fail):
             try:
-                path, _ = torch_image.write(image, folder / "state.ckpt", {})
-                assert path.read_bytes() == whole  # it was done in another way
-            except holdfast.StorageError:
+                assert named(image, folder / "state.ckpt").read_bytes() == whole  # it was done in another way
+            except OSError:
                 failed += 1
                 assert not folder.exists() or not list(folder.iterdir())
     assert failed >= 5
+
+
+def test_what_killed_saves_left_is_swept(tmp_path: Path) -> None:
+    """And not the file of a save that is under way."""
+    left, others = tmp_path / ".left.ckpt.01234567.holdfast", [tmp_path / "mine.ckpt", tmp_path / ".mine.holdfast"]
+    for path in (left, *others):
+        path.write_text("")
+    written: list[Path] = []
+
+    def commit(temporary: Path) -> None:
+        torch_image.sweep(tmp_path)
+        written.append(temporary)
+        assert {*tmp_path.iterdir()} == {temporary, *others}
+
+    torch_image.write(torch_image.copied({"a": torch.ones(3)}), tmp_path / "under way.ckpt", {}, commit)
+    torch_image.sweep(tmp_path)
+    assert len(written) == 1 and {*tmp_path.iterdir()} == {*others}
 
 
 def test_an_empty_state(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_folder_is_replaced_where_names_cannot_be_exchanged(tmp_path: Path) ->
 
 
 def test_a_save_that_fails_leaves_the_file_before_it(tmp_path: Path) -> None:
-    assert on_a_rank("faults", tmp_path) == []
+    assert on_a_rank("faults", tmp_path) == (["failed", "perhaps", "saved"], True)
 
 
 def test_a_byte_that_was_altered_is_found(tmp_path: Path) -> None:
