@@ -37,6 +37,8 @@ try:
 except ImportError as error:
     raise ImportError("holdfast.trainers.lightning needs Lightning: pip install lightning") from error
 
+from holdfast.trainers.lightning_steps import as_lightning, is_step
+
 _RUN_STAGE = Trainer._run_stage.__code__
 """Runs sanity checks, training and validation. Once it has returned, or raised, Lightning tears down its plugins."""
 
@@ -125,7 +127,8 @@ class HoldfastCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """A checkpoint as Lightning made it, on the CPU or where ``map_location`` says (of a folder: a device).
 
-        What this plugin wrote is checked byte by byte. A file that others wrote is read as Lightning reads it.
+        What this plugin wrote is checked byte by byte. A file that others wrote is read as Lightning reads it. Of a
+        step of `HoldfastCheckpoint` it is the model, and what hooks and callbacks restore from.
         """
         if self._last is not None:
             self._last.wait()
@@ -137,7 +140,8 @@ class HoldfastCheckpointIO(CheckpointIO):
             if loaded is None:
                 loaded = TorchCheckpointIO().load_checkpoint(place, map_location, weights_only)
             return with_settings_types(loaded)
-        loaded = with_settings_types(open_checkpoint(path).state_dict())
+        checkpoint = open_checkpoint(path)
+        loaded = as_lightning(checkpoint) if is_step(checkpoint) else with_settings_types(checkpoint.state_dict())
         if isinstance(map_location, (str, torch.device)):
             return dict(_moved(loaded, torch.device(map_location)))
         return loaded

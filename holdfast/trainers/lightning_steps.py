@@ -1,6 +1,6 @@
 """PyTorch Lightning: the steps of a run as Lightning's users look for them, and one step's model into a trainer.
 
-Called by `HoldfastCheckpoint`. Never reads an optimizer, and never decides which steps are kept.
+Called by `HoldfastCheckpoint` and by the plugin. Never reads an optimizer, and never decides which steps are kept.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
-from holdfast.checkpoint import open_checkpoint
+from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.engine.storage import is_file
 from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.urls import location
 from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.steps import Steps
+
+_HOOKS = "callbacks"
+"""Where a step keeps the states of callbacks, and what hooks add to a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def take_steps(trainer: pl.Trainer) -> None:
     theirs = strategy.load_checkpoint
 
     def load_checkpoint(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
-        if _is_step(checkpoint_path):
+        if _is_step_at(checkpoint_path):
             return _load_step(trainer, checkpoint_path)
         return theirs(checkpoint_path, weights_only=weights_only)  # type: ignore[arg-type]
 
@@ -69,12 +72,22 @@ def leave_steps(trainer: pl.Trainer) -> None:
     vars(trainer.strategy).pop("load_checkpoint", None)
 
 
-def _is_step(path: str | os.PathLike[str]) -> bool:
+def is_step(checkpoint: Checkpoint) -> bool:
+    """Whether a `HoldfastCheckpoint` has saved this."""
+    return _HOOKS in checkpoint.manifest.per_rank
+
+
+def as_lightning(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A step's model as a checkpoint of Lightning's, and what hooks and callbacks restore from."""
+    return {**checkpoint.per_rank(_HOOKS, 0), "state_dict": checkpoint.state_dict("model")["model"]}
+
+
+def _is_step_at(path: str | os.PathLike[str]) -> bool:
     try:
         folder = location(path)
     except ValueError:  # a URL that only Lightning knows
         return False
-    return is_file(folder / FILE_NAME) and "callbacks" in open_checkpoint(folder).manifest.per_rank
+    return is_file(folder / FILE_NAME) and is_step(open_checkpoint(folder))
 
 
 def _load_step(trainer: pl.Trainer, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -87,7 +100,7 @@ def _load_step(trainer: pl.Trainer, path: str | os.PathLike[str]) -> dict[str, A
         )
     strategy = trainer.strategy
     load(path, {"model": strategy.model}, only="model")
-    frame: dict[str, Any] = open_checkpoint(path).per_rank("callbacks", 0)
+    frame: dict[str, Any] = open_checkpoint(path).per_rank(_HOOKS, 0)
     # Those that restore after their setup have loaded by now; the others load this, which is what they have.
     module = trainer.lightning_module
     frame["state_dict"] = {} if strategy.restore_checkpoint_after_setup else module.state_dict()

@@ -326,6 +326,10 @@ def fit_and_look_back(root: Path, kind: str) -> dict[str, Any]:
     again = Logs(sharded=kind == "fsdp2")
     trainer.predict(again, ckpt_path=last)
     found["predict"] = is_step(again, trainer.global_step)
+    if kind != "fsdp2":  # whose strategy asks no plugin
+        other, again = make_trainer(kind, [], plugins=[HoldfastCheckpointIO()], enable_checkpointing=False), Logs()
+        other.test(again, ckpt_path=best, verbose=False)
+        found["test"] = found["test"] and is_step(again, 8)
     found["patched"] = "load_checkpoint" in vars(trainer.strategy)
     try:
         trainer.fit(Logs(sharded=kind == "fsdp2"), datamodule=Data(), ckpt_path=best)
