@@ -13,17 +13,22 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
+import torch
+
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.state.per_rank import Elsewhere
 from holdfast.engine.stores.place import Place
+from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
 from holdfast.manager import CheckpointManager
 from holdfast.patterns import Patterns
+from holdfast.steps import Steps
 from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.lightning_io import HoldfastCheckpointIO
+from holdfast.trainers.lightning_steps import best, leave_steps, newest, take_steps
 
 try:
     import lightning.pytorch as pl
@@ -56,6 +61,9 @@ class HoldfastCheckpoint(Checkpoint):
     `fit` runs, and ``run``, ``other_model`` and ``require`` those of its `restore`. A ``fast_dev_run`` neither restores
     nor saves. With this callback Lightning adds no `ModelCheckpoint` of its own.
 
+    ``ckpt_path=`` of `validate`, `test` and `predict` may be the folder of a step, or ``"best"``. Of the step it takes
+    the module's weights, which each rank reads as it holds them, and what hooks and callbacks restore from.
+
     A step that ends an epoch is saved once the epoch has ended, with what validation and schedulers did then. After a
     SIGTERM or SIGUSR1 the last step is saved, and `fit` ends.
     """
@@ -81,6 +89,7 @@ class HoldfastCheckpoint(Checkpoint):
             memory_limit=memory_limit, on_failure=on_failure, grace=grace, signals=signals, poll=poll, mtbf=mtbf,
             degraded=degraded, check_replicas=check_replicas, sign=sign, journal=journal,
         )  # fmt: skip
+        self._root, self._name, self._keep = root, name, keep
         self.resume, self.elsewhere, self.monitor = resume, elsewhere, monitor
         self._run, self._other_model, self._require = run, other_model, require
         self.manager: CheckpointManager | None = None
@@ -91,6 +100,33 @@ class HoldfastCheckpoint(Checkpoint):
         self._loaders: _Loaders
         self._told = 0
         self._ends_epoch = False
+
+    @property
+    def best_model_path(self) -> str:
+        """The committed step in ``root`` with the best ``monitor``; without one the newest. Empty if there is none.
+
+        Which is better says the ``mode`` of ``keep``. Looks at the disk; as `trainer.validate(ckpt_path="best")` does.
+        """
+        step = best(self._steps(), self._keep.mode) if self.monitor is not None else newest(self._steps())
+        return "" if step is None else str(step.path)
+
+    @property
+    def best_model_score(self) -> torch.Tensor | None:
+        """The metric of the step at `best_model_path`; None if it has none."""
+        step = best(self._steps(), self._keep.mode)
+        return None if step is None or self.monitor is None else torch.tensor(step.metric)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest committed step in ``root``. Empty if there is none."""
+        step = newest(self._steps())
+        return "" if step is None else str(step.path)
+
+    def _steps(self) -> Steps:
+        return Steps(location(self._root), self._name)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        take_steps(trainer)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if type(trainer.strategy).__name__ == "DeepSpeedStrategy":
@@ -183,6 +219,7 @@ class HoldfastCheckpoint(Checkpoint):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # After Lightning has given back the signals: the manager then finds its own handlers, and gives them back too.
+        leave_steps(trainer)
         manager, self.manager, self._state = self.manager, None, {}
         if manager is not None:
             manager.close()

@@ -1,7 +1,7 @@
-"""PyTorch Lightning: a `CheckpointIO` plugin that keeps Lightning's checkpoints as folders of holdfast.
+"""PyTorch Lightning: a `CheckpointIO` plugin that saves Lightning's checkpoints in the background, as files or folders.
 
-Given to `Trainer(plugins=[…])`, called by Lightning's strategies and by `ModelCheckpoint`. Never writes a pickle; what
-other plugins wrote as files it hands to Lightning's own to be read.
+Given to `Trainer(plugins=[…])`, called by Lightning's strategies and by `ModelCheckpoint`. Never writes a pickle that
+runs code; files that other plugins wrote are read by Lightning's own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from holdfast.engine.ranks import DEADLINE, Ranks
 from holdfast.engine.storage import delete, delete_empty_folders, files_below, naming
 from holdfast.engine.stores.place import Location
 from holdfast.engine.stores.urls import location
+from holdfast.errors import NotACheckpoint
 from holdfast.events import log
 from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.trainers.lightning_files import FileSaver, is_file_path, load_file
 from holdfast.trainers.lightning_settings import with_plain_settings, with_settings_types
 
 try:
@@ -35,14 +37,19 @@ try:
 except ImportError as error:
     raise ImportError("holdfast.trainers.lightning needs Lightning: pip install lightning") from error
 
+from holdfast.trainers.lightning_steps import as_lightning, is_step
+
 _RUN_STAGE = Trainer._run_stage.__code__
 """Runs sanity checks, training and validation. Once it has returned, or raised, Lightning tears down its plugins."""
 
 
 class HoldfastCheckpointIO(CheckpointIO):
-    """Lightning's checkpoints as folders that `holdfast.open` reads, saved in the background of `fit`.
+    """Saves Lightning's checkpoints in the background of `fit`.
 
         trainer = pl.Trainer(plugins=[HoldfastCheckpointIO()])
+
+    A path that ends in ``.ckpt`` becomes one file, which `torch.load`, `load_from_checkpoint` and `holdfast.open` read.
+    Any other path, and every path in a store, becomes a folder of holdfast, which `holdfast.open` reads.
 
     What is saved is the state at the call. While `fit` trains, `save_checkpoint` returns once the state is copied, and
     the end of `fit` waits until it is committed; a save that failed raises SaveFailed in the next one, or there. At any
@@ -54,35 +61,61 @@ class HoldfastCheckpointIO(CheckpointIO):
     (functions, classes, modules) are left out, with a warning.
 
     Lightning gathers the state on rank 0 before it calls a plugin; `HoldfastCheckpoint` saves it as it lies.
-    ``worker`` and ``deadline`` as of `holdfast.Saver`.
+    ``worker`` says who writes folders, as of `holdfast.Saver`; a thread of this process writes files. ``deadline`` as
+    of `holdfast.Saver`.
     """
 
     def __init__(self, *, worker: Literal["process", "thread"] = "process", deadline: float = DEADLINE) -> None:
         self._worker, self._deadline = worker, deadline
         self._saver: Saver | None = None
+        self._files: FileSaver | None = None
         self._last: Saving | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save ``checkpoint`` to the folder ``path``, in the background if a trainer runs `fit` with this plugin.
+        """Save ``checkpoint`` to ``path``, in the background if a trainer runs `fit` with this plugin.
 
         Called on one rank alone. Raises SaveFailed, in the background that of an earlier save; TypeError for
         ``storage_options``, of which there are none.
         """
         if storage_options is not None:
             raise TypeError("HoldfastCheckpointIO has no storage_options: give credentials as docs/stores.md says")
-        state, folder = with_plain_settings(checkpoint), location(path)
+        state, place = with_plain_settings(checkpoint), location(path)
         step = checkpoint.get("global_step")
         step = step if type(step) is int else None
+        beside = self._teardown_follows()
+        if self._last is not None and self._last.path == place and not self._last.done and not _is_there(place):
+            log.warning(
+                "%s is saved again before its first save is committed, and replaces it: to keep both, put {step} into "
+                "the filename",
+                place,
+            )
+        if self._last is not None and not self._last.settled() and beside and not self._last.heard:
+            self._last.wait()  # raises its failure
+        if isinstance(place, Path) and is_file_path(place):
+            self._save_file(state, place, step, beside=beside)
+        else:
+            self._save_folder(state, place, step, beside=beside)
+
+    def _save_file(self, state: dict[str, Any], path: Path, step: int | None, *, beside: bool) -> None:
+        if not beside:
+            files = FileSaver(self._deadline)
+            saving = files.save(state, path, step)
+            files.join()
+            saving.wait()
+            return
+        if self._files is None:
+            self._files = FileSaver(self._deadline)
+        self._last = self._files.save(state, path, step)
+
+    def _save_folder(self, state: dict[str, Any], folder: Location, step: int | None, *, beside: bool) -> None:
         aside = _set_aside(folder)
         try:
-            if self._teardown_follows():
+            if beside:
                 saving = self._save_beside(state, folder, step)
                 saving.add_done_callback(lambda saving: _settle_link(folder, aside, saved=saving.failed is None))
             else:
-                if self._last is not None:
-                    self._last.settled()
                 save(state, folder, overwrite=True, step=step, group=Ranks(0, 1), deadline=self._deadline)
                 _settle_link(folder, aside, saved=True)
         except BaseException:
@@ -92,15 +125,23 @@ class HoldfastCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """A checkpoint as Lightning made it, on the CPU or where ``map_location``, a device, says.
+        """A checkpoint as Lightning made it, on the CPU or where ``map_location`` says (of a folder: a device).
 
-        A file that is no folder of holdfast is read as Lightning reads it.
+        What this plugin wrote is checked byte by byte. A file that others wrote is read as Lightning reads it. Of a
+        step of `HoldfastCheckpoint` it is the model, and what hooks and callbacks restore from.
         """
         if self._last is not None:
             self._last.wait()
-        if os.fspath(path).endswith(".ckpt") and Path(path).is_file():
-            return dict(TorchCheckpointIO().load_checkpoint(Path(path), map_location, weights_only))
-        loaded = with_settings_types(open_checkpoint(path).state_dict())
+        place = location(path)
+        if isinstance(place, Path) and not place.exists():
+            raise NotACheckpoint(f"Checkpoint file not found: {path}")
+        if isinstance(place, Path) and place.is_file():
+            loaded = load_file(place, map_location)
+            if loaded is None:
+                loaded = TorchCheckpointIO().load_checkpoint(place, map_location, weights_only)
+            return with_settings_types(loaded)
+        checkpoint = open_checkpoint(path)
+        loaded = as_lightning(checkpoint) if is_step(checkpoint) else with_settings_types(checkpoint.state_dict())
         if isinstance(map_location, (str, torch.device)):
             return dict(_moved(loaded, torch.device(map_location)))
         return loaded
@@ -116,9 +157,14 @@ class HoldfastCheckpointIO(CheckpointIO):
 
     def teardown(self) -> None:
         """Wait for the saves under way, and end the writer. Raises SaveFailed for one whose failure was not raised."""
-        saver, self._saver, self._last = self._saver, None, None
+        saver, files, last = self._saver, self._files, self._last
+        self._saver = self._files = self._last = None
+        if files is not None:
+            files.join()
         if saver is not None:
             saver.close()
+        if last is not None and last.failed is not None and not last.heard:
+            last.wait()  # raises its failure
 
     def _save_beside(self, state: dict[str, Any], folder: Location, step: int | None) -> Saving:
         if self._saver is None:
@@ -138,6 +184,10 @@ class HoldfastCheckpointIO(CheckpointIO):
             if isinstance(trainer, Trainer) and trainer.strategy.checkpoint_io is self:
                 return trainer.state.fn == TrainerFn.FITTING
         return False
+
+
+def _is_there(place: Location) -> bool:
+    return isinstance(place, Path) and place.exists()
 
 
 def _linked(folder: Location) -> str | None:
@@ -183,7 +233,7 @@ def _remove(folder: Location, link: str | None) -> None:
         delete(folder)
         return
     if isinstance(folder, Path) and folder.is_file():
-        TorchCheckpointIO().remove_checkpoint(folder)
+        delete(folder)
         return
     delete(folder / FILE_NAME)  # first: half a checkpoint is none
     delete(*(folder / name for name in files_below(folder)))

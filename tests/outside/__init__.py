@@ -6,7 +6,8 @@ Their tests and sources stay outside of this project. You give a folder of check
 
 | in the folder | from | commit |
 |---|---|---|
-| `torchtitan` | github.com/pytorch/torchtitan | `b5bcd76c66d0acb1a08b176d9639425bc55e0b2a` (2026-08-21) |
+| `torchtitan` | pytorch/torchtitan on GitHub | `b5bcd76c66d0acb1a08b176d9639425bc55e0b2a` (2026-08-21) |
+| `pytorch-lightning` | Lightning-AI/pytorch-lightning | `7f0c3436cd3f6ad3753125672024fc415cbcb414` (2026-07-20) |
 
 Each suite runs twice: as it is, and with its shim, a pytest plugin of this package that puts holdfast in torch's place.
 A suite whose checkout or packages are missing is named and left out. To add one, write its shim and add a line to

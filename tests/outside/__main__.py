@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 def passed(suite: Suite, checkout: Path, shim: str | None) -> dict[str, bool]:
     """Each test of a suite, and whether it passed."""
     # The shims are imported from this folder, as checkouts have a package called tests, too.
-    paths = [checkout, HERE, HERE.parents[1]]
+    paths = [checkout / suite.sources, HERE, HERE.parents[1]]
     environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

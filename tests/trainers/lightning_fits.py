@@ -272,3 +272,68 @@ def play_lightning(root: Path, dies_at: str) -> list[str]:
     """`examples/lightning_fit.py`, as torchrun would start it."""
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
     return play("lightning_fit.py", root, [], {}, dies_at)
+
+
+class Logs(Net):
+    """Logs a loss that falls and rises again. A step inside of an epoch is saved with what was logged before it."""
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", torch.tensor(abs(self.trainer.global_step - 8.0)))
+
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("weight", next(self.parameters()).sum())
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).detach()
+
+    def test_dataloader(self) -> Any:
+        return StatefulDataLoader(Samples(2, 0.0), batch_size=2)
+
+    predict_dataloader = test_dataloader
+
+
+def fit_and_look_back(root: Path, kind: str) -> dict[str, Any]:
+    """What `HoldfastCheckpoint` says of its steps, and what other calls of a trainer make of them."""
+    found: dict[str, Any] = {}
+    weights: dict[int, Any] = {}
+
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Logs, *_: Any) -> None:
+            weights[trainer.global_step] = full(module)
+
+    def full(module: pl.LightningModule) -> list[torch.Tensor]:
+        return [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in module.parameters()]
+
+    def is_step(module: pl.LightningModule, step: int) -> bool:
+        return all(map(torch.equal, full(module), weights[step]))
+
+    keep = holdfast.Keep(last=2, best=1)
+    saves = HoldfastCheckpoint(root, every=4, keep=keep, monitor="val", deadline=60)
+    trainer = make_trainer(kind, [saves, Notes()], val_check_interval=2, limit_train_batches=6)
+    found["before"] = (saves.best_model_path, saves.best_model_score, saves.last_model_path)
+    module = Logs(sharded=kind == "fsdp2")
+    trainer.fit(module, datamodule=Data())
+    best, last = Path(saves.best_model_path), Path(saves.last_model_path)
+    score = saves.best_model_score
+    found.update(best=best.name, score=None if score is None else score.item(), last=last.name, there=best.is_dir())
+    for path, step in (("best", 8), (str(best), 8), (last, trainer.global_step)):
+        module = Logs(sharded=kind == "fsdp2")  # `configure_model` shards a module once
+        trainer.validate(module, datamodule=Data(), ckpt_path=path, verbose=False)
+        found[f"validate {Path(path).name}"] = is_step(module, step) and module.added == step
+    again = Logs(sharded=kind == "fsdp2")
+    trainer.test(again, ckpt_path=best, verbose=False)
+    found["test"] = is_step(again, 8)
+    again = Logs(sharded=kind == "fsdp2")
+    trainer.predict(again, ckpt_path=last)
+    found["predict"] = is_step(again, trainer.global_step)
+    if kind != "fsdp2":  # whose strategy asks no plugin
+        other, again = make_trainer(kind, [], plugins=[HoldfastCheckpointIO()], enable_checkpointing=False), Logs()
+        other.test(again, ckpt_path=best, verbose=False)
+        found["test"] = found["test"] and is_step(again, 8)
+    found["patched"] = "load_checkpoint" in vars(trainer.strategy)
+    try:
+        trainer.fit(Logs(sharded=kind == "fsdp2"), datamodule=Data(), ckpt_path=best)
+    except ValueError as error:
+        found["fit"] = str(error).partition(":")[0].rpartition(",")[2]
+    trainer.strategy.barrier()  # the store of the group ends with the first rank
+    return found

@@ -58,10 +58,12 @@ def step_of(path: Path) -> int | str:
 
 
 def seen(root: Path) -> dict[str, Any]:
-    """What is in a folder: steps of checkpoints, where links point to, texts of files."""
+    """What is in a folder: steps of checkpoints, where links point to, texts of other files."""
 
     def look(path: Path) -> Any:
-        return f"-> {path.readlink()}" if path.is_symlink() else step_of(path) if path.is_dir() else path.read_text()
+        if path.is_symlink():
+            return f"-> {path.readlink()}"
+        return step_of(path) if path.is_dir() or path.read_bytes()[:2] == b"PK" else path.read_text()
 
     return {path.name: look(path) for path in sorted(root.iterdir())}
 
@@ -88,7 +90,7 @@ def held_back() -> Iterator[threading.Event]:
     go, here = threading.Event(), threading.current_thread()
 
     def hold(call: disk.Call, do: Callable[[], Any]) -> Any:
-        commits = call.verb in ("link", "replace", "rename") and call.target.endswith("manifest.json")
+        commits = call.verb in ("link", "replace", "rename") and call.target.endswith(("manifest.json", ".ckpt"))
         if commits and threading.current_thread() is not here:
             go.wait(60)
         return do()
@@ -100,44 +102,47 @@ def held_back() -> Iterator[threading.Event]:
 # Links
 
 
-def links_with_names_that_change(root: Path) -> dict[str, Any]:
+def links_with_names_that_change(root: Path, extension: str) -> dict[str, Any]:
     saves = ModelCheckpoint(root, filename="{epoch}", save_top_k=-1, save_last="link")
+    saves.FILE_EXTENSION = extension
     saves.CHECKPOINT_NAME_LAST = "last-{epoch}"
     make_trainer(root, saves, max_steps=-1, max_epochs=3, limit_train_batches=2).fit(BoringModel())
     return seen(root)
 
 
-def _with_link(root: Path, target: str) -> HoldfastCheckpointIO:
-    """A checkpoint and a file in ``root``, and a link to one of them, or to nothing."""
+def _with_link(root: Path, target: str, link: str) -> HoldfastCheckpointIO:
+    """Two checkpoints, a folder and a file, and another file in ``root``, and a link to one of them, or to nothing."""
     plugin = HoldfastCheckpointIO()
+    plugin.save_checkpoint(state(1), root / "folder")
     plugin.save_checkpoint(state(1), root / "first.ckpt")
     (root / "file.ckpt").write_text("a file")
-    (root / "link.ckpt").symlink_to(target.replace("ROOT", str(root)))
+    (root / link).symlink_to(target.replace("ROOT", str(root)))
     return plugin
 
 
-def remove_link(root: Path, target: str) -> dict[str, Any]:
-    _with_link(root, target).remove_checkpoint(root / "link.ckpt")
+def remove_link(root: Path, target: str, link: str) -> dict[str, Any]:
+    _with_link(root, target, link).remove_checkpoint(root / link)
     return seen(root)
 
 
-def save_over_link(root: Path, target: str) -> dict[str, Any]:
-    _with_link(root, target).save_checkpoint(state(2), str(root / "link.ckpt") + "/")
+def save_over_link(root: Path, target: str, link: str) -> dict[str, Any]:
+    _with_link(root, target, link).save_checkpoint(state(2), str(root / link) + "/")
     return seen(root)
 
 
-def save_over_link_that_fails(root: Path) -> tuple[str, dict[str, Any]]:
-    plugin = _with_link(root, "first.ckpt")
-    failed = failure(lambda: plugin.save_checkpoint({**state(2), "code": print}, root / "link.ckpt"))
+def save_over_link_that_fails(root: Path, link: str) -> tuple[str, dict[str, Any]]:
+    plugin = _with_link(root, "first.ckpt", link)
+    failed = failure(lambda: plugin.save_checkpoint({**state(2), "code": print}, root / link))
     return failed, seen(root)
 
 
-def fit_over_link(root: Path, fails: bool) -> tuple[str, dict[str, Any]]:
+def fit_over_link(root: Path, fails: bool, extension: str) -> tuple[str, dict[str, Any]]:
     """`ModelCheckpoint` goes on where another one has left a link as the last checkpoint."""
     plugin = HoldfastCheckpointIO(worker="thread")
-    plugin.save_checkpoint(state(100), root / "first.ckpt")
-    (root / "last.ckpt").symlink_to("first.ckpt")
+    plugin.save_checkpoint(state(100), root / "first")
+    (root / f"last{extension}").symlink_to("first")
     saves = ModelCheckpoint(root, save_top_k=0, save_last=True, every_n_train_steps=2, enable_version_counter=False)
+    saves.FILE_EXTENSION = extension
 
     class Model(BoringModel):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -146,22 +151,23 @@ def fit_over_link(root: Path, fails: bool) -> tuple[str, dict[str, Any]]:
     return failure(lambda: make_trainer(root, saves, plugin=plugin).fit(Model())), seen(root)
 
 
-def names_taken_meanwhile(root: Path) -> dict[str, Any]:
+def names_taken_meanwhile(root: Path, extension: str) -> dict[str, Any]:
     """What is to be removed once a save is committed, and has another thing in its place by then."""
     plugin = HoldfastCheckpointIO()
-    for step in (1, 2, 3):
-        plugin.save_checkpoint(state(step), root / f"{step}.ckpt")
-    (root / "link").symlink_to("1.ckpt")
-    (root / "moved").symlink_to("1.ckpt")
-    (root / "gone").symlink_to("1.ckpt")
-    plugin._last = saving = Saving(root / "new.ckpt", 4)
-    for name in ("link", "moved", "gone", "2.ckpt", "3.ckpt"):
+    first, second, third = (f"{step}{extension}" for step in (1, 2, 3))
+    for step, name in enumerate((first, second, third), 1):
+        plugin.save_checkpoint(state(step), root / name)
+    (root / "link").symlink_to(first)
+    (root / "moved").symlink_to(first)
+    (root / "gone").symlink_to(first)
+    plugin._last = saving = Saving(root / "new", 4)
+    for name in ("link", "moved", "gone", second, third):
         plugin.remove_checkpoint(root / name)
     (root / "moved").unlink()
-    (root / "moved").symlink_to("3.ckpt")
+    (root / "moved").symlink_to(third)
     (root / "gone").unlink()
-    (root / "2.ckpt").rename(root / "elsewhere.ckpt")
-    (root / "2.ckpt").symlink_to("elsewhere.ckpt")
+    (root / second).rename(root / "elsewhere")
+    (root / second).symlink_to("elsewhere")
     saving._end(None)
     return seen(root)
 
@@ -169,14 +175,14 @@ def names_taken_meanwhile(root: Path) -> dict[str, Any]:
 # Who waits for a save
 
 
-def saves_around_fit(root: Path, worker: Any) -> dict[str, Any]:
+def saves_around_fit(root: Path, worker: Any, extension: str) -> dict[str, Any]:
     """For each save that is not one of training: the step that the checkpoint opens with when the call returns."""
     found: dict[str, Any] = {}
 
     def save(name: str) -> Callable[[pl.Trainer], None]:
         def call(trainer: pl.Trainer) -> None:
-            trainer.save_checkpoint(root / name)
-            found[name] = step_of(root / name)
+            trainer.save_checkpoint(root / f"{name}{extension}")
+            found[name] = step_of(root / f"{name}{extension}")
 
         return call
 
@@ -204,27 +210,31 @@ def saves_around_fit(root: Path, worker: Any) -> dict[str, Any]:
     return found
 
 
-def saves_inside_of_fit(root: Path) -> dict[str, Any]:
-    """What there is of a save that training makes, when the call returns and after `fit`."""
+def saves_inside_of_fit(root: Path, name: str) -> dict[str, Any]:
+    """What there is of a save that training makes, when the call returns and after `fit`; its weights are of then."""
     found: dict[str, Any] = {}
+    weights: dict[str, torch.Tensor] = {}
 
     def save(trainer: pl.Trainer) -> None:
         if trainer.global_step == 1:
-            trainer.save_checkpoint(root / "inside")
-            found["at once"] = step_of(root / "inside")
+            weights.update({key: value.clone() for key, value in trainer.lightning_module.state_dict().items()})
+            trainer.save_checkpoint(root / name)
+            found["at once"] = step_of(root / name)
 
     with held_back() as go:
         does = Does(on_train_batch_end=save, on_train_end=lambda _: go.set())
         make_trainer(root, does).fit(BoringModel())
-    return {**found, "after fit": step_of(root / "inside"), "threads": threads()}
+    saved = HoldfastCheckpointIO().load_checkpoint(root / name)["state_dict"]
+    same = saved.keys() == weights.keys() and all(torch.equal(saved[key], weights[key]) for key in weights)
+    return {**found, "after fit": step_of(root / name), "as it was": same, "threads": threads()}
 
 
-def failures(root: Path, worker: Any) -> dict[str, Any]:
+def failures(root: Path, worker: Any, extension: str) -> dict[str, Any]:
     """Who hears of a save to a path that cannot be."""
     (root / "file").write_text("")
 
     def save(trainer: pl.Trainer) -> None:
-        trainer.save_checkpoint(root / "file" / "below")
+        trainer.save_checkpoint(root / "file" / f"below{extension}")
 
     def save_badly_in(hook: str) -> str:
         does, plugin = Does(**{hook: save}), HoldfastCheckpointIO(worker=worker)

@@ -108,7 +108,7 @@ def test_what_asks_for_two_things_at_once(tmp_path: Path) -> None:
 def test_the_plugin_keeps_lightnings_own_checkpoints(tmp_path: Path) -> None:
     ((whole, first),) = live(1, f"{FITS}:fit_with_plugin", tmp_path, "alone", "")
     assert len(list(tmp_path.iterdir())) == 2  # the best one and the last: those that they replaced are gone
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".pt", ".pkl", ".ckpt")]
+    assert all(path.is_file() and path.suffix == ".ckpt" for path in tmp_path.iterdir())
     assert holdfast.open(tmp_path / "last.ckpt").verify()
     assert holdfast.open(tmp_path / "last.ckpt").values["hyper_parameters"]["sharded"] is False
     assert whole and first
@@ -128,3 +128,16 @@ def test_the_example(tmp_path: Path) -> None:
     assert live(2, f"{FITS}:play_lightning", tmp_path / "killed", "step 14:") == KILLED
     again = live(2, f"{FITS}:play_lightning", tmp_path / "killed", "")
     assert len(whole[0]) == 24 and len(again[0]) in (14, 19) and again[0] == whole[0][-len(again[0]) :]
+
+
+@pytest.mark.parametrize("kind", ["alone", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+def test_the_best_step_and_the_last(tmp_path: Path, kind: str) -> None:
+    found = live(1 if kind == "alone" else 2, f"{FITS}:fit_and_look_back", tmp_path, kind)
+    assert found == [
+        {
+            "before": ("", None, ""), "best": "step-000000008", "score": 2.0, "last": "step-000000018", "there": True,
+            "validate best": True, "validate step-000000008": True, "validate step-000000018": True,
+            "test": True, "predict": True, "patched": False,
+            "fit": " which goes on from the newest step of its own root",
+        }
+    ] * len(found)  # fmt: skip

@@ -18,54 +18,67 @@ def on_a_rank(name: str, *args: Any) -> Any:
     return outcome[0]
 
 
-def test_a_link_that_is_removed_takes_no_checkpoint_along(tmp_path: Path) -> None:
-    steps = {"epoch=0.ckpt": 2, "epoch=1.ckpt": 4, "epoch=2.ckpt": 6}
-    assert on_a_rank("links_with_names_that_change", tmp_path) == {**steps, "last-epoch=2.ckpt": "-> epoch=2.ckpt"}
+FILES_AND_FOLDERS = pytest.mark.parametrize("extension", [".ckpt", ""])
 
 
-@pytest.mark.parametrize("target", ["first.ckpt", "ROOT/first.ckpt", "file.ckpt", "nothing"])
-def test_a_link_itself_is_removed_or_replaced(tmp_path: Path, target: str) -> None:
-    others = {"first.ckpt": 1, "file.ckpt": "a file"}
+@FILES_AND_FOLDERS
+def test_a_link_that_is_removed_takes_no_checkpoint_along(tmp_path: Path, extension: str) -> None:
+    steps = {f"epoch={epoch}{extension}": 2 * epoch + 2 for epoch in range(3)}
+    found = on_a_rank("links_with_names_that_change", tmp_path, extension)
+    assert found == {**steps, f"last-epoch=2{extension}": f"-> epoch=2{extension}"}
+
+
+@pytest.mark.parametrize("target", ["first.ckpt", "ROOT/first.ckpt", "folder", "file.ckpt", "nothing"])
+@pytest.mark.parametrize("link", ["link.ckpt", "link"])
+def test_a_link_itself_is_removed_or_replaced(tmp_path: Path, target: str, link: str) -> None:
+    others = {"folder": 1, "first.ckpt": 1, "file.ckpt": "a file"}
     (tmp_path / "removed").mkdir()
     (tmp_path / "replaced").mkdir()
-    assert on_a_rank("remove_link", tmp_path / "removed", target) == others
-    assert on_a_rank("save_over_link", tmp_path / "replaced", target) == {**others, "link.ckpt": 2}
+    assert on_a_rank("remove_link", tmp_path / "removed", target, link) == others
+    assert on_a_rank("save_over_link", tmp_path / "replaced", target, link) == {**others, link: 2}
 
 
-def test_a_save_that_fails_leaves_the_link_that_it_was_to_replace(tmp_path: Path) -> None:
-    others = {"first.ckpt": 1, "file.ckpt": "a file"}
-    found = on_a_rank("save_over_link_that_fails", tmp_path)
-    assert found == ("SaveFailed", {**others, "link.ckpt": "-> first.ckpt"})
+@pytest.mark.parametrize("link", ["link.ckpt", "link"])
+def test_a_save_that_fails_leaves_the_link_that_it_was_to_replace(tmp_path: Path, link: str) -> None:
+    others = {"folder": 1, "first.ckpt": 1, "file.ckpt": "a file"}
+    found = on_a_rank("save_over_link_that_fails", tmp_path, link)
+    assert found == ("SaveFailed", {**others, link: "-> first.ckpt"})
 
 
-@pytest.mark.parametrize(("fails", "last"), [(False, 2), (True, "-> first.ckpt")])
-def test_a_save_of_training_goes_through_no_link(tmp_path: Path, fails: bool, last: Any) -> None:
-    failed, found = on_a_rank("fit_over_link", tmp_path, fails)
-    assert (failed, found) == ("SaveFailed" if fails else "none", {"first.ckpt": 100, "last.ckpt": last})
+@FILES_AND_FOLDERS
+@pytest.mark.parametrize(("fails", "last"), [(False, 2), (True, "-> first")])
+def test_a_save_of_training_goes_through_no_link(tmp_path: Path, fails: bool, last: Any, extension: str) -> None:
+    failed, found = on_a_rank("fit_over_link", tmp_path, fails, extension)
+    assert failed == ("SaveFailed" if fails else "none")
+    assert found == {"first": 100, f"last{extension}": last}
 
 
-def test_what_has_taken_a_name_meanwhile_is_not_removed(tmp_path: Path) -> None:
-    found = on_a_rank("names_taken_meanwhile", tmp_path)
-    assert found == {"1.ckpt": 1, "2.ckpt": "-> elsewhere.ckpt", "elsewhere.ckpt": 2, "moved": "-> 3.ckpt"}
+@FILES_AND_FOLDERS
+def test_what_has_taken_a_name_meanwhile_is_not_removed(tmp_path: Path, extension: str) -> None:
+    found = on_a_rank("names_taken_meanwhile", tmp_path, extension)
+    assert found == {
+        f"1{extension}": 1, f"2{extension}": "-> elsewhere", "elsewhere": 2, "moved": f"-> 3{extension}",
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_save_outside_of_training_is_whole_when_it_returns(tmp_path: Path, worker: str) -> None:
-    assert on_a_rank("saves_around_fit", tmp_path, worker) == {
+@pytest.mark.parametrize(("worker", "extension"), [("thread", ""), ("process", ""), ("process", ".ckpt")])
+def test_a_save_outside_of_training_is_whole_when_it_returns(tmp_path: Path, worker: str, extension: str) -> None:
+    assert on_a_rank("saves_around_fit", tmp_path, worker, extension) == {
         "before all": 0, "in validate": 0, "teardown of validate": 0, "after validate": 0, "start of fit": 0,
         "end of fit": 2, "teardown of fit": 2, "after fit": 2, "in test": 2, "teardown of test": 2,
         "after the second fit": 4, "threads after fit": [], "threads after all": [],
     }  # fmt: skip
 
 
-def test_a_save_of_training_is_in_the_background(tmp_path: Path) -> None:
-    found = on_a_rank("saves_inside_of_fit", tmp_path)
-    assert found == {"at once": "NotACheckpoint", "after fit": 1, "threads": []}
+@pytest.mark.parametrize("name", ["inside.ckpt", "inside"])
+def test_a_save_of_training_is_in_the_background(tmp_path: Path, name: str) -> None:
+    found = on_a_rank("saves_inside_of_fit", tmp_path, name)
+    assert found == {"at once": "NotACheckpoint", "after fit": 1, "as it was": True, "threads": []}
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
-def test_a_failure_is_raised(tmp_path: Path, worker: str) -> None:
-    assert on_a_rank("failures", tmp_path, worker) == {
+@pytest.mark.parametrize(("worker", "extension"), [("thread", ""), ("process", ""), ("process", ".ckpt")])
+def test_a_failure_is_raised(tmp_path: Path, worker: str, extension: str) -> None:
+    assert on_a_rank("failures", tmp_path, worker, extension) == {
         "after fit": "SaveFailed", "well": 2, "at_the_end": "SaveFailed", "in_the_middle": "SaveFailed", "threads": [],
     }  # fmt: skip
 

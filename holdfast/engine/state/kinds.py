@@ -56,3 +56,19 @@ def is_compiled(value: object) -> bool:
 def is_zero(value: object) -> bool:
     """Whether ``value`` is a ZeroRedundancyOptimizer, whose ranks each keep the state of some parameters."""
     return isinstance(value, _loaded("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"))
+
+
+_FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
+
+
+def is_fabric_module(value: object) -> bool:
+    """Whether ``value`` is a module that Lightning Fabric has wrapped."""
+    return any(isinstance(value, _loaded(of, "_FabricModule")) for of in _FABRIC)
+
+
+def without_fabric(value: Any) -> Any:
+    """The optimizer that Lightning Fabric has wrapped, or ``value`` itself.
+
+    The wrapper's own `state_dict` is empty on all ranks but the first.
+    """
+    return value.optimizer if any(isinstance(value, _loaded(of, "_FabricOptimizer")) for of in _FABRIC) else value

@@ -1,4 +1,4 @@
-"""Parameters and buffers of modules, whatever wraps them: plain, DDP, compiled, FSDP1, FSDP2, tensor parallel.
+"""Parameters and buffers of modules, whatever wraps them: plain, DDP, compiled, FSDP1, FSDP2, tensor parallel, Fabric.
 
 Called by the walk for modules and by the optimizers for the names of their parameters.
 Never gathers: FSDP1's flat parameters are read as flat shards where they lie.
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.engine.ranks import Ranks
-from holdfast.engine.state.kinds import is_checkpoint_wrapper, is_compiled, is_fsdp1
+from holdfast.engine.state.kinds import is_checkpoint_wrapper, is_compiled, is_fabric_module, is_fsdp1
 from holdfast.engine.state.leaves import Entry, View
 from holdfast.engine.state.tensors import boxed, dtype_name
 from holdfast.errors import Unsupported
@@ -47,6 +47,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
         inner = module._checkpoint_wrapped_module
     elif is_compiled(module):
         inner = module._orig_mod
+    elif is_fabric_module(module):
+        inner = module._forward_module
     return cast(nn.Module, inner)
 
 

@@ -78,7 +78,7 @@ RULES = (
         "module",
         _is_module,
         "module",
-        "what its `state_dict()` holds, wrappers (DDP, FSDP, `torch.compile`) taken off",
+        "what its `state_dict()` holds, wrappers (DDP, FSDP, `torch.compile`, Fabric) taken off",
         "the FQN is one key below the path",
         "parameters and buffers are filled in place, then load post-hooks run. A submodule that overrides "
         "`state_dict`, `_save_to_state_dict`, `_load_from_state_dict` or `load_state_dict`, or has hooks on them, is "

@@ -17,7 +17,7 @@ from holdfast.engine.ranks import Ranks
 from holdfast.engine.state import module_load, modules, optimizers, own_optimizers, trees
 from holdfast.engine.state.fresh import Maker
 from holdfast.engine.state.in_place import Filling
-from holdfast.engine.state.kinds import is_dtensor
+from holdfast.engine.state.kinds import is_dtensor, without_fabric
 from holdfast.engine.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
 from holdfast.engine.state.own_methods import has_a_say_in_saving
 from holdfast.engine.state.parameters import Known, entries_beside, names_of_parameters
@@ -109,6 +109,7 @@ class _Walk:
 
     def node(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
         """One leaf, object or container at ``path``; ``put`` stores a new value in its place."""
+        node = without_fabric(node)
         match rule_of(node).kind:
             case "tensor":
                 self.plain(path, node)
@@ -125,7 +126,7 @@ class _Walk:
             case "own optimizer":
                 self.own_optimizer(path, node)
             case "optimizers":
-                self.optimizer_list(path, node)
+                self.optimizer_list(path, [without_fabric(optimizer) for optimizer in node])
             case "container":
                 self.container(path, node, put)
             case "object":

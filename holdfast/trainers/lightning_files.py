@@ -1,0 +1,181 @@
+"""PyTorch Lightning: a checkpoint as one file that `torch.load` reads, saved in the background.
+
+Called by `lightning_io`, for paths that end in ``.ckpt``. Never shows a file that is not whole, and executes nothing of
+a file that it reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from holdfast import events
+from holdfast.engine import disk
+from holdfast.engine.memory import Buffer
+from holdfast.engine.ranks import Call, Ranks
+from holdfast.engine.storage import naming, sync_folder
+from holdfast.engine.stores.place import Location
+from holdfast.errors import Damaged, StorageError
+from holdfast.events import log
+from holdfast.export import torch_image
+from holdfast.export.torch_image import Image
+from holdfast.foreign.sources import all_of, file
+from holdfast.foreign.zips import Archive, is_zip
+from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.save import label_of
+from holdfast.saving import Saving
+
+SUFFIX = ".ckpt"
+
+_MARK = "holdfast"
+"""The member of the archive by which a file is known to be ours: then each of its members has a CRC-32."""
+
+_SPAN = 8 << 20
+_READERS = 4
+
+
+def is_file_path(path: Location) -> bool:
+    """Whether a checkpoint at this path is one file. In a store every checkpoint is a folder."""
+    return isinstance(path, Path) and path.name.endswith(SUFFIX)
+
+
+class FileSaver:
+    """Writes one file at a time in a thread of its own, and keeps the memory of the last one for the next."""
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._memory: Buffer | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(self, state: Mapping[str, Any], path: Path, step: int | None) -> Saving:
+        """Begin to save ``state``: it may change once this returns. The save before this one has ended.
+
+        Raises SaveFailed if the state cannot be saved; of what fails later the `Saving` tells.
+        """
+        self.join()
+        saving, began = Saving(path, step), monotonic()
+        span = events.begin(events.BACKGROUND, path, 0, whole=True, step=step, lane="saves")
+        images: list[Image] = []
+
+        def copy() -> int:
+            images.append(torch_image.copied(state, self._memory))
+            return images[0].end
+
+        try:
+            with self._call(path, step) as call:
+                call.settle("stage", copy, lambda sizes: sizes[0], int)
+        except BaseException as error:
+            span.end(error)
+            raise
+        self._memory = images[0].memory
+        saving._call, saving._staged_at = monotonic() - began, monotonic()
+        write = partial(self._write, images[0], path, saving, span)
+        # Not a daemon: an interpreter that ends waits for it.
+        self._thread = threading.Thread(target=write, name="holdfast-save", daemon=False)
+        self._thread.start()
+        return saving
+
+    def join(self) -> None:
+        """Wait until the thread of the last save has ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, image: Image, path: Path, saving: Saving, span: events.Opened) -> None:
+        failed: BaseException | None = None
+
+        def write(_: list[int]) -> int:
+            if path.parent.is_dir():
+                torch_image.sweep(path.parent)
+            return torch_image.write(image, path, {_MARK: b'{"version":1}'}, partial(_commit, path=path))
+
+        try:
+            with self._call(path, saving.step) as call:
+                saving._bytes = call.settle("write", int, write, int)  # decided: so it can say that it is not settled
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits for this save
+            log.warning("%s: %s", path, error)
+            failed = error
+        saving._written_at, span.nbytes = monotonic(), saving._bytes
+        span.end(failed)
+        saving._end(failed)
+
+    def _call(self, path: Path, step: int | None) -> AbstractContextManager[Call]:
+        """A part of a save, by this process alone: whatever goes wrong in it is raised as SaveFailed."""
+        return Ranks(0, 1).call(label_of(path, step), deadline=self._deadline, saving=True)
+
+
+def _commit(temporary: Path, path: Path) -> None:
+    """Give a file that is whole and durable its own name."""
+    with naming(path, "replace"):
+        _give_name(temporary, path)
+    try:
+        sync_folder(path.parent)
+    except StorageError as error:
+        error.settled = False  # it has its name, which may not outlast a power cut
+        raise
+
+
+def _give_name(temporary: Path, path: Path) -> None:
+    """Replace what has the name in one step: a file, a link, or the folder of a checkpoint."""
+    if not path.is_dir() or path.is_symlink():
+        disk.replace(temporary, path)
+        return
+    if not (path / FILE_NAME).is_file():
+        raise OSError(errno.EISDIR, "it is a folder that is no checkpoint of holdfast, and stays")
+    if disk.exchange(temporary, path):
+        _delete_all(temporary)  # the folder, which has this name now
+        return
+    aside = temporary.with_suffix(".replaced")  # on a file system that cannot exchange names
+    disk.replace(path, aside)
+    try:
+        disk.replace(temporary, path)
+    except BaseException:
+        disk.replace(aside, path)
+        raise
+    _delete_all(aside)
+
+
+def _delete_all(path: Path) -> None:
+    try:
+        disk.delete_all(path)
+    except OSError as error:
+        log.warning("%s stays, and is of no use any more: %s", path, error)
+
+
+def load_file(path: Path, map_location: Any | None) -> dict[str, Any] | None:
+    """A checkpoint that `FileSaver` wrote, every byte of it checked; None for a file that others wrote.
+
+    Raises FileNotFoundError, Damaged, StorageError.
+    """
+    data = all_of(file(path))
+    if not is_zip(data):
+        return None
+    archive = Archive(data)
+    if not any(name.endswith(f"/{_MARK}") for name in archive.names):
+        return None
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="holdfast-verify") as pool:
+        for name, right in zip(archive.names, pool.map(partial(_is_right, archive), archive.names), strict=True):
+            if not right:
+                damaged = Damaged(f"{path}: its member {name} has another CRC-32: the file was altered; restore a copy")
+                damaged.file = str(path)
+                raise damaged
+    loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
+    return loaded
+
+
+def _is_right(archive: Archive, name: str) -> bool:
+    member = archive.member(name)
+    total = 0
+    for begin in range(0, member.nbytes, _SPAN):
+        total = crc32(member.read(begin, min(_SPAN, member.nbytes - begin)), total)
+    return total == (member.member.crc32 if member.member is not None else 0)

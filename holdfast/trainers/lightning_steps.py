@@ -1,0 +1,107 @@
+"""PyTorch Lightning: the steps of a run as Lightning's users look for them, and one step's model into a trainer.
+
+Called by `HoldfastCheckpoint` and by the plugin. Never reads an optimizer, and never decides which steps are kept.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+
+from holdfast.checkpoint import Checkpoint, open_checkpoint
+from holdfast.engine.storage import is_file
+from holdfast.engine.stores.place import Location
+from holdfast.engine.stores.urls import location
+from holdfast.load import load
+from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.steps import Steps
+
+_HOOKS = "callbacks"
+"""Where a step keeps the states of callbacks, and what hooks add to a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Rated:
+    """A committed step, and the metric that it was saved with."""
+
+    path: Location
+    metric: float | None
+
+
+def newest(steps: Steps) -> Rated | None:
+    """The newest committed step; None if there is none."""
+    path = next(reversed(steps.committed().values()), None)
+    return None if path is None else Rated(path, steps.metric(path))
+
+
+def best(steps: Steps, mode: str) -> Rated | None:
+    """The committed step with the best metric, of equal ones the newest; None if no step has one."""
+    sign = 1 if mode == "max" else -1
+    metrics = {step: (steps.metric(path), path) for step, path in steps.committed().items()}
+    rated = [(sign * m, step, path) for step, (m, path) in metrics.items() if m is not None and m == m]
+    if not rated:
+        return None
+    score, _, path = max(rated, key=lambda one: one[:2])
+    return Rated(path, sign * score)
+
+
+def take_steps(trainer: pl.Trainer) -> None:
+    """Let ``ckpt_path=`` of `validate`, `test` and `predict` name a step, until `leave_steps`.
+
+    Strategies read a checkpoint each in its own way, and tell no callback which: so their method is replaced.
+    """
+    strategy = trainer.strategy
+    if "load_checkpoint" in vars(strategy):
+        return
+    theirs = strategy.load_checkpoint
+
+    def load_checkpoint(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+        if _is_step_at(checkpoint_path):
+            return _load_step(trainer, checkpoint_path)
+        return theirs(checkpoint_path, weights_only=weights_only)  # type: ignore[arg-type]
+
+    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign]
+
+
+def leave_steps(trainer: pl.Trainer) -> None:
+    """Take `take_steps` back."""
+    vars(trainer.strategy).pop("load_checkpoint", None)
+
+
+def is_step(checkpoint: Checkpoint) -> bool:
+    """Whether a `HoldfastCheckpoint` has saved this."""
+    return _HOOKS in checkpoint.manifest.per_rank
+
+
+def as_lightning(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A step's model as a checkpoint of Lightning's, and what hooks and callbacks restore from."""
+    return {**checkpoint.per_rank(_HOOKS, 0), "state_dict": checkpoint.state_dict("model")["model"]}
+
+
+def _is_step_at(path: str | os.PathLike[str]) -> bool:
+    try:
+        folder = location(path)
+    except ValueError:  # a URL that only Lightning knows
+        return False
+    return is_file(folder / FILE_NAME) and is_step(open_checkpoint(folder))
+
+
+def _load_step(trainer: pl.Trainer, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Load a step's model into the trainer's, each rank what it holds; the rest as Lightning's hooks expect it."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        raise ValueError(
+            f"fit(ckpt_path={str(path)!r}) names a step of a HoldfastCheckpoint, which goes on from the newest step of "
+            "its own root: leave out ckpt_path. To begin a new run with these weights, call "
+            'holdfast.load(path, {"model": module}, only="model") before fit'
+        )
+    strategy = trainer.strategy
+    load(path, {"model": strategy.model}, only="model")
+    frame: dict[str, Any] = open_checkpoint(path).per_rank(_HOOKS, 0)
+    # Those that restore after their setup have loaded by now; the others load this, which is what they have.
+    module = trainer.lightning_module
+    frame["state_dict"] = {} if strategy.restore_checkpoint_after_setup else module.state_dict()
+    return frame
