@@ -1,7 +1,7 @@
 """A state in memory as one file of torch: copied and laid out first, summed and written later.
 
 Lightning's plugin calls `copied` where training waits, and `write` in the background. Never writes a pickle that names
-more than `torch.load(weights_only=True)` allows, and never looks at the state again once it is copied.
+more than `torch.load` allows with ``weights_only=True``, and never looks at the state again once it is copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 
 from holdfast.engine import disk, storage
-from holdfast.engine.courier import SECTOR
+from holdfast.engine.disk import SECTOR
 from holdfast.engine.memory import Buffer, buffer
 from holdfast.engine.stage import contiguous_parts, copy_bytes
 from holdfast.engine.state.tensors import dtype_name
@@ -60,7 +60,7 @@ def copied(state: Mapping[str, Any], memory: Buffer | None = None) -> Image:
     """Copy ``state`` to host memory: to ``memory`` if that is large enough. Raises Unsupported, naming the path.
 
     NumPy's numbers become Python's and its arrays tensors; other kinds of dicts, a deque and a frozenset become a dict,
-    a list and a set: `torch.load(weights_only=True)` reads no more.
+    a list and a set: `torch.load` reads no more with ``weights_only=True``.
     """
     tree = _Tree()
     pickle = pickles.dumps(tree.node("", dict(state)))

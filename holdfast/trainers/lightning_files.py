@@ -17,8 +17,6 @@ from time import monotonic
 from typing import Any
 from zlib import crc32
 
-import torch
-
 from holdfast import events
 from holdfast.engine import disk
 from holdfast.engine.memory import Buffer
@@ -152,25 +150,24 @@ def _delete_all(path: Path) -> None:
         log.warning("%s stays, and is of no use any more: %s", path, error)
 
 
-def load_file(path: Path, map_location: Any | None) -> dict[str, Any] | None:
-    """A checkpoint that `FileSaver` wrote, every byte of it checked; None for a file that others wrote.
+def check_file(path: Path) -> bool:
+    """Whether `FileSaver` wrote this file; then every byte of it has been checked.
 
     Raises FileNotFoundError, Damaged, StorageError.
     """
     data = all_of(file(path))
     if not is_zip(data):
-        return None
+        return False
     archive = Archive(data)
     if not any(name.endswith(f"/{_MARK}") for name in archive.names):
-        return None
+        return False
     with ThreadPoolExecutor(_READERS, thread_name_prefix="holdfast-verify") as pool:
         for name, right in zip(archive.names, pool.map(partial(_is_right, archive), archive.names), strict=True):
             if not right:
                 damaged = Damaged(f"{path}: its member {name} has another CRC-32: the file was altered; restore a copy")
                 damaged.file = str(path)
                 raise damaged
-    loaded: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
-    return loaded
+    return True
 
 
 def _is_right(archive: Archive, name: str) -> bool:

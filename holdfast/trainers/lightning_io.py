@@ -27,7 +27,7 @@ from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving
-from holdfast.trainers.lightning_files import FileSaver, is_file_path, load_file
+from holdfast.trainers.lightning_files import FileSaver, check_file, is_file_path
 from holdfast.trainers.lightning_settings import with_plain_settings, with_settings_types
 
 try:
@@ -136,10 +136,8 @@ class HoldfastCheckpointIO(CheckpointIO):
         if isinstance(place, Path) and not place.exists():
             raise NotACheckpoint(f"Checkpoint file not found: {path}")
         if isinstance(place, Path) and place.is_file():
-            loaded = load_file(place, map_location)
-            if loaded is None:
-                loaded = TorchCheckpointIO().load_checkpoint(place, map_location, weights_only)
-            return with_settings_types(loaded)
+            plain = check_file(place) or weights_only  # ours needs no code of anybody's
+            return with_settings_types(TorchCheckpointIO().load_checkpoint(place, map_location, plain))
         checkpoint = open_checkpoint(path)
         loaded = as_lightning(checkpoint) if is_step(checkpoint) else with_settings_types(checkpoint.state_dict())
         if isinstance(map_location, (str, torch.device)):
