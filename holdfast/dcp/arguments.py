@@ -126,8 +126,8 @@ def staging_of(stager: Any) -> Literal["at once", "later", "by itself"]:
         return "at once"
     if type(stager) is not DefaultStager:
         raise Unsupported(
-            f"async_stager={_kind(stager)} cannot be honoured by holdfast.dcp.async_save, which stages by itself: leave "
-            "it out; or keep it with torch's engine over holdfast's format, as "
+            f"async_stager={_kind(stager)} cannot be honoured by holdfast.dcp.async_save, which stages by itself: "
+            "leave it out; or keep it with torch's engine over holdfast's format, as "
             "torch.distributed.checkpoint.async_save(…, async_stager=…, storage_writer=holdfast.dcp.Writer(path))"
         )
     return "later" if stager._config.use_async_staging else "at once"

@@ -1,4 +1,4 @@
-"""torch's own distributed tests on a machine without an accelerator: a pytest plugin, used with torch and with holdfast.
+"""torch's own distributed tests on a machine without an accelerator: a pytest plugin, for torch and for holdfast.
 
 They are written for 2 to 4 GPUs. Here their ranks are forked processes, so that what is replaced before the fork is
 replaced in them too; every process group is one of gloo; a device that is a number or a GPU is the CPU; and what asks

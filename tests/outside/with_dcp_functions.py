@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint`'s functions replaced by those of `holdfast.dcp`: a pytest plugin, as a program's one line.
+"""Functions of `torch.distributed.checkpoint` replaced by those of `holdfast.dcp`: a pytest plugin.
 
 A call of a deprecated function, which holdfast.dcp leaves out, becomes what torch's warning says: `save` or `load`.
 holdfast itself goes on with torch's own functions where it uses torch's engine.
