@@ -101,6 +101,11 @@ def _say_whose(kind: str) -> None:
     )
 
 
+def id_for_torch(checkpoint_id: PathLike | None) -> str | os.PathLike[str] | None:
+    """A path as torch's engine takes it."""
+    return str(checkpoint_id) if isinstance(checkpoint_id, Place) else checkpoint_id
+
+
 def plans_itself(planner: Any) -> bool:
     """Whether a planner is the caller's own, or one of torch's that plans otherwise than its default ones.
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -46,7 +46,8 @@ def _also_torchs(kind: type[HoldfastError]) -> type[HoldfastError]:
 
 
 def _made(kind: type[HoldfastError]) -> type[HoldfastError]:
-    text = next(base.__str__ for base in kind.__mro__ if "__str__" in vars(base))  # not torch's, which shows tracebacks
+    # Not torch's text, which shows tracebacks.
+    text: Callable[[BaseException], str] = next(vars(b)["__str__"] for b in kind.__mro__ if "__str__" in vars(b))
 
     def shown(error: BaseException) -> str:
         return in_torchs_words(text(error))

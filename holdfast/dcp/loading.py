@@ -16,7 +16,15 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast import events
-from holdfast.dcp.arguments import PathLike, by_position, keeps_missing, origin, plans_itself, stores_itself
+from holdfast.dcp.arguments import (
+    PathLike,
+    by_position,
+    id_for_torch,
+    keeps_missing,
+    origin,
+    plans_itself,
+    stores_itself,
+)
 from holdfast.dcp.failures import as_torch_raises
 from holdfast.dcp.flattened import Description
 from holdfast.dcp.opening import open_by_key
@@ -56,7 +64,7 @@ def load(
     """
     if stores_itself(storage_reader):
         state_dict_loader.load(
-            state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner,
+            state_dict, checkpoint_id=id_for_torch(checkpoint_id), storage_reader=storage_reader, planner=planner,
             process_group=process_group, no_dist=no_dist,
         )  # fmt: skip
         return

@@ -24,6 +24,7 @@ from holdfast.dcp.arguments import (
     PathLike,
     by_position,
     destination,
+    id_for_torch,
     plans_itself,
     staging_of,
     stores_itself,
@@ -64,7 +65,7 @@ def save(
     """
     if stores_itself(storage_writer):
         theirs: Metadata = state_dict_saver.save(
-            state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
+            state_dict, checkpoint_id=id_for_torch(checkpoint_id), storage_writer=storage_writer, planner=planner,
             process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
         )  # fmt: skip
         return theirs
@@ -107,7 +108,7 @@ def async_save(
     """
     if stores_itself(storage_writer):
         return state_dict_saver.async_save(
-            state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
+            state_dict, checkpoint_id=id_for_torch(checkpoint_id), storage_writer=storage_writer, planner=planner,
             process_group=process_group, async_checkpointer_type=async_checkpointer_type, async_stager=async_stager,
             no_dist=no_dist, use_collectives=use_collectives,
         )  # fmt: skip

@@ -111,7 +111,7 @@ def test_storages_of_ones_own_go_with_torchs_engine_as_they_are(
 def test_a_url_that_names_no_storage_is_an_error_as_of_holdfast_and_as_of_torch(tmp_path: Path) -> None:
     for call in (dcp.save, dcp.async_save, dcp.load):
         for kind in (ValueError, RuntimeError):
-            with pytest.raises(kind, match="Cannot detect which storage abc://abc names: holdfast has no store for abc"):
+            with pytest.raises(kind, match="Cannot detect which storage abc://abc names: .* no store for abc"):
                 call(STATE, checkpoint_id="abc://abc")
 
 

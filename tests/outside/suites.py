@@ -64,7 +64,9 @@ SUITES = (
             "test_checkpoint.TestCheckpointManager::test_save_and_purge_keeps_last_k_checkpoints": (
                 "the test's double puts a file of its own into each step, and holdfast deletes no file of others"
             ),
-            "test_checkpoint.TestFindLoadStepRemote::test_missing_folder_returns_negative_one": "asks for a private method",
+            "test_checkpoint.TestFindLoadStepRemote::test_missing_folder_returns_negative_one": (
+                "asks for a private method"
+            ),
             "test_checkpoint.TestFindLoadStepRemote::test_returns_max_valid_step": "asks for a private method",
         },
     ),
@@ -98,8 +100,12 @@ SUITES = (
         tests=TORCH,
         shim="with_dcp_storage",
         needs=("expecttest",),
-        passes=87,
-        reasons={},
+        passes=86,
+        reasons={
+            "test_format_utils.TestFormatUtils::test_torch_save_to_dcp": (
+                "saves to a folder that holds another file, which holdfast refuses"
+            ),
+        },
         both="on_cpu",
     ),
 )

@@ -1,8 +1,9 @@
 """A real torchtitan training on CPU ranks, with its own trainer, whose configuration names one manager or the other.
 
 `python train_titan.py MANAGER FOLDER KEY=VALUE…` is one rank; `resume_titan.py` starts two. MANAGER is `holdfast`,
-`torchtitan`, or `over_dcp`: torchtitan's own, whose module takes holdfast.dcp for torch.distributed.checkpoint. The keys are fields of the checkpoint configuration, and `steps`, and `die`: kill this rank after so many
-steps, once its last save is done.
+`torchtitan`, or `over_dcp`: torchtitan's own, with holdfast.dcp in the place of torch.distributed.checkpoint. The keys
+are fields of the checkpoint configuration, and `steps`, and `die`: kill this rank after so many steps, once its last
+save is done.
 
 torchtitan runs on accelerators: its device type is set to cpu here, its backend to gloo, modules of GPU kernels that it
 imports are empty, gradients are summed in the one way that gloo knows, and `torch.distributed.set_timeout`, which torch
