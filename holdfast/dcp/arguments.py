@@ -86,11 +86,13 @@ def by_position(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def stores_itself(storage: Any) -> bool:
     """Whether a storage writer or reader is of another kind than torch's for files and holdfast's.
 
-    Those go with torch's engine as they are. What they store is no checkpoint of holdfast's, which is said once.
+    Those go with torch's engine as they are. What they store is no checkpoint of holdfast's, which is said once, unless
+    they derive from holdfast's.
     """
     if storage is None or _kind(storage) in (*_WRITERS, *_READERS, _kind_of(Writer), _kind_of(Reader)):
         return False
-    _say_whose(_kind(storage))
+    if not isinstance(storage, (Writer, Reader)):
+        _say_whose(_kind(storage))
     return True
 
 

@@ -71,19 +71,26 @@ def save(
         return theirs
     folder, overwrite = destination(checkpoint_id, storage_writer)
     if plans_itself(planner):
+        writer = Writer(folder, overwrite=overwrite)
         metadata: Metadata = state_dict_saver.save(
-            state_dict, storage_writer=Writer(folder, overwrite=overwrite), planner=planner,
-            process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
+            state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist,
+            use_collectives=use_collectives,
         )  # fmt: skip
+        _tell_id(storage_writer, writer.save_id)
         return metadata
     state = state_to_save(state_dict)
     step = step_of(state, None)
     ranks = Ranks(0, 1) if no_dist else ranks_of(process_group)
     with as_torch_raises(), no_collection(), ranks.call(label_of(folder, None), saving=True) as call:
         save = save_in(call, state, folder, step=step, files={}, overwrite=overwrite, run=RUN, committed=leave_hint)
-    if isinstance(storage_writer, FileSystemWriter):
-        storage_writer.save_id = torch_id(save)
+    _tell_id(storage_writer, torch_id(save))
     return Description(Checkpoint(folder))
+
+
+def _tell_id(storage_writer: StorageWriter | None, save_id: str) -> None:
+    """torch's own writer has the id of what it saved; so has one whose path was taken."""
+    if isinstance(storage_writer, FileSystemWriter):
+        storage_writer.save_id = save_id
 
 
 @by_position("storage_writer")

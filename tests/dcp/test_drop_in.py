@@ -193,7 +193,8 @@ def save_on_ranks(path: str, call: str) -> tuple[bool, str]:
 def ids_on_ranks(path: str, call: str) -> list[str | None]:
     """The id of a save, as its writer, holdfast's reader and torch's have it."""
     writer: Any = dcp.Writer(path) if call == "Writer" else dcp.FileSystemWriter(path)
-    (torch_dcp if call == "Writer" else dcp).save(STATE, storage_writer=writer)
+    save = torch_dcp.save if call == "Writer" else dcp.save
+    save(STATE, storage_writer=writer, planner=Doubling() if call == "planner" else None)
     reader = dcp.Reader(path)
     known, hint_says = (r.read_metadata().storage_meta for r in (reader, torch_dcp.FileSystemReader(path)))
     assert known is not None and hint_says is not None and known.load_id == reader.load_id
@@ -201,7 +202,7 @@ def ids_on_ranks(path: str, call: str) -> list[str | None]:
     return [writer.save_id, known.save_id, hint_says.save_id]
 
 
-@pytest.mark.parametrize("call", ["save", "Writer"])
+@pytest.mark.parametrize("call", ["save", "planner", "Writer"])
 def test_writers_know_the_id_that_readers_tell(tmp_path: Path, call: str) -> None:
     told = pool.run(2, ids_on_ranks, str(tmp_path / "c"), call)
     assert len({save_id for ids in told for save_id in ids}) == 1 and uuid.UUID(told[0][0])
