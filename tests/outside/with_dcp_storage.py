@@ -1,7 +1,7 @@
 """`FileSystemWriter` and `FileSystemReader` replaced by `Writer` and `Reader` of holdfast.dcp: a pytest plugin.
 
 Everything else is torch's own: its functions, its planners and its engine. What torch's classes can be told and
-holdfast's cannot (how many threads, one file for each rank) is left out here: it does not change what is saved.
+holdfast's cannot (how many threads, one file for each rank, a compression) is left out: what is loaded is the same.
 """
 
 from __future__ import annotations
