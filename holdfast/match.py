@@ -35,6 +35,9 @@ from holdfast.tied import same_as_saved, same_bytes, same_saved
 MOST_EARLY = 64 << 20
 """Bytes of objects that each rank reads before anything is changed; of more, they are read with all the rest."""
 
+UNLIKE_SHAPE = "saved with shape"
+"""In what is said of a tensor that has another shape here."""
+
 
 class Fit(msgspec.Struct, array_like=True):
     """How checkpoint and target fit on one rank. ``unclaimed`` has a bit for each saved name, in sorted order.
@@ -210,7 +213,7 @@ class Match:
     def _match_tensor(self, name: str, entry: Entry, misfits: list[str]) -> None:
         dtype, shape = self.saved.tensors[name]
         if shape != entry.shape:
-            misfits.append(f"{entry.name}: saved with shape {list(shape)}, here {list(entry.shape)}")
+            misfits.append(f"{entry.name}: {UNLIKE_SHAPE} {list(shape)}, here {list(entry.shape)}")
             return
         if any(_shares_elements(view.tensor) for view in entry.views):
             misfits.append(
@@ -267,7 +270,7 @@ class Match:
         dtype, shape = self.saved.tensors[name]
         own_dtype, own_shape = slot.expects.get(name, (dtype, None))
         if own_shape is not None and own_shape != shape:
-            misfits.append(f"{name}: saved with shape {list(shape)}, here {list(own_shape)}")
+            misfits.append(f"{name}: {UNLIKE_SHAPE} {list(shape)}, here {list(own_shape)}")
             return
         if own_dtype != dtype:
             if not self.may_cast:

@@ -88,8 +88,8 @@ def save_in(
     run: str, previous: Previous | None = None, degraded: bool = False,
     compared: Callable[[str], bool] | None = None, sign: Callable[[], Signer] | None = None,
     committed: Callable[[Location, Manifest], None] | None = None,
-) -> None:  # fmt: skip
-    """All of a save, within a call of the ranks that is under way."""
+) -> str:  # fmt: skip
+    """All of a save, within a call of the ranks that is under way. Returns the save's id."""
     rank = call.ranks.rank
     with (
         events.span("save", folder, rank, whole=True, step=step) as whole,
@@ -104,6 +104,7 @@ def save_in(
         work.plan(call)
         work.settle(call)
         whole.nbytes = work.nbytes
+        return work.save_id
 
 
 def compared_by(check_replicas: bool | Patterns) -> Callable[[str], bool] | None:

@@ -7,7 +7,6 @@ need torch's own engine give it `Writer` and `Reader`. Never reads a pickle.
 from torch.distributed.checkpoint import (
     default_planner,
     filesystem,
-    format_utils,
     metadata,
     planner,
     staging,
@@ -26,14 +25,15 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from holdfast.dcp import format_utils
 from holdfast.dcp.loading import load
+from holdfast.dcp.optimizer import load_sharded_optimizer_state_dict
 from holdfast.dcp.reader import Reader
 from holdfast.dcp.saving import async_save, save
 from holdfast.dcp.writer import Writer

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
 
+from holdfast import events
 from holdfast.dcp.reader import Reader
 from holdfast.dcp.writer import Writer
 from holdfast.engine.ranges import Verify
@@ -47,10 +48,8 @@ class Origin(NamedTuple):
 def destination(checkpoint_id: PathLike | None, storage_writer: Any) -> Destination:
     """Of torch's own writers the path and ``overwrite`` are taken; the rest says how torch would write there.
 
-    Raises Unsupported for a storage writer of the caller's own, and for one that transforms what it writes.
+    Raises Unsupported for one that transforms what it writes.
     """
-    if storage_writer is not None and _kind(storage_writer) not in (*_WRITERS, _kind_of(Writer)):
-        raise _refused("storage_writer", storage_writer, "save", "storage_writer=holdfast.dcp.Writer(path)")
     if getattr(getattr(storage_writer, "transforms", None), "extensions", None):
         raise Unsupported(
             "storage_writer= has extensions that transform what it writes, which holdfast.dcp.save does not: give "
@@ -61,12 +60,7 @@ def destination(checkpoint_id: PathLike | None, storage_writer: Any) -> Destinat
 
 
 def origin(checkpoint_id: PathLike | None, storage_reader: Any) -> Origin:
-    """Of torch's own readers the path is taken, and what lies there is read as any other checkpoint.
-
-    Raises Unsupported for a storage reader of the caller's own.
-    """
-    if storage_reader is not None and _kind(storage_reader) not in (*_READERS, _kind_of(Reader)):
-        raise _refused("storage_reader", storage_reader, "load", "storage_reader=holdfast.dcp.Reader(path)")
+    """Of torch's own readers the path is taken, and what lies there is read as any other checkpoint."""
     verify = storage_reader.verify if isinstance(storage_reader, Reader) else True
     return Origin(_given(checkpoint_id, storage_reader, "storage_reader"), verify)
 
@@ -87,6 +81,31 @@ def by_position(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return called
 
     return take
+
+
+def stores_itself(storage: Any) -> bool:
+    """Whether a storage writer or reader is of another kind than torch's for files and holdfast's.
+
+    Those go with torch's engine as they are. What they store is no checkpoint of holdfast's, which is said once, unless
+    they derive from holdfast's.
+    """
+    if storage is None or _kind(storage) in (*_WRITERS, *_READERS, _kind_of(Writer), _kind_of(Reader)):
+        return False
+    if not isinstance(storage, (Writer, Reader)):
+        _say_whose(_kind(storage))
+    return True
+
+
+@cache
+def _say_whose(kind: str) -> None:
+    events.log.warning(
+        "%s goes through torch's engine as it is: what it saves and loads is its own format, not holdfast's", kind
+    )
+
+
+def id_for_torch(checkpoint_id: PathLike | None) -> str | os.PathLike[str] | None:
+    """A path as torch's engine takes it."""
+    return str(checkpoint_id) if isinstance(checkpoint_id, Place) else checkpoint_id
 
 
 def plans_itself(planner: Any) -> bool:
@@ -113,14 +132,26 @@ def staging_of(stager: Any) -> Literal["at once", "later", "by itself"]:
     if type(stager) is BlockingAsyncStager:
         return "at once"
     if type(stager) is not DefaultStager:
-        raise _refused("async_stager", stager, "async_save", "storage_writer=holdfast.dcp.Writer(path)")
+        raise Unsupported(
+            f"async_stager={_kind(stager)} cannot be honoured by holdfast.dcp.async_save, which stages by itself: "
+            "leave it out; or keep it with torch's engine over holdfast's format, as "
+            "torch.distributed.checkpoint.async_save(…, async_stager=…, storage_writer=holdfast.dcp.Writer(path))"
+        )
     return "later" if stager._config.use_async_staging else "at once"
 
 
 def _given(checkpoint_id: PathLike | None, storage: Any, name: str) -> Location:
     if checkpoint_id is None and storage is None:
         raise Unsupported(f"`checkpoint_id` must be specified if {name} is None: the path of the checkpoint")
-    return location(storage.path if checkpoint_id is None else checkpoint_id)
+    path = storage.path if checkpoint_id is None else checkpoint_id
+    try:
+        return location(path)
+    except ValueError as error:
+        raise NoStorage(f"Cannot detect which storage {path} names: {error}") from error
+
+
+class NoStorage(ValueError, RuntimeError):
+    """A path or URL that names nothing: a ValueError as everywhere in holdfast, a RuntimeError as of torch."""
 
 
 def _kind(value: object) -> str:
@@ -129,16 +160,3 @@ def _kind(value: object) -> str:
 
 def _kind_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _refused(argument: str, value: object, call: str, instead: str) -> Unsupported:
-    refused = f"{argument}={_kind(value)} cannot be honoured by holdfast.dcp.{call}"
-    if argument.startswith("storage"):
-        return Unsupported(
-            f"{refused}, which knows one format: give checkpoint_id=path instead; or give torch's engine that format, "
-            f"as torch.distributed.checkpoint.{call}(…, {instead})"
-        )
-    return Unsupported(
-        f"{refused}, which stages by itself: leave it out; or keep it with torch's engine over holdfast's format, as "
-        f"torch.distributed.checkpoint.{call}(…, {argument}=…, {instead})"
-    )

@@ -1,16 +1,17 @@
 """holdfast's errors as torch's programs catch them: each is a CheckpointException as well.
 
-`save`, `async_save` and `load` raise through it. Never changes what an error says.
+`save`, `async_save` and `load` raise through it. Never changes what an error says, but for torch's words put before it.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from holdfast.engine.folder import TAKEN
 from holdfast.errors import HoldfastError
 
 
@@ -45,5 +46,15 @@ def _also_torchs(kind: type[HoldfastError]) -> type[HoldfastError]:
 
 
 def _made(kind: type[HoldfastError]) -> type[HoldfastError]:
-    text = next(base.__str__ for base in kind.__mro__ if "__str__" in vars(base))  # not torch's, which shows tracebacks
-    return type(kind.__name__, (kind, CheckpointException), {"__module__": kind.__module__, "__str__": text})
+    # Not torch's text, which shows tracebacks.
+    text: Callable[[BaseException], str] = next(vars(b)["__str__"] for b in kind.__mro__ if "__str__" in vars(b))
+
+    def shown(error: BaseException) -> str:
+        return in_torchs_words(text(error))
+
+    return type(kind.__name__, (kind, CheckpointException), {"__module__": kind.__module__, "__str__": shown})
+
+
+def in_torchs_words(text: str) -> str:
+    """The text of an error, after the words that torch has for it where programs look for them."""
+    return f"Checkpoint already exists: {text}" if TAKEN in text else text

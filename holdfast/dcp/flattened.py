@@ -127,10 +127,12 @@ def describe(checkpoint: Checkpoint) -> Described:
 def storage_meta(checkpoint: Checkpoint) -> StorageMeta:
     """The path and the save's id, which torch has as a UUID; the same on every rank."""
     save = checkpoint.manifest.save
-    return StorageMeta(
-        checkpoint_id=as_torch_has_it(checkpoint.path),
-        save_id=str(uuid5(NAMESPACE_URL, f"holdfast:{save}")) if save else None,
-    )
+    return StorageMeta(checkpoint_id=as_torch_has_it(checkpoint.path), save_id=torch_id(save) if save else None)
+
+
+def torch_id(save: str) -> str:
+    """The id of a save, as torch has it."""
+    return str(uuid5(NAMESPACE_URL, f"holdfast:{save}"))
 
 
 def value_at(checkpoint: Checkpoint, node: Any) -> Any:

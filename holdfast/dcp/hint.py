@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.dcp.flattened import describe
+from holdfast.dcp.flattened import describe, storage_meta
 from holdfast.engine import storage
 from holdfast.engine.folder import HINT, HINT_BEGINS
 from holdfast.engine.stores.place import Location
@@ -44,4 +44,5 @@ def _metadata(folder: Location, record: Manifest) -> bytes:
         else:
             table.value(path)
         table.nowhere(path, boxes, _WHERE)
-    return table.metadata()
+    known_by = storage_meta(checkpoint)
+    return table.metadata({"checkpoint_id": str(known_by.checkpoint_id), "save_id": known_by.save_id})

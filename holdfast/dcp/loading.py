@@ -11,12 +11,22 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast import events
-from holdfast.dcp.arguments import PathLike, by_position, keeps_missing, origin, plans_itself
+from holdfast.dcp.arguments import (
+    PathLike,
+    by_position,
+    id_for_torch,
+    keeps_missing,
+    origin,
+    plans_itself,
+    stores_itself,
+)
 from holdfast.dcp.failures import as_torch_raises
+from holdfast.dcp.flattened import Description
 from holdfast.dcp.opening import open_by_key
 from holdfast.dcp.reader import Reader
 from holdfast.dcp.states import Target
@@ -28,7 +38,7 @@ from holdfast.engine.still import wait_for_copies
 from holdfast.engine.stores.place import Location
 from holdfast.errors import Mismatch
 from holdfast.load import restore
-from holdfast.match import Match, named_ids, saved_names
+from holdfast.match import UNLIKE_SHAPE, Match, named_ids, saved_names
 from holdfast.ondisk import names
 from holdfast.patterns import near
 
@@ -48,10 +58,16 @@ def load(
     cast, with a warning. ``no_dist=True``: this process alone, which meets no other rank.
 
     Reads whatever `holdfast.load` reads. Of torch's own readers the path is taken. A planner of one's own goes with
-    torch's engine, over a `Reader`. Raises holdfast's errors (Mismatch with every name that does not fit,
-    NotACheckpoint, Damaged, …), the same on every rank, each also torch's CheckpointException; Unsupported for a
-    storage reader of one's own.
+    torch's engine, over a `Reader`; a storage reader of one's own goes with torch's engine as it is. After the load
+    ``planner.metadata`` tells what the checkpoint holds. Raises holdfast's errors (Mismatch with every name that does
+    not fit, NotACheckpoint, Damaged, …), the same on every rank, each also torch's CheckpointException.
     """
+    if stores_itself(storage_reader):
+        state_dict_loader.load(
+            state_dict, checkpoint_id=id_for_torch(checkpoint_id), storage_reader=storage_reader, planner=planner,
+            process_group=process_group, no_dist=no_dist,
+        )  # fmt: skip
+        return
     path, verify = origin(checkpoint_id, storage_reader)
     if plans_itself(planner):
         state_dict_loader.load(
@@ -87,6 +103,8 @@ def load(
         wait_for_copies()  # a save in the background still reads what would change here
         restore(call, match, sharing, path, verify=verify)
         call.settle("load_state_dict", hand_back, lambda notes: True, bool)
+        if isinstance(planner, DefaultLoadPlanner):
+            planner.metadata = Description(found[0][0].checkpoint)
 
 
 class _Fit(msgspec.Struct, array_like=True):
@@ -152,7 +170,8 @@ def _judge(fits: list[_Fit]) -> Choice:
         return who_shares([fit.offer for fit in fits])
     text = [f"{fits[0].where} does not fit the state dict it is loaded into; nothing was changed."]
     if misfits:
-        text.append(f"{len(misfits)} differ:" + _listed(misfits))
+        sizes = any(UNLIKE_SHAPE in misfit for misfit in misfits)
+        text.append(f"{'Size mismatch: ' if sizes else ''}{len(misfits)} differ:" + _listed(misfits))
     if missing:
         text.append(
             f"Missing key in checkpoint state_dict: {len(missing)} missing from the checkpoint "

@@ -42,6 +42,7 @@ class Reader(StorageReader):
         super().__init__()
         self.path = location(path)
         self.verify: Verify = verify
+        self.load_id = str(uuid4())
         self._opened: tuple[Checkpoint, Described] | None = None
         self._rank = 0
 
@@ -57,7 +58,7 @@ class Reader(StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was opened, and go to another path if one is given."""
-        self._opened = None
+        self._opened, self.load_id = None, str(uuid4())
         if checkpoint_id is not None:
             self.path = location(checkpoint_id)
 
@@ -68,7 +69,7 @@ class Reader(StorageReader):
         self._opened = None
         checkpoint, described = self._open()
         described.metadata.storage_meta = storage_meta(checkpoint)
-        described.metadata.storage_meta.load_id = str(uuid4())
+        described.metadata.storage_meta.load_id = self.load_id
         return described.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

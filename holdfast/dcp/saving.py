@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -18,9 +19,18 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.dcp.arguments import Destination, PathLike, by_position, destination, plans_itself, staging_of
+from holdfast.dcp.arguments import (
+    Destination,
+    PathLike,
+    by_position,
+    destination,
+    id_for_torch,
+    plans_itself,
+    staging_of,
+    stores_itself,
+)
 from holdfast.dcp.failures import as_torch_has_it, as_torch_raises
-from holdfast.dcp.flattened import Description
+from holdfast.dcp.flattened import Description, torch_id
 from holdfast.dcp.hint import leave_hint
 from holdfast.dcp.states import state_to_save
 from holdfast.dcp.writer import Writer
@@ -47,25 +57,40 @@ def save(
     Called by all ranks of ``process_group``. A checkpoint that is there already is replaced, in one step. Returns once
     it is committed and durable, with torch's description of it. ``no_dist=True`` saves what this process has, alone.
     ``use_collectives`` changes nothing: holdfast's ranks meet over the store in any case. Of torch's own storage
-    writers the path is taken. A planner of one's own goes with torch's engine, over a `Writer`.
+    writers the path is taken, and they are told the save's id. A planner of one's own goes with torch's engine, over a
+    `Writer`; a storage writer of one's own goes with torch's engine as it is.
 
-    Raises SaveFailed, the same on every rank (see `holdfast.save`), which is also torch's CheckpointException;
-    Unsupported for a storage writer of one's own. A value that differs by rank is refused, where torch keeps one of
-    them: wrap it as `holdfast.PerRank`.
+    Raises SaveFailed, the same on every rank (see `holdfast.save`), which is also torch's CheckpointException. A value
+    that differs by rank is refused, where torch keeps one of them: wrap it as `holdfast.PerRank`.
     """
-    folder, overwrite = destination(checkpoint_id, storage_writer)
-    if plans_itself(planner):
-        metadata: Metadata = state_dict_saver.save(
-            state_dict, storage_writer=Writer(folder, overwrite=overwrite), planner=planner,
+    if stores_itself(storage_writer):
+        theirs: Metadata = state_dict_saver.save(
+            state_dict, checkpoint_id=id_for_torch(checkpoint_id), storage_writer=storage_writer, planner=planner,
             process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
         )  # fmt: skip
+        return theirs
+    folder, overwrite = destination(checkpoint_id, storage_writer)
+    if plans_itself(planner):
+        writer = Writer(folder, overwrite=overwrite)
+        metadata: Metadata = state_dict_saver.save(
+            state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist,
+            use_collectives=use_collectives,
+        )  # fmt: skip
+        _tell_id(storage_writer, writer.save_id)
         return metadata
     state = state_to_save(state_dict)
     step = step_of(state, None)
     ranks = Ranks(0, 1) if no_dist else ranks_of(process_group)
     with as_torch_raises(), no_collection(), ranks.call(label_of(folder, None), saving=True) as call:
-        save_in(call, state, folder, step=step, files={}, overwrite=overwrite, run=RUN, committed=leave_hint)
+        save = save_in(call, state, folder, step=step, files={}, overwrite=overwrite, run=RUN, committed=leave_hint)
+    _tell_id(storage_writer, torch_id(save))
     return Description(Checkpoint(folder))
+
+
+def _tell_id(storage_writer: StorageWriter | None, save_id: str) -> None:
+    """torch's own writer has the id of what it saved; so has one whose path was taken."""
+    if isinstance(storage_writer, FileSystemWriter):
+        storage_writer.save_id = save_id
 
 
 @by_position("storage_writer")
@@ -88,6 +113,12 @@ def async_save(
 
     One save at a time: a second one waits for the first. Failures are those of `save`, raised by the future.
     """
+    if stores_itself(storage_writer):
+        return state_dict_saver.async_save(
+            state_dict, checkpoint_id=id_for_torch(checkpoint_id), storage_writer=storage_writer, planner=planner,
+            process_group=process_group, async_checkpointer_type=async_checkpointer_type, async_stager=async_stager,
+            no_dist=no_dist, use_collectives=use_collectives,
+        )  # fmt: skip
     to = destination(checkpoint_id, storage_writer)
     if plans_itself(planner):
         return state_dict_saver.async_save(

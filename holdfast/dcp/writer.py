@@ -20,7 +20,8 @@ from torch.futures import Future
 
 from holdfast import events
 from holdfast.checkpoint import read_manifest
-from holdfast.dcp.flattened import VERSION
+from holdfast.dcp.failures import in_torchs_words
+from holdfast.dcp.flattened import VERSION, torch_id
 from holdfast.dcp.hint import leave_hint
 from holdfast.dcp.items import Told, containers, gather, joined
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
@@ -65,7 +66,7 @@ class Writer(StorageWriter):
         super().__init__()
         self.path = location(path)
         self.overwrite = overwrite
-        self._save_id = str(uuid4())
+        self.save_id = str(uuid4())
         self._rank: int | None = None
         self._begun: _Begun | None = None
         self._replaces = False
@@ -81,12 +82,12 @@ class Writer(StorageWriter):
         return may_be_a_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
-        """The path, and an id that changes with `reset`, as of torch's own writers."""
-        return StorageMeta(checkpoint_id=as_torch_has_it(self.path), save_id=self._save_id)
+        """The path, and an id: the save's once its data is written, before that one that changes with `reset`."""
+        return StorageMeta(checkpoint_id=as_torch_has_it(self.path), save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Go to another path if one is given."""
-        self._begun, self._save_id = None, str(uuid4())
+        self._begun, self.save_id = None, str(uuid4())
         if checkpoint_id is not None:
             self.path = location(checkpoint_id)
 
@@ -105,7 +106,10 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the first rank: begin a save in the folder. Raises StorageError if it may not take one."""
-        folder.prepare(self.path, overwrite=self.overwrite)
+        try:
+            folder.prepare(self.path, overwrite=self.overwrite)
+        except StorageError as error:
+            raise StorageError(in_torchs_words(str(error))) from error
         self._replaces = storage.is_file(self.path / manifest.FILE_NAME)
         if self._replaces:
             self._sweep()
@@ -124,6 +128,7 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items and wait until they are durable."""
         begun = self._read_begun()
+        self.save_id = torch_id(begun.save)
         rank = plan.storage_data if self._rank is None else self._rank
         with no_collection():
             collected, told = gather(plan, planner, rank)

@@ -26,6 +26,9 @@ ASIDE = "manifest.json.damaged"
 """What `rescue` keeps a damaged manifest as: it stays as long as the checkpoint does."""
 
 
+TAKEN = "already holds a committed checkpoint"
+
+
 def prepare(folder: Location, *, overwrite: bool) -> None:
     """Create the folder, or make sure that it may take a save; leavings of dead saves are removed."""
     if not isinstance(folder, Place) and folder.exists() and not folder.is_dir():
@@ -33,7 +36,7 @@ def prepare(folder: Location, *, overwrite: bool) -> None:
     found = storage.files_below(folder)  # of a store the one request that tells everything
     if manifest.FILE_NAME in found:
         if not overwrite:
-            raise taken(f"{folder} already holds a committed checkpoint")
+            raise taken(f"{folder} {TAKEN}")
         return
     ours = [f for f in found if is_leaving(f)]
     foreign = [f for f in found if f not in ours and not (ours and goes_along(folder, f)) and f != ASIDE]

@@ -188,13 +188,16 @@ class Table:
         place = {"relative_path": file, "offset": begin, "length": nbytes}
         self._places.append((key, Instance(Global(_FILES, "_StorageInfo"), place)))
 
-    def metadata(self) -> bytes:
-        """The bytes of `.metadata`."""
+    def metadata(self, saved_as: Mapping[str, str | None] | None = None) -> bytes:
+        """The bytes of `.metadata`. ``saved_as``: the path and the id of the save, as torch has them."""
+        meta = (
+            Instance(Global(_META, "StorageMeta"), {**saved_as, "load_id": None, "modules": []}) if saved_as else None
+        )
         fields = {
             "state_dict_metadata": self._kinds,
             "planner_data": self._paths,
             "storage_data": Pairs(self._places),
-            "storage_meta": None,
+            "storage_meta": meta,
             "version": _VERSION,
         }
         return pickles.dumps(Instance(Global(_META, "Metadata"), fields))

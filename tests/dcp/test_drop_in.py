@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 from holdfast import dcp
-from holdfast.dcp import hint
+from holdfast.dcp import arguments, hint
 from holdfast.engine.folder import HINT
 from tests import pool
 
@@ -63,8 +63,14 @@ def test_writers_and_readers_by_name_and_by_position(tmp_path: Path, call: str, 
 
 def test_a_writer_that_may_not_overwrite(tmp_path: Path) -> None:
     dcp.save(STATE, checkpoint_id=tmp_path / "c")
-    with pytest.raises(CheckpointException, match="already holds a committed checkpoint"):
+    torchs_words = "Checkpoint already exists: .*already holds a committed checkpoint"
+    with pytest.raises(CheckpointException, match=torchs_words) as caught:
         dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path / "c", overwrite=False))
+    assert isinstance(caught.value, holdfast.SaveFailed)
+    with pytest.raises(CheckpointException, match=torchs_words):
+        dcp.async_save(STATE, storage_writer=dcp.Writer(tmp_path / "c", overwrite=False)).result()
+    with pytest.raises(CheckpointException, match=torchs_words):
+        torch_dcp.save(STATE, storage_writer=dcp.Writer(tmp_path / "c", overwrite=False))
     with pytest.raises(TypeError, match="given twice"):
         dcp.save(STATE, dcp.Writer(tmp_path / "d"), storage_writer=dcp.Writer(tmp_path / "d"))
 
@@ -82,6 +88,64 @@ def test_planners_of_ones_own_plan(tmp_path: Path, call: str) -> None:
         done.result()
     assert torch.equal(holdfast.open(tmp_path / "c").read("w"), STATE["w"] * 2)
     assert as_saved(loaded(checkpoint_id=tmp_path / "c", planner=Halving()))
+
+
+def test_storages_of_ones_own_go_with_torchs_engine_as_they_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments._say_whose.cache_clear()
+    tensors = {"w": torch.arange(4.0), "v": torch.ones(2, 2)}
+    for call in (dcp.save, dcp.async_save):
+        path = str(tmp_path / call.__name__)
+        done = call(tensors, storage_writer=dcp.HuggingFaceStorageWriter(path))
+        if call is dcp.async_save:
+            done.result()
+        assert [file.suffix for file in Path(path).glob("model-*")] == [".safetensors"]
+        assert not (Path(path) / "manifest.json").exists()
+        into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(path))
+        assert all(torch.equal(into[name], tensor) for name, tensor in tensors.items())
+    said = [record.getMessage() for record in caplog.records if record.name == "holdfast"]
+    assert len(said) == 2 and all("HuggingFaceStorage" in text and "not holdfast's" in text for text in said), said
+
+
+def test_a_url_that_names_no_storage_is_an_error_as_of_holdfast_and_as_of_torch(tmp_path: Path) -> None:
+    for call in (dcp.save, dcp.async_save, dcp.load):
+        for kind in (ValueError, RuntimeError):
+            with pytest.raises(kind, match="Cannot detect which storage abc://abc names: .* no store for abc"):
+                call(STATE, checkpoint_id="abc://abc")
+
+
+def test_the_planner_of_a_load_tells_what_is_there(tmp_path: Path) -> None:
+    dcp.save(STATE, checkpoint_id=tmp_path / "c")
+    planner = dcp.DefaultLoadPlanner()
+    loaded(checkpoint_id=tmp_path / "c", planner=planner)
+    assert planner.metadata is not None and planner.metadata.version == "1.0.0"
+    assert set(planner.metadata.state_dict_metadata) == {"w", "app.n", "app.list"}
+
+
+def test_a_tensor_of_another_size_is_told_in_torchs_words(tmp_path: Path) -> None:
+    dcp.save(STATE, checkpoint_id=tmp_path / "c")
+    with pytest.raises(CheckpointException, match=r"Size mismatch: 1 differ:\n *w: saved with shape \[4\], here \[5\]"):
+        dcp.load({"w": torch.zeros(5)}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": "a value"}, checkpoint_id=tmp_path / "c")
+    assert "Size mismatch" not in str(caught.value)
+
+
+@pytest.mark.parametrize("written", ["holdfast", "torch"])
+def test_one_file_of_torch_save_is_made_of_a_checkpoint(tmp_path: Path, written: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    state = {**STATE, "model": model.state_dict(), "many": [torch.ones(2), torch.zeros(3)]}
+    (dcp if written == "holdfast" else torch_dcp).save(state, checkpoint_id=tmp_path / "c")
+    dcp.format_utils.dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
+    found = torch.load(tmp_path / "c.pt")
+    assert as_saved(found) and found.keys() == state.keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found["model"][name], tensor)
+    assert [tensor.shape for tensor in found["many"]] == [(2,), (3,)]
+    with pytest.raises(CheckpointException, match="there is nothing at"):
+        dcp.format_utils.dcp_to_torch_save(tmp_path / "none", tmp_path / "none.pt")
 
 
 @pytest.mark.parametrize(
@@ -125,6 +189,24 @@ def save_on_ranks(path: str, call: str) -> tuple[bool, str]:
     there = os.path.isfile(os.path.join(path, HINT))
     meta = dcp.Reader(path).read_metadata()
     return there, f"{meta.version} {meta.storage_meta.save_id if meta.storage_meta else None}"
+
+
+def ids_on_ranks(path: str, call: str) -> list[str | None]:
+    """The id of a save, as its writer, holdfast's reader and torch's have it."""
+    writer: Any = dcp.Writer(path) if call == "Writer" else dcp.FileSystemWriter(path)
+    save = torch_dcp.save if call == "Writer" else dcp.save
+    save(STATE, storage_writer=writer, planner=Doubling() if call == "planner" else None)
+    reader = dcp.Reader(path)
+    known, hint_says = (r.read_metadata().storage_meta for r in (reader, torch_dcp.FileSystemReader(path)))
+    assert known is not None and hint_says is not None and known.load_id == reader.load_id
+    assert str(known.checkpoint_id) == str(hint_says.checkpoint_id) == path
+    return [writer.save_id, known.save_id, hint_says.save_id]
+
+
+@pytest.mark.parametrize("call", ["save", "planner", "Writer"])
+def test_writers_know_the_id_that_readers_tell(tmp_path: Path, call: str) -> None:
+    told = pool.run(2, ids_on_ranks, str(tmp_path / "c"), call)
+    assert len({save_id for ids in told for save_id in ids}) == 1 and uuid.UUID(told[0][0])
 
 
 @pytest.mark.parametrize("call", ["save", "async_save", "Writer"])

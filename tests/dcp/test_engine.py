@@ -458,14 +458,14 @@ def old_fsdp(folder: str) -> list[str]:
     wrong = (
         [] if any(issubclass(kind, (ShardedTensor, torch.distributed.tensor.DTensor)) for kind in kinds) else ["kinds"]
     )
-    for written in ("torch", "ours"):
+    for written, reader in (("torch", dcp.Reader), ("ours", dcp.Reader), ("ours", dcp.FileSystemReader)):
         other = meshes.build("FSDP1 2", 8, steps=2)
         model, optimizer = other["model"], other["optimizer"]
         FSDP1.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
         into = {"model": model.state_dict()}
         dcp.load(into, checkpoint_id=f"{folder}/{written}")
         model.load_state_dict(into["model"])
-        loaded = dcp.load_sharded_optimizer_state_dict(into["model"], "optim", dcp.Reader(f"{folder}/{written}"))
+        loaded = dcp.load_sharded_optimizer_state_dict(into["model"], "optim", reader(f"{folder}/{written}"))
         optimizer.load_state_dict(FSDP1.optim_state_dict_to_load(model, optimizer, loaded["optim"]))
         found = meshes.gathered(other)
         wrong += [f"{written} {n}" for n in full if n not in found or not torch.equal(found[n], full[n])]

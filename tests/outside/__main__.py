@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as xml
+from functools import cache
 from pathlib import Path
 
 from tests.outside import resume_titan
@@ -19,23 +20,24 @@ from tests.outside.suites import SUITES, Suite
 HERE = Path(__file__).parent
 
 
-def passed(suite: Suite, checkout: Path, shim: str | None) -> dict[str, bool]:
-    """Each test of a suite, and whether it passed."""
+@cache
+def passed(tests: tuple[str, ...], checkout: Path, sources: str, shim: str | None) -> dict[str, bool]:
+    """Each of the tests that was not skipped, and whether it passed."""
     # The shims are imported from this folder, as checkouts have a package called tests, too.
-    paths = [checkout / suite.sources, HERE, HERE.parents[1]]
+    paths = [checkout / sources, HERE, HERE.parents[1]]
     environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [
-            sys.executable, "-m", "pytest", *suite.tests, "-q", "-p", "no:cacheprovider", "-o", "addopts=",
+            sys.executable, "-m", "pytest", *tests, "-q", "-p", "no:cacheprovider", "-o", "addopts=",
             f"--junitxml={report}", *(["-p", shim] if shim else []),
         ]  # fmt: skip
         ended = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         if not report.exists():
-            raise SystemExit(f"{suite.name}: pytest made no report\n{ended.stdout[-3000:]}{ended.stderr[-3000:]}")
+            raise SystemExit(f"{checkout}: pytest made no report\n{ended.stdout[-3000:]}{ended.stderr[-3000:]}")
         cases = xml.parse(report).getroot().iter("testcase")
         return {
-            f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}": not len(case)
+            f"{'.'.join(case.get('classname', '').split('.')[-2:])}::{case.get('name')}": not len(case)
             for case in cases
             if case.find("skipped") is None
         }
@@ -52,8 +54,8 @@ def missing(suite: Suite, source: Path) -> str | None:
 def run(suite: Suite, source: Path) -> bool:
     """Run one suite twice and print what came of it. False if too few tests pass."""
     checkout = source / suite.checkout
-    with_torch = passed(suite, checkout, None)
-    ours = passed(suite, checkout, suite.shim)
+    with_torch = passed(suite.tests, checkout, suite.sources, suite.both)
+    ours = passed(suite.tests, checkout, suite.sources, suite.shim)
     counted = [name for name, good in with_torch.items() if good]
     failed = [name for name in counted if not ours.get(name, False)]
     good = len(counted) - len(failed)

@@ -19,6 +19,12 @@ SCRIPT = Path(__file__).with_name("train_titan.py")
 LIMIT = 900.0
 ALL, DIES = 6, 5
 KEPT = "last_save_model_only=False"
+WAYS = (
+    ("holdfast", "holdfast", "saved and resumed with holdfast's manager"),
+    ("torchtitan", "holdfast", "saved with torchtitan's manager, resumed with holdfast's"),
+    ("over_dcp", "over_dcp", "saved and resumed with torchtitan's own manager over holdfast.dcp"),
+)
+"""Whose manager saves (see `train_titan.py`), whose resumes, and what is said of it."""
 
 
 class Row(NamedTuple):
@@ -69,16 +75,15 @@ def rows(checkout: Path) -> list[Row]:
         if whole.codes != [0, 0]:
             return [Row("trains to the end", False, whole.errors)]
         found = [Row("trains to the end", len(whole.losses) == ALL, "\n".join(whole.losses))]
-        for first in ("holdfast", "torchtitan"):
-            mode = "async_mode='async'" if first == "holdfast" else "async_mode='disabled'"
+        for first, second, said in WAYS:
+            mode = "async_mode='disabled'" if first == "torchtitan" else "async_mode='async'"
             killed = run(checkout, first, folder / first, f"steps={ALL}", f"die={DIES}", mode, KEPT)
-            again = run(checkout, "holdfast", folder / first, f"steps={ALL}", mode, KEPT)
-            tried = f"saved with {first}'s manager, killed after step {DIES}, resumed with holdfast's from step 4"
+            again = run(checkout, second, folder / first, f"steps={ALL}", mode, KEPT)
             resumed = killed.codes == [-signal.SIGKILL] * 2 and again.codes == [0, 0]
             passed = resumed and again.losses == whole.losses[4:]
-            found.append(
-                Row(tried, passed, "" if passed else f"{again.losses} is not {whole.losses[4:]}\n{again.errors}")
-            )
+            tried = f"killed after step {DIES}, resumed from step 4: {said}"
+            why = "" if passed else f"{again.losses} is not {whole.losses[4:]}\n{killed.errors}\n{again.errors}"
+            found.append(Row(tried, passed, why))
         return [*found, seed(checkout, folder)]
 
 

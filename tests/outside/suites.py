@@ -10,9 +10,9 @@ class Suite:
     """One suite of another project.
 
     ``checkout`` is the folder's name below SRC, and ``tests`` lie in it. ``shim`` is a pytest plugin, a module of this
-    folder. ``needs`` are modules without which nothing runs. ``passes`` is how many tests have to pass, of those that
-    pass with torch. ``reasons`` says of a test that fails why it does. ``sources`` is the folder of the checkout from
-    which the other project is imported.
+    folder, and so is ``both``, without which the tests do not run here with torch either. ``needs`` are modules without
+    which nothing runs. ``passes`` is how many tests have to pass, of those that pass with torch. ``reasons`` says of a
+    test that fails why it does. ``sources`` is the folder of the checkout from which the other project is imported.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Suite:
     needs: tuple[str, ...]
     passes: int
     reasons: dict[str, str]
+    both: str | None = None
     sources: str = ""
 
 
@@ -30,6 +31,31 @@ _LIGHTNING = "tests/tests_pytorch"
 _BACKGROUND = "the test looks into the folder inside of `fit`, when the save may not be committed yet"
 _OMEGACONF = "a file for `torch.load(weights_only=True)` names no class of OmegaConf: the hyperparameters are a dict"
 _FSSPEC = "holdfast has no store for `memory://`, which is fsspec's"
+
+TORCH = (
+    "test/distributed/checkpoint/e2e/test_e2e_save_and_load.py",
+    "test/distributed/checkpoint/e2e/test_fine_tuning.py",
+    "test/distributed/checkpoint/e2e/test_pipeline.py",
+    "test/distributed/checkpoint/fsdp/test_fsdp_dsd.py",
+    "test/distributed/checkpoint/test_checkpoint.py",
+    "test/distributed/checkpoint/test_compatibility.py",
+    "test/distributed/checkpoint/test_dtensor_checkpoint.py",
+    "test/distributed/checkpoint/test_dtensor_resharding.py",
+    "test/distributed/checkpoint/test_file_system_checkpoint.py",
+    "test/distributed/checkpoint/test_file_system_checkpoint_cpu.py",
+    "test/distributed/checkpoint/test_format_utils.py",
+    "test/distributed/checkpoint/test_fsdp_model_state.py",
+    "test/distributed/checkpoint/test_fsdp_optim_state.py",
+    "test/distributed/checkpoint/test_fsdp_tp_checkpoint_conversion.py",
+    "test/distributed/checkpoint/test_fsspec.py",
+    "test/distributed/checkpoint/test_hsdp_checkpoint.py",
+    "test/distributed/checkpoint/test_planner.py",
+    "test/distributed/checkpoint/test_save_load_api.py",
+    "test/distributed/checkpoint/test_tp_checkpoint.py",
+)
+"""torch's tests that save and load through torch.distributed.checkpoint."""
+
+_EXTENSION = "gives the writer a private argument, an extension that transforms what it writes, which holdfast refuses"
 
 SUITES = (
     Suite(
@@ -41,11 +67,13 @@ SUITES = (
         needs=("tyro", "grain", "spmd_types"),
         passes=40,
         reasons={
-            "TestCheckpointManager::test_save_and_purge_keeps_last_k_checkpoints": (
+            "test_checkpoint.TestCheckpointManager::test_save_and_purge_keeps_last_k_checkpoints": (
                 "the test's double puts a file of its own into each step, and holdfast deletes no file of others"
             ),
-            "TestFindLoadStepRemote::test_missing_folder_returns_negative_one": "asks for a private method",
-            "TestFindLoadStepRemote::test_returns_max_valid_step": "asks for a private method",
+            "test_checkpoint.TestFindLoadStepRemote::test_missing_folder_returns_negative_one": (
+                "asks for a private method"
+            ),
+            "test_checkpoint.TestFindLoadStepRemote::test_returns_max_valid_step": "asks for a private method",
         },
     ),
     Suite(
@@ -74,26 +102,64 @@ SUITES = (
         needs=("lightning_utilities", "torchmetrics", "cloudpickle", "hydra", "omegaconf", "sklearn", "tensorboard"),
         passes=275,
         reasons={
-            "test_model_checkpoint::test_none_monitor_not_alternating": _BACKGROUND,
-            "test_model_checkpoint::test_ckpt_version_after_rerun_same_trainer": (
+            "checkpointing.test_model_checkpoint::test_none_monitor_not_alternating": _BACKGROUND,
+            "checkpointing.test_model_checkpoint::test_ckpt_version_after_rerun_same_trainer": (
                 "a filename that repeats counts as taken once its save is committed, as with Lightning's own "
                 "AsyncCheckpointIO: two saves in the same milliseconds get one name"
             ),
-            "test_checkpoint_io_plugin::test_multi_wrapped_checkpoint_io_initialization": (
+            "plugins.test_checkpoint_io_plugin::test_multi_wrapped_checkpoint_io_initialization": (
                 "asks whether the default plugin is a TorchCheckpointIO"
             ),
-            "test_checkpoint_connector::test_local_cross_device_checkpoint": _FSSPEC,
-            "test_checkpoint_connector::test_ckpt_for_fsspec": _FSSPEC,
-            "test_hparams::test_omega_conf_hparams[SaveHparamsModel]": _OMEGACONF,
-            "test_hparams::test_omega_conf_hparams[SaveHparamsDecoratedModel]": _OMEGACONF,
-            "test_hparams::test_omega_conf_hparams[SaveHparamsDataModule]": _OMEGACONF,
-            "test_hparams::test_omega_conf_hparams[SaveHparamsDecoratedDataModule]": _OMEGACONF,
-            "test_hparams::test_collect_init_arguments[DictConfSubClassBoringModel]": _OMEGACONF,
-            "test_hparams::test_model_save_hyper_parameters_interpolation_with_hydra": _OMEGACONF,
-            "test_hparams::test_collect_init_arguments[AggSubClassBoringModel]": (
+            "connectors.test_checkpoint_connector::test_local_cross_device_checkpoint": _FSSPEC,
+            "connectors.test_checkpoint_connector::test_ckpt_for_fsspec": _FSSPEC,
+            "models.test_hparams::test_omega_conf_hparams[SaveHparamsModel]": _OMEGACONF,
+            "models.test_hparams::test_omega_conf_hparams[SaveHparamsDecoratedModel]": _OMEGACONF,
+            "models.test_hparams::test_omega_conf_hparams[SaveHparamsDataModule]": _OMEGACONF,
+            "models.test_hparams::test_omega_conf_hparams[SaveHparamsDecoratedDataModule]": _OMEGACONF,
+            "models.test_hparams::test_collect_init_arguments[DictConfSubClassBoringModel]": _OMEGACONF,
+            "models.test_hparams::test_model_save_hyper_parameters_interpolation_with_hydra": _OMEGACONF,
+            "models.test_hparams::test_collect_init_arguments[AggSubClassBoringModel]": (
                 "a module among the hyperparameters is code, and left out with a warning"
             ),
         },
         sources="src",
+    ),
+    Suite(
+        name="torch, tests of distributed.checkpoint, with the functions of holdfast.dcp",
+        checkout="torch",
+        commit="the commit of each file: tests/outside/__init__.py",
+        tests=TORCH,
+        shim="with_dcp_functions",
+        needs=("expecttest",),
+        passes=82,
+        reasons={
+            "test_e2e_save_and_load.TestE2ESaveAndLoad::test_partial_load": (
+                "loads with a private function, and so with torch's reader; holdfast.open(path) does that"
+            ),
+            **{
+                f"test_file_system_checkpoint_cpu.{test}_thread_count_{count}": _EXTENSION
+                for test in (
+                    "TestDistributedStateDictSaveLoadRot13::test_read_write_tensor_and_blob",
+                    "TestDistributedStateDictSaveLoadZStandard::test_read_write_only_tensor",
+                )
+                for count in (1, 2)
+            },
+        },
+        both="on_cpu",
+    ),
+    Suite(
+        name="torch, tests of distributed.checkpoint, with Writer and Reader in torch's engine",
+        checkout="torch",
+        commit="the commit of each file: tests/outside/__init__.py",
+        tests=TORCH,
+        shim="with_dcp_storage",
+        needs=("expecttest",),
+        passes=86,
+        reasons={
+            "test_format_utils.TestFormatUtils::test_torch_save_to_dcp": (
+                "saves to a folder that holds another file, which holdfast refuses"
+            ),
+        },
+        both="on_cpu",
     ),
 )

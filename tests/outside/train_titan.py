@@ -1,8 +1,9 @@
 """A real torchtitan training on CPU ranks, with its own trainer, whose configuration names one manager or the other.
 
-`python train_titan.py MANAGER FOLDER KEY=VALUE…` is one rank; `resume_titan.py` starts two. MANAGER is `holdfast` or
-`torchtitan`. The keys are fields of the checkpoint configuration, and `steps`, and `die`: kill this rank after so many
-steps, once its last save is done.
+`python train_titan.py MANAGER FOLDER KEY=VALUE…` is one rank; `resume_titan.py` starts two. MANAGER is `holdfast`,
+`torchtitan`, or `over_dcp`: torchtitan's own, with holdfast.dcp in the place of torch.distributed.checkpoint. The keys
+are fields of the checkpoint configuration, and `steps`, and `die`: kill this rank after so many steps, once its last
+save is done.
 
 torchtitan runs on accelerators: its device type is set to cpu here, its backend to gloo, modules of GPU kernels that it
 imports are empty, gradients are summed in the one way that gloo knows, and `torch.distributed.set_timeout`, which torch
@@ -70,6 +71,7 @@ def on_the_cpu() -> None:
 on_the_cpu()
 
 from torchtitan.components.checkpointer import CheckpointManager as Theirs  # noqa: E402
+from torchtitan.components.checkpointer import dcp as their_module  # noqa: E402
 from torchtitan.components.data.loader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
@@ -82,6 +84,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size  # noqa: E4
 from torchtitan.tools import utils  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+import holdfast.dcp  # noqa: E402
 from holdfast.trainers.titan import CheckpointManager as Ours  # noqa: E402
 
 TOKENS = 32
@@ -156,7 +159,9 @@ def main(manager: str, folder: str, settings: dict[str, Any]) -> None:
     Dying.dies, steps = settings.pop("die", 0), settings.pop("steps")
     llama3.get_attention_config = lambda backend: ScaledDotProductAttention.Config()  # the others compile kernels
     spec = llama3.model_registry("debugmodel")
-    CheckpointManager = {"holdfast": Ours, "torchtitan": Theirs}[manager]
+    CheckpointManager = {"holdfast": Ours, "torchtitan": Theirs, "over_dcp": Theirs}[manager]
+    if manager == "over_dcp":
+        their_module.dcp = holdfast.dcp
     config = Trainer.Config(
         model_spec=spec, dump_folder=folder,
         loss=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec)),
