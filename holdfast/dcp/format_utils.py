@@ -1,13 +1,13 @@
 """torch's conversions to and from one `torch.save` file, where the folder may be a checkpoint of holdfast.
 
-Programs call them. Never unpickles what lies in a folder.
+Programs call them. Never unpickles what lies in a folder, and leaves no half of a file.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
@@ -16,14 +16,26 @@ from torch.distributed.checkpoint.format_utils import (
 
 from holdfast.dcp.failures import as_torch_raises
 from holdfast.dcp.opening import open_by_key
+from holdfast.engine import disk
+from holdfast.engine.storage import naming, sync_folder
+from holdfast.export import torch_image
 
 __all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
 
 
 def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
-    """Write what a checkpoint of holdfast or of torch holds to one `torch.save` file, through this process's memory.
+    """Write what a checkpoint of holdfast or of torch holds to one file that `torch.load` reads.
 
-    Values that differ by rank are left out. `holdfast.convert(…, to="torch")` needs less memory. Raises as `load` does.
+    It goes through this process's memory. Values that differ by rank are left out. `holdfast.convert(…, to="torch")`
+    needs less memory. Raises as `load` does.
     """
+    path = Path(torch_save_path)
+
+    def name(temporary: Path) -> None:
+        with naming(path, "replace"):
+            disk.replace(temporary, path)
+        sync_folder(path.parent)
+
     with as_torch_raises():
-        torch.save(open_by_key(dcp_checkpoint_dir).state_dict(), torch_save_path)
+        image = torch_image.copied(open_by_key(dcp_checkpoint_dir).state_dict())
+        torch_image.write(image, path, {}, name)

@@ -1,7 +1,8 @@
 """A state in memory as one file of torch: copied and laid out first, summed and written later.
 
-Lightning's plugin calls `copied` where training waits, and `write` in the background. Never writes a pickle that names
-more than `torch.load` allows with ``weights_only=True``, and never looks at the state again once it is copied.
+Lightning's plugin calls `copied` where training waits, and `write` in the background; `dcp_to_torch_save` calls both.
+Never writes a pickle that names more than `torch.load` allows with ``weights_only=True``, and never looks at the state
+again once it is copied.
 """
 
 from __future__ import annotations
