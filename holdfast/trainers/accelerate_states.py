@@ -97,7 +97,8 @@ class States:
             if number is None or not _same(given, before[number][1]):
                 raise Unsupported(
                     "a hook of register_save_state_pre_hook has changed the weights that are to be saved: holdfast "
-                    "saves the models themselves. Let the hook take a model's weights out of the list and save them itself"
+                    "saves the models themselves. Let the hook take a model's weights out of the list, and save them "
+                    "itself"
                 )
             kept.append(models[number])
         return self._without(kept)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,15 +36,12 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
 
-    from holdfast.trainers.huggingface_best import NOT_GIVEN, load_best, retention
+    from holdfast.trainers.huggingface_best import NOT_GIVEN, load_best, nothing_deleted_by, retention
+    from holdfast.trainers.huggingface_hooks import HOOKED, Hooks, hook
     from holdfast.trainers.huggingface_progress import Progress, states_of_callbacks
+    from holdfast.trainers.huggingface_push import Pushes, refuse_to_push_steps
 except ImportError as error:
     raise ImportError('holdfast.trainers.huggingface needs transformers: pip install "transformers[torch]"') from error
-
-_HOOKED = (
-    "_maybe_log_save_evaluate", "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "_load_scaler", "_load_rng_state",
-)  # fmt: skip
 
 
 class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
@@ -93,6 +90,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self.restored: Loaded | None = None
         self.should_stop = False
         self._trainer: Any = None
+        self._pushes: Any = None
         self._asked = False  # by Trainer itself, since the last save
         self._event = ""
         self._metric: tuple[int, float] | None = None
@@ -100,8 +98,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._source: Location | None = None  # a step of another folder that this run begins from
         self._best: Location | None = None  # the best step that was saved, as the state that was restored names it
         self._keep, self._keep_fast, self._deadline = keep, keep_fast, deadline
-        self._roots = [location(root)] if fast is None else [location(fast), location(root)]
-        self._name = name
+        self._given_roots, self._name = (root,) if fast is None else (fast, root), name
+        self._roots: list[Location] = []  # where saves go to comes first
         self._only_best = False
         self._rng: dict[str, Any] | None = None
         self._draws = Draws()
@@ -115,7 +113,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         Raises Unsupported if it is not one that can be resumed so, ValueError if its arguments ask for what only
         Trainer's own checkpoints give.
         """
-        lacking = [name for name in _HOOKED[:4] if not callable(getattr(trainer, name, None))]
+        lacking = [name for name in HOOKED if not callable(getattr(trainer, name, None))]
         if not isinstance(trainer, Trainer) or lacking:
             raise Unsupported(
                 f"{type(trainer).__qualname__} cannot be resumed by HoldfastCallback"
@@ -126,66 +124,26 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                 "a Trainer with DeepSpeed leaves its state to an engine that saves it itself: use Trainer's checkpoints"
             )
         retention(trainer.args, self._keep, self._keep_fast)
+        self._roots = [location(given) for given in self._given_roots]
+        refuse_to_push_steps(trainer.args, self._roots)
         if self._trainer is not None and self._trainer is not trainer:
             raise ValueError("this HoldfastCallback is attached to another Trainer already: make one for each")
         if self.every is None and str(trainer.args.save_strategy) in ("no", "SaveStrategy.NO"):
             raise ValueError('nothing says when to save: give every=, or a save_strategy other than "no"')
         if self._trainer is None:
             self._trainer = self._progress.trainer = trainer
-            self._hook(trainer)
+            self._pushes = Pushes(trainer)
+            hook(trainer, self._hooks())
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         return self
 
-    def _hook(self, trainer: Any) -> None:
-        # Callbacks see neither the Trainer nor the moment after logging and evaluating, and cannot load anything.
-        train, finish_step, loader = trainer.train, trainer._maybe_log_save_evaluate, trainer.get_train_dataloader
-        load_model, load_rng = trainer._load_from_checkpoint, trainer._load_rng_state
-        load_optimizer, load_scaler = trainer._load_optimizer_and_scheduler, getattr(trainer, "_load_scaler", None)
-        load_best = trainer._load_best_model
-
-        def resuming_train(
-            resume_from_checkpoint: str | bool | None = None, trial: Any = None,
-            ignore_keys_for_eval: list[str] | None = None,
-        ) -> Any:  # fmt: skip
-            if trial is not None:
-                raise Unsupported("HoldfastCallback does not take part in a hyperparameter search: attach it after")
-            return self._train(partial(train, ignore_keys_for_eval=ignore_keys_for_eval), resume_from_checkpoint)
-
-        def finish_step_and_save(*args: Any, **kwargs: Any) -> None:
-            finish_step(*args, **kwargs)
-            self._finished(trainer)
-
-        def unless_ours(load: Callable[..., Any], instead: Callable[[], None]) -> Callable[..., Any]:
-            def loading(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-                return instead() if checkpoint == self._folder else load(checkpoint, *args, **kwargs)
-
-            return loading
-
-        def beginning(begin: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-            def first_epoch_and_batch(*args: Any, **kwargs: Any) -> tuple[int, int]:
-                first, state = begin(*args, **kwargs), trainer.state
-                if self._best is not None:
-                    state.best_model_checkpoint = str(self._best)
-                # Else Trainer makes one more step before it asks whether it has made all.
-                return (state.num_train_epochs, 0) if state.global_step >= state.max_steps else first
-
-            return first_epoch_and_batch
-
-        def ask(*_: Any, **__: Any) -> None:
-            self._asked = True
-
-        trainer.train, trainer._maybe_log_save_evaluate = resuming_train, finish_step_and_save
-        trainer._save_checkpoint = ask
-        trainer._load_best_model = lambda: self._load_best(load_best)
-        trainer.get_train_dataloader = lambda: self._draws.watch(loader())
-        trainer._load_from_checkpoint = unless_ours(load_model, lambda: None)
-        trainer._load_optimizer_and_scheduler = unless_ours(load_optimizer, self._restore)
-        trainer._load_rng_state = unless_ours(load_rng, self._restore_rng)
-        if hasattr(trainer, "_init_training_state"):
-            trainer._init_training_state = beginning(trainer._init_training_state)
-        if load_scaler is not None:
-            trainer._load_scaler = unless_ours(load_scaler, lambda: None)
+    def _hooks(self) -> Hooks:
+        return Hooks(
+            train=self._train, finished=self._finished, asked_to_save=self._ask, watch=self._draws.watch,
+            is_ours=lambda path: path == self._folder, restore=self._restore, restore_rng=self._restore_rng,
+            began=self._began, load_best=self._load_best,
+        )  # fmt: skip
 
     # Going on
 
@@ -195,8 +153,10 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._only_best = kept.only_best
         with (
             self._make(keep=kept.keep, keep_fast=kept.keep_fast) as self.manager,
-            TemporaryDirectory(prefix="holdfast-") as self._folder, _nothing_deleted_by(self._trainer.args),
+            TemporaryDirectory(prefix="holdfast-") as self._folder, nothing_deleted_by(self._trainer.args),
+            ExitStack() as stack,
         ):  # fmt: skip
+            stack.callback(self._pushes.end)
             found = self._find(asked)
             if found is None:
                 return train(resume_from_checkpoint=asked)
@@ -208,16 +168,21 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                     log.warning("training goes on from step %s, as the one after it cannot be read", other.found.step)
                     found = other.found
 
-    def _find(self, asked: Any) -> Loaded | None:
-        """What training goes on from: the run's newest step, or the step of another folder that ``asked`` names."""
+    @property
+    def _running(self) -> CheckpointManager:
         if self.manager is None:
             raise RuntimeError("HoldfastCallback restores while trainer.train() runs, and never else")
+        return self.manager
+
+    def _find(self, asked: Any) -> Loaded | None:
+        """What training goes on from: the run's newest step, or the step of another folder that ``asked`` names."""
+        manager = self._running
         if asked is False:
-            refuse_old_steps(self.manager, "train(resume_from_checkpoint=False)")
+            refuse_old_steps(manager, "train(resume_from_checkpoint=False)")
             return None
         wanted = location(asked) if isinstance(asked, (str, os.PathLike)) else None
         progress = {"trainer": PerRank(self._progress, elsewhere="first")}
-        found = self.manager.restore(
+        found = manager.restore(
             progress, only="trainer", run=self._run, other_model=self._other_model, require=self._require
         )
         if wanted is None or not is_file(wanted / FILE_NAME):
@@ -227,7 +192,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             return self._load(wanted, progress, only="trainer")
         if wanted.parent in self._roots and wanted.name != found.checkpoint.path.name:
             raise ValueError(
-                f"train(resume_from_checkpoint={str(asked)!r}) asks for a step, and {self.manager.root} holds a later "
+                f"train(resume_from_checkpoint={str(asked)!r}) asks for a step, and {manager.root} holds a later "
                 f"one, {found.checkpoint.path.name}: move the later steps out of the way to go on from it, or give "
                 "HoldfastCallback another root"
             )
@@ -253,20 +218,21 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     def _restore(self) -> None:
         """Everything at once, into what Trainer has prepared: so models may be sharded, and nothing is gathered."""
-        if self.manager is None:
-            raise RuntimeError("HoldfastCallback restores while trainer.train() runs, and never else")
-        loaded: Loaded | None
+        manager, loaded = self._running, None
         if self._source is not None:
             loaded = self._load(self._source, self._state())
         else:
-            loaded = self.manager.restore(
-                self._state(), run=self._run, other_model=self._other_model, require=self._require
-            )
+            loaded = manager.restore(self._state(), run=self._run, other_model=self._other_model, require=self._require)
         if loaded is None or loaded.step != self._expected:
-            raise _OlderStep(loaded) if loaded is not None else RuntimeError(f"{self.manager.root} has lost its steps")
+            raise _OlderStep(loaded) if loaded is not None else RuntimeError(f"{manager.root} has lost its steps")
         self.restored = loaded
         self._rng = RNG().state_dict()  # what is drawn until training begins, to shuffle and to skip, does not count
         self._draws.resume(self._progress.taken.get("draws"), self._rng)
+
+    def _began(self) -> None:
+        """Trainer has read its state."""
+        if self._best is not None:
+            self._trainer.state.best_model_checkpoint = str(self._best)
 
     def _restore_rng(self) -> None:
         if self._rng is not None and not self._draws.restored:
@@ -292,9 +258,13 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     # Saving
 
-    def _finished(self, trainer: Any) -> None:
+    def _ask(self) -> None:
+        self._asked = True
+
+    def _finished(self) -> None:
         """A step, or an epoch, is done: it was logged and evaluated."""
-        step, manager = trainer.state.global_step, self.manager
+        trainer, manager = self._trainer, self.manager
+        step = trainer.state.global_step
         if manager is None or step == 0 or self.should_stop:
             return
         if self._event == "step" and (trainer.control.should_training_stop or float(trainer.state.epoch).is_integer()):
@@ -314,6 +284,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         saving = manager.step(step, self._state(), metric=self._metric_of(step), due=due)
         if saving is not None and saving.skipped:
             state.best_model_checkpoint = before
+        elif saving is not None and not manager.should_stop:
+            self._pushes.saved(saving)
         if manager.should_stop:
             self.should_stop = trainer.control.should_training_stop = True
 
@@ -326,8 +298,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
     def _load_best(self, otherwise: Callable[[], None]) -> None:
         """At the end of training, in the place of Trainer's own."""
         best = self._trainer.state.best_model_checkpoint
-        if self.manager is not None:
-            self.manager.wait()
+        self._running.wait()
         places = [location(best)]
         if places[0].parent in self._roots:
             places = [root / places[0].name for root in reversed(self._roots)]
@@ -373,13 +344,3 @@ class _OlderStep(Exception):
     def __init__(self, found: Loaded) -> None:
         super().__init__(f"step {found.step} was restored in place of a newer one that cannot be read")
         self.found = found
-
-
-@contextmanager
-def _nothing_deleted_by(args: Any) -> Iterator[None]:
-    """With ``save_total_limit=1`` Trainer deletes every ``checkpoint-*`` of its output folder but the best one."""
-    limit, args.save_total_limit = args.save_total_limit, None
-    try:
-        yield
-    finally:
-        args.save_total_limit = limit

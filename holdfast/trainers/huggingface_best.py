@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -84,3 +85,13 @@ def load_best(
         return
     best = places[number]
     load(best, {"model": model}, only="model", deadline=deadline, require=require, other_model=other_model)
+
+
+@contextmanager
+def nothing_deleted_by(args: Any) -> Iterator[None]:
+    """With ``save_total_limit=1`` Trainer deletes every ``checkpoint-*`` of its output folder but the best one."""
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
