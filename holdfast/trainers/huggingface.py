@@ -36,7 +36,7 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
 
-    from holdfast.trainers.huggingface_best import NOT_GIVEN, load_best, nothing_deleted_by, retention
+    from holdfast.trainers.huggingface_best import NOT_GIVEN, BestSaves, load_best, nothing_deleted_by, retention
     from holdfast.trainers.huggingface_hooks import HOOKED, Hooks, hook
     from holdfast.trainers.huggingface_progress import Progress, states_of_callbacks
     from holdfast.trainers.huggingface_push import Pushes, refuse_to_push_steps
@@ -100,7 +100,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._keep, self._keep_fast, self._deadline = keep, keep_fast, deadline
         self._given_roots, self._name = (root,) if fast is None else (fast, root), name
         self._roots: list[Location] = []  # where saves go to comes first
-        self._only_best = False
+        self._only_best, self._best_saves = False, BestSaves(None)
         self._rng: dict[str, Any] | None = None
         self._draws = Draws()
         self._progress = Progress(self._draws)
@@ -275,16 +275,15 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         else:
             rhythm = step % self.every == 0 or (is_best and trainer.args.load_best_model_at_end)
         due = trainer.control.should_training_stop or rhythm
-        before = state.best_model_checkpoint
         if due:
             self._asked = False
             state.stateful_callbacks = states_of_callbacks(trainer)
         if due and is_best:
             state.best_model_checkpoint = str(self._roots[0] / self._name.format(step=step))
         saving = manager.step(step, self._state(), metric=self._metric_of(step), due=due)
-        if saving is not None and saving.skipped:
-            state.best_model_checkpoint = before
-        elif saving is not None and not manager.should_stop:
+        if saving is not None and is_best:
+            self._best_saves.begun(saving)
+        if saving is not None and not saving.skipped and not manager.should_stop:
             self._pushes.saved(saving)
         if manager.should_stop:
             self.should_stop = trainer.control.should_training_stop = True
@@ -297,8 +296,12 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     def _load_best(self, otherwise: Callable[[], None]) -> None:
         """At the end of training, in the place of Trainer's own."""
-        best = self._trainer.state.best_model_checkpoint
+        state = self._trainer.state
         self._running.wait()
+        best = state.best_model_checkpoint = self._best_saves.newest()
+        if self.should_stop or best is None:
+            log.warning("the best step, %s, is not loaded: %s", best, "a signal" if self.should_stop else "not saved")
+            return
         places = [location(best)]
         if places[0].parent in self._roots:
             places = [root / places[0].name for root in reversed(self._roots)]
@@ -313,6 +316,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Trainer has just set these to zero."""
         if self.manager is None:
             raise RuntimeError("call HoldfastCallback(…).attach(trainer) before trainer.train()")
+        self._best_saves = BestSaves(state.best_model_checkpoint)
         if self.restored is not None:
             self._progress.hand_back()
         else:

@@ -13,10 +13,12 @@ from typing import Any, Literal
 from holdfast.engine.ranks import ranks_of
 from holdfast.engine.storage import is_file
 from holdfast.engine.stores.place import Location
+from holdfast.events import log
 from holdfast.keep import Keep
 from holdfast.keys import Keys
 from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.saving import Saving
 
 NOT_GIVEN = Keep()
 """The default of ``keep=``, known by its identity: ``save_total_limit`` counts only if the user gave no `Keep`."""
@@ -85,6 +87,24 @@ def load_best(
         return
     best = places[number]
     load(best, {"model": model}, only="model", deadline=deadline, require=require, other_model=other_model)
+
+
+class BestSaves:
+    """The saves of this training that were the best when they began. ``before``: what was the best one before it."""
+
+    def __init__(self, before: str | None) -> None:
+        self._before, self._saves = before, list[Saving]()
+
+    def begun(self, saving: Saving) -> None:
+        """A new best step is being saved."""
+        self._saves = [*(one for one in self._saves if one.failed is None), saving]
+
+    def newest(self) -> str | None:
+        """The folder of the newest one that is committed: a save may fail, or be skipped. Waits for those under way."""
+        lost = [str(one.path) for one in self._saves if not one.settled()]
+        if lost:
+            log.warning("best steps that were not saved: %s", ", ".join(lost))
+        return next((str(one.path) for one in reversed(self._saves) if one.settled()), self._before)
 
 
 @contextmanager

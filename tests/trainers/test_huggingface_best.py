@@ -196,6 +196,39 @@ def test_trainer_warns_that_its_best_step_is_lost(tmp_path, caplog, monkeypatch)
     is_model_of(found, tmp_path / "step-000000018")
 
 
+class Blocks(TrainerCallback):
+    """Makes the save of the best step fail: a file lies where its folder is to be."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == 5:
+            (self.root / "step-000000006").write_text("in the way")
+
+
+@pytest.mark.slow
+def test_a_best_step_that_was_not_saved_is_not_the_best(tmp_path, caplog):
+    found = train(tmp_path, more=(Blocks(tmp_path),), kept={"on_failure": "warn"})
+    assert found["best"] == str(tmp_path / "step-000000003") and found["steps"] == [3, 15, 18]
+    assert "best steps that were not saved" in caplog.text
+    is_model_of(found, found["best"])
+
+
+@pytest.mark.slow
+def test_a_signal_leaves_the_last_step_in_the_model(tmp_path):
+    trainer = trainer_with(tmp_path, more=(hf_runs.Breaks(10, True),), **BEST)
+    # A save that is under way at the signal would be the last one.
+    callback = HoldfastCallback(tmp_path, worker="none", deadline=60).attach(trainer)
+    trainer.train()
+    assert callback.should_stop and callback.manager.steps() == [6, 9, 10]
+    weights = {name: tensor.numpy() for name, tensor in trainer.model.state_dict().items()}
+    is_model_of({"weights": weights}, tmp_path / "step-000000010")
+    found = train(tmp_path)
+    assert found["best"] == str(tmp_path / "step-000000006")
+    is_model_of(found, found["best"])
+
+
 def test_another_best_than_trainers_is_refused(tmp_path):
     trainer = hf_runs.trainer_of(tmp_path, **BEST)
     with pytest.raises(ValueError, match="asks for mode='min'"):
