@@ -110,7 +110,9 @@ class BestSaves:
 @contextmanager
 def nothing_deleted_by(args: Any) -> Iterator[None]:
     """With ``save_total_limit=1`` Trainer deletes every ``checkpoint-*`` of its output folder but the best one."""
-    limit, args.save_total_limit = args.save_total_limit, None
+    limit = args.save_total_limit
+    if limit == 1:
+        args.save_total_limit = None
     try:
         yield
     finally:

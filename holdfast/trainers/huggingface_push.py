@@ -1,4 +1,4 @@
-"""Pushes to the Hub at the saves of a Trainer: the same files and commits as from checkpoints of Trainer's own.
+"""Pushes to the Hub at the saves of a Trainer, as Trainer pushes its own checkpoints.
 
 `HoldfastCallback` calls it if ``push_to_hub`` is set. Never pushes a step that is not committed.
 """
@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import upload_folder
+from transformers.trainer_utils import HubStrategy
 
 from holdfast.copy import copy
 from holdfast.engine.stores.place import Location
@@ -44,17 +47,35 @@ class Pushes:
         trainer, args = self._trainer, self._trainer.args
         if not args.push_to_hub or args.hub_strategy == "end":
             return
-        folder, first = self._folder / saving.path.name, trainer.is_world_process_zero()
-        if first:
+        first, model = trainer.is_world_process_zero(), self._folder / "model"
+        busy = first and trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()
+        if first and not busy:
             self._clear()
-        if first and args.hub_strategy in ("checkpoint", "all_checkpoints"):
-            # The step may be deleted while it is pushed.
-            if saving.settled():
-                copy(saving.path, folder)
-            else:
-                log.warning("%s is not pushed, as it was not saved", saving.path)
-        trainer.save_model(str(folder), _internal_call=True)  # by all ranks: shards are gathered
-        trainer._push_from_checkpoint(str(folder))
+        trainer.save_model(str(model), _internal_call=True)  # by all ranks: shards are gathered
+        if first and (not busy or args.hub_always_push):
+            self._push(model, saving)
+
+    def _push(self, model: Path, saving: Saving) -> None:
+        """The model as Trainer does it, and then the step in a commit of its own, in the place of what was there."""
+        trainer, args = self._trainer, self._trainer.args
+        strategy, args.hub_strategy = args.hub_strategy, HubStrategy.EVERY_SAVE
+        try:
+            trainer._push_from_checkpoint(str(model))
+        finally:
+            args.hub_strategy = strategy
+        if strategy == HubStrategy.EVERY_SAVE:
+            return
+        if not saving.settled():
+            log.warning("%s is not pushed, as it was not saved", saving.path)
+            return
+        step = self._folder / saving.path.name
+        copy(saving.path, step)  # the step itself may be deleted while it is pushed
+        pushing = upload_folder(
+            repo_id=trainer.hub_model_id, folder_path=step, token=args.hub_token, revision=args.hub_revision,
+            path_in_repo="last-checkpoint" if strategy == HubStrategy.CHECKPOINT else step.name, delete_patterns="*",
+            commit_message=f"Training in progress, step {saving.step}, checkpoint", run_as_future=True,
+        )  # fmt: skip
+        trainer.push_in_progress.jobs.append(pushing)
 
     def end(self) -> None:
         """Take away what was pushed. Trainer has waited for it, unless its training failed."""

@@ -90,3 +90,8 @@ def saved_and_loaded(root: str, after: int, **options: Any) -> dict[str, Any]:
         "scales": (first.accelerator.scaler.state_dict(), second.accelerator.scaler.state_dict()),
         "sharded": any(isinstance(p, DTensor) for p in second.model.parameters()),
     }
+
+
+def sum_of(model: nn.Module) -> float:
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(tensor.detach().double().sum().item() for tensor in whole)

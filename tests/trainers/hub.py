@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 
 class Commit(NamedTuple):
+    """What was changed: None where a file was deleted."""
+
     summary: str
-    files: dict[str, bytes]
+    files: dict[str, bytes | None]
 
 
 class Hub(ThreadingHTTPServer):
@@ -29,6 +31,12 @@ class Hub(ThreadingHTTPServer):
         self.commits: list[Commit] = []
         self.repositories: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What is there now."""
+        there = {path: data for commit in self.commits for path, data in commit.files.items()}
+        return {path: data for path, data in there.items() if data is not None}
 
     def __enter__(self) -> Hub:
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -46,7 +54,15 @@ class _Requests(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer({"error": "there is no such thing"}, 404)
+        if re.match(r"/api/models/[^/]+/[^/]+/tree/main", self.path):
+            self._answer(
+                [
+                    {"type": "file", "path": path, "size": len(data), "oid": "0"}
+                    for path, data in self.server.files.items()
+                ]
+            )
+        else:
+            self._answer({"error": f"this hub knows nothing of {self.path}"}, 404)
 
     do_HEAD = do_GET
 
@@ -61,11 +77,11 @@ class _Requests(BaseHTTPRequestHandler):
             self._answer({"files": files})
         elif re.fullmatch(r"/api/models/[^/]+/[^/]+/commit/main", self.path):
             lines = [json.loads(line) for line in body.splitlines()]
-            files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                for line in lines
-                if line["key"] == "file"
-            }
+            files: dict[str, bytes | None] = {}
+            for line in lines:
+                if line["key"] != "header":
+                    gone = line["key"] == "deletedFile"
+                    files[line["value"]["path"]] = None if gone else base64.b64decode(line["value"]["content"])
             summary = next(line["value"]["summary"] for line in lines if line["key"] == "header")
             self.server.commits.append(Commit(summary, files))
             number = f"{len(self.server.commits):040x}"
@@ -74,7 +90,7 @@ class _Requests(BaseHTTPRequestHandler):
         else:
             self._answer({"error": f"this hub knows nothing of {self.path}"}, 404)
 
-    def _answer(self, answer: dict[str, Any], code: int = 200) -> None:
+    def _answer(self, answer: Any, code: int = 200) -> None:
         data = json.dumps(answer).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")

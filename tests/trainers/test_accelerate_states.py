@@ -41,6 +41,24 @@ def test_two_ranks_load_what_they_saved(tmp_path, fsdp):
         assert found["losses"] == found["rest"] and found["digests"][0] == found["digests"][1]
 
 
+@pytest.mark.slow
+def test_one_rank_loads_what_two_saved_in_shards(tmp_path):
+    sums = pool.run(2, sharded_sum, str(tmp_path))
+    alone = Loop(tmp_path)
+    alone.accelerator.load_state()
+    assert accelerate_states.sum_of(alone.model) == pytest.approx(sums[0], abs=1e-9)
+    assert alone.average.value == pytest.approx(1.9)
+
+
+def sharded_sum(root):
+    loop = Loop(root, fsdp=True)
+    batches = iter(loop.loader)
+    loop.step(next(batches))
+    loop.step(next(batches))
+    loop.accelerator.save_state()
+    return accelerate_states.sum_of(loop.model)
+
+
 def sharded_run(root, fsdp):
     return accelerate_states.saved_and_loaded(root, 3, fsdp=fsdp, loaders=True)
 

@@ -27,13 +27,13 @@ def pushed(folder, strategy, attached="holdfast"):
         assert done.returncode == 0, done.stderr[-3000:]
         assert hub.repositories == ["somebody/mine"]
         left = next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("left"))
-        return hub.commits, set(left)
+        return hub, set(left)
 
 
 @pytest.mark.slow
 def test_every_save_pushes_the_model_as_trainer_does(tmp_path):
-    ours, left = pushed(tmp_path / "ours", "every_save")
-    theirs, _ = pushed(tmp_path / "theirs", "every_save", "trainer")
+    hub, left = pushed(tmp_path / "ours", "every_save")
+    ours, theirs = hub.commits, pushed(tmp_path / "theirs", "every_save", "trainer")[0].commits
     assert [commit.summary for commit in ours] == [f"Training in progress, step {step}" for step in (2, 4, 6)]
     assert [commit.summary for commit in theirs] == [commit.summary for commit in ours]
     for one, other in zip(ours, theirs, strict=True):
@@ -44,34 +44,35 @@ def test_every_save_pushes_the_model_as_trainer_does(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "names"), [("checkpoint", "last-checkpoint"), ("all_checkpoints", "step-{step:09d}")]
+    ("strategy", "folders"),
+    [("checkpoint", {"last-checkpoint": 6}), ("all_checkpoints", {f"step-{step:09d}": step for step in (2, 4, 6)})],
 )
-def test_a_step_is_pushed_whole(tmp_path, strategy, names):
-    commits, left = pushed(tmp_path, strategy)
-    steps = [commit for commit in commits if commit.summary.endswith(", checkpoint")]
-    assert len(commits) == 6 and len(steps) == 3 and left == MODEL
-    by_step = {int(commit.summary.split()[4].rstrip(",")): commit.files for commit in steps}
-    assert sorted(by_step) == [2, 4, 6]
-    for step, files in by_step.items():
-        folder = names.format(step=step)
-        for path, data in files.items():
-            target = tmp_path / "hub" / str(step) / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(data)
-        saved = holdfast.open(tmp_path / "hub" / str(step) / folder)
+def test_a_step_is_pushed_whole_and_alone(tmp_path, strategy, folders):
+    hub, left = pushed(tmp_path, strategy)
+    expected = [f"Training in progress, step {step}{more}" for step in (2, 4, 6) for more in ("", ", checkpoint")]
+    assert [commit.summary for commit in hub.commits] == expected and left == MODEL
+    assert {path for path in hub.files if "/" not in path} == MODEL
+    for path, data in hub.files.items():
+        (tmp_path / "hub" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / path).write_bytes(data)
+    for folder, step in folders.items():
+        saved = holdfast.open(tmp_path / "hub" / folder)
         saved.verify()
         assert saved.step == step
+        named = {file.path for file in saved.manifest.data_files} | {path for path, *_ in saved.manifest.attachments}
+        pushed_there = {path.partition("/")[2] for path in hub.files if path.startswith(f"{folder}/")}
+        assert pushed_there == named | {"manifest.json"}
     # What was pushed is a step to go on from.
-    trainer = hf_runs.trainer_of(tmp_path / "again", num_train_epochs=1)
-    callback = HoldfastCallback(tmp_path / "again", every=2, worker="thread", deadline=60).attach(trainer)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "hub" / "4" / names.format(step=4)))
-    assert callback.restored.step == 4 and callback.manager.steps() == [6]
+    trainer = hf_runs.trainer_of(tmp_path / "again", num_train_epochs=2)
+    callback = HoldfastCallback(tmp_path / "again", every=6, worker="thread", deadline=60).attach(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "hub" / max(folders)))
+    assert callback.restored.step == 6 and callback.manager.steps() == [12]
 
 
 @pytest.mark.slow
 def test_nothing_is_pushed_while_training_if_only_the_end_is(tmp_path):
-    commits, left = pushed(tmp_path, "end")
-    assert commits == [] and left == set()
+    hub, left = pushed(tmp_path, "end")
+    assert hub.commits == [] and left == set()
 
 
 def test_steps_are_not_pushed_with_the_output_folder(tmp_path):
