@@ -96,7 +96,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._metric: tuple[int, float] | None = None
         self._folder, self._expected = "", -1
         self._source: Location | None = None  # a step of another folder that this run begins from
-        self._best: Location | None = None  # the best step that was saved, as the state that was restored names it
+        self._best: Location | None = None  # the best step of the state that was restored, if its folder has moved
         self._keep, self._keep_fast, self._deadline = keep, keep_fast, deadline
         self._given_roots, self._name = (root,) if fast is None else (fast, root), name
         self._roots: list[Location] = []  # where saves go to comes first
@@ -140,9 +140,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     def _hooks(self) -> Hooks:
         return Hooks(
-            train=self._train, finished=self._finished, asked_to_save=self._ask, watch=self._draws.watch,
-            is_ours=lambda path: path == self._folder, restore=self._restore, restore_rng=self._restore_rng,
-            began=self._began, load_best=self._load_best,
+            train=self._train, finished=self._finished, asked_to_save=partial(setattr, self, "_asked", True),
+            watch=self._draws.watch, is_ours=lambda path: path == self._folder, restore=self._restore,
+            restore_rng=self._restore_rng, began=self._began, load_best=self._load_best,
         )  # fmt: skip
 
     # Going on
@@ -258,9 +258,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     # Saving
 
-    def _ask(self) -> None:
-        self._asked = True
-
     def _finished(self) -> None:
         """A step, or an epoch, is done: it was logged and evaluated."""
         trainer, manager = self._trainer, self.manager
@@ -270,18 +267,20 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         if self._event == "step" and (trainer.control.should_training_stop or float(trainer.state.epoch).is_integer()):
             return  # its epoch's end comes next, and whoever resumes does not evaluate that again
         state, is_best = trainer.state, trainer.state.best_global_step == step
-        if self.every is None:
-            rhythm = self._asked
-        else:
+        rhythm = self._asked
+        if self.every is not None:
             rhythm = step % self.every == 0 or (is_best and trainer.args.load_best_model_at_end)
         due = trainer.control.should_training_stop or rhythm
         if due:
             self._asked = False
             state.stateful_callbacks = states_of_callbacks(trainer)
-        if due and is_best:
+        before = state.best_model_checkpoint
+        if is_best:
             state.best_model_checkpoint = str(self._roots[0] / self._name.format(step=step))
         saving = manager.step(step, self._state(), metric=self._metric_of(step), due=due)
-        if saving is not None and is_best:
+        if saving is None:
+            state.best_model_checkpoint = before
+        elif is_best:
             self._best_saves.begun(saving)
         if saving is not None and not saving.skipped and not manager.should_stop:
             self._pushes.saved(saving)

@@ -229,6 +229,19 @@ def test_a_signal_leaves_the_last_step_in_the_model(tmp_path):
     is_model_of(found, found["best"])
 
 
+@pytest.mark.slow
+def test_a_best_step_that_a_signal_has_saved_is_the_best(tmp_path):
+    # Evaluated at each third step, and saved at each sixth.
+    args = {**BEST, "save_steps": 6}
+    trainer = trainer_with(tmp_path, {6: 0.9, 9: 0.1}, more=(hf_runs.Breaks(9, True),), **args)
+    HoldfastCallback(tmp_path, worker="none", deadline=60, keep=Keep(last=1)).attach(trainer)
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "step-000000009")
+    found = train(tmp_path, losses={12: 0.5}, kept={"keep": Keep(last=1)}, save_steps=6)
+    assert (found["best"], found["steps"]) == (str(tmp_path / "step-000000009"), [9, 18])
+    is_model_of(found, found["best"])
+
+
 def test_another_best_than_trainers_is_refused(tmp_path):
     trainer = hf_runs.trainer_of(tmp_path, **BEST)
     with pytest.raises(ValueError, match="asks for mode='min'"):
