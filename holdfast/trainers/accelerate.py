@@ -1,7 +1,7 @@
 """holdfast in a loop of Hugging Face Accelerate: everything that an Accelerator knows, as one state.
 
-Users call `state_of` and hand the state to a `CheckpointManager`, to `save` or to `load`. Never calls the
-Accelerator's own `save_state`, and gathers nothing.
+Users call `state_of` and hand the state to a `CheckpointManager`, to `save` or to `load`, or they call `attach` and
+leave their calls of `save_state` and `load_state` as they are. Never gathers a sharded tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.state import RNG, PerRank
 from holdfast.errors import Unsupported
 from holdfast.trainers.batches import Position
@@ -16,6 +17,8 @@ from holdfast.trainers.batches import Position
 try:
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
+
+    from holdfast.trainers.accelerate_states import States
 except ImportError as error:
     raise ImportError("holdfast.trainers.accelerate needs accelerate: pip install accelerate") from error
 
@@ -61,6 +64,43 @@ def state_of(
     if taken:
         raise ValueError(f"also={{{taken[0]!r}: …}} has a name that the state of an Accelerator has already")
     return {**found, **(also or {})}
+
+
+def attach(accelerator: Accelerator, *, loaders: bool = False, deadline: float = DEADLINE) -> Accelerator:
+    """Let ``accelerator.save_state`` and ``accelerator.load_state`` go through holdfast; returns the Accelerator.
+
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        attach(accelerator)
+        accelerator.load_state()  # the newest automatic checkpoint, whether holdfast or accelerate saved it
+        accelerator.save_state()
+
+    Call it once, after `prepare`. What is saved is what `state_of` gives; folders, automatic naming, ``total_limit``
+    and hooks are accelerate's. `save_state` returns once the checkpoint is committed. It may be called between two
+    steps of the optimizer, and not between two micro-batches of one.
+
+    As with accelerate alone, a loader begins its epoch anew after a load, and scripts call ``skip_first_batches``; a
+    ``StatefulDataLoader`` goes on by itself. With ``loaders`` every loader goes on by itself, see `Position`.
+
+    Raises Unsupported for what `state_of` refuses.
+    """
+
+    def watched() -> list[Any]:
+        prepared = accelerator._dataloaders
+        return [one for one in prepared if loaders or getattr(one, "use_stateful_dataloader", False)]
+
+    positions = {id(loader): _position_of(loader) for loader in watched()}
+
+    def state() -> dict[str, Any]:
+        if any(id(loader) not in positions for loader in watched()):
+            raise Unsupported("a loader was prepared after attach(accelerator): call attach after accelerator.prepare")
+        found = state_of(accelerator, loaders=False)
+        _number(found, "loader", [positions[id(loader)] for loader in watched()])
+        return found
+
+    state_of(accelerator, loaders=False)
+    states = States(accelerator, state, deadline)
+    accelerator.save_state, accelerator.load_state = states.save_state, states.load_state
+    return accelerator
 
 
 def epoch_of(loader: Any) -> int:

@@ -6,11 +6,11 @@ and leaves to Trainer what it does well: telling from its state which batches co
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,13 +18,16 @@ from typing import Any, Literal
 
 from holdfast.engine.ranks import DEADLINE
 from holdfast.engine.state import RNG, PerRank
-from holdfast.engine.stores.place import Place
+from holdfast.engine.storage import is_file
+from holdfast.engine.stores.place import Location, Place
+from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.keep import Keep, Upload
 from holdfast.keys import Key, Keys
-from holdfast.load import Loaded
+from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
+from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.patterns import Patterns
 from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.batches import Draws
@@ -32,15 +35,13 @@ from holdfast.trainers.batches import Draws
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
-    from transformers.trainer_callback import ExportableState
+
+    from holdfast.trainers.huggingface_best import NOT_GIVEN, BestSaves, load_best, nothing_deleted_by, retention
+    from holdfast.trainers.huggingface_hooks import HOOKED, Hooks, hook
+    from holdfast.trainers.huggingface_progress import Progress, states_of_callbacks
+    from holdfast.trainers.huggingface_push import Pushes, refuse_to_push_steps
 except ImportError as error:
     raise ImportError('holdfast.trainers.huggingface needs transformers: pip install "transformers[torch]"') from error
-
-_HOOKED = (
-    "_maybe_log_save_evaluate", "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "_load_scaler", "_load_rng_state",
-)  # fmt: skip
-_OF_ITS_RANK = ("is_local_process_zero", "is_world_process_zero")
 
 
 class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
@@ -62,7 +63,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, root: str | os.PathLike[str] | Place, *, every: int | None = None, keep: Keep = Keep(),
+        self, root: str | os.PathLike[str] | Place, *, every: int | None = None, keep: Keep = NOT_GIVEN,
         also: Mapping[str, Any] | None = None, run: str | None = None, other_model: bool = False,
         require: Keys | None = None, name: str = "step-{step:09d}",
         fast: str | os.PathLike[str] | None = None, upload: Upload = Upload(), keep_fast: Keep = Keep(last=2),
@@ -89,13 +90,20 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self.restored: Loaded | None = None
         self.should_stop = False
         self._trainer: Any = None
+        self._pushes: Any = None
         self._asked = False  # by Trainer itself, since the last save
         self._event = ""
         self._metric: tuple[int, float] | None = None
         self._folder, self._expected = "", -1
-        self._progress = _Progress(self)
+        self._source: Location | None = None  # a step of another folder that this run begins from
+        self._best: Location | None = None  # the best step of the state that was restored, if its folder has moved
+        self._keep, self._keep_fast, self._deadline = keep, keep_fast, deadline
+        self._given_roots, self._name = (root,) if fast is None else (fast, root), name
+        self._roots: list[Location] = []  # where saves go to comes first
+        self._only_best, self._best_saves = False, BestSaves(None)
         self._rng: dict[str, Any] | None = None
         self._draws = Draws()
+        self._progress = Progress(self._draws)
 
     # Attaching
 
@@ -105,7 +113,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         Raises Unsupported if it is not one that can be resumed so, ValueError if its arguments ask for what only
         Trainer's own checkpoints give.
         """
-        lacking = [name for name in _HOOKED[:4] if not callable(getattr(trainer, name, None))]
+        lacking = [name for name in HOOKED if not callable(getattr(trainer, name, None))]
         if not isinstance(trainer, Trainer) or lacking:
             raise Unsupported(
                 f"{type(trainer).__qualname__} cannot be resumed by HoldfastCallback"
@@ -115,81 +123,41 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             raise Unsupported(
                 "a Trainer with DeepSpeed leaves its state to an engine that saves it itself: use Trainer's checkpoints"
             )
-        if trainer.args.load_best_model_at_end:
-            raise ValueError(
-                "load_best_model_at_end reads Trainer's own checkpoints: leave it out, keep the best step with "
-                "Keep(best=1), and load it with holdfast.load(path, {'model': model}, only='model')"
-            )
+        retention(trainer.args, self._keep, self._keep_fast)
+        self._roots = [location(given) for given in self._given_roots]
+        refuse_to_push_steps(trainer.args, self._roots)
         if self._trainer is not None and self._trainer is not trainer:
             raise ValueError("this HoldfastCallback is attached to another Trainer already: make one for each")
         if self.every is None and str(trainer.args.save_strategy) in ("no", "SaveStrategy.NO"):
             raise ValueError('nothing says when to save: give every=, or a save_strategy other than "no"')
         if self._trainer is None:
-            self._trainer = trainer
-            self._hook(trainer)
+            self._trainer = self._progress.trainer = trainer
+            self._pushes = Pushes(trainer)
+            hook(trainer, self._hooks())
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         return self
 
-    def _hook(self, trainer: Any) -> None:
-        # Callbacks see neither the Trainer nor the moment after logging and evaluating, and cannot load anything.
-        train, finish_step, loader = trainer.train, trainer._maybe_log_save_evaluate, trainer.get_train_dataloader
-        load_model, load_rng = trainer._load_from_checkpoint, trainer._load_rng_state
-        load_optimizer, load_scaler = trainer._load_optimizer_and_scheduler, getattr(trainer, "_load_scaler", None)
-
-        def resuming_train(
-            resume_from_checkpoint: str | bool | None = None, trial: Any = None,
-            ignore_keys_for_eval: list[str] | None = None,
-        ) -> Any:  # fmt: skip
-            if trial is not None:
-                raise Unsupported("HoldfastCallback does not take part in a hyperparameter search: attach it after")
-            return self._train(partial(train, ignore_keys_for_eval=ignore_keys_for_eval), resume_from_checkpoint)
-
-        def finish_step_and_save(*args: Any, **kwargs: Any) -> None:
-            finish_step(*args, **kwargs)
-            self._finished(trainer)
-
-        def unless_ours(load: Callable[..., Any], instead: Callable[[], None]) -> Callable[..., Any]:
-            def loading(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-                return instead() if checkpoint == self._folder else load(checkpoint, *args, **kwargs)
-
-            return loading
-
-        def beginning(begin: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-            def first_epoch_and_batch(*args: Any, **kwargs: Any) -> tuple[int, int]:
-                first, state = begin(*args, **kwargs), trainer.state
-                # Else Trainer makes one more step before it asks whether it has made all.
-                return (state.num_train_epochs, 0) if state.global_step >= state.max_steps else first
-
-            return first_epoch_and_batch
-
-        def ask(*_: Any, **__: Any) -> None:
-            self._asked = True
-
-        trainer.train, trainer._maybe_log_save_evaluate = resuming_train, finish_step_and_save
-        trainer._save_checkpoint = ask
-        trainer.get_train_dataloader = lambda: self._draws.watch(loader())
-        trainer._load_from_checkpoint = unless_ours(load_model, lambda: None)
-        trainer._load_optimizer_and_scheduler = unless_ours(load_optimizer, self._restore)
-        trainer._load_rng_state = unless_ours(load_rng, self._restore_rng)
-        if hasattr(trainer, "_init_training_state"):
-            trainer._init_training_state = beginning(trainer._init_training_state)
-        if load_scaler is not None:
-            trainer._load_scaler = unless_ours(load_scaler, lambda: None)
+    def _hooks(self) -> Hooks:
+        return Hooks(
+            train=self._train, finished=self._finished, asked_to_save=partial(setattr, self, "_asked", True),
+            watch=self._draws.watch, is_ours=lambda path: path == self._folder, restore=self._restore,
+            restore_rng=self._restore_rng, began=self._began, load_best=self._load_best,
+        )  # fmt: skip
 
     # Going on
 
-    def _train(self, train: Callable[..., Any], asked: str | bool | None) -> Any:
-        self.should_stop, self.restored, self._rng = False, None, None
-        with self._make() as self.manager, TemporaryDirectory(prefix="holdfast-") as self._folder:
-            found = None
-            if asked is False:
-                refuse_old_steps(self.manager, "train(resume_from_checkpoint=False)")
-            else:
-                found = self.manager.restore(
-                    {"trainer": PerRank(self._progress, elsewhere="first")}, only="trainer", run=self._run,
-                    other_model=self._other_model, require=self._require,
-                )  # fmt: skip
+    def _train(self, train: Callable[..., Any], asked: Any) -> Any:
+        self.should_stop, self.restored, self._rng, self._source, self._best = False, None, None, None, None
+        kept = retention(self._trainer.args, self._keep, self._keep_fast)
+        self._only_best = kept.only_best
+        with (
+            self._make(keep=kept.keep, keep_fast=kept.keep_fast) as self.manager,
+            TemporaryDirectory(prefix="holdfast-") as self._folder, nothing_deleted_by(self._trainer.args),
+            ExitStack() as stack,
+        ):  # fmt: skip
+            stack.callback(self._pushes.end)
+            found = self._find(asked)
             if found is None:
                 return train(resume_from_checkpoint=asked)
             while True:
@@ -200,24 +168,71 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                     log.warning("training goes on from step %s, as the one after it cannot be read", other.found.step)
                     found = other.found
 
+    @property
+    def _running(self) -> CheckpointManager:
+        if self.manager is None:
+            raise RuntimeError("HoldfastCallback restores while trainer.train() runs, and never else")
+        return self.manager
+
+    def _find(self, asked: Any) -> Loaded | None:
+        """What training goes on from: the run's newest step, or the step of another folder that ``asked`` names."""
+        manager = self._running
+        if asked is False:
+            refuse_old_steps(manager, "train(resume_from_checkpoint=False)")
+            return None
+        wanted = location(asked) if isinstance(asked, (str, os.PathLike)) else None
+        progress = {"trainer": PerRank(self._progress, elsewhere="first")}
+        found = manager.restore(
+            progress, only="trainer", run=self._run, other_model=self._other_model, require=self._require
+        )
+        if wanted is None or not is_file(wanted / FILE_NAME):
+            return found
+        if found is None:
+            self._source = wanted
+            return self._load(wanted, progress, only="trainer")
+        if wanted.parent in self._roots and wanted.name != found.checkpoint.path.name:
+            raise ValueError(
+                f"train(resume_from_checkpoint={str(asked)!r}) asks for a step, and {manager.root} holds a later "
+                f"one, {found.checkpoint.path.name}: move the later steps out of the way to go on from it, or give "
+                "HoldfastCallback another root"
+            )
+        return found
+
+    def _load(self, path: Location, into: dict[str, Any], *, only: Patterns = "*") -> Loaded:
+        run = None if self._run == "any" else self._run
+        return load(
+            path, into, only=only, deadline=self._deadline, require=self._require, run=run,
+            other_model=self._other_model,
+        )  # fmt: skip
+
     def _expect(self, found: Loaded) -> None:
         """Put the TrainerState of a step where Trainer looks for it: from it alone it tells where in the data it is."""
         self._expected = found.step if found.step is not None else -1
         state = TrainerState(**json.loads(found.checkpoint.per_rank("trainer", 0)["state"]))
+        self._best = None
+        best = state.best_model_checkpoint
+        if self._source is None and best is not None and not os.path.isdir(best):
+            # The run's folder has moved, or is in a store: Trainer would take the step for lost.
+            self._best, state.best_model_checkpoint = self._roots[0] / os.path.basename(best), None
         state.save_to_json(str(Path(self._folder) / TRAINER_STATE_NAME))
 
     def _restore(self) -> None:
         """Everything at once, into what Trainer has prepared: so models may be sharded, and nothing is gathered."""
-        if self.manager is None:
-            raise RuntimeError("HoldfastCallback restores while trainer.train() runs, and never else")
-        loaded = self.manager.restore(
-            self._state(), run=self._run, other_model=self._other_model, require=self._require
-        )
+        manager, loaded = self._running, None
+        if self._source is not None:
+            loaded = self._load(self._source, self._state())
+        else:
+            loaded = manager.restore(self._state(), run=self._run, other_model=self._other_model, require=self._require)
         if loaded is None or loaded.step != self._expected:
-            raise _OlderStep(loaded) if loaded is not None else RuntimeError(f"{self.manager.root} has lost its steps")
+            raise _OlderStep(loaded) if loaded is not None else RuntimeError(f"{manager.root} has lost its steps")
         self.restored = loaded
         self._rng = RNG().state_dict()  # what is drawn until training begins, to shuffle and to skip, does not count
         self._draws.resume(self._progress.taken.get("draws"), self._rng)
+
+    def _began(self) -> None:
+        """Trainer has read its state."""
+        if self._best is not None:
+            self._trainer.state.best_model_checkpoint = str(self._best)
 
     def _restore_rng(self) -> None:
         if self._rng is not None and not self._draws.restored:
@@ -243,20 +258,56 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     # Saving
 
-    def _finished(self, trainer: Any) -> None:
+    def _finished(self) -> None:
         """A step, or an epoch, is done: it was logged and evaluated."""
-        step, manager = trainer.state.global_step, self.manager
+        trainer, manager = self._trainer, self.manager
+        step = trainer.state.global_step
         if manager is None or step == 0 or self.should_stop:
             return
         if self._event == "step" and (trainer.control.should_training_stop or float(trainer.state.epoch).is_integer()):
             return  # its epoch's end comes next, and whoever resumes does not evaluate that again
-        due = trainer.control.should_training_stop or (self._asked if self.every is None else step % self.every == 0)
+        state, is_best = trainer.state, trainer.state.best_global_step == step
+        rhythm = self._asked
+        if self.every is not None:
+            rhythm = step % self.every == 0 or (is_best and trainer.args.load_best_model_at_end)
+        due = trainer.control.should_training_stop or rhythm
         if due:
             self._asked = False
-        metric = self._metric[1] if self._metric is not None and self._metric[0] == step else None
-        manager.step(step, self._state(), metric=metric, due=due)
+            state.stateful_callbacks = states_of_callbacks(trainer)
+        before = state.best_model_checkpoint
+        if is_best:
+            state.best_model_checkpoint = str(self._roots[0] / self._name.format(step=step))
+        saving = manager.step(step, self._state(), metric=self._metric_of(step), due=due)
+        if saving is None:
+            state.best_model_checkpoint = before
+        elif is_best:
+            self._best_saves.begun(saving)
+        if saving is not None and not saving.skipped and not manager.should_stop:
+            self._pushes.saved(saving)
         if manager.should_stop:
             self.should_stop = trainer.control.should_training_stop = True
+
+    def _metric_of(self, step: int) -> float | None:
+        state = self._trainer.state
+        if self._only_best:
+            return float(state.best_metric) if state.best_global_step == step else None
+        return self._metric[1] if self._metric is not None and self._metric[0] == step else None
+
+    def _load_best(self, otherwise: Callable[[], None]) -> None:
+        """At the end of training, in the place of Trainer's own."""
+        state = self._trainer.state
+        self._running.wait()
+        best = state.best_model_checkpoint = self._best_saves.newest()
+        if self.should_stop or best is None:
+            log.warning("the best step, %s, is not loaded: %s", best, "a signal" if self.should_stop else "not saved")
+            return
+        places = [location(best)]
+        if places[0].parent in self._roots:
+            places = [root / places[0].name for root in reversed(self._roots)]
+        load_best(
+            self._trainer.model, places, otherwise, deadline=self._deadline, require=self._require,
+            other_model=self._other_model,
+        )  # fmt: skip
 
     # Trainer's events
 
@@ -264,8 +315,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Trainer has just set these to zero."""
         if self.manager is None:
             raise RuntimeError("call HoldfastCallback(…).attach(trainer) before trainer.train()")
+        self._best_saves = BestSaves(state.best_model_checkpoint)
         if self.restored is not None:
-            self._progress.hand_back(self._trainer)
+            self._progress.hand_back()
         else:
             self.manager.prepare(self._state())
 
@@ -295,46 +347,3 @@ class _OlderStep(Exception):
     def __init__(self, found: Loaded) -> None:
         super().__init__(f"step {found.step} was restored in place of a newer one that cannot be read")
         self.found = found
-
-
-class _Progress:
-    """What Trainer itself counts and logs: in plain values, its long log from the first rank alone."""
-
-    def __init__(self, callback: HoldfastCallback) -> None:
-        self._callback = callback
-        self.taken: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._callback._trainer
-        state: dict[str, Any] = {
-            "state": "", "draws": self._callback._draws.state_dict(), "flos": float(trainer.current_flos),
-        }  # fmt: skip
-        if trainer.is_world_process_zero():
-            told = dataclasses.asdict(trainer.state)
-            told["stateful_callbacks"] = _states_of([*trainer.callback_handler.callbacks, trainer.control])
-            state["state"] = json.dumps({key: value for key, value in told.items() if key not in _OF_ITS_RANK})
-        if hasattr(trainer, "_tr_loss"):
-            state["loss"] = trainer._tr_loss.detach()
-            state["logged"] = trainer._globalstep_last_logged
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state
-
-    def hand_back(self, trainer: Any) -> None:
-        """What was summed up since the last line of the log, so that the next line is what it would be."""
-        trainer.current_flos = self.taken["flos"]
-        if "loss" in self.taken and hasattr(trainer, "_tr_loss"):
-            trainer._tr_loss.copy_(self.taken["loss"])
-            trainer._globalstep_last_logged = self.taken["logged"]
-            # The mean loss that train() returns is of its own steps.
-            trainer._total_loss_scalar = -trainer.accelerator.gather(trainer._tr_loss).mean().item()
-
-
-def _states_of(callbacks: list[Any]) -> dict[str, Any]:
-    """The states of callbacks by class, as Trainer reads them; a list where a class has several."""
-    found: dict[str, list[Any]] = {}
-    for callback in callbacks:
-        if isinstance(callback, ExportableState):
-            found.setdefault(type(callback).__name__, []).append(callback.state())
-    return {name: states[0] if len(states) == 1 else states for name, states in found.items()}

@@ -9,12 +9,16 @@ Their tests and sources stay outside of this project. You give a folder of check
 | `torchtitan` | pytorch/torchtitan on GitHub | `b5bcd76c66d0acb1a08b176d9639425bc55e0b2a` (2026-08-21) |
 | `pytorch-lightning` | Lightning-AI/pytorch-lightning | `7f0c3436cd3f6ad3753125672024fc415cbcb414` (2026-07-20) |
 | `torch` | pytorch/pytorch on GitHub | see below |
+| `transformers` | huggingface/transformers on GitHub | `22c22fa26f5f3352d243bc358f0947af05b1d61b` |
+| `accelerate` | huggingface/accelerate on GitHub | `16cb6eb80dd9aa8b4df1a63ef57863e455d53b83` (2026-07-24) |
 
 Each suite runs twice: as it is, and with its shim, a pytest plugin of this package that puts holdfast in torch's place.
 A suite whose checkout or packages are missing is named and left out. To add one, write its shim and add a line to
 `SUITES` in `tests/outside/suites.py`. What a suite imports and torch does not bring goes into `requirements.txt` here.
 
-torchtitan's trainer also runs for real here, on two gloo ranks of the CPU, killed and resumed (`resume_titan.py`).
+torchtitan's trainer also runs for real here, on two gloo ranks of the CPU, killed and resumed (`resume_titan.py`). So
+do the recipes of the documentation for OLMo-core, Composer and verl (`recipes.py`), where these are installed; alone
+they run by `python -m tests.outside.recipes`.
 
 torch's own tests of `torch.distributed.checkpoint` run on forked ranks of the CPU (`on_cpu.py`), once with torch, once
 with the functions of holdfast.dcp, and once with its `Writer` and `Reader` inside of torch's engine. The installed

@@ -14,7 +14,7 @@ import xml.etree.ElementTree as xml
 from functools import cache
 from pathlib import Path
 
-from tests.outside import resume_titan
+from tests.outside import recipes, resume_titan
 from tests.outside.suites import SUITES, Suite
 
 HERE = Path(__file__).parent
@@ -78,6 +78,9 @@ def main(source: Path) -> int:
             for row in resume_titan.rows(source / suite.checkout):
                 print(f"torchtitan's trainer, 2 ranks: {row.tried}: {'passed' if row.passed else f'FAILED: {row.why}'}")
                 fine = fine and row.passed
+    for row in recipes.rows():
+        print(f"{row.tried}: {'passed' if row.passed else f'FAILED: {row.why}'}")
+        fine = fine and row.passed
     return 0 if fine else 1
 
 

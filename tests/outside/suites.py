@@ -162,4 +162,35 @@ SUITES = (
         },
         both="on_cpu",
     ),
+    Suite(
+        name="transformers, Trainer's checkpoints, with holdfast.trainers.huggingface",
+        checkout="transformers",
+        commit="22c22fa26f5f3352d243bc358f0947af05b1d61b",
+        tests=tuple(
+            f"tests/trainer/test_trainer_checkpointing.py::Trainer{name}Test"
+            for name in ("ResumeTraining", "AutoBatchSize", "InterruptedTraining", "BestModel")
+        ),
+        shim="with_transformers",
+        needs=("transformers", "accelerate"),
+        passes=15,
+        reasons={
+            "test_trainer_checkpointing.TrainerBestModelTest::test_save_best_checkpoint": (
+                "holdfast saves the last step of a training, too"
+            ),
+            "test_trainer_checkpointing.TrainerBestModelTest::test_best_model_checkpoint_behavior": (
+                "with save_total_limit=1 Trainer deletes the last step when training ends, and holdfast keeps it, so "
+                "that a finished run makes no further step"
+            ),
+        },
+    ),
+    Suite(
+        name="accelerate, save_state and load_state, with holdfast.trainers.accelerate",
+        checkout="accelerate",
+        commit="16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
+        tests=("tests/test_state_checkpointing.py",),
+        shim="with_accelerate",
+        needs=("accelerate", "parameterized"),
+        passes=16,
+        reasons={},
+    ),
 )

@@ -1,0 +1,88 @@
+"""Pushes to the Hub at the saves of a Trainer, as Trainer pushes its own checkpoints.
+
+`HoldfastCallback` calls it if ``push_to_hub`` is set. Never pushes a step that is not committed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import upload_folder
+from transformers.trainer_utils import HubStrategy
+
+from holdfast.copy import copy
+from holdfast.engine.stores.place import Location
+from holdfast.events import log
+from holdfast.saving import Saving
+
+_FOLDER = "_holdfast-push"
+"""In the output folder: what begins so is not pushed with it."""
+
+
+def refuse_to_push_steps(args: Any, roots: Sequence[Location]) -> None:
+    """Raise ValueError if Trainer would push the steps of a run with its output folder."""
+    output = Path(args.output_dir).absolute()
+    for root in roots if args.push_to_hub else ():
+        if isinstance(root, Path) and (root == output or output in root.parents):
+            inside = root.relative_to(output).as_posix()
+            if not fnmatch(inside, "_*") and not fnmatch(inside, "checkpoint-*"):
+                raise ValueError(
+                    f"push_to_hub pushes all of {args.output_dir}, and {root} lies there: give HoldfastCallback "
+                    f"another folder, or one whose name begins with an underscore, as {output / '_steps'}"
+                )
+
+
+class Pushes:
+    """What a Trainer pushes while it trains. ``saved`` and ``end`` are called by all ranks."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._folder = trainer, Path(trainer.args.output_dir, _FOLDER)
+
+    def saved(self, saving: Saving) -> None:
+        """A save has begun: push the model as it is now, and the step too if ``hub_strategy`` asks for it."""
+        trainer, args = self._trainer, self._trainer.args
+        if not args.push_to_hub or args.hub_strategy == "end":
+            return
+        first, model = trainer.is_world_process_zero(), self._folder / "model"
+        busy = first and trainer.push_in_progress is not None and not trainer.push_in_progress.is_done()
+        if first and not busy:
+            self._clear()
+        trainer.save_model(str(model), _internal_call=True)  # by all ranks: shards are gathered
+        if first and (not busy or args.hub_always_push):
+            self._push(model, saving)
+
+    def _push(self, model: Path, saving: Saving) -> None:
+        """The model as Trainer does it, and then the step in a commit of its own, in the place of what was there."""
+        trainer, args = self._trainer, self._trainer.args
+        strategy, args.hub_strategy = args.hub_strategy, HubStrategy.EVERY_SAVE
+        try:
+            trainer._push_from_checkpoint(str(model))
+        finally:
+            args.hub_strategy = strategy
+        if strategy == HubStrategy.EVERY_SAVE:
+            return
+        if not saving.settled():
+            log.warning("%s is not pushed, as it was not saved", saving.path)
+            return
+        step = self._folder / saving.path.name
+        copy(saving.path, step)  # the step itself may be deleted while it is pushed
+        pushing = upload_folder(
+            repo_id=trainer.hub_model_id, folder_path=step, token=args.hub_token, revision=args.hub_revision,
+            path_in_repo="last-checkpoint" if strategy == HubStrategy.CHECKPOINT else step.name, delete_patterns="*",
+            commit_message=f"Training in progress, step {saving.step}, checkpoint", run_as_future=True,
+        )  # fmt: skip
+        trainer.push_in_progress.jobs.append(pushing)
+
+    def end(self) -> None:
+        """Take away what was pushed. Trainer has waited for it, unless its training failed."""
+        if self._trainer.args.push_to_hub and self._trainer.is_world_process_zero():
+            self._clear()
+
+    def _clear(self) -> None:
+        under_way = self._trainer.push_in_progress
+        if under_way is None or under_way.is_done():
+            shutil.rmtree(self._folder, ignore_errors=True)

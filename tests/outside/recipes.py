@@ -1,0 +1,158 @@
+"""The recipes of the documentation for trainers that are not installed beside the tests: run in the real trainers.
+
+`rows` takes each recipe's code from its page, runs a training on two gloo ranks of the CPU (`train_*.py`) three times:
+whole, killed, and resumed, and compares what they print. `make outside` prints the rows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.docs.pages import ROOT
+
+HERE = Path(__file__).parent
+LIMIT = 600.0
+
+
+class Recipe(NamedTuple):
+    """A block of code of a page, and the script that imports it from its ``title`` and trains."""
+
+    package: str
+    page: str
+    title: str
+    script: str
+
+
+class Life(NamedTuple):
+    """What the ranks of a training printed of its steps and its end, and how they ended."""
+
+    said: list[str]
+    codes: list[int]
+    errors: str
+
+
+class Row(NamedTuple):
+    """What was tried, and what came of it."""
+
+    tried: str
+    passed: bool
+    why: str
+
+
+OLMO = Recipe("olmo_core", "docs/coming-from-olmo.md", "holdfast_in_olmo.py", "train_olmo.py")
+COMPOSER = Recipe("composer", "docs/coming-from-composer.md", "holdfast_in_composer.py", "train_composer.py")
+VERL = Recipe("verl", "docs/trainers-verl.md", "holdfast_in_verl.py", "train_verl.py")
+
+
+def code_of(recipe: Recipe) -> str:
+    """The block of the page with this title."""
+    text = (ROOT / recipe.page).read_text()
+    found = re.search(rf'```python title="{re.escape(recipe.title)}"\n(.*?)\n```', text, re.DOTALL)
+    if found is None:
+        raise SystemExit(f'{recipe.page} has no block with title="{recipe.title}"')
+    return found[1] + "\n"
+
+
+def run(recipe: Recipe, folder: Path, *arguments: str, world: int = 2, **environment: str) -> Life:
+    """Train until it ends or is killed. The recipe is a module in ``folder``."""
+    (folder / recipe.title).write_text(code_of(recipe))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(world):
+        given = {
+            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world), "NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank),
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}", **environment,
+        }  # fmt: skip
+        command = [sys.executable, str(HERE / recipe.script), *arguments]
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(command, cwd=folder, env=given, stdout=pipe, stderr=pipe, text=True))
+    try:
+        outputs = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    said = [line for out, _ in outputs for line in out.splitlines() if line.startswith(("step ", "end "))]
+    return Life(said, [process.returncode for process in processes], outputs[0][1][-2000:])
+
+
+def goes_on(tried: str, whole: Life, resumed: Life, first: int) -> Row:
+    """Whether a run that begins after step ``first`` prints what the whole one does."""
+    later = [line for line in whole.said if line.startswith("end ") or int(line.split()[1].rstrip(":")) > first]
+    passed = set(resumed.codes) == {0} and resumed.said == later and len(later) > 1
+    return Row(tried, passed, "" if passed else f"{resumed.said} is not {later}\n{resumed.errors}")
+
+
+def olmo(folder: Path) -> list[Row]:
+    """OLMo-core's trainer with FSDP, saving beside training and not."""
+    whole = run(OLMO, folder, str(folder / "whole"), "0", "holdfast")
+    found = []
+    for first, background in (("holdfast", ""), ("holdfast", "1"), ("torch", "")):
+        root = str(folder / f"{first}{background}")
+        run(OLMO, folder, root, "5", first, BACKGROUND=background)
+        again = run(OLMO, folder, root, "0", "holdfast", BACKGROUND=background)
+        # A save beside training may not have been done when the ranks were killed.
+        begun = int(again.said[0].split()[1].rstrip(":")) - 1 if again.said else 4
+        tried = f"OLMo-core: saved by {first}{' beside training' if background else ''}, killed, resumed with holdfast"
+        found.append(goes_on(tried, whole, again, begun if background else 4))
+    return found
+
+
+def composer(folder: Path) -> list[Row]:
+    """Composer's trainer with DDP: in an epoch, and at its end."""
+    whole = run(COMPOSER, folder, str(folder / "whole"), "0")
+    found = []
+    for die in (9, 15):
+        run(COMPOSER, folder, str(folder / f"killed{die}"), str(die))
+        again = run(COMPOSER, folder, str(folder / f"killed{die}"), "0")
+        found.append(goes_on(f"Composer: killed after step {die}, resumed from {die - 1}", whole, again, die - 1))
+    return found
+
+
+def verl(folder: Path) -> list[Row]:
+    """verl's checkpoint manager, on FSDP1 and FSDP2, and on another number of ranks."""
+    module = {"VERL_USE_EXTERNAL_MODULES": VERL.title.removesuffix(".py")}
+    found = []
+    for fsdp in ("1", "2"):
+        whole = run(VERL, folder, str(folder / f"whole{fsdp}"), fsdp, "0", "4", **module)
+        run(VERL, folder, str(folder / f"half{fsdp}"), fsdp, "0", "2", **module)
+        again = run(VERL, folder, str(folder / f"half{fsdp}"), fsdp, "2", "4", **module)
+        found.append(goes_on(f"verl: FSDP{fsdp}, resumed from step 2", whole, again, 2))
+    alone = run(VERL, folder, str(folder / "half1"), "2", "2", "3", world=1, **module)
+    passed = alone.codes == [0] and len(alone.said) == 2
+    found.append(Row("verl: saved by 2 ranks with FSDP1, loaded by 1 with FSDP2", passed, alone.errors))
+    return found
+
+
+def rows() -> list[Row]:
+    """All recipes whose trainers are installed; for the others a row that says so, and passes."""
+    found = []
+    for recipe, tries in ((OLMO, olmo), (COMPOSER, composer), (VERL, verl)):
+        if importlib.util.find_spec(recipe.package) is None:
+            found.append(Row(f"{recipe.page}: left out, {recipe.package} is not installed", True, ""))
+            continue
+        with tempfile.TemporaryDirectory() as made:
+            found.extend(tries(Path(made)))
+    return found
+
+
+def main() -> int:
+    """Print the rows; 1 if one failed."""
+    tried = rows()
+    for row in tried:
+        print(f"{row.tried}: {'passed' if row.passed else f'FAILED: {row.why}'}")
+    return 0 if all(row.passed for row in tried) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
