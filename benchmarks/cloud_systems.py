@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import holdfast
 from benchmarks.states import State
 from benchmarks.systems import Told
-from holdfast.engine.memory import address_of
+from holdfast.buffers.memory import address_of
 
 REGION = "us-east-1"
 RAW_PART = "raw"

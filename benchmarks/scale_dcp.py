@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.scale_states import World
-from holdfast.engine.memory import no_collection
-from holdfast.engine.spread import coordinate
+from holdfast.buffers.memory import no_collection
 from holdfast.ondisk.dtypes import torch_dtype
+from holdfast.plan.spread import coordinate
 
 
 @dataclass

@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.scale_save import Saved, as_new, writer_of
 from benchmarks.scale_states import Shape, World
-from holdfast.engine.memory import no_collection
-from holdfast.engine.ranges import Share, jobs_of, ranges_of, rounds_up
-from holdfast.engine.read import DataFiles, Wanted, _shares
-from holdfast.engine.source import ReadStats
+from holdfast.buffers.memory import no_collection
 from holdfast.ondisk import datafile, dtypes
 from holdfast.ondisk.datafile import Header
+from holdfast.read.ranges import Share, jobs_of, ranges_of, rounds_up
+from holdfast.read.read import DataFiles, Wanted, _shares
+from holdfast.read.source import ReadStats
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python 3.11 does not name
 

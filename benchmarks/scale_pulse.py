@@ -2,7 +2,7 @@
 
 `python -m benchmarks.scale_pulse [RANKS …]`, 16,384 if none is given. Ranks of each kind (the first, a leader, one that
 leads nobody) go through a minute of a round in which one rank, or a whole block but its leader, is slow; time is
-simulated. Where nobody is slow there is no sign and no look at one: `tests/engine/test_pulse.py`.
+simulated. Where nobody is slow there is no sign and no look at one: `tests/ranks/test_pulse.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from holdfast.engine import pulse, rounds
-from holdfast.engine.pulse import Watch, interval
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.rounds import Round, Word
-from holdfast.engine.tree import tree_of
+from holdfast.ranks import pulse, rounds
+from holdfast.ranks.pulse import Watch, interval
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.ranks.rounds import Round, Word
+from holdfast.ranks.tree import tree_of
 
 MINUTE = 60.0
 

@@ -22,18 +22,18 @@ import torch
 
 from benchmarks.scale_states import Parameter, Shape, World
 from benchmarks.scale_talk import Meeting
-from holdfast.engine.agree import Agreement, plan_for
-from holdfast.engine.commit import Identity, complete, draft
-from holdfast.engine.image import Image
-from holdfast.engine.images import images_of
-from holdfast.engine.layout import Layout, digest_of, join_owned
-from holdfast.engine.memory import no_collection
-from holdfast.engine.plan import Plan, make_plan
-from holdfast.engine.ranks import Ranks
-from holdfast.engine.state.outline import layout_of, owned_values
+from holdfast.buffers.memory import no_collection
+from holdfast.commit.agree import Agreement, plan_for
+from holdfast.commit.commit import Identity, complete, draft
 from holdfast.ondisk import blocks, datafile, dtypes, manifest
 from holdfast.ondisk.box import regular_cuts
 from holdfast.ondisk.manifest import Cells, FileRecord, Manifest
+from holdfast.plan.layout import Layout, digest_of, join_owned
+from holdfast.plan.plan import Plan, make_plan
+from holdfast.ranks.ranks import Ranks
+from holdfast.state.outline import layout_of, owned_values
+from holdfast.write.image import Image
+from holdfast.write.images import images_of
 
 SAVE, RUN = "7c1e09ab52d3f410", "0123456789abcdef"
 _FILE = re.compile(r".*/(\d+)-of-\d+\..*")

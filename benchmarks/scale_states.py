@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.engine.layout import Layout
-from holdfast.engine.spread import WHOLE, Placed, Split, placed_runs
-from holdfast.engine.state.leaves import Collected, Entry, Group, View
-from holdfast.engine.state.outline import layout_of
 from holdfast.ondisk.box import Box, whole
 from holdfast.ondisk.dtypes import itemsize, torch_dtype
+from holdfast.plan.layout import Layout
+from holdfast.plan.spread import WHOLE, Placed, Split, placed_runs
+from holdfast.state.leaves import Collected, Entry, Group, View
+from holdfast.state.outline import layout_of
 
 Shape = tuple[int, ...]
 

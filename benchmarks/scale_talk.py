@@ -16,14 +16,14 @@ from typing import Any, cast
 import msgspec
 
 from benchmarks.scale_states import World
-from holdfast.engine.agree import Agreement, agree
-from holdfast.engine.device import Moments
-from holdfast.engine.layout import Layout
-from holdfast.engine.memory import no_collection
-from holdfast.engine.ranks import Call, Ranks
-from holdfast.engine.rounds import Word, short
-from holdfast.engine.state import Collected
-from holdfast.engine.state.outline import layout_of
+from holdfast.buffers.device import Moments
+from holdfast.buffers.memory import no_collection
+from holdfast.commit.agree import Agreement, agree
+from holdfast.plan.layout import Layout
+from holdfast.ranks.ranks import Call, Ranks
+from holdfast.ranks.rounds import Word, short
+from holdfast.state import Collected
+from holdfast.state.outline import layout_of
 
 
 @dataclass

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import holdfast
 import holdfast.dcp
 from benchmarks.stall_train import Training
-from holdfast.engine.ranks import ranks_of
+from holdfast.ranks.ranks import ranks_of
 
 CHUNK = 16 << 20
 WRITERS = 2

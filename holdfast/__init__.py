@@ -3,16 +3,10 @@
 from importlib import import_module
 from typing import Any
 
-from holdfast import signing
 from holdfast.checkpoint import Checkpoint, TensorInfo, recover
 from holdfast.checkpoint import open_checkpoint as open
 from holdfast.convert import convert
 from holdfast.copy import Copied, copy
-from holdfast.drop import Dropped, drop
-from holdfast.engine.damage import Damage, Verified
-from holdfast.engine.state import RNG, PerRank, Shard
-from holdfast.engine.stores.place import Place
-from holdfast.engine.stores.urls import at
 from holdfast.errors import (
     Damaged,
     HoldfastError,
@@ -26,20 +20,26 @@ from holdfast.errors import (
 )
 from holdfast.events import Event, install, listen
 from holdfast.export.work import Converted
-from holdfast.interval import Advice
-from holdfast.keep import Keep, Upload
 from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
-from holdfast.repair import Repaired, repair
+from holdfast.read.damage import Damage, Verified
+from holdfast.repair import signing
+from holdfast.repair.drop import Dropped, drop
+from holdfast.repair.repair import Repaired, repair
+from holdfast.repair.rescue import Rescued, rescue
+from holdfast.repair.signing import sign
+from holdfast.repair.verify import verify
 from holdfast.report.progress import Bars
 from holdfast.report.timeline import from_environment, timeline
-from holdfast.rescue import Rescued, rescue
+from holdfast.run.interval import Advice
+from holdfast.run.keep import Keep, Upload
+from holdfast.run.tiers.home import Durability
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
-from holdfast.signing import sign
-from holdfast.tiers.home import Durability
-from holdfast.verify import verify
+from holdfast.state import RNG, PerRank, Shard
+from holdfast.storage.place import Place
+from holdfast.storage.urls import at
 from holdfast.version import __version__
 
 install(Bars())

@@ -18,32 +18,32 @@ from typing import Any
 import torch
 
 from holdfast import events
-from holdfast.absent import what_is_in_store, what_is_there
-from holdfast.engine import storage
-from holdfast.engine.damage import Damage, Findings, Verified, damages, error_of, tensors_hit
-from holdfast.engine.examine import examine
-from holdfast.engine.inside import Inside
-from holdfast.engine.parts import commit_late
-from holdfast.engine.ranges import Verify
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.read import DataFiles, Files, Wanted, read_boxes
-from holdfast.engine.source import ReadStats
-from holdfast.engine.still import wait_for_copies
-from holdfast.engine.stores.around import bounded, cached
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
+from holdfast.buffers.still import wait_for_copies
+from holdfast.commit.absent import what_is_in_store, what_is_there
+from holdfast.commit.parts import commit_late
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
-from holdfast.filling import into_given, into_mapped, into_new, unlike
-from holdfast.foreign import Foreign, materialized, open_foreign, verify_foreign
-from holdfast.keys import Keys, read_signature
-from holdfast.nested import nest
+from holdfast.formats import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.ondisk import blocks, dtypes, manifest, spans, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import Manifest, TensorRecord
+from holdfast.ondisk.patterns import Patterns, names_in, near, selector
 from holdfast.ondisk.signature import Signature
-from holdfast.patterns import Patterns, names_in, near, selector
-from holdfast.per_rank import value_of_rank
+from holdfast.policies.signing.keys import Keys, read_signature
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.read.damage import Damage, Findings, Verified, damages, error_of, tensors_hit
+from holdfast.read.examine import examine
+from holdfast.read.filling import into_given, into_mapped, into_new, unlike
+from holdfast.read.nested import nest
+from holdfast.read.per_rank import value_of_rank
+from holdfast.read.ranges import Verify
+from holdfast.read.read import DataFiles, Files, Wanted, read_boxes
+from holdfast.read.source import ReadStats
+from holdfast.storage import storage
+from holdfast.storage.inside import Inside
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import bounded, cached
 
 
 @dataclass(frozen=True)

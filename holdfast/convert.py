@@ -15,16 +15,16 @@ import torch
 
 from holdfast import events
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.ranges import Verify
-from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
-from holdfast.engine.stores.around import patiently
-from holdfast.engine.stores.place import Place
-from holdfast.engine.stores.urls import location
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Partial
 from holdfast.export.to_store import check_free, check_one_machine, grown_at, upload
 from holdfast.export.work import Asked, Converted, ConvertWork, To
-from holdfast.patterns import Patterns, Rename
+from holdfast.ondisk.patterns import Patterns, Rename
+from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
+from holdfast.read.ranges import Verify
+from holdfast.storage.place import Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
 
 MAX_SHARD_BYTES = 5_000_000_000
 

@@ -21,19 +21,20 @@ import msgspec
 
 from holdfast import events
 from holdfast.checkpoint import read_known, read_manifest
-from holdfast.engine import disk, storage
-from holdfast.engine.commit import commit, place_signature
-from holdfast.engine.folder import copy_hint, goes_along, is_leaving, taken
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.stores.around import patiently
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.throttled import Throttled
-from holdfast.engine.stores.urls import location
-from holdfast.engine.transfer import CopyStats, copy_files, home, self_contained
+from holdfast.commit.commit import commit, place_signature
+from holdfast.commit.folder import copy_hint, goes_along, is_leaving, taken
+from holdfast.commit.transfer import CopyStats, copy_files, home, self_contained
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
-from holdfast.keys import found_signature
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
+from holdfast.policies.signing.keys import found_signature
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.throttled import Throttled
 
 How = Literal["create", "replace", "keep"]
 

@@ -16,11 +16,11 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.engine import storage
-from holdfast.engine.storage import JOURNAL
-from holdfast.engine.stores.around import patiently
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
+from holdfast.storage import storage
+from holdfast.storage.place import Location, Place
+from holdfast.storage.storage import JOURNAL
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
 
 CHUNK = 200
 """Entries of one file. In a store a file is rewritten with each entry until it is full."""

@@ -15,25 +15,34 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast import events
+from holdfast.buffers.memory import no_collection
+from holdfast.buffers.still import wait_for_copies
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.engine.memory import no_collection
-from holdfast.engine.ranges import Verify
-from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
-from holdfast.engine.share import Choice, How, Sharing, who_shares
-from holdfast.engine.state import Collected, collect
-from holdfast.engine.state.fresh import plain_tensors
-from holdfast.engine.state.structure import heard, unlike
-from holdfast.engine.still import wait_for_copies
-from holdfast.engine.stores.around import cached, hedged, patiently
-from holdfast.engine.stores.place import Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, StorageError
-from holdfast.keys import Keys
-from holdfast.loaded import Loaded
-from holdfast.match import Came, Fit, Match, named_ids, saved_names
+from holdfast.matching.loaded import Loaded
+from holdfast.matching.match import Came, Fit, Match, named_ids, saved_names
 from holdfast.ondisk import names
 from holdfast.ondisk.manifest import FORMAT
-from holdfast.patterns import Patterns, Rename, asked_in_target, check_rename, names_in, near, renamer, unfit_in_load
+from holdfast.ondisk.patterns import (
+    Patterns,
+    Rename,
+    asked_in_target,
+    check_rename,
+    names_in,
+    near,
+    renamer,
+    unfit_in_load,
+)
+from holdfast.policies.signing.keys import Keys
+from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
+from holdfast.read.ranges import Verify
+from holdfast.read.shared.share import Choice, How, Sharing, who_shares
+from holdfast.state import Collected, collect
+from holdfast.state.fresh import plain_tensors
+from holdfast.state.structure import heard, unlike
+from holdfast.storage.place import Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import cached, hedged, patiently
 
 __all__ = ["Loaded", "load", "load_opened", "of_run", "restore"]
 

@@ -18,38 +18,38 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from holdfast.bases import Bases
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.borrow import Previous
-from holdfast.engine.interrupts import interrupts_wait
-from holdfast.engine.ranks import DEADLINE, ranks_of
-from holdfast.engine.storage import is_file
-from holdfast.engine.stores.around import patiently
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import RankLost, SaveFailed, StorageError
 from holdfast.events import log
-from holdfast.figures import Figures
-from holdfast.foreground import Foreground
-from holdfast.interval import Advice, check_mtbf
 from holdfast.journal import Now
-from holdfast.journaling import Journal, as_number, entry_of
-from holdfast.keep import Keep, Upload
-from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
-from holdfast.notices import Notices
 from holdfast.ondisk.manifest import FILE_NAME, NOTES
-from holdfast.patterns import Patterns
-from holdfast.recent import Recent
+from holdfast.ondisk.patterns import Patterns
+from holdfast.policies.incremental.borrow import Previous
+from holdfast.policies.signing.keys import Key, Keys
+from holdfast.ranks.interrupts import interrupts_wait
+from holdfast.ranks.ranks import DEADLINE, ranks_of
+from holdfast.run.bases import Bases
+from holdfast.run.figures import Figures
+from holdfast.run.foreground import Foreground
+from holdfast.run.interval import Advice, check_mtbf
+from holdfast.run.journaling import Journal, as_number, entry_of
+from holdfast.run.keep import Keep, Upload
+from holdfast.run.notices import Notices
+from holdfast.run.recent import Recent
+from holdfast.run.scrub import RATE, Scrubbing
+from holdfast.run.signals import Signals
+from holdfast.run.steps import note_of
+from holdfast.run.tiers.home import Asked, Durability, Home
+from holdfast.run.tiers.one import OneRoot
+from holdfast.run.tiers.tiers import Tiers
 from holdfast.save import RUN, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
-from holdfast.scrub import RATE, Scrubbing
-from holdfast.signals import Signals
-from holdfast.steps import note_of
-from holdfast.tiers.home import Asked, Durability, Home
-from holdfast.tiers.one import OneRoot
-from holdfast.tiers.tiers import Tiers
+from holdfast.storage.place import Location, Place
+from holdfast.storage.storage import is_file
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
 
 SURVIVORS = 60.0
 """Seconds to wait at a restart for writer processes that outlived their trainers."""

@@ -16,21 +16,21 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast import events
+from holdfast.buffers.memory import no_collection
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.borrow import Previous
-from holdfast.engine.commit import Attached
-from holdfast.engine.memory import no_collection
-from holdfast.engine.order import Order
-from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
-from holdfast.engine.ring import Ring
-from holdfast.engine.save_work import SaveWork
-from holdfast.engine.stores.around import patiently
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
+from holdfast.commit.commit import Attached
+from holdfast.commit.order import Order
+from holdfast.commit.save_work import SaveWork
 from holdfast.errors import Unsupported
-from holdfast.keys import Key, Signer, signer
 from holdfast.ondisk.manifest import FORMAT, Manifest
-from holdfast.patterns import Patterns, matcher
+from holdfast.ondisk.patterns import Patterns, matcher
+from holdfast.policies.incremental.borrow import Previous
+from holdfast.policies.signing.keys import Key, Signer, signer
+from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
+from holdfast.write.ring import Ring
 
 RUN = secrets.token_hex(8)
 """Marks what this process saves as one run's."""

@@ -20,29 +20,29 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from holdfast import events
-from holdfast.engine.arena import WINDOW, Slot, room_for
-from holdfast.engine.borrow import Previous
-from holdfast.engine.commit import Attached
-from holdfast.engine.device import Moments
-from holdfast.engine.interrupts import interrupts_wait
-from holdfast.engine.memory import no_collection
-from holdfast.engine.order import REHEARSAL, Order
-from holdfast.engine.ranks import DEADLINE, Call, Ranks, ranks_of
-from holdfast.engine.save_work import SaveWork
-from holdfast.engine.state import Recall
-from holdfast.engine.still import Held, before_change, check_still, hold_still
-from holdfast.engine.stores.around import patiently
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
-from holdfast.engine.worker import Worker, start
+from holdfast.buffers.device import Moments
+from holdfast.buffers.memory import no_collection
+from holdfast.buffers.still import Held, before_change, check_still, hold_still
+from holdfast.commit.commit import Attached
+from holdfast.commit.order import REHEARSAL, Order
+from holdfast.commit.save_work import SaveWork
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import BACKGROUND, log
-from holdfast.keys import Key
 from holdfast.ondisk import names
 from holdfast.ondisk.manifest import Manifest
-from holdfast.patterns import Patterns
+from holdfast.ondisk.patterns import Patterns
+from holdfast.policies.incremental.borrow import Previous
+from holdfast.policies.signing.keys import Key
+from holdfast.ranks.interrupts import interrupts_wait
+from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.save import RUN, Base, compared_by, label_of, previous_of, signing, step_of
 from holdfast.saving import Saving
+from holdfast.state import Recall
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
+from holdfast.write.arena import WINDOW, Slot, room_for
+from holdfast.write.worker import Worker, start
 
 GRAIN = 1 << 20
 """Bytes of which a slot below a window takes a multiple."""

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from holdfast.buffers.still import Copying
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.interrupts import interrupts_wait
-from holdfast.engine.still import Copying
-from holdfast.engine.stores.place import Location
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import Opened, log
+from holdfast.ranks.interrupts import interrupts_wait
+from holdfast.storage.place import Location
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import storage
-from holdfast.engine.stores.place import Location
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.cited import is_cited, own_path, sibling_of
 from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.storage import storage
+from holdfast.storage.place import Location
 
 SECTIONS = ("embedding", "model", "optimizer", "head")
 

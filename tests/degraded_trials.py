@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.engine import takeover
-from holdfast.engine.folder import sweep_beside
-from holdfast.engine.save_work import SaveWork
-from holdfast.engine.takeover import Takeover
+from holdfast.commit.folder import sweep_beside
+from holdfast.commit.save_work import SaveWork
 from holdfast.ondisk.spans import ranges
+from holdfast.policies.degraded import takeover
+from holdfast.policies.degraded.takeover import Takeover
 from tests import format_reader
 from tests.kill_trials import forked, read_line, serve_store
 

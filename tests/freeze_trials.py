@@ -26,10 +26,13 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import CheckpointManager
-from holdfast.engine import pass_on, rounds, save_work, share, write
-from holdfast.engine.agree import _Agreeing
+from holdfast.commit import save_work
+from holdfast.commit.agree import _Agreeing
+from holdfast.ranks import rounds
+from holdfast.read.shared import pass_on, share
+from holdfast.run.tiers import nodes
 from holdfast.saver import Saver
-from holdfast.tiers import nodes
+from holdfast.write import write
 from tests.kill_trials import forked, read_line, serve_store
 from tests.share_trials import eager
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
 from tests.test_format import thread_save
 
 ROWS, COLUMNS, TENSORS = 2048, 8192, 4

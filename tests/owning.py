@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.engine.state import stepped
+from holdfast.state import stepped
 from tests.tearing import differences
 
 Optimizer = torch.optim.Optimizer

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
-from holdfast.engine import pass_on, relay, share, share_plan
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
+from holdfast.plan import share_plan
+from holdfast.read.shared import pass_on, relay, share
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
 from tests import meshes
 
 Sizes = dict[str, int]

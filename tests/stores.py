@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.engine.stores.place import Place
-from tests.engine.clouds import options_of
+from holdfast.storage.place import Place
 from tests.servers import Server
 from tests.servers.faults import Proxy
 from tests.servers.fixtures import lend
 from tests.servers.passing import Exchange
+from tests.storage.cloud.clouds import options_of
 
 IMPATIENT = {"read_timeout": 1.0, "write_timeout": 2.0, "connect_timeout": 2.0, "retry_timeout": 10.0}
 """Options with which what can fail does so in seconds."""

@@ -34,8 +34,9 @@ import torch.distributed as dist
 import holdfast
 import holdfast.saver
 from holdfast import CheckpointManager, Keep
-from holdfast.engine import save_work, write
+from holdfast.commit import save_work
 from holdfast.saver import Saver
+from holdfast.write import write
 from tests.kill_trials import forked, read_line, serve_store
 
 STAGES = ["save", "plan", "planned", "staging", "staged", "handed", "durable", "committing", "committed", "parts"]

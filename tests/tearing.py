@@ -20,7 +20,8 @@ from torch import nn
 
 import holdfast
 from holdfast import saver as module
-from holdfast.engine import arena, still, stream
+from holdfast.buffers import still
+from holdfast.write import arena, stream
 
 WINDOW = 8192  # small, so that a small memory limit means waves
 

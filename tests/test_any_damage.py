@@ -14,9 +14,9 @@ import torch
 import holdfast
 from holdfast.doctor import checkpoints
 from holdfast.ondisk import blocks
-from holdfast.rescue import Rescued
-from holdfast.upkeep.leavings import collect
-from holdfast.upkeep.prune import prune
+from holdfast.repair.rescue import Rescued
+from holdfast.run.leavings import collect
+from holdfast.run.prune import prune
 from tests.damaging import contents_of
 
 STEPS = (1, 2, 3)

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine import volumes
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.ondisk import manifest
+from holdfast.plan import volumes
 from tests import pool
 from tests.citing import save_on, state_of
 

@@ -22,14 +22,16 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast import Keep
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import borrow, disk, storage
-from holdfast.engine.citations import Citations, cited_in
-from holdfast.engine.commit import commit
-from holdfast.engine.folder import delete_checkpoint, delete_checkpoints, sweep_beside, sweep_dead
-from holdfast.engine.stores.place import Location, Place
-from holdfast.keep import Kept
+from holdfast.commit.citations import Citations, cited_in
+from holdfast.commit.commit import commit
+from holdfast.commit.folder import delete_checkpoint, delete_checkpoints, sweep_beside, sweep_dead
 from holdfast.ondisk import manifest
-from holdfast.steps import Steps, fault_of
+from holdfast.policies.incremental import borrow
+from holdfast.run.keep import Kept
+from holdfast.run.steps import Steps, fault_of
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location, Place
 from holdfast.testing import Failing, Memory
 from tests.citing import SECTIONS, is_state, needed, save_on, state_of
 

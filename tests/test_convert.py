@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
 from holdfast.export import copying
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
 from tests import pool
 from tests.export import states
 from tests.export.conftest import source

@@ -21,16 +21,16 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import read_manifest
+from holdfast.commit import folder
+from holdfast.commit.transfer import copy_files
 from holdfast.copy import Copied, copy
-from holdfast.engine import folder
-from holdfast.engine.stores import throttled
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.retrying import transient
-from holdfast.engine.stores.store import Buffer, Got
-from holdfast.engine.transfer import copy_files
 from holdfast.ondisk import manifest
+from holdfast.storage.local.local import Local
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Location, Place
+from holdfast.storage.store import Buffer, Got
+from holdfast.storage.wrappers import throttled
+from holdfast.storage.wrappers.retrying import transient
 from tests import pool
 from tests.citing import is_state, save_on, state_of
 from tests.export import states
@@ -464,7 +464,7 @@ def test_leavings_of_a_dead_save_do_not_stop_it_and_those_of_a_living_one_do(kep
     left = tmp_path / "copy" / "model" / "00000-of-00001.00000000000000aa.safetensors"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
-    from holdfast.engine import storage
+    from holdfast.storage import storage
 
     fd, _ = storage.open_to_write(left.with_name("00000-of-00001.00000000000000ab.safetensors"), 10)
     with pytest.raises(holdfast.StorageError, match="right now"):

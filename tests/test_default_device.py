@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine import ranges
 from holdfast.inspect import reading, statistics
+from holdfast.read import ranges
 
 
 def state(seed: int) -> dict[str, Any]:

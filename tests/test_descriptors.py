@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine import disk
-from holdfast.engine.image import KEPT
-from holdfast.engine.storage import in_use
+from holdfast.storage.local import disk
+from holdfast.storage.storage import in_use
+from holdfast.write.image import KEPT
 from tests.descriptor_trials import descriptors, is_whole, state
 from tests.patience import wait_until
 

@@ -20,7 +20,7 @@ import torch
 
 import holdfast
 from holdfast import CheckpointManager, Keep, Saver
-from holdfast.engine.storage import JOURNAL
+from holdfast.storage.storage import JOURNAL
 from holdfast.testing import count_calls, faults
 
 GUARD = 60.0

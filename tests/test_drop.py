@@ -13,9 +13,10 @@ import torch
 import holdfast
 from holdfast import Keep
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import sections, storage
-from holdfast.engine.stores.place import Location, Place
-from holdfast.steps import Steps
+from holdfast.commit import sections
+from holdfast.run.steps import Steps
+from holdfast.storage import storage
+from holdfast.storage.place import Location, Place
 from holdfast.testing import Memory
 from tests import format_reader
 from tests.citing import is_state, needed, save_on, state_of

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine import still
-from tests.foreign.truth import NAMES, Truth, same
+from holdfast.buffers import still
+from tests.formats.truth import NAMES, Truth, same
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +255,8 @@ def flat(node: Any, at: str = "") -> dict[str, torch.Tensor]:
 
 
 def test_what_lies_in_a_store_is_read(saved: Path, state: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    from holdfast.engine.stores.local import Local
-    from holdfast.engine.stores.place import Place
+    from holdfast.storage.local.local import Local
+    from holdfast.storage.place import Place
 
     found, count, read = mapped(caplog, holdfast.open(Place(Local(saved.parent), saved.name)))
     assert equal(found, state) and count == 0 and read == 10
@@ -279,7 +279,7 @@ def test_what_cannot_be_mapped_is_read(
     found, count, read = mapped(caplog, holdfast.open(path))
     assert (count, read) == (1, 1)
     assert found["model"]["w"].tolist() == [1, 2] and found["model"]["n"].tolist() == [5, 6]
-    monkeypatch.setattr("holdfast.engine.mapped._mapping", lambda path: None)
+    monkeypatch.setattr("holdfast.read.mapped._mapping", lambda path: None)
     found, count, _ = mapped(caplog, holdfast.open(saved))
     assert count == 0 and equal(found, state)
 

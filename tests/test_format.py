@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
-from holdfast.engine.ranks import Ranks
-from holdfast.engine.state.walk import collect
 from holdfast.ondisk import dtypes, names
+from holdfast.ranks.ranks import Ranks
+from holdfast.state.walk import collect
 from tests import format_reader
 from tests.ondisk.test_values import plain, same
 

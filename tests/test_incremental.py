@@ -20,11 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import borrow as module
-from holdfast.engine import save_work, write
-from holdfast.engine.stores.place import Place
+from holdfast.commit import save_work
 from holdfast.ondisk.manifest import Manifest
+from holdfast.policies.incremental import borrow as module
+from holdfast.storage.place import Place
 from holdfast.testing import Failing, Memory
+from holdfast.write import write
 from tests import format_reader, pool
 
 KB = 256
@@ -391,7 +392,7 @@ def test_in_a_store_files_are_cited_where_they_lie() -> None:
 
 CRASH = """
 import os, signal, sys, holdfast
-from holdfast.engine import save_work
+from holdfast.commit import save_work
 from tests.test_incremental import _state
 root, how = sys.argv[1:]
 
@@ -415,7 +416,7 @@ def test_killed_between_the_links_and_the_commit(how: str, links: bool, tmp_path
     script = CRASH
     if not links:
         script = script.replace(
-            "save_work.commit", "import errno; from holdfast.engine import borrow\n"
+            "save_work.commit", "import errno; from holdfast.policies.incremental import borrow\n"
             "def _link(*_): raise OSError(errno.EXDEV, 'no')\nborrow._link = _link\nsave_work.commit",
         )  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}

@@ -13,8 +13,8 @@ from torch import nn
 
 import holdfast
 from holdfast import events, saver
-from holdfast.engine import still
-from holdfast.engine.save_work import SaveWork
+from holdfast.buffers import still
+from holdfast.commit.save_work import SaveWork
 
 PLACES: list[tuple[Any, str]] = [
     (saver, "hold_still"), (saver.Saver, "_hook"), (saver, "label_of"), (SaveWork, "gather"), (SaveWork, "__init__"),

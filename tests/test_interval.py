@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.interval import advise
+from holdfast.run.interval import advise
 
 seconds = st.floats(1e-4, 1e5)
 

@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import CheckpointManager, Keep, events, journal, journaling
-from holdfast.engine import disk
-from holdfast.engine.storage import JOURNAL
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Location, Place
+from holdfast import CheckpointManager, Keep, events, journal
 from holdfast.journal import Entry, Now, Reader, read
-from holdfast.journaling import Journal, thin, thinned
-from holdfast.steps import Steps
+from holdfast.run import journaling
+from holdfast.run.journaling import Journal, thin, thinned
+from holdfast.run.steps import Steps
+from holdfast.storage.local import disk
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Location, Place
+from holdfast.storage.storage import JOURNAL
 from holdfast.testing import disk_faults
 from tests import pool
 from tests.servers import Server

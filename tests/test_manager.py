@@ -22,10 +22,10 @@ import torch.distributed as dist
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
-from holdfast.engine import courier
-from holdfast.engine import folder as folder_module
+from holdfast.commit import folder as folder_module
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.write import courier
 from tests import pool
 
 
@@ -541,7 +541,7 @@ def train_with_a_failure(root: str, late: float, every: int, options: dict[str, 
 @contextmanager
 def _unwritable(start: Path) -> Iterator[None]:
     """Files whose path starts so cannot be created by this process."""
-    from holdfast.engine import write
+    from holdfast.write import write
 
     opened = write.open_to_write
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine import volumes
 from holdfast.ondisk import dtypes
+from holdfast.plan import volumes
 
 COUNT = 20_000
 DTYPES = ["float32", "bfloat16", "int64", "bool", "uint8", "complex64", "float8_e4m3fn", "float64", "int16", "uint32"]

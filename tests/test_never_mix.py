@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.engine.state.structure import heard, kinds_of, told
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
 from holdfast.ondisk import manifest, part
+from holdfast.state.structure import heard, kinds_of, told
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
 from holdfast.testing import faults
 from tests import pool
 

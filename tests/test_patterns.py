@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.ondisk import names
-from holdfast.patterns import asked_in_target, check_rename, matcher, renamer, selector, unfit, unfit_in_load
+from holdfast.ondisk.patterns import asked_in_target, check_rename, matcher, renamer, selector, unfit, unfit_in_load
 
 _keys = st.text("ab.", min_size=1, max_size=2)
 _names = st.lists(_keys, min_size=1, max_size=3).map("/".join)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
-from holdfast.engine import courier
+from holdfast.write import courier
 from tests import pool
 
 ROWS = 60_000

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import disk
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
+from holdfast.storage.local import disk
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
 from tests.damaging import contents_of, flip, spots, state_of
 
 

@@ -12,11 +12,11 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import read_manifest
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
-from holdfast.keep import Keep
 from holdfast.ondisk import part
-from holdfast.steps import Steps
+from holdfast.run.keep import Keep
+from holdfast.run.steps import Steps
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
 from tests import pool
 from tests.damaging import contents_of, flip
 from tests.test_format import thread_save

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.foreign import scratch
-from tests.foreign.truth import GOLDEN
+from holdfast.formats.machine import scratch
+from tests.formats.truth import GOLDEN
 
 
 @pytest.fixture(params=[0o077, 0o027, 0o022], ids=oct)

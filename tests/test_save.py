@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import holdfast
 from holdfast import dcp
-from holdfast.engine import courier, storage
+from holdfast.storage import storage
+from holdfast.write import courier
 from tests import pool
 
 
@@ -304,7 +305,7 @@ def test_a_function_on_one_rank(tmp_path: Path) -> None:
 
 
 def many_saves(root: str) -> list[int]:
-    from holdfast.engine.ranks import ranks_of
+    from holdfast.ranks.ranks import ranks_of
 
     store = ranks_of().store
     sizes = []
@@ -403,7 +404,7 @@ def test_no_collective_is_used(tmp_path: Path) -> None:
 
 
 def phases_of_saves(root: str) -> list[list[str]]:
-    from holdfast.engine.ranks import Call
+    from holdfast.ranks.ranks import Call
 
     meet, seen = Call._meet, []
 
@@ -428,8 +429,8 @@ def test_a_known_layout_is_not_told_again(tmp_path: Path) -> None:
 
 
 def interrupted_while_waiting(path: str) -> str:
-    from holdfast.engine.ranks import Call
-    from holdfast.engine.rounds import Round
+    from holdfast.ranks.ranks import Call
+    from holdfast.ranks.rounds import Round
 
     meet, look, phases = Call._meet, Round._look, []
 
@@ -460,7 +461,7 @@ def test_an_interrupt_after_the_report_takes_nothing_away(tmp_path: Path) -> Non
 
 
 def test_old_layouts_and_plans_are_forgotten(tmp_path: Path) -> None:
-    from holdfast.engine.ranks import ranks_of
+    from holdfast.ranks.ranks import ranks_of
 
     for step in range(20):
         holdfast.save({"growing": {str(i): torch.ones(2) for i in range(step)}}, tmp_path / str(step))

@@ -25,8 +25,9 @@ from torch import nn
 
 import holdfast
 from holdfast import saver as module
-from holdfast.engine import arena, courier, storage
-from holdfast.engine.ranks import ranks_of
+from holdfast.ranks.ranks import ranks_of
+from holdfast.storage import storage
+from holdfast.write import arena, courier
 from tests import meshes, pool
 from tests.patience import wait_until
 

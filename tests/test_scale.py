@@ -26,9 +26,9 @@ from benchmarks.scale_load import load
 from benchmarks.scale_report import Cell
 from benchmarks.scale_save import save
 from benchmarks.scale_states import Model, Sharding, World
-from holdfast.engine.ranks import Ranks
-from holdfast.engine.state import Collected, collect
-from holdfast.engine.state.outline import layout_of, owned_values
+from holdfast.ranks.ranks import Ranks
+from holdfast.state import Collected, collect
+from holdfast.state.outline import layout_of, owned_values
 
 SMALL = states.llama("small", depth=4, width=64, inner=208, kv=16, vocabulary=99)
 EXPERTS = states.mixture(

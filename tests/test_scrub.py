@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine import disk
-from holdfast.scrub import NOTE, Scrubbing
-from holdfast.steps import Steps
+from holdfast.run.scrub import NOTE, Scrubbing
+from holdfast.run.steps import Steps
+from holdfast.storage.local import disk
 from tests.damaging import contents_of, flip
 from tests.patience import wait_until
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine.stores.answers import answered
-from holdfast.engine.stores.urls import location
+from holdfast.storage.cloud.answers import answered
+from holdfast.storage.urls import location
 
 SECRET = "pl4nted+s3cret/value=="
 WRITTEN = (SECRET, "pl4nted", "s3cret")

@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from holdfast.engine.read import DataFiles
-from holdfast.engine.source import ReadStats
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
-from holdfast.keys import Signer, signer
 from holdfast.ondisk import blocks, datafile, manifest, signature
+from holdfast.policies.signing.keys import Signer, signer
+from holdfast.read.read import DataFiles
+from holdfast.read.source import ReadStats
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
 from tests import pool
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -287,7 +287,7 @@ def test_a_store_holds_signed_checkpoints(waves: bool, tmp_path: Path, monkeypat
     """There the header goes first: sums are taken before anything is sent, or as the slot fills."""
     place = Place(Local(tmp_path), "c")
     if waves:
-        monkeypatch.setattr("holdfast.engine.write.room_for", lambda sizes, window: 1 << 60)
+        monkeypatch.setattr("holdfast.write.write.room_for", lambda sizes, window: 1 << 60)
     with holdfast.Saver(worker="thread", sign=KEY) as saver:
         saver.save(_state(), place, files={"config.json": b"{}"}).wait()
     _everything(place)

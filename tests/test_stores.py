@@ -19,12 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
-from holdfast.engine import storage
-from holdfast.engine.arena import WINDOW
-from holdfast.engine.ring import PART, PARTS
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
-from holdfast.steps import Steps
+from holdfast.run.steps import Steps
+from holdfast.storage import storage
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
+from holdfast.write.arena import WINDOW
+from holdfast.write.ring import PART, PARTS
 from tests import pool
 from tests.servers import Server
 from tests.servers.faults import Fault

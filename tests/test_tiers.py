@@ -22,14 +22,14 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import CheckpointManager, Keep
-from holdfast.engine.storage import JOURNAL
-from holdfast.engine.stores import throttled
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
-from holdfast.keep import Upload
+from holdfast.run.keep import Upload
+from holdfast.run.tiers import uploader
+from holdfast.run.tiers.home import Durability
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
+from holdfast.storage.storage import JOURNAL
+from holdfast.storage.wrappers import throttled
 from holdfast.testing import Failing, Memory
-from holdfast.tiers import uploader
-from holdfast.tiers.home import Durability
 from tests import pool
 from tests.citing import is_state, needed
 from tests.patience import wait_until

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine.ranks import Ranks
 from holdfast.ondisk import containers, packing, part, values
+from holdfast.ranks.ranks import Ranks
 from holdfast.save import save_in
 from tests import format_reader
 from tests.ondisk.test_values import plain, same

@@ -24,10 +24,10 @@ import torch.distributed as dist
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
-from holdfast.keep import Upload
-from holdfast.tiers import uploader
+from holdfast.run.keep import Upload
+from holdfast.run.tiers import uploader
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
 from tests.kill_trials import forked, read_line, serve_store
 
 ROWS, WIDTH = 6144, 128  # 3 MB a tensor; with the bandwidth below an upload takes long enough to be hit

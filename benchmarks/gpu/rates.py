@@ -17,14 +17,14 @@ import xxhash
 
 import holdfast
 from benchmarks.gpu.part import DURABLE, SHARED, Part, a_part, free, synchronize
-from holdfast.engine import device as staging
-from holdfast.engine.arena import WINDOW, Slot
-from holdfast.engine.device import Copier, Moments
-from holdfast.engine.fingerprint import Fingerprints
-from holdfast.engine.memory import buffer
-from holdfast.engine.stage import host_tensor, host_view
-from holdfast.engine.worker import start
+from holdfast.buffers import device as staging
+from holdfast.buffers.device import Copier, Moments
+from holdfast.buffers.memory import buffer
+from holdfast.buffers.stage import host_tensor, host_view
 from holdfast.ondisk.box import whole
+from holdfast.policies.incremental.fingerprint import Fingerprints
+from holdfast.write.arena import WINDOW, Slot
+from holdfast.write.worker import start
 
 
 def facts(part: Part) -> None:

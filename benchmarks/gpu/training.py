@@ -26,9 +26,9 @@ from benchmarks.bar import Bar
 from benchmarks.gpu.part import Part, a_part, synchronize
 from benchmarks.stall_systems import DCP, HOLDFAST, NOTHING, Holdfast, Started, System, make
 from benchmarks.stall_train import Size, Training
-from holdfast.engine import device as staging
-from holdfast.engine.device import Copier, Moments
-from holdfast.engine.memory import buffer
+from holdfast.buffers import device as staging
+from holdfast.buffers.device import Copier, Moments
+from holdfast.buffers.memory import buffer
 
 COPY, PICKLE = "a copy alone", "torch.save"
 GIGABYTES = 20.0

@@ -40,8 +40,8 @@ from holdfast.cli import (
     watch,
 )
 from holdfast.cli.codes import Code
-from holdfast.engine import disk
 from holdfast.report import progress
+from holdfast.storage.local import disk
 from holdfast.version import __version__
 
 LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machines"

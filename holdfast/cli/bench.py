@@ -15,8 +15,8 @@ import typer
 
 from holdfast.cli import output
 from holdfast.cli.convert import bytes_of
-from holdfast.upkeep.bench import Benched, Row
-from holdfast.upkeep.bench import bench as measured
+from holdfast.doctor.bench import Benched, Row
+from holdfast.doctor.bench import bench as measured
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 

@@ -16,10 +16,10 @@ import typer
 
 import holdfast
 from holdfast.cli import output
-from holdfast.engine.ranges import Verify
-from holdfast.engine.stores.urls import location
 from holdfast.export.huggingface import Extras
 from holdfast.export.work import Converted
+from holdfast.read.ranges import Verify
+from holdfast.storage.urls import location
 
 
 class Format(str, Enum):

@@ -15,10 +15,10 @@ from holdfast.cli import output
 from holdfast.cli.codes import Code
 from holdfast.doctor import checkpoints, folders, machine, stores
 from holdfast.doctor.finding import Finding
-from holdfast.engine.stores.place import Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import StorageError
 from holdfast.ondisk import manifest
+from holdfast.storage.place import Place
+from holdfast.storage.urls import location
 
 Here = TypeVar("Here", Path, Place)
 

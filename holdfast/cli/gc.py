@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import output
-from holdfast.upkeep.leavings import collect
+from holdfast.run.leavings import collect
 
 _UPLOADS = (
     "uploads in parts that were killed are not seen from here, and cost money: "

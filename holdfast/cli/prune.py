@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import output
-from holdfast.keep import Keep
-from holdfast.upkeep.prune import Fate, Pruned
-from holdfast.upkeep.prune import prune as pruned
+from holdfast.run.keep import Keep
+from holdfast.run.prune import Fate, Pruned
+from holdfast.run.prune import prune as pruned
 
 _GOES = {"nothing": "stays", "optimizer": "loses its optimizer", "all": "goes"}
 _WENT = {"nothing": "stays", "optimizer": "lost its optimizer", "all": "is gone"}

@@ -15,7 +15,7 @@ import typer
 import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
-from holdfast.engine.sections import dropped_of
+from holdfast.commit.sections import dropped_of
 from holdfast.errors import HoldfastError
 from holdfast.inspect.layout import Layouts
 from holdfast.inspect.statistics import Statistics, statistics_of_all
@@ -23,7 +23,7 @@ from holdfast.inspect.tree import Leaf, tree
 from holdfast.inspect.usage import usage
 from holdfast.ondisk.containers import as_text
 from holdfast.ondisk.packing import unpacked
-from holdfast.patterns import TENSOR, selector
+from holdfast.ondisk.patterns import TENSOR, selector
 
 SHOWN = 16
 """Values that are shown unless all are asked for."""

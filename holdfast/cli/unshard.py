@@ -14,7 +14,7 @@ import holdfast
 from holdfast.cli import output
 from holdfast.cli.convert import EXTRAS, Format, bytes_of, dtype_of, extras_of, proved, show
 from holdfast.export.huggingface import section_of
-from holdfast.patterns import TENSOR, selector
+from holdfast.ondisk.patterns import TENSOR, selector
 
 _FILES = (".pt", ".pth", ".bin", ".ckpt")
 

@@ -13,7 +13,7 @@ import holdfast
 from holdfast.cli import output
 from holdfast.cli.codes import Code
 from holdfast.doctor.checkpoints import mending
-from holdfast.engine.damage import Damage, Verified
+from holdfast.read.damage import Damage, Verified
 
 
 def verify(

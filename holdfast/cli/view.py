@@ -15,12 +15,12 @@ import typer
 
 import holdfast
 from holdfast.cli import output
-from holdfast.engine import storage
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.stores.around import bounded
-from holdfast.engine.stores.urls import location
 from holdfast.errors import StorageError
 from holdfast.events import log
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.storage import storage
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import bounded
 
 if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint

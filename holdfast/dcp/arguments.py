@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 from holdfast import events
 from holdfast.dcp.reader import Reader
 from holdfast.dcp.writer import Writer
-from holdfast.engine.ranges import Verify
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
+from holdfast.read.ranges import Verify
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
 
 _TORCH = "torch.distributed.checkpoint"
 _WRITERS = (f"{_TORCH}.filesystem.FileSystemWriter", f"{_TORCH}._fsspec_filesystem.FsspecWriter")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from holdfast.engine.folder import TAKEN
+from holdfast.commit.folder import TAKEN
 from holdfast.errors import HoldfastError
 
 

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from holdfast.checkpoint import Checkpoint
 from holdfast.dcp.opening import as_torch_has_it, taken_apart
 from holdfast.errors import Mismatch, Unsupported
-from holdfast.nested import nest
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import TensorRecord
+from holdfast.read.nested import nest
 
 VERSION = "1.0.0"
 """Of torch's metadata, as torch writes it since 2.9."""

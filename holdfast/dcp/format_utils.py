@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.format_utils import (
 
 from holdfast.dcp.failures import as_torch_raises
 from holdfast.dcp.opening import open_by_key
-from holdfast.engine import disk
-from holdfast.engine.storage import naming, sync_folder
 from holdfast.export import torch_image
+from holdfast.storage.local import disk
+from holdfast.storage.storage import naming, sync_folder
 
 __all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from holdfast.checkpoint import Checkpoint
+from holdfast.commit.folder import HINT, HINT_BEGINS
 from holdfast.dcp.flattened import describe, storage_meta
-from holdfast.engine import storage
-from holdfast.engine.folder import HINT, HINT_BEGINS
-from holdfast.engine.stores.place import Location
 from holdfast.events import log
 from holdfast.export.dcp import Table
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import Manifest
+from holdfast.storage import storage
+from holdfast.storage.place import Location
 
 _WHERE = "no file of torch.distributed.checkpoint: load this checkpoint with holdfast.dcp.load or holdfast.load"
 """The file that torch's reader would open for anything: its error says what is to be done."""

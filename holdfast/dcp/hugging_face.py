@@ -17,10 +17,10 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import storage
-from holdfast.engine.ranks import ranks_of
 from holdfast.errors import Damaged, Unsupported
 from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.ranks.ranks import ranks_of
+from holdfast.storage import storage
 
 
 def read(adapter: Any, model: Mapping[str, Any], path: str, *, quantized: bool) -> dict[str, Any]:

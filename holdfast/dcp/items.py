@@ -15,18 +15,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from holdfast.dcp.flattened import name_of
 from holdfast.dcp.states import without_files
-from holdfast.engine.plan import PiecedTensor
-from holdfast.engine.ranks import Ranks
-from holdfast.engine.spread import WHOLE
-from holdfast.engine.state import Collected, Entry, collect
-from holdfast.engine.state.leaves import View
-from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
-from holdfast.engine.state.tensors import dtype_name
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk.box import Box, tiling_fault, whole
 from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.ondisk.values import JSON
+from holdfast.plan.plan import PiecedTensor
+from holdfast.plan.spread import WHOLE
+from holdfast.ranks.ranks import Ranks
+from holdfast.state import Collected, Entry, collect
+from holdfast.state.leaves import View
+from holdfast.state.per_rank import RNG, PerRank, is_stateful
+from holdfast.state.tensors import dtype_name
 
 
 @dataclass

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast import events
+from holdfast.buffers.memory import no_collection
+from holdfast.buffers.still import wait_for_copies
 from holdfast.dcp.arguments import (
     PathLike,
     by_position,
@@ -30,17 +32,15 @@ from holdfast.dcp.flattened import Description
 from holdfast.dcp.opening import open_by_key
 from holdfast.dcp.reader import Reader
 from holdfast.dcp.states import Target
-from holdfast.engine.memory import no_collection
-from holdfast.engine.ranks import Ranks, ranks_of
-from holdfast.engine.share import Choice, Offer, who_shares
-from holdfast.engine.state import collect
-from holdfast.engine.still import wait_for_copies
-from holdfast.engine.stores.place import Location
 from holdfast.errors import Mismatch
 from holdfast.load import restore
-from holdfast.match import UNLIKE_SHAPE, Match, named_ids, saved_names
+from holdfast.matching.match import UNLIKE_SHAPE, Match, named_ids, saved_names
 from holdfast.ondisk import names
-from holdfast.patterns import near
+from holdfast.ondisk.patterns import near
+from holdfast.ranks.ranks import Ranks, ranks_of
+from holdfast.read.shared.share import Choice, Offer, who_shares
+from holdfast.state import collect
+from holdfast.storage.place import Location
 
 _SHOWN = 100
 

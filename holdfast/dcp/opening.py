@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.engine.folder import HINT, is_our_hint
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
+from holdfast.commit.folder import HINT, is_our_hint
 from holdfast.errors import HoldfastError
-from holdfast.foreign.assemble import Found, assemble
-from holdfast.foreign.dcp import read_folder
+from holdfast.formats.assemble import Found, assemble
+from holdfast.formats.dcp.dcp import read_folder
 from holdfast.ondisk import containers, manifest, names, packing, values
 from holdfast.ondisk.containers import Note
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
 
 
 def as_torch_has_it(path: Location) -> str | os.PathLike[str]:

@@ -18,17 +18,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast import events
+from holdfast.buffers.still import wait_for_copies
 from holdfast.checkpoint import Checkpoint
 from holdfast.dcp.flattened import Described, Tensor, describe, storage_meta, value_at
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path, open_by_key
 from holdfast.dcp.states import like
-from holdfast.engine.ranges import Verify
-from holdfast.engine.read import Wanted, read_boxes
-from holdfast.engine.still import wait_for_copies
-from holdfast.engine.stores.place import Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.box import Box
+from holdfast.read.ranges import Verify
+from holdfast.read.read import Wanted, read_boxes
+from holdfast.storage.place import Place
+from holdfast.storage.urls import location
 
 
 class Reader(StorageReader):

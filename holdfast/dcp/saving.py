@@ -18,7 +18,11 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from holdfast.buffers.memory import no_collection
+from holdfast.buffers.stage import as_integers
 from holdfast.checkpoint import Checkpoint
+from holdfast.commit.order import Order
+from holdfast.commit.save_work import SaveWork
 from holdfast.dcp.arguments import (
     Destination,
     PathLike,
@@ -34,16 +38,12 @@ from holdfast.dcp.flattened import Description, torch_id
 from holdfast.dcp.hint import leave_hint
 from holdfast.dcp.states import state_to_save
 from holdfast.dcp.writer import Writer
-from holdfast.engine.memory import no_collection
-from holdfast.engine.order import Order
-from holdfast.engine.ranks import DEADLINE, Ranks, ranks_of
-from holdfast.engine.ring import Ring
-from holdfast.engine.save_work import SaveWork
-from holdfast.engine.stage import as_integers
-from holdfast.engine.state import Collected
+from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.save import RUN, label_of, save_in, step_of
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.state import Collected
+from holdfast.write.ring import Ring
 
 
 @by_position("storage_writer")

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.state.modules import unwrapped
-from holdfast.engine.state.per_rank import RNG, PerRank, is_stateful
-from holdfast.engine.state.tensors import is_tensor_leaf
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names
+from holdfast.state.modules import unwrapped
+from holdfast.state.per_rank import RNG, PerRank, is_stateful
+from holdfast.state.tensors import is_tensor_leaf
 
 
 def state_to_save(state_dict: Any) -> Any:

@@ -19,28 +19,29 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast import events
+from holdfast.buffers.memory import no_collection
 from holdfast.checkpoint import read_manifest
+from holdfast.commit import folder
+from holdfast.commit.commit import Identity, commit, complete, draft
 from holdfast.dcp.failures import in_torchs_words
 from holdfast.dcp.flattened import VERSION, torch_id
 from holdfast.dcp.hint import leave_hint
 from holdfast.dcp.items import Told, containers, gather, joined
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
-from holdfast.engine import folder, storage
-from holdfast.engine.commit import Identity, commit, complete, draft
-from holdfast.engine.image import Image, OpenFiles
-from holdfast.engine.images import images_of
-from holdfast.engine.layout import OwnedJoin
-from holdfast.engine.memory import no_collection
-from holdfast.engine.plan import plan_of
-from holdfast.engine.ranks import Ranks
-from holdfast.engine.ring import write_at_once
-from holdfast.engine.state import Collected
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import FileRecord
+from holdfast.plan.layout import OwnedJoin
+from holdfast.plan.plan import plan_of
+from holdfast.ranks.ranks import Ranks
 from holdfast.save import RUN
+from holdfast.state import Collected
+from holdfast.storage import storage
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.write.image import Image, OpenFiles
+from holdfast.write.images import images_of
+from holdfast.write.ring import write_at_once
 
 BEGUN = ".manifest.begun.tmp"
 """The first rank's word to the others, beside the data until the commit; what a dead save leaves of it is swept."""

@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from holdfast.absent import unfinished, what_is_lent
 from holdfast.checkpoint import Checkpoint, open_checkpoint, read_manifest
+from holdfast.commit.absent import unfinished, what_is_lent
+from holdfast.commit.citations import Citations, borrowers
+from holdfast.commit.folder import is_leaving, may_hold_leavings
+from holdfast.commit.parts import finished
+from holdfast.commit.sections import dropped_of
 from holdfast.doctor.finding import Finding
-from holdfast.engine import storage
-from holdfast.engine.citations import Citations, borrowers
-from holdfast.engine.folder import is_leaving, may_hold_leavings
-from holdfast.engine.parts import finished
-from holdfast.engine.sections import dropped_of
-from holdfast.engine.stores.around import bounded
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.ondisk import datafile, manifest, part
-from holdfast.rescue import IN_NO_FILE, rescuable
-from holdfast.steps import Steps, fault_of, lacking_files
+from holdfast.repair.rescue import IN_NO_FILE, rescuable
+from holdfast.run.steps import Steps, fault_of, lacking_files
+from holdfast.storage import storage
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import bounded
 
 NAME = "checkpoint"
 DEADLINE = 60.0

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.doctor.finding import Finding
-from holdfast.engine import disk
-from holdfast.engine.disk import SECTOR
+from holdfast.storage.local import disk
+from holdfast.storage.local.disk import SECTOR
 
 _KINDS = {
     "overlay": "a container's own layer: it is gone with the container; mount a volume",

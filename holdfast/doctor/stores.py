@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.doctor.finding import Finding
-from holdfast.engine.stores.conditions import honours_conditions
-from holdfast.engine.stores.credentials import s3
-from holdfast.engine.stores.credentials_azure import azure
-from holdfast.engine.stores.credentials_google import google
-from holdfast.engine.stores.deadline import Deadline
-from holdfast.engine.stores.place import Place
-from holdfast.engine.stores.profiles import NoCredentials
-from holdfast.engine.stores.wiring import asked_clock
+from holdfast.storage.cloud.conditions import honours_conditions
+from holdfast.storage.cloud.credentials import s3
+from holdfast.storage.cloud.credentials_azure import azure
+from holdfast.storage.cloud.credentials_google import google
+from holdfast.storage.cloud.profiles import NoCredentials
+from holdfast.storage.cloud.wiring import asked_clock
+from holdfast.storage.place import Place
+from holdfast.storage.wrappers.deadline import Deadline
 
 DEADLINE = 30.0
 SKEW = 60.0

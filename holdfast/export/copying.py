@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
+from holdfast.buffers.memory import Buffer, buffer
+from holdfast.buffers.stage import host_tensor
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine import disk
-from holdfast.engine.disk import SECTOR
-from holdfast.engine.memory import Buffer, buffer
-from holdfast.engine.ranges import Verify
-from holdfast.engine.read import Wanted, read_boxes
-from holdfast.engine.source import ReadStats
-from holdfast.engine.stage import host_tensor
-from holdfast.engine.storage import naming
 from holdfast.export.draft import WINDOW, Atom, Draft, Fixed, Sums, Unit
 from holdfast.export.partial import Journal, Row
 from holdfast.export.selection import Leaf
 from holdfast.ondisk import blocks, dtypes
 from holdfast.ondisk.box import Box, flat_boxes
 from holdfast.ondisk.manifest import TensorRecord
+from holdfast.read.ranges import Verify
+from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.source import ReadStats
+from holdfast.storage.local import disk
+from holdfast.storage.local.disk import SECTOR
+from holdfast.storage.storage import naming
 
 WORKERS = 3
 """Threads that each copy a unit at a time: while one reads, one sums, and one writes."""

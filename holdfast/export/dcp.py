@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.disk import SECTOR
 from holdfast.errors import Mismatch
 from holdfast.export import pickles, zip_file
 from holdfast.export.draft import LARGE, Draft, Fixed, Span, packed, slabs
@@ -24,6 +23,7 @@ from holdfast.export.zip_file import Ending, Member
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
 from holdfast.ondisk.containers import is_sequence, mapped
+from holdfast.storage.local.disk import SECTOR
 
 CHUNK = 16 << 20
 """A chunk of a tensor is at most this many bytes, or one row of its last axis."""

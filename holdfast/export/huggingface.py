@@ -12,16 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine import storage
-from holdfast.engine.commit import check_attachment
-from holdfast.engine.disk import SECTOR
+from holdfast.commit.commit import check_attachment
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import NOTES
-from holdfast.patterns import Patterns, matcher
+from holdfast.ondisk.patterns import Patterns, matcher
+from holdfast.storage import storage
+from holdfast.storage.local.disk import SECTOR
 
 Extras = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str] | bytes]
 """Files to carry over: one, several, a folder (its files that are no weights), or names with paths or bytes."""

@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 import torch
 
+from holdfast.buffers.stage import host_view
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.disk import SECTOR
-from holdfast.engine.stage import host_view
 from holdfast.errors import Unsupported
 from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection
@@ -25,6 +24,7 @@ from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
+from holdfast.storage.local.disk import SECTOR
 from holdfast.version import __version__
 
 

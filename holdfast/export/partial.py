@@ -16,10 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.engine import disk, storage
-from holdfast.engine.folder import refuse_cited, taken
+from holdfast.commit.folder import refuse_cited, taken
 from holdfast.errors import StorageError
 from holdfast.events import log
+from holdfast.storage import storage
+from holdfast.storage.local import disk
 
 LAST = ("manifest.json", "model.safetensors.index.json", "model.safetensors", ".metadata")
 """What readers look for first, by which a folder is a checkpoint; so it is uploaded last."""

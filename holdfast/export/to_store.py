@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast import events
-from holdfast.engine import disk, storage
-from holdfast.engine.folder import refuse_cited, taken
-from holdfast.engine.stores.place import Place
+from holdfast.commit.folder import refuse_cited, taken
 from holdfast.errors import StorageError, Unsupported
 from holdfast.export.partial import LAST, holds_others
-from holdfast.foreign.scratch import private_folder
+from holdfast.formats.machine.scratch import private_folder
 from holdfast.ondisk import blocks, manifest
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.place import Place
 
 PART = 8 << 20
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
+from holdfast.buffers.stage import host_view
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.disk import SECTOR
-from holdfast.engine.stage import host_view
 from holdfast.export import pickles, zip_file
 from holdfast.export.draft import LARGE, Draft, Fixed, Span
 from holdfast.export.selection import Leaf, Selection, check_values, nested
@@ -21,6 +20,7 @@ from holdfast.export.zip_file import Ending, Member
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.containers import mapped
+from holdfast.storage.local.disk import SECTOR
 
 NAME = "state.pt"
 """How the file is called until it stands at its target."""

@@ -20,11 +20,8 @@ from zlib import crc32
 
 import torch
 
-from holdfast.engine import disk, storage
-from holdfast.engine.disk import SECTOR
-from holdfast.engine.memory import Buffer, buffer
-from holdfast.engine.stage import contiguous_parts, copy_bytes
-from holdfast.engine.state.tensors import dtype_name
+from holdfast.buffers.memory import Buffer, buffer
+from holdfast.buffers.stage import contiguous_parts, copy_bytes
 from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.export import copying, pickles, zip_file
@@ -32,6 +29,10 @@ from holdfast.export.draft import LARGE
 from holdfast.export.torch_file import add_small
 from holdfast.export.zip_file import ALIGN, Ending, Member
 from holdfast.ondisk import ndarrays, scalars
+from holdfast.state.tensors import dtype_name
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.local.disk import SECTOR
 
 _GRAIN = 2 << 20
 """Memory is taken in multiples of this, a huge page, so that a state that grows a little finds room."""

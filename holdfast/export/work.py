@@ -15,11 +15,8 @@ import msgspec
 import torch
 
 from holdfast import events
+from holdfast.buffers.memory import no_collection
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.engine.memory import no_collection
-from holdfast.engine.ranges import Verify
-from holdfast.engine.ranks import Ranks
-from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import HoldfastError, Mismatch
 from holdfast.export import dcp, huggingface, native, torch_file
 from holdfast.export.copying import Copied, copy_units, finish
@@ -29,7 +26,10 @@ from holdfast.export.partial import Journal, Partial, Row
 from holdfast.export.selection import Selection, cast, check_names, renamed, select
 from holdfast.ondisk import manifest, names
 from holdfast.ondisk.blocks import digest
-from holdfast.patterns import Patterns, Rename, check_rename, names_in, renamer, selector
+from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, selector
+from holdfast.ranks.ranks import Ranks
+from holdfast.read.ranges import Verify
+from holdfast.storage.place import Location, Place
 
 To = Literal["holdfast", "huggingface", "torch", "dcp"]
 

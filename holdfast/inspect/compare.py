@@ -15,13 +15,13 @@ import msgspec
 import torch
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.source import ReadStats
 from holdfast.inspect.reading import BOX, boxes_of, groups, has_numbers, numbers, read_box, read_together
 from holdfast.inspect.statistics import norm_of
 from holdfast.ondisk import dtypes, spans, values
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import TensorRecord
-from holdfast.patterns import Patterns, names_in, selector
+from holdfast.ondisk.patterns import Patterns, names_in, selector
+from holdfast.read.source import ReadStats
 
 Status = Literal["same", "changed", "shape", "dtype", "only in a", "only in b"]
 

@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import storage
-from holdfast.engine.parts import sizes_of_save
-from holdfast.engine.stores.around import patiently
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
+from holdfast.commit.absent import what_is_in_store, what_is_there
+from holdfast.commit.parts import sizes_of_save
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.journal import ASK, Entry, Now, Reader, joined, printable
 from holdfast.ondisk import datafile, manifest, part
-from holdfast.steps import metric_of
-from holdfast.tiers.nodes import root_of_fast
+from holdfast.run.steps import metric_of
+from holdfast.run.tiers.nodes import root_of_fast
+from holdfast.storage import storage
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
 
 ASKERS = 16
 """Folders of a store that are looked into at once."""

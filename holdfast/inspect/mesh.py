@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import NamedTuple
 
-from holdfast.engine.spread import WHOLE, Placed, Split, Spread
+from holdfast.plan.spread import WHOLE, Placed, Split, Spread
 
 SHARDED = ("fsdp", "shard", "dp_shard", "zero3")
 TENSOR = ("tp", "tensor")

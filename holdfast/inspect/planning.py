@@ -13,22 +13,22 @@ from typing import cast
 import torch
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.pass_on import LONGEST, Line, Lines, line_of, wanted_of
-from holdfast.engine.ranges import GAP, Verify
-from holdfast.engine.ranks import Ranks
-from holdfast.engine.read import Files, Wanted, jobs_for, shares_of
-from holdfast.engine.relay import seat_of
-from holdfast.engine.share import Choice, Offer, Sharing, is_worth_it, who_shares
-from holdfast.engine.share_plan import Holders, Item, Wants
-from holdfast.engine.source import ReadStats
-from holdfast.engine.spread import Spread, boxes_held
-from holdfast.engine.stores.place import Place
 from holdfast.errors import Mismatch
 from holdfast.inspect.mesh import Mesh, Rule
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import TensorRecord
-from holdfast.patterns import TENSOR, Patterns, selector
+from holdfast.ondisk.patterns import TENSOR, Patterns, selector
+from holdfast.plan.share_plan import Holders, Item, Wants
+from holdfast.plan.spread import Spread, boxes_held
+from holdfast.ranks.ranks import Ranks
+from holdfast.read.ranges import GAP, Verify
+from holdfast.read.read import Files, Wanted, jobs_for, shares_of
+from holdfast.read.shared.pass_on import LONGEST, Line, Lines, line_of, wanted_of
+from holdfast.read.shared.relay import seat_of
+from holdfast.read.shared.share import Choice, Offer, Sharing, is_worth_it, who_shares
+from holdfast.read.source import ReadStats
+from holdfast.storage.place import Place
 
 
 @dataclass(frozen=True)

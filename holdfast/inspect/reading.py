@@ -11,9 +11,9 @@ from math import prod
 import torch
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.read import Wanted, read_boxes
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
+from holdfast.read.read import Wanted, read_boxes
 
 BOX = 64 << 20
 """Bytes that are read at a time: eight blocks, so that most of them are read whole and checked."""

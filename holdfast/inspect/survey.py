@@ -16,25 +16,26 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from holdfast.absent import what_is_in_store, what_is_lent, what_is_there
 from holdfast.checkpoint import open_checkpoint, read_manifest
-from holdfast.engine import disk, storage
-from holdfast.engine.citations import Citations, borrowers
-from holdfast.engine.folder import is_leaving
-from holdfast.engine.parts import finished, sizes_of_save
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.read import DataFiles
-from holdfast.engine.sections import dropped_of
-from holdfast.engine.source import ReadStats
-from holdfast.engine.stores.around import bounded
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
+from holdfast.commit.absent import what_is_in_store, what_is_lent, what_is_there
+from holdfast.commit.citations import Citations, borrowers
+from holdfast.commit.folder import is_leaving
+from holdfast.commit.parts import finished, sizes_of_save
+from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.ondisk.manifest import Manifest
-from holdfast.steps import lacking_files, metric_of
-from holdfast.tiers.nodes import MARK
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.read.read import DataFiles
+from holdfast.read.source import ReadStats
+from holdfast.run.steps import lacking_files, metric_of
+from holdfast.run.tiers.nodes import MARK
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import bounded
 
 ASKERS = 16
 """Folders of a store that are looked into at once."""

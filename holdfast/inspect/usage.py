@@ -12,13 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
-from holdfast.absent import what_is_in_store, what_is_there
 from holdfast.checkpoint import Checkpoint, read_manifest
-from holdfast.engine import disk, storage
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.stores.around import bounded
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
+from holdfast.commit.absent import what_is_in_store, what_is_there
 from holdfast.errors import HoldfastError, NotACheckpoint
 from holdfast.events import log
 from holdfast.inspect.survey import ASKERS
@@ -26,7 +21,13 @@ from holdfast.inspect.tree import Leaf, Node, tree
 from holdfast.ondisk import manifest, names
 from holdfast.ondisk.cited import is_cited, sibling_of
 from holdfast.ondisk.manifest import Manifest
-from holdfast.patterns import TENSOR, Patterns, selector
+from holdfast.ondisk.patterns import TENSOR, Patterns, selector
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import bounded
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engine import disk
-from holdfast.engine.ranks import Ranks
 from holdfast.events import log
+from holdfast.ranks.ranks import Ranks
+from holdfast.storage.local import disk
 
 TIMES = 8
 """Questions of a rank, of which the quickest answer counts."""

@@ -15,10 +15,10 @@ from statistics import median
 
 import msgspec
 
-from holdfast.engine import disk
 from holdfast.errors import HoldfastError
 from holdfast.report.clocks import Measured
 from holdfast.report.recording import SUFFIX, Header, Line, Who
+from holdfast.storage.local import disk
 
 _DECODER = msgspec.json.Decoder(Header | Who | Line | Measured)
 _POOR = 4.0  # a measurement counts if it is at most so many times as inexact as the best one

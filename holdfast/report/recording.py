@@ -18,9 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.engine import disk, ranks
 from holdfast.events import Span, ignore, log, observe
+from holdfast.ranks import ranks
 from holdfast.report.clocks import Clocks
+from holdfast.storage.local import disk
 
 SUFFIX = ".spans.jsonl"
 """How the names of parts end."""

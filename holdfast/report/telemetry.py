@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import events
 from holdfast.errors import Unsupported
-from holdfast.tiers import uploader
+from holdfast.run.tiers import uploader
 from holdfast.version import __version__
 
 if TYPE_CHECKING:

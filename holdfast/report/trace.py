@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engine import disk
 from holdfast.report.parts import Part, common_clock, parts_in
 from holdfast.report.recording import Line
 from holdfast.report.slowest import Phase, slowest
+from holdfast.storage.local import disk
 
 __all__ = ["Trace", "joined", "parts_in"]
 

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.engine.stores.memory import Memory
-    from holdfast.engine.stores.retrying import transient
     from holdfast.events import LOADING, SAVING
+    from holdfast.storage.memory import Memory
+    from holdfast.storage.wrappers.retrying import transient
     from holdfast.testing.contract import StoreContract
     from holdfast.testing.damage import Damage, corrupt_block, drop_file, flip_bit, truncate
     from holdfast.testing.disk_faults import Faults, count_calls, faults, flip, short_writes, slow, torn_writes
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # Imported when they are asked for: the contracts bring pytest, and the writer process, which carries orders out too,
 # is to import nothing but `orders`.
 _HOMES = {
-    "holdfast.engine.stores.memory": ("Memory",),
-    "holdfast.engine.stores.retrying": ("transient",),
+    "holdfast.storage.memory": ("Memory",),
+    "holdfast.storage.wrappers.retrying": ("transient",),
     "holdfast.events": ("LOADING", "SAVING"),
     "holdfast.testing.contract": ("StoreContract",),
     "holdfast.testing.damage": ("Damage", "corrupt_block", "drop_file", "flip_bit", "truncate"),

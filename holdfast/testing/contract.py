@@ -17,7 +17,7 @@ from threading import Barrier, Event
 
 import pytest
 
-from holdfast.engine.stores.store import Store
+from holdfast.storage.store import Store
 from holdfast.testing.reading import Reading, at_once, bytes_of, content_of, folder_of
 
 LONG = 60.0

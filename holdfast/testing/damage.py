@@ -14,11 +14,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.read import DataFiles
 from holdfast.errors import HoldfastError
 from holdfast.ondisk import datafile, manifest, names
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.datafile import Piece
+from holdfast.read.read import DataFiles
 
 SECTOR = 4096
 

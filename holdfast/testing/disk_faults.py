@@ -12,11 +12,11 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from holdfast.engine import disk
+from holdfast.storage.local import disk
 from holdfast.testing.orders import Hit, Order, Ordered, Tally, verbs_of
 
 Verbs = str | Collection[str]
-"""One call or several, as in `holdfast.engine.disk.Call`, or a group of them: "any", "change", "look", …"""
+"""One call or several, as in `holdfast.storage.local.disk.Call`, or a group of them: "any", "change", "look", …"""
 
 
 class Faults:

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar
 
-from holdfast.engine.stores.chunks import taken
-from holdfast.engine.stores.keys import named
-from holdfast.engine.stores.store import Buffer, Got, Listing, Store
+from holdfast.storage.keys import named
+from holdfast.storage.store import Buffer, Got, Listing, Store
+from holdfast.storage.wrappers.chunks import taken
 
 T = TypeVar("T")
 When = Literal["before", "within", "after"]

@@ -1,7 +1,7 @@
 """Orders to a disk: which of its calls fail or lie or are slow, how, and what was hit.
 
-`faults` gives them, as hooks of `engine/disk.py`; the writer process carries them out too, so this file imports the
-standard library alone. Never fails by chance: an order says which call it hits.
+`faults` gives them, as hooks of `storage/local/disk.py`; the writer process carries them out too, so this file imports
+the standard library alone. Never fails by chance: an order says which call it hits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HEAD = 8  # bytes of a tally before its lines: how many calls there were
 
 
 class Asked(Protocol):
-    """A call on the disk, as `engine/disk.py` describes it."""
+    """A call on the disk, as `storage/local/disk.py` describes it."""
 
     @property
     def verb(self) -> str: ...

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast.engine.stores.store import Got, Store
+from holdfast.storage.store import Got, Store
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.state import RNG, PerRank
 from holdfast.errors import Unsupported
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.state import RNG, PerRank
 from holdfast.trainers.batches import Position
 
 try:

@@ -14,14 +14,14 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from holdfast.engine.folder import is_leaving
-from holdfast.engine.ranks import ranks_of
-from holdfast.engine.storage import files_below
+from holdfast.commit.folder import is_leaving
 from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.ranks.ranks import ranks_of
 from holdfast.save import save
+from holdfast.storage.storage import files_below
 
 _THEIRS = "random_states_0.pkl"
 """The file that each of accelerate's own checkpoints has."""

@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from holdfast.engine.state import RNG
 from holdfast.errors import Mismatch, Unsupported
+from holdfast.state import RNG
 
 Generators = dict[str, Any]
 """The generators of the CPU, as `holdfast.RNG` writes them."""

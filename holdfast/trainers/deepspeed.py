@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.engine.state import FlatShard
 from holdfast.errors import Unsupported
+from holdfast.state import FlatShard
 
 try:
     import deepspeed  # type: ignore[import-untyped]  # noqa: F401

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.engine.state.modules import flat_parameters, holds_gradients_back, parameter_names
 from holdfast.errors import Unsupported
+from holdfast.state.modules import flat_parameters, holds_gradients_back, parameter_names
 
 
 class Gradients:

@@ -16,19 +16,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.state import RNG, PerRank
-from holdfast.engine.storage import is_file
-from holdfast.engine.stores.place import Location, Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import Unsupported
 from holdfast.events import log
-from holdfast.keep import Keep, Upload
-from holdfast.keys import Key, Keys
 from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.patterns import Patterns
+from holdfast.ondisk.patterns import Patterns
+from holdfast.policies.signing.keys import Key, Keys
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.run.keep import Keep, Upload
+from holdfast.state import RNG, PerRank
+from holdfast.storage.place import Location, Place
+from holdfast.storage.storage import is_file
+from holdfast.storage.urls import location
 from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.batches import Draws
 

@@ -10,15 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from holdfast.engine.ranks import ranks_of
-from holdfast.engine.storage import is_file
-from holdfast.engine.stores.place import Location
 from holdfast.events import log
-from holdfast.keep import Keep
-from holdfast.keys import Keys
 from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.policies.signing.keys import Keys
+from holdfast.ranks.ranks import ranks_of
+from holdfast.run.keep import Keep
 from holdfast.saving import Saving
+from holdfast.storage.place import Location
+from holdfast.storage.storage import is_file
 
 NOT_GIVEN = Keep()
 """The default of ``keep=``, known by its identity: ``save_total_limit`` counts only if the user gave no `Keep`."""

@@ -15,9 +15,9 @@ from huggingface_hub import upload_folder
 from transformers.trainer_utils import HubStrategy
 
 from holdfast.copy import copy
-from holdfast.engine.stores.place import Location
 from holdfast.events import log
 from holdfast.saving import Saving
+from holdfast.storage.place import Location
 
 _FOLDER = "_holdfast-push"
 """In the output folder: what begins so is not pushed with it."""

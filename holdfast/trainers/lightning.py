@@ -15,17 +15,17 @@ from typing import Any, Literal
 
 import torch
 
-from holdfast.engine.ranks import DEADLINE
-from holdfast.engine.state.per_rank import Elsewhere
-from holdfast.engine.stores.place import Place
-from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, Unsupported
-from holdfast.keep import Keep, Upload
-from holdfast.keys import Key, Keys
 from holdfast.load import Loaded
 from holdfast.manager import CheckpointManager
-from holdfast.patterns import Patterns
-from holdfast.steps import Steps
+from holdfast.ondisk.patterns import Patterns
+from holdfast.policies.signing.keys import Key, Keys
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.run.keep import Keep, Upload
+from holdfast.run.steps import Steps
+from holdfast.state.per_rank import Elsewhere
+from holdfast.storage.place import Place
+from holdfast.storage.urls import location
 from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.lightning_io import HoldfastCheckpointIO
 from holdfast.trainers.lightning_steps import best, leave_steps, newest, take_steps

@@ -18,20 +18,20 @@ from typing import Any
 from zlib import crc32
 
 from holdfast import events
-from holdfast.engine import disk
-from holdfast.engine.memory import Buffer
-from holdfast.engine.ranks import Call, Ranks
-from holdfast.engine.storage import naming, sync_folder
-from holdfast.engine.stores.place import Location
+from holdfast.buffers.memory import Buffer
 from holdfast.errors import Damaged, StorageError
 from holdfast.events import log
 from holdfast.export import torch_image
 from holdfast.export.torch_image import Image
-from holdfast.foreign.sources import all_of, file
-from holdfast.foreign.zips import Archive, is_zip
+from holdfast.formats.machine.zips import Archive, is_zip
+from holdfast.formats.sources import all_of, file
 from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.ranks.ranks import Call, Ranks
 from holdfast.save import label_of
 from holdfast.saving import Saving
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location
+from holdfast.storage.storage import naming, sync_folder
 
 SUFFIX = ".ckpt"
 

@@ -15,18 +15,18 @@ from typing import Any, Literal
 import torch
 
 from holdfast.checkpoint import open_checkpoint
-from holdfast.engine import disk
-from holdfast.engine.ranks import DEADLINE, Ranks
-from holdfast.engine.storage import delete, delete_empty_folders, files_below, naming
-from holdfast.engine.stores.place import Location
-from holdfast.engine.stores.urls import location
 from holdfast.errors import NotACheckpoint
 from holdfast.events import log
 from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.ranks.ranks import DEADLINE, Ranks
 from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location
+from holdfast.storage.storage import delete, delete_empty_folders, files_below, naming
+from holdfast.storage.urls import location
 from holdfast.trainers.lightning_files import FileSaver, check_file, is_file_path
 from holdfast.trainers.lightning_settings import with_plain_settings, with_settings_types
 

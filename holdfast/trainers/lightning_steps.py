@@ -13,12 +13,12 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.engine.storage import is_file
-from holdfast.engine.stores.place import Location
-from holdfast.engine.stores.urls import location
 from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.steps import Steps
+from holdfast.run.steps import Steps
+from holdfast.storage.place import Location
+from holdfast.storage.storage import is_file
+from holdfast.storage.urls import location
 
 _HOOKS = "callbacks"
 """Where a step keeps the states of callbacks, and what hooks add to a checkpoint."""

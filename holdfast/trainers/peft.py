@@ -9,9 +9,9 @@ import os
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.engine.stores.place import Place
 from holdfast.errors import Mismatch
 from holdfast.ondisk import names
+from holdfast.storage.place import Place
 
 try:
     from peft import PeftModel

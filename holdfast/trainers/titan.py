@@ -21,18 +21,18 @@ from holdfast import dcp
 from holdfast.checkpoint import open_checkpoint as holdfast_open
 from holdfast.dcp import hugging_face
 from holdfast.dcp.opening import is_of_torch
-from holdfast.engine.ranks import DEADLINE, ranks_of
-from holdfast.engine.state import RNG, PerRank
-from holdfast.engine.stores.place import Location
-from holdfast.engine.stores.urls import location
 from holdfast.errors import Mismatch, NotACheckpoint, Unsupported
-from holdfast.keep import Keep
 from holdfast.load import load
 from holdfast.manager import SURVIVORS
 from holdfast.manager import CheckpointManager as Manager
-from holdfast.patterns import Patterns
+from holdfast.ondisk.patterns import Patterns
+from holdfast.ranks.ranks import DEADLINE, ranks_of
+from holdfast.run.keep import Keep
+from holdfast.run.steps import Steps
 from holdfast.save import save
-from holdfast.steps import Steps
+from holdfast.state import RNG, PerRank
+from holdfast.storage.place import Location
+from holdfast.storage.urls import location
 from holdfast.trainers.titan_futures import Staging, upload_of
 
 if TYPE_CHECKING:

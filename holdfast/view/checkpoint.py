@@ -19,7 +19,7 @@ from holdfast.inspect.statistics import Statistics, statistics
 from holdfast.ondisk import spans
 from holdfast.ondisk.containers import as_text
 from holdfast.ondisk.manifest import TensorRecord
-from holdfast.patterns import TENSOR, Patterns, selector
+from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.version import __version__
 from holdfast.view.health import health_of, signature_of
 from holdfast.view.page import page

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.inspect.compare import Difference, compare
-from holdfast.patterns import Patterns
+from holdfast.ondisk.patterns import Patterns
 from holdfast.view.page import page
 
 SCRIPTS = ("table.js", "heatmap.js", "diff.js")

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.damage import Verified
-from holdfast.engine.stores.place import Place
 from holdfast.errors import HoldfastError, Untrusted
-from holdfast.keys import found_signature
 from holdfast.ondisk import signature
+from holdfast.policies.signing.keys import found_signature
+from holdfast.read.damage import Verified
+from holdfast.storage.place import Place
 
 ASKED = 256
 """Files of a checkpoint in a store whose headers are asked for without being told to; of a local one all are."""

@@ -10,14 +10,14 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from holdfast.engine import storage
-from holdfast.engine.stores.place import Location, Place
 from holdfast.errors import NotACheckpoint
 from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import rate_of, standing
 from holdfast.inspect.survey import Step, survey
 from holdfast.journal import Entry
 from holdfast.ondisk import manifest
+from holdfast.storage import storage
+from holdfast.storage.place import Location, Place
 from holdfast.view.page import page
 
 SCRIPTS = ("table.js", "linked.js", "run.js")

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.engine import storage
 from holdfast.errors import NotACheckpoint, StorageError
 from holdfast.report.recording import SUFFIX
 from holdfast.report.timeline import merge
+from holdfast.storage import storage
 
 SPANS = 40_000
 """How many a page holds: of more the longest."""

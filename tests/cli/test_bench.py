@@ -13,8 +13,8 @@ import typer
 from holdfast.cli.bench import _ended_gently, seconds_of, told_time
 from holdfast.cli.codes import Code
 from holdfast.cli.convert import bytes_of
-from holdfast.interval import advise
-from holdfast.upkeep import bench as benching
+from holdfast.doctor import bench as benching
+from holdfast.run.interval import advise
 from tests.cli.conftest import Run
 from tests.servers import Server
 from tests.stores import bucket_of

@@ -13,7 +13,7 @@ import holdfast
 from holdfast.cli.codes import Code
 from tests.cli.conftest import Run, state_of
 from tests.damaging import contents_of
-from tests.foreign.truth import GOLDEN
+from tests.formats.truth import GOLDEN
 
 
 def test_convert(steps: Path, run: Run) -> None:

@@ -15,12 +15,12 @@ import torch
 
 import holdfast
 from holdfast.cli.codes import Code
+from holdfast.commit.folder import delete_checkpoint
 from holdfast.doctor import folders, machine, stores
-from holdfast.engine.folder import delete_checkpoint
 from tests.citing import save_on, state_of
 from tests.cli.conftest import Run
 from tests.damaging import flip
-from tests.foreign.truth import GOLDEN
+from tests.formats.truth import GOLDEN
 from tests.rights import refused
 from tests.servers import Server
 from tests.servers.faults import Fault

@@ -16,10 +16,10 @@ import torch
 
 import holdfast
 from holdfast.cli.codes import Code
-from holdfast.engine import disk
+from holdfast.storage.local import disk
 from tests.cli.conftest import Run
 from tests.damaging import flip
-from tests.foreign.truth import GOLDEN
+from tests.formats.truth import GOLDEN
 
 Cause = Callable[[Path, pytest.MonkeyPatch], list[object]]
 
@@ -58,7 +58,7 @@ def _foreign(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
 
 
 def _no_obstore(root: Path, patch: pytest.MonkeyPatch) -> list[object]:
-    from holdfast.engine.stores import urls
+    from holdfast.storage import urls
 
     patch.setattr(urls.importlib.util, "find_spec", lambda name: None)
     return ["verify", "s3://bucket/step"]

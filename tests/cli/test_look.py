@@ -16,9 +16,9 @@ from holdfast.cli import app as application
 from holdfast.cli.codes import Code
 from tests.citing import save_on, state_of
 from tests.damaging import contents_of, flip
-from tests.engine.clouds import options_of
-from tests.foreign.truth import GOLDEN
+from tests.formats.truth import GOLDEN
 from tests.servers import Server
+from tests.storage.cloud.clouds import options_of
 
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
 HOSTILE = "a[b]%25/\x1b[31m[bold]"

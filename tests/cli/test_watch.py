@@ -22,12 +22,12 @@ from holdfast.cli import output
 from holdfast.cli import watch as watching
 from holdfast.cli.app import run
 from holdfast.cli.codes import Code
-from holdfast.engine.storage import JOURNAL
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
 from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import standing
 from holdfast.journal import Entry, Now
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
+from holdfast.storage.storage import JOURNAL
 from tests.cli.test_terminal import run_here
 from tests.rights import refused
 from tests.test_manager import before_each_write, held_back, refuse

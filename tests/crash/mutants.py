@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from holdfast.engine import commit as commit_module
-from holdfast.engine import disk, durable, folder, storage
+from holdfast.commit import commit as commit_module
+from holdfast.commit import folder
 from holdfast.export.partial import Partial
 from holdfast.ondisk import manifest
+from holdfast.storage import storage
+from holdfast.storage.local import disk, durable
 from tests.crash import operations
 from tests.crash.record import Rule
 from tests.crash.runs import Run
@@ -110,7 +112,7 @@ def sweep_files_first() -> Iterator[None]:
         real(root, names, cited, loose, spare)
 
     real = folder.delete_checkpoints
-    with mock.patch("holdfast.steps.delete_checkpoints", delete):
+    with mock.patch("holdfast.run.steps.delete_checkpoints", delete):
         yield
 
 
@@ -123,7 +125,7 @@ def manifest_not_synced_away() -> Iterator[None]:
             real(root, names, cited, loose, spare)
 
     real = folder.delete_checkpoints
-    with mock.patch("holdfast.steps.delete_checkpoints", delete):
+    with mock.patch("holdfast.run.steps.delete_checkpoints", delete):
         yield
 
 
@@ -142,7 +144,7 @@ def overwrite_in_place() -> Iterator[None]:
 @contextmanager
 def cited_files_swept() -> Iterator[None]:
     """Nobody asks who borrows from a step that goes."""
-    with mock.patch("holdfast.steps.Steps._cited", lambda self, but=(): {}):
+    with mock.patch("holdfast.run.steps.Steps._cited", lambda self, but=(): {}):
         yield
 
 

@@ -18,7 +18,7 @@ import torch
 
 import holdfast
 from holdfast import Keep
-from holdfast.engine import disk
+from holdfast.storage.local import disk
 from tests.crash.model import Tree
 from tests.crash.profiles import State
 from tests.crash.record import Rule, recorded
@@ -103,7 +103,7 @@ def thin(*, rule: Rule | None = None) -> Run:
 @contextmanager
 def small_files_too() -> Iterator[None]:
     """Borrow files however small they are."""
-    with mock.patch("holdfast.engine.borrow.SMALLEST", 1):
+    with mock.patch("holdfast.policies.incremental.borrow.SMALLEST", 1):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What the library does to the disk below a folder, as a `Trace`: each call of `engine/disk.py` that changes something.
+"""What the library does to the disk below a folder, as a `Trace`: each call of `disk.py` that changes something.
 
 Calls are let through one at a time, so their order is the one in which they happened. Never changes what is done, but
 for a `Rule` that it is given: a call may be refused, as a file system or a death would.
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.engine import disk
+from holdfast.storage.local import disk
 from tests.crash.model import ROOT, Disk, Enter, Mark, Op, Size, Sync, SyncFolder, Trace, Write, snapshot
 
 Rule = Callable[[int, disk.Call, Callable[[], Any]], Any]
@@ -42,7 +42,7 @@ class Recorder:
             self._add(Mark(version), f"promised {version}")
 
     def hook(self, call: disk.Call, do: Callable[[], Any]) -> Any:
-        """What `engine/disk.py` asks before each call."""
+        """What `storage/local/disk.py` asks before each call."""
         if call.verb in LOOKS:
             return do()
         with self._one:

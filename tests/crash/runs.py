@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import CheckpointManager
-from holdfast.engine.ranks import Ranks, ranks_of
+from holdfast.ranks.ranks import Ranks, ranks_of
 from tests.crash.model import Trace
 
 ROWS, WIDTH = 12, 40

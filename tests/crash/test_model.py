@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from holdfast.engine import disk, durable
+from holdfast.storage.local import disk, durable
 from tests.crash import operations
 from tests.crash.model import Trace, Tree
 from tests.crash.profiles import PROFILES, Limits, states

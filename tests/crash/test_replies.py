@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.engine import disk
+from holdfast.storage.local import disk
 from tests.crash.record import recorded
 from tests.crash.runs import folder, load_at, quiet, restore_run, save_at, train_on, whole_state
 

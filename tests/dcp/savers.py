@@ -5,7 +5,7 @@ Called at the end of tests and of functions on ranks. Never leaves one that is o
 
 from __future__ import annotations
 
-from holdfast.engine import ranks
+from holdfast.ranks import ranks
 
 
 def close_all() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast.engine import courier
+from holdfast.write import courier
 from tests import meshes, pool
 from tests.dcp import savers
 from tests.dcp.test_save_load import App, _fresh, _same, _trained

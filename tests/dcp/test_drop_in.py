@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 from holdfast import dcp
+from holdfast.commit.folder import HINT
 from holdfast.dcp import arguments, hint
-from holdfast.engine.folder import HINT
 from tests import pool
 
 STATE = {"w": torch.arange(4.0), "app": {"n": 1, "list": [1, 2]}}

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from holdfast.testing import Memory as MyStore
 from tests.docs.tiny import make
-from tests.foreign import deepspeed_made
+from tests.formats import deepspeed_made
 
 __all__ = [
     "MyStore",

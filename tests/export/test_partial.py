@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.engine import disk
 from holdfast.export.partial import Journal, Partial, Row
+from holdfast.storage.local import disk
 
 
 def _begun(target: Path, plan: str = "a", *, overwrite: bool = False) -> tuple[Partial, dict[int, Row]]:

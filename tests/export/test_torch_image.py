@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
-from holdfast.engine import disk
 from holdfast.export import torch_image
+from holdfast.storage.local import disk
 from tests.export.test_pickles import _TREES
 from tests.ondisk.test_values import same
 

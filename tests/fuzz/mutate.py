@@ -21,7 +21,7 @@ from random import Random
 from typing import Any
 
 from holdfast.ondisk.manifest import is_sealed, seal
-from tests.foreign import hostile
+from tests.formats import hostile
 
 INTEGERS = (
     0, 1, -1, 2, 7, 8, 127, 128, 255, 256, 4095, 4096, 65535, 65536, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32,

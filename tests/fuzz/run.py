@@ -91,12 +91,12 @@ def guided(target: str, seconds: float, first: int, tally: Tally, folder: Path, 
     from importlib import import_module
 
     from tests.fuzz.mutate import mutated
-    from tests.fuzz.targets import FOREIGN, changed, seeds
+    from tests.fuzz.targets import changed, seeds
     from tests.fuzz.trial import tried
 
     with atheris.instrument_imports(include=["holdfast"]):
-        for reader in (*FOREIGN, "rank_files"):
-            import_module(f"holdfast.foreign.{reader}")
+        for reader in import_module("holdfast.formats.detect")._READERS:
+            import_module(f"holdfast.formats.{reader}")
     sound = seeds(target)
     places = [(n, path) for n, (_, tree) in enumerate(sound) for path in sorted(tree)]
     many = len(places) > 400

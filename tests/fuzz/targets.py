@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast.engine.stores.answers import answered
-from holdfast.engine.stores.urls import location
 from holdfast.ondisk import blocks, part
 from holdfast.ondisk.manifest import Manifest, TensorRecord, seal
-from tests.foreign.truth import GOLDEN
+from holdfast.storage.cloud.answers import answered
+from holdfast.storage.urls import location
+from tests.formats.truth import GOLDEN
 from tests.fuzz.mutate import mutated, once, strange, tree
 
 Tree = dict[str, bytes]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine.ranks import Ranks
+from holdfast.ranks.ranks import Ranks
 from holdfast.save import save_in
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine import device as staging
+from holdfast.buffers import device as staging
 from tests.gpu import standin
 
 REAL = torch.cuda.is_available()

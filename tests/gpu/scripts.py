@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.engine.write import Writing
+from holdfast.write.write import Writing
 from tests.gpu import states
 from tests.gpu.lab import REAL, Lab, a_lab
 

@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engine import device, landing, save_work, still, stream, sums
-from holdfast.engine.stage import host_tensor
-from holdfast.engine.state import Collected
+from holdfast.buffers import device, landing, still
+from holdfast.buffers.stage import host_tensor
+from holdfast.commit import save_work
+from holdfast.state import Collected
+from holdfast.write import stream, sums
 
 DEVICE = torch.device("cuda", 0)
 

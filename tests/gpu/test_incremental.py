@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine import fingerprint
-from holdfast.engine.device import Copier, Moments
-from holdfast.engine.fingerprint import Fingerprints
+from holdfast.buffers.device import Copier, Moments
 from holdfast.ondisk.box import whole
+from holdfast.policies.incremental import fingerprint
+from holdfast.policies.incremental.fingerprint import Fingerprints
 from tests.gpu import standin, states
 from tests.gpu.lab import REAL, Lab, trials
 from tests.tearing import differences

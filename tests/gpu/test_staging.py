@@ -11,11 +11,11 @@ import torch
 
 import holdfast
 from holdfast import saver as module
-from holdfast.engine import arena
-from holdfast.engine import device as staging
-from holdfast.engine.memory import buffer
-from holdfast.engine.ring import Ring
-from holdfast.engine.worker import start
+from holdfast.buffers import device as staging
+from holdfast.buffers.memory import buffer
+from holdfast.write import arena
+from holdfast.write.ring import Ring
+from holdfast.write.worker import start
 from tests.gpu import standin, states
 from tests.gpu.lab import Lab
 from tests.tearing import differences

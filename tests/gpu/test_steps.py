@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast import saver as module
-from holdfast.engine import still
+from holdfast.buffers import still
 from tests import tearing
 from tests.gpu import states
 from tests.gpu.lab import REAL, Lab, a_lab, needs_cuda, trials

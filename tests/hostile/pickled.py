@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.foreign.hostile import called, name, named, number, text
+from tests.formats.hostile import called, name, named, number, text
 
 TOUCH = "touch canary"
 

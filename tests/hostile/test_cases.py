@@ -13,7 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import HoldfastError, NotACheckpoint, Unsupported
-from tests.foreign import hostile
+from tests.formats import hostile
 from tests.fuzz.trial import CONSTANT, _counted, _peak, _watched
 from tests.hostile import files, pickled
 

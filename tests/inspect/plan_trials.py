@@ -7,8 +7,8 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.engine import share as module
-from holdfast.engine import source
+from holdfast.read import source
+from holdfast.read.shared import share as module
 from tests import meshes
 from tests.share_trials import eager
 

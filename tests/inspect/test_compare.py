@@ -15,7 +15,7 @@ from holdfast.inspect import compare as module
 from holdfast.inspect import reading
 from holdfast.inspect.compare import Difference, compare, compare_names
 from tests.damaging import flip
-from tests.foreign.truth import GOLDEN
+from tests.formats.truth import GOLDEN
 
 
 @pytest.fixture(params=[64, 64 << 20], ids=["in boxes", "at once"])

@@ -14,15 +14,16 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
 import holdfast
-from holdfast.engine import pass_on, share, share_plan
-from holdfast.engine.spread import WHOLE, boxes_held
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
 from holdfast.inspect import planning
 from holdfast.inspect.mesh import Mesh, parse_mesh, parse_rule
 from holdfast.inspect.planning import _Planning, plan
+from holdfast.plan import share_plan
+from holdfast.plan.spread import WHOLE, boxes_held
+from holdfast.read.shared import pass_on, share
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
 from tests import pool
-from tests.foreign.truth import GOLDEN
+from tests.formats.truth import GOLDEN
 from tests.inspect import plan_trials
 
 BUFFERS = "*/scale=replicate"

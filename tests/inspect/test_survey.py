@@ -13,19 +13,20 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import read_manifest
-from holdfast.engine import disk, storage
-from holdfast.engine.folder import delete_checkpoint
-from holdfast.engine.storage import open_locked
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
+from holdfast.commit.folder import delete_checkpoint
 from holdfast.inspect.history import Past
 from holdfast.inspect.survey import Step, survey
 from holdfast.inspect.usage import usage_of_root
 from holdfast.ondisk import part
 from holdfast.ondisk.part import Part
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
+from holdfast.storage.storage import open_locked
 from tests.citing import save_on, state_of
 from tests.damaging import contents_of, flip
-from tests.foreign.truth import GOLDEN
+from tests.formats.truth import GOLDEN
 
 
 def by_name(root: Any, **how: Any) -> dict[str, Step]:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine.folder import delete_checkpoint
+from holdfast.commit.folder import delete_checkpoint
 from holdfast.inspect.layout import Layouts
 from holdfast.inspect.tree import Leaf, labels_of, tree
 from holdfast.inspect.usage import modules, usage, usage_of_root
 from tests import pool
 from tests.citing import save_on, state_of
-from tests.foreign.truth import GOLDEN
+from tests.formats.truth import GOLDEN
 from tests.inspect import plan_trials
 
 

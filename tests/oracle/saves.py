@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import holdfast
-from holdfast.engine.state.tensors import FlatShard
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
+from holdfast.state.tensors import FlatShard
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
 from tests import meshes, pool
 from tests.golden import make
 

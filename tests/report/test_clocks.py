@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine.ranks import Ranks
+from holdfast.ranks.ranks import Ranks
 from holdfast.report import clocks
 from holdfast.report.clocks import Clocks, Measured
 from holdfast.report.parts import Part, common_clock

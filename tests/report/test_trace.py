@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import events
-from holdfast.engine.ranks import meetings
+from holdfast.ranks.ranks import meetings
 from holdfast.report import timeline
 from holdfast.report.clocks import Measured
 from holdfast.report.parts import parts_in

@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 
 from holdfast import manager as manager_module
-from holdfast.tiers import uploader
+from holdfast.run.tiers import uploader
 from tests.soak import mutants
 from tests.soak.loop import Soak
 from tests.soak.plan import first_of

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import holdfast
-from holdfast.engine.sections import dropped_of
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
+from holdfast.commit.sections import dropped_of
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
 from tests.soak.content import Mark, shapes, whole
 from tests.soak.model import Model
 from tests.soak.plan import Run

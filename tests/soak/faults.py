@@ -18,8 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.engine import disk, save_work, write
+from holdfast.commit import save_work
 from holdfast.saver import Saver
+from holdfast.storage.local import disk
+from holdfast.write import write
 from tests.soak.plan import Episode
 
 SMALL = 96 << 20

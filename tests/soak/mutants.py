@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from holdfast import checkpoint, steps
-from holdfast.engine import folder, image, save_work, stream, write
+from holdfast import checkpoint
+from holdfast.commit import folder, save_work
 from holdfast.errors import HoldfastError
+from holdfast.run import steps
+from holdfast.write import image, stream, write
 
 
 def commit_before_written() -> None:

@@ -29,7 +29,7 @@ VERBS = (
     "any", "any", "create", "open", "write", "write", "read", "sync", "sync folder", "reserve", "link", "replace",
     "delete", "make folder", "remove folder", "list", "stat",
 )  # fmt: skip
-"""Calls of `holdfast.engine.disk` that can be made to fail."""
+"""Calls of `holdfast.storage.local.disk` that can be made to fail."""
 
 OFTEN = ("any", "create", "open", "write", "read", "sync", "stat")
 """Those that a save makes many times."""

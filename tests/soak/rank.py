@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 import holdfast
 import holdfast.saver
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.place import Place
+from holdfast.storage.local.local import Local
+from holdfast.storage.place import Place
 from tests.soak import faults
 from tests.soak.content import State
 from tests.soak.plan import Episode, metric_of

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.engine.stores.deadline import Deadline
-from holdfast.engine.stores.hedged import Hedged
-from holdfast.engine.stores.local import Local
-from holdfast.engine.stores.retrying import Retrying
-from holdfast.engine.stores.store import Buffer, Entry, Got, Listing, Store
-from holdfast.engine.stores.throttled import Throttled
+from holdfast.storage.local.local import Local
+from holdfast.storage.store import Buffer, Entry, Got, Listing, Store
+from holdfast.storage.wrappers.deadline import Deadline
+from holdfast.storage.wrappers.hedged import Hedged
+from holdfast.storage.wrappers.retrying import Retrying
+from holdfast.storage.wrappers.throttled import Throttled
 from holdfast.testing import Failing, Memory, ReadOnlyContract, StoreContract, contract
 
 WRAPPERS: dict[str, Callable[[Store], Store]] = {

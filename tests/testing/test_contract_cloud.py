@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.engine.stores.deadline import Deadline
-from holdfast.engine.stores.hedged import Hedged
-from holdfast.engine.stores.retrying import Retrying
-from holdfast.engine.stores.store import Store
-from holdfast.engine.stores.throttled import Throttled
+from holdfast.storage.store import Store
+from holdfast.storage.wrappers.deadline import Deadline
+from holdfast.storage.wrappers.hedged import Hedged
+from holdfast.storage.wrappers.retrying import Retrying
+from holdfast.storage.wrappers.throttled import Throttled
 from holdfast.testing import StoreContract
-from tests.engine.clouds import cloud
 from tests.servers import Server
+from tests.storage.cloud.clouds import cloud
 
 
 @pytest.mark.slow

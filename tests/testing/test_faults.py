@@ -15,8 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.engine import disk, storage
-from holdfast.engine.durable import write_small
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.local.durable import write_small
 from holdfast.testing import Hit, count_calls, faults, flip, short_writes, slow, torn_writes
 from holdfast.testing.orders import CHANGING, GROUPS, JOURNAL, LOOKING, VERBS
 

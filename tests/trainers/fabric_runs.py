@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
-from holdfast.engine.ranks import Ranks
+from holdfast.ranks.ranks import Ranks
 
 WIDTH, BATCH = 6, 4
 

@@ -101,7 +101,7 @@ class _Requests(BaseHTTPRequestHandler):
 
 def main(folder: str, attached: str, strategy: str) -> None:
     """Train six steps with three saves; says what is left in the output folder."""
-    from holdfast.keep import Keep
+    from holdfast.run.keep import Keep
     from holdfast.trainers.huggingface import HoldfastCallback
     from tests.trainers import hf_runs
 

@@ -15,8 +15,8 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 import holdfast
-from holdfast.engine import disk
 from holdfast.errors import SaveFailed
+from holdfast.storage.local import disk
 from holdfast.trainers.lightning import HoldfastCheckpointIO
 from tests.trainers.lightning_plugin import Does, failure, held_back, make_trainer, seen, state, step_of, threads
 

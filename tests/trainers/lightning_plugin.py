@@ -18,9 +18,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import holdfast
-from holdfast.engine import disk
 from holdfast.errors import HoldfastError
 from holdfast.saving import Saving
+from holdfast.storage.local import disk
 from holdfast.trainers.lightning import HoldfastCheckpointIO
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import holdfast
-from holdfast.keep import Keep
+from holdfast.run.keep import Keep
 from holdfast.trainers.huggingface import HoldfastCallback
 from holdfast.trainers.huggingface_best import NOT_GIVEN, TotalLimit, retention
 from tests import pool

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from holdfast.journal import Entry, Now
-from holdfast.journaling import Journal
+from holdfast.run.journaling import Journal
 
 HOSTILE = "</script><script>document.title='owned'</script>\u202e<img src=x onerror=alert(1)>"
 

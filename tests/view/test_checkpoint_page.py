@@ -13,10 +13,10 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import Checkpoint
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
-from holdfast.engine.stores.store import Got
 from holdfast.ondisk.box import Box
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
+from holdfast.storage.store import Got
 from holdfast.view.checkpoint import checkpoint_page
 from holdfast.view.traces import Timeline
 from tests.damaging import flip

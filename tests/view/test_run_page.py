@@ -15,11 +15,11 @@ import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast.cli.app import run
 from holdfast.cli.codes import Code
-from holdfast.engine.storage import JOURNAL
-from holdfast.engine.stores.memory import Memory
-from holdfast.engine.stores.place import Place
 from holdfast.journal import Now
-from holdfast.journaling import Journal
+from holdfast.run.journaling import Journal
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
+from holdfast.storage.storage import JOURNAL
 from holdfast.view.run import is_run, run_page
 from tests.view.browser import Tab, script
 from tests.view.telling import HOSTILE, told

@@ -1,0 +1,120 @@
+"""Bytes on their way to views that cannot be read into: of another dtype, scattered in memory, on a device.
+
+`read` hands over what it has fetched and checked, a window at a time. Never holds more of a tensor than a window.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from holdfast.buffers.device import streams_of
+from holdfast.buffers.stage import as_integers, host_tensor
+from holdfast.ondisk import dtypes
+from holdfast.ondisk.box import Box, flat_boxes, intersect, relative, whole
+
+
+def scatter(
+    address: int, first: int, nbytes: int, lengths: Sequence[int], wanted: Box, view: torch.Tensor, dtype: str
+) -> None:
+    """Bytes ``first:first + nbytes`` of a row-major array of shape ``lengths`` to a view of the box ``wanted`` of it.
+
+    They lie in host memory at ``address``. Casts where ``dtype``, the array's, is not the view's.
+    """
+    size = dtypes.itemsize(dtype)
+    data = host_tensor(address, nbytes)
+    if address % size:  # in the midst of a file of another library
+        data = data.clone()
+    data, at = data.view(dtypes.torch_dtype(dtype)), 0
+    for box in flat_boxes(lengths, first // size, (first + nbytes) // size):
+        part = intersect(box, wanted)
+        if part is not None:
+            source = data[at : at + box.size].view(box.lengths)
+            deliver(narrowed(source, relative(part, box)), narrowed(view, relative(part, wanted)))
+        at += box.size
+
+
+def narrowed(view: torch.Tensor, box: Box) -> torch.Tensor:
+    """A box of a tensor, as a view of it."""
+    for dim, (start, length) in enumerate(zip(*box, strict=True)):
+        if length != view.shape[dim]:
+            view = view.narrow(dim, start, length)
+    return view
+
+
+def deliver(host: torch.Tensor, view: torch.Tensor) -> None:
+    """Copy a host tensor into any view of the same shape, casting if the types differ."""
+    if host.dtype == view.dtype and not view.is_neg() and not view.is_conj():
+        host, view = as_integers(host), as_integers(view)
+    view.copy_(host)
+
+
+_forked = threading.Event()
+os.register_at_fork(after_in_child=_forked.set)
+
+
+def ready_for_threads() -> None:
+    """Before several threads hand over at once.
+
+    torch makes its pool of threads anew in a forked process when it is first asked, and not safely if two threads ask
+    at a time: one may find none ("Invalid thread pool!", met once in some hundred loads of forked processes).
+    """
+    if _forked.is_set():
+        torch.set_num_threads(torch.get_num_threads())
+        _forked.clear()
+
+
+class Landing:
+    """A window in which short runs of an array meet, from byte ``first`` on; handed over when all have come."""
+
+    def __init__(self, first: int, nbytes: int, lengths: Sequence[int], view: torch.Tensor, dtype: str) -> None:
+        self.nbytes, self.left, self.device = nbytes, 0, view.device
+        self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._to = first, lengths, view, dtype
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> int:
+        """Where its first byte lies."""
+        return self._host.data_ptr()
+
+    def arrived(self) -> None:
+        """One of the ``left`` runs is there."""
+        with self._lock:
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            first, lengths, view, dtype = self._to
+            scatter(self.address, first, self.nbytes, lengths, whole(lengths), view, dtype)
+
+
+class Streams:
+    """The devices' streams that were current where a read was called: other threads queue their copies there.
+
+    So whatever the caller queued before comes before them, and what it queues afterwards comes after.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, tuple[Any, Any]] = {}
+
+    def note(self, device: torch.device) -> None:
+        """A view lies there; called by the caller's thread before any copy to it."""
+        if device.type != "cpu" and device not in self._found:
+            module = streams_of(device.type)
+            if module is not None:
+                self._found[device] = module, module.current_stream(device)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make them the current streams of this thread, and their devices its own: see `Moments.make_current`."""
+        if not self._found:
+            return nullcontext()
+        stack = ExitStack()
+        for device, (module, stream) in list(self._found.items()):
+            module.set_device(device)
+            stack.enter_context(module.stream(stream))
+        return stack

@@ -1,0 +1,93 @@
+"""Staging: a tensor's bytes, row-major, into host memory at a given address.
+
+Called by the writer for each stretch of a piece. Memory stays bounded for tensors that lie scattered or on a device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+from holdfast.buffers.memory import buffer, move
+from holdfast.errors import Unsupported
+from holdfast.state.tensors import is_freed
+
+SLAB = 16 << 20
+"""A tensor that is not contiguous is made so in parts of at most this many bytes. Two may be there at a time."""
+
+LARGE = 1 << 20
+"""From this many bytes on, a contiguous copy on the host has pages of its own."""
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes, row-major, lie one after the other: contiguous, no lazy conjugate or minus."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not (tensor.is_complex() and tensor.is_conj())
+
+
+def address_of(tensor: torch.Tensor, name: str = "") -> int:
+    """Where a tensor lies. Raises Unsupported if its storage was freed meanwhile; reading it would end the process."""
+    if is_freed(tensor):
+        raise Unsupported(
+            f"{name or f'a tensor of shape {list(tensor.shape)}'} lost its memory while it was being saved: call "
+            "saving.wait_staged() before you free it (untyped_storage().resize_(0))"
+        )
+    return tensor.data_ptr()
+
+
+def contiguous_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor as contiguous tensors in row-major order: itself if it is one, else slabs made on the way."""
+    if not is_plain_memory(tensor):
+        address_of(tensor)
+        if tensor.dim() and tensor.nbytes > SLAB and max(tensor.shape) > 1:
+            rows = max(1, SLAB * tensor.shape[0] // tensor.nbytes)
+            for start in range(0, tensor.shape[0], rows):
+                part = tensor.narrow(0, start, min(rows, tensor.shape[0] - start))
+                if tensor.shape[0] == 1 or part.shape[0] == 1:
+                    yield from contiguous_parts(part.squeeze(0))
+                else:
+                    yield from contiguous_parts(part)
+            return
+        tensor = _made_contiguous(as_integers(tensor.resolve_conj().resolve_neg()))
+    yield tensor
+
+
+def _made_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy. A large one on the host gets pages of its own, which go back to the kernel with it.
+
+    The C library's allocator keeps such memory once it has seen a few: 70 MB more at the peak of a save.
+    """
+    if tensor.device.type != "cpu" or tensor.nbytes < LARGE or tensor.is_contiguous():
+        return tensor.contiguous()
+    memory = torch.frombuffer(buffer(tensor.nbytes).memory, dtype=tensor.dtype)
+    return memory.view(tensor.shape).copy_(tensor)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same width: torch can copy those in any layout, ``int4`` and its like not."""
+    if tensor.itemsize in _INTEGERS and not tensor.is_neg() and not tensor.is_conj():
+        return tensor.view(_INTEGERS[tensor.itemsize])
+    return tensor
+
+
+def copy_bytes(tensor: torch.Tensor, start: int, nbytes: int, address: int) -> None:
+    """Bytes ``start:start + nbytes`` of a contiguous tensor on any device to host memory at ``address``."""
+    if tensor.device.type == "cpu":
+        move(address, address_of(tensor) + start, nbytes)
+        return
+    flat = tensor.reshape(-1).view(torch.uint8)[start : start + nbytes]
+    host_tensor(address, nbytes).copy_(flat)
+
+
+def host_tensor(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory at ``address`` as a uint8 tensor; the caller keeps the memory alive."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def host_view(address: int, nbytes: int) -> memoryview:
+    """Host memory at ``address`` as writable bytes; the caller keeps the memory alive."""
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")

@@ -1,0 +1,1 @@
+"""What ranks agree on before a save, and the manifest that makes it a checkpoint."""

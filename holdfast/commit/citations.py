@@ -1,0 +1,186 @@
+"""Files that a checkpoint has borrowed from its siblings: who cites what, and what of it nobody needs any more.
+
+Whoever deletes asks here first: `folder`, `commit`, the manager's steps. Reads manifests alone, and deletes no file but
+one that a save of ours wrote and that no committed checkpoint names.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
+from holdfast.events import log
+from holdfast.ondisk import datafile, manifest
+from holdfast.ondisk.cited import is_cited, sibling_of
+from holdfast.ondisk.manifest import Manifest
+from holdfast.storage import storage
+from holdfast.storage.inside import inside
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location, Place
+
+Cited = dict[str, set[str]]
+"""By the name of a folder, the paths in it that are cited from elsewhere."""
+
+ASKERS = 16
+"""Manifests of a store that are read at once."""
+
+_HINT = b'"..'
+"""Without this in its bytes a manifest cites nothing, and need not be decoded."""
+
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTSUP)
+"""Why a neighbour cannot be looked into that is somebody else's: it can have borrowed nothing here."""
+
+
+def citations_of(record: Manifest) -> Cited:
+    """What a checkpoint cites."""
+    found: Cited = {}
+    for file in record.data_files:
+        if is_cited(file.path):
+            name, below = sibling_of(file.path)
+            found.setdefault(name, set()).add(below)
+    return found
+
+
+class Citations:
+    """What the checkpoints below ``root`` cite.
+
+    Each manifest is read once: on disk again when it has changed, in a store again after `forget`.
+    """
+
+    def __init__(self, root: Location) -> None:
+        self._root = root
+        self._known: dict[str, tuple[object, Cited]] = {}
+
+    def by(self, names: Iterable[str]) -> Cited:
+        """What the checkpoints of these names cite, all together. Raises StorageError, Unsupported."""
+        stamps = {name: self._stamp(name) for name in names}
+        lacking = [name for name, stamp in stamps.items() if self._known.get(name, (_NONE,))[0] != stamp]
+        if isinstance(self._root, Place) and len(lacking) > 1:
+            with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-cited") as pool:
+                found = list(pool.map(self._read, lacking))
+        else:
+            found = [self._read(name) for name in lacking]
+        self._known.update((name, (stamps[name], cited)) for name, cited in zip(lacking, found, strict=True))
+        joined: Cited = {}
+        for name in stamps:
+            for folder, paths in self._known[name][1].items():
+                joined.setdefault(folder, set()).update(paths)
+        return joined
+
+    def forget(self, names: Iterable[str]) -> None:
+        """These checkpoints are no more, or are others now."""
+        for name in names:
+            self._known.pop(name, None)
+
+    def _read(self, name: str) -> Cited:
+        return _citations_at(self._root / name)
+
+    def _stamp(self, name: str) -> object:
+        if isinstance(self._root, Place):
+            return None
+        try:
+            found = disk.stat(self._root / name / manifest.FILE_NAME)
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+_NONE = object()
+
+
+def _citations_at(folder: Location) -> Cited:
+    target = folder / manifest.FILE_NAME
+    try:
+        data = storage.read_small(target)
+        if _HINT not in data:
+            return {}
+        try:
+            return citations_of(manifest.decode(data, str(target)))
+        except Damaged:
+            if not isinstance(folder, Place):
+                raise
+            return citations_of(manifest.decode(storage.read_small(target), str(target)))  # on the way a bit may flip
+    except (FileNotFoundError, NotACheckpoint):
+        return {}
+    except Damaged as error:  # it cannot be restored, and must not keep everything else for ever
+        log.warning("what %s cites is not spared: %s", folder, error)
+        return {}
+    except StorageError as error:
+        if error.errno not in _NOT_OURS:
+            raise
+        return {}
+
+
+def root_of(folder: Location) -> tuple[Location, str]:
+    """Where the siblings of a checkpoint lie, and what it is called there; links are followed as `..` follows them."""
+    real = Path(os.path.realpath(folder)) if isinstance(folder, Path) else folder
+    return real.parent, real.name
+
+
+def cited_beside(folder: Location) -> Cited:
+    """What all checkpoints beside this one cite: every manifest there is read.
+
+    Raises StorageError, and Unsupported for a manifest that a newer holdfast wrote.
+    """
+    root, name = root_of(folder)
+    try:
+        kin = [found for found in storage.folders_in(root) if found not in (name, storage.JOURNAL)] if name else []
+    except StorageError as error:
+        if error.errno not in _NOT_OURS:
+            raise
+        kin = []
+    return Citations(root).by(kin)
+
+
+def borrowers(folder: Location, files: Collection[str], citations: Citations | None = None) -> list[str]:
+    """The checkpoints beside ``folder`` that cite ``files`` of it, if they cite every one; else none.
+
+    Then these files are neither a save under way nor a dead one's leavings: what a swept step has lent. ``citations``
+    of the folder's root, if the caller asks of several folders. Raises StorageError.
+    """
+    root, name = root_of(folder)
+    known = citations or Citations(root)
+    try:
+        kin = [found for found in storage.folders_in(root) if found not in (name, storage.JOURNAL)]
+        if not files or not set(files) <= known.by(kin).get(name, set()):
+            return []
+        return sorted(found for found in kin if name in known.by([found]))
+    except Unsupported:  # a newer holdfast wrote one of them: what that cites is not known
+        return []
+
+
+def cited_in(folder: Location) -> set[str]:
+    """Paths in ``folder`` that other checkpoints cite; raises as `cited_beside` does."""
+    return cited_beside(folder).get(root_of(folder)[1], set())
+
+
+def let_go(root: Location, loose: Cited, cited: Cited, spare: Collection[Location] = ()) -> None:
+    """Delete of the ``loose`` files what nobody needs any more: what is neither ``cited`` nor of a checkpoint there.
+
+    Folders that are empty then go too, but for those to ``spare``, where saves are under way. Raises StorageError.
+    """
+    for name, paths in sorted(loose.items()):
+        folder = root / name
+        if isinstance(folder, Path) and folder.is_symlink():
+            continue  # it may lead out of the root
+        free = {path for path in paths - cited.get(name, set()) if datafile.save_of(path) is not None}
+        free = _unnamed(folder, free) if free else free
+        if free:
+            storage.delete(*inside(folder, sorted(free)))
+            if folder not in spare:
+                storage.delete_empty_folders(folder)
+
+
+def _unnamed(folder: Location, paths: set[str]) -> set[str]:
+    """Those of ``paths`` that the folder's own checkpoint does not name, if it is one; none if it cannot be read."""
+    target = folder / manifest.FILE_NAME
+    try:
+        return paths - {file.path for file in manifest.decode(storage.read_small(target), str(target)).data_files}
+    except (FileNotFoundError, NotACheckpoint):
+        return paths
+    except (Damaged, Unsupported):
+        return set()

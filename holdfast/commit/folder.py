@@ -1,0 +1,225 @@
+"""A checkpoint's folder before and after it is one: who may save there, what dead saves leave, deleting in order.
+
+Called by save and the manager. Never deletes a file that holdfast did not write, nor one of a save that still lives,
+nor one that another checkpoint cites: a folder that is no checkpoint any more may hold such files for a long time.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Sequence
+
+from holdfast.commit.citations import Citations, Cited, cited_beside, cited_in, let_go, root_of
+from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
+from holdfast.events import log
+from holdfast.ondisk import datafile, manifest, signature
+from holdfast.ondisk.manifest import Manifest
+from holdfast.storage import storage
+from holdfast.storage.place import Location, Place
+
+HINT = ".metadata"
+HINT_BEGINS = b"\x80\x04\x8c\x2csaved by holdfast: load it with holdfast.dcp0"
+"""A file beside a checkpoint that tells programs of torch.distributed.checkpoint that there is one, and how it begins:
+a string for whoever unpickles it, which is dropped."""
+
+ASIDE = "manifest.json.damaged"
+"""What `rescue` keeps a damaged manifest as: it stays as long as the checkpoint does."""
+
+
+TAKEN = "already holds a committed checkpoint"
+
+
+def prepare(folder: Location, *, overwrite: bool) -> None:
+    """Create the folder, or make sure that it may take a save; leavings of dead saves are removed."""
+    if not isinstance(folder, Place) and folder.exists() and not folder.is_dir():
+        raise taken(f"{folder} is a file")
+    found = storage.files_below(folder)  # of a store the one request that tells everything
+    if manifest.FILE_NAME in found:
+        if not overwrite:
+            raise taken(f"{folder} {TAKEN}")
+        return
+    ours = [f for f in found if is_leaving(f)]
+    foreign = [f for f in found if f not in ours and not (ours and goes_along(folder, f)) and f != ASIDE]
+    if foreign:
+        raise taken(f"{folder} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
+    if storage.living(folder, [f for f in ours if datafile.save_of(f)]):
+        if isinstance(folder, Place):
+            return  # a dead save's or a living one's, who can tell: names hold save ids, and the commit has one winner
+        raise taken(f"another save is writing to {folder} right now")
+    if ours and storage.is_file(folder / manifest.FILE_NAME):
+        if not overwrite:
+            raise taken(f"{folder} holds a checkpoint that another save has just committed")
+        return
+    try:
+        kept = cited_in(folder) if found else set()
+    except (StorageError, Unsupported) as error:  # names hold save ids: nothing of it is in the way
+        log.warning("what older saves left in %s stays, to be swept later: %s", folder, error)
+        kept = set(found)
+    storage.delete(*(folder / f for f in found if f not in kept))
+    storage.make_home(folder)
+
+
+def is_leaving(path: str) -> bool:
+    """Whether a file of an uncommitted folder, by its relative path, is what a save of ours leaves."""
+    return (
+        _save_of(path) is not None
+        or (path.startswith(".manifest.") and path.endswith(".tmp"))
+        or path.startswith(f"{manifest.FILE_NAME}.claim.")
+        or path.rpartition("/")[2].startswith(".holdfast-")
+        or (path.startswith("parts/") and path.endswith((".json", ".tmp")))
+    )
+
+
+def goes_along(folder: Location, path: str) -> bool:
+    """Whether a file that is no leaving goes with those that are: by its name alone nobody tells whose it is."""
+    return path.startswith("attachments/") or path == ASIDE or (path == HINT and is_our_hint(folder))
+
+
+def is_our_hint(folder: Location) -> bool:
+    """Whether the `HINT` in a folder is one that holdfast wrote, and no file of torch's own."""
+    try:
+        return storage.read_start(folder / HINT, len(HINT_BEGINS))[0] == HINT_BEGINS
+    except FileNotFoundError:
+        return False
+
+
+def copy_hint(source: Location, target: Location, save: str) -> None:
+    """Copy the `HINT` of a checkpoint that is committed at ``target``, if it has one. What goes wrong is logged."""
+    try:
+        if is_our_hint(source):
+            storage.replace_small(target / HINT, storage.read_small(source / HINT), f".manifest.{HINT}.{save}.tmp")
+    except (StorageError, FileNotFoundError) as error:
+        log.warning("%s is copied, but programs that look for %s do not see it: %s", target, HINT, error)
+
+
+def delete_hint(folder: Location) -> None:
+    """Delete the `HINT` of a checkpoint that was replaced. Raises StorageError."""
+    if is_our_hint(folder):
+        storage.delete(folder / HINT)
+
+
+def may_hold_leavings(files: Sequence[str]) -> bool:
+    """Whether a folder of these files can hold more than one committed save, by their names alone."""
+    saves = {_save_of(path) for path in files if is_leaving(path)}
+    return manifest.FILE_NAME not in files or len(saves) > 1 or None in saves
+
+
+def _save_of(path: str) -> str | None:
+    """The save that a data file or a signature is of, by its relative path."""
+    return datafile.save_of(path) or signature.save_of(path)
+
+
+def taken(text: str) -> StorageError:
+    error = StorageError(f"{text}; choose another path" + ("" if "holds other" in text else ", or pass overwrite=True"))
+    error.errno = errno.EEXIST
+    return error
+
+
+def refuse_cited(folder: Location) -> None:
+    """Raises StorageError (EEXIST) if other checkpoints cite files of the folder: whoever replaces all of it asks."""
+    if cited_in(folder):
+        error = StorageError(
+            f"{folder} holds files that checkpoints beside it cite, and cannot be replaced: choose another path, or "
+            "first make those whole by themselves (holdfast.copy)"
+        )
+        error.errno = errno.EEXIST
+        raise error
+
+
+def withdraw(paths: Sequence[Location], folder: Location) -> None:
+    """Delete what this rank wrote for a save that did not commit; the last rank to do so takes the folder away.
+
+    Never raises an OSError: the failure of the save is what its caller has to hear of.
+    """
+    try:
+        storage.delete(*paths)
+        # A writer that was killed may have left a small file under the name that it has before it is whole.
+        local = [path for path in paths if not isinstance(path, Place)]
+        storage.delete(*(half for path in local for half in path.parent.glob(f".{path.name}.*.tmp")))
+        storage.delete_empty_folders(folder)
+    except OSError as error:
+        log.warning("a failed save leaves files behind, to be swept later: %s", error)
+
+
+def delete_checkpoint(path: Location) -> None:
+    """Delete a checkpoint; see `delete_checkpoints`."""
+    root, name = root_of(path)
+    delete_checkpoints(root, [name], cited_beside(path), Citations(root).by([name]))
+
+
+def delete_checkpoints(
+    root: Location, names: Sequence[str], cited: Cited, loose: Cited, spare: Collection[Location] = ()
+) -> None:
+    """Delete the checkpoints of these ``names``: their manifests first, so that none is one from that moment on.
+
+    Then what they have held and what they have cited elsewhere (``loose``), but for what is ``cited`` by the others,
+    which are all that stay. It goes once the last of those goes. Empty folders go too, but for those to ``spare``.
+    Of a checkpoint that is a symbolic link the link goes: somebody else may use what it leads to.
+    """
+    links = [name for name in names if storage.is_link(root / name)]
+    storage.delete(*(root / name for name in links))
+    names = [name for name in names if name not in links]
+    storage.delete(*(root / name / manifest.FILE_NAME for name in names))
+    for name in names:
+        try:
+            storage.sync_folder(root / name)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:  # somebody else deletes it, too, and was quicker
+                raise
+    for name in names:
+        _delete_ours(root / name, cited.get(name, set()))
+    let_go(root, {name: paths for name, paths in loose.items() if name not in names}, cited, spare)
+
+
+def standing_save(folder: Location) -> str | None:
+    """The save that is committed in a folder now; None if there is none, or it cannot be read.
+
+    Who found that no living process holds a lock there asks again what is a leaving: a save may have ended meanwhile.
+    """
+    target = folder / manifest.FILE_NAME
+    try:
+        return manifest.decode(storage.read_small(target), str(target)).save
+    except (FileNotFoundError, NotACheckpoint, Damaged, Unsupported):
+        return None
+
+
+def sweep_dead(path: Location, cited: Callable[[Location], Collection[str]] = cited_in) -> bool:
+    """Delete what a save that never committed left in ``path``; False if a living save may write there.
+
+    What is ``cited`` stays: `cited_in` unless the caller knows it cheaper.
+    """
+    leavings = [f for f in storage.files_below(path) if is_leaving(f)]
+    if storage.may_live(path, leavings):
+        return False
+    if leavings and storage.is_file(path / manifest.FILE_NAME):
+        return False  # committed since the caller looked: locks go after the commit, so now it can be seen
+    kept = cited(path) if leavings else ()
+    if any(f not in kept for f in leavings):
+        log.info("sweeping %s: a save that never committed", path)
+    _delete_ours(path, kept)
+    return True
+
+
+def sweep_beside(path: Location, record: Manifest, cited: Callable[[Location], Collection[str]] = cited_in) -> bool:
+    """Delete leavings of dead saves beside a committed checkpoint: data files that no manifest names.
+
+    False if a living save may need them.
+    """
+    named = {f.path for f in record.data_files}
+    strays = [f for f in storage.files_below(path) if is_leaving(f) and f not in named]
+    strays = [f for f in strays if signature.save_of(f) != record.save]
+    kept = cited(path) if strays else ()
+    strays = [f for f in strays if f not in kept]
+    # All or nothing: a first rank that still holds its own file may yet commit those of the others.
+    if strays:
+        if storage.may_live(path, strays) or standing_save(path) != record.save:
+            return False
+        storage.delete(*(path / f for f in strays))
+        storage.delete_if_empty(path / "parts")
+    return True
+
+
+def _delete_ours(path: Location, kept: Collection[str]) -> None:
+    ours = [f for f in storage.files_below(path) if is_leaving(f) or goes_along(path, f)]
+    storage.delete(*(path / f for f in ours if f not in kept))
+    storage.delete_empty_folders(path)

@@ -1,0 +1,185 @@
+"""Checkpoints of torch.distributed.checkpoint: a pickled `.metadata`, and `.distcp` files of many small archives.
+
+`detect` asks `read`; readers of formats that are built on DCP (Megatron, OLMo) ask `read_folder`. Never reads a tensor
+to open one: where its bytes lie inside of their archive is looked up once they are wanted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.buffers.memory import no_collection
+from holdfast.commit.folder import HINT_BEGINS
+from holdfast.errors import Damaged, NotACheckpoint, Unsupported
+from holdfast.formats import members
+from holdfast.formats.assemble import Found, PerRank
+from holdfast.formats.dcp import distcp
+from holdfast.formats.dcp import metadata as dcp_metadata
+from holdfast.formats.dcp.distcp import Spot
+from holdfast.formats.dcp.metadata import DATA_FILE
+from holdfast.formats.dcp.names import own_names, step_of
+from holdfast.formats.machine.pickles import Record
+from holdfast.formats.machine.torch_files import load_path
+from holdfast.formats.stored import Opaque
+from holdfast.storage.place import Location
+from holdfast.storage.storage import naming
+
+MAX_HOLES = 10_000
+"""How many places of a list in a row may hold nothing: empty containers leave no trace."""
+
+
+def read(path: Location) -> Found | None:
+    """The checkpoint of DCP at ``path``: its folder, a file in it, or a run folder with torchtitan's ``step-<n>``."""
+    folder, reading = _folder(path)
+    if folder is None:
+        return None
+    found = read_folder(folder)
+    state, how = own_names({**found.tree, **_beside(folder, found.tree)}, folder)
+    version = found.metadata[0].get("version")
+    return Found(
+        "torch.distributed.checkpoint", state, step_of(state), found.world_size,
+        {"dcp": str(version)} if version else {}, "; ".join(filter(None, [reading, *how])),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DcpState:
+    """What a folder of DCP holds.
+
+    ``flat``: flat key to `Stored` or value. ``tree``: the same, nested by the key paths that the planner kept; a key
+    without a path stands at the top. ``metadata``: the records as pickled, for formats that keep more in them.
+    """
+
+    flat: dict[str, Any]
+    tree: dict[str, Any]
+    world_size: int
+    metadata: tuple[Record, ...] = field(repr=False)
+
+
+def read_folder(folder: Location) -> DcpState:
+    """All that ``folder`` holds, its tensors unread. Raises NotACheckpoint, Damaged, Unsupported, StorageError."""
+    paths = dcp_metadata.metadata_files(folder)
+    if not paths:
+        raise NotACheckpoint(f"{folder} holds no .metadata: it is no checkpoint of DCP, or one that never finished")
+    files = dcp_metadata.Files(folder)
+    tensors: dict[str, dcp_metadata.Tensor] = {}
+    objects: dict[str, dict[int, Spot]] = {}
+    key_paths: dict[str, tuple[Any, ...]] = {}
+    with no_collection():
+        records = tuple(map(dcp_metadata.load, paths))
+        for rank, (path, record) in enumerate(zip(paths, records, strict=True)):
+            dcp_metadata.collect(record, path, files, rank, tensors, objects)
+            key_paths.update(_key_paths(record, path))
+        found: dict[str, Any] = {key: tensor.stored(key_paths.get(key, ())) for key, tensor in tensors.items()}
+        found.update(_values(objects, len(paths), folder))
+        # The planner lists keys in the order of the state; the plans of the ranks shuffle them.
+        order = [*(key for key in key_paths if key in found), *(key for key in found if key not in key_paths)]
+        flat = {key: found[key] for key in order}
+        tree = _nested(flat, key_paths, folder)
+    return DcpState(flat, tree, max(len(paths), files.world_size()), records)
+
+
+# The path
+
+
+def _folder(path: Location) -> tuple[Location | None, str]:
+    """The folder that a path means, and why it is that one."""
+    if path.suffix == ".distcp" or path.name.endswith(".metadata"):
+        return (path.parent, f"the checkpoint that {path.name} is part of") if path.is_file() else (None, "")
+    if not path.is_dir():
+        return None, ""
+    names = set(members.names(path))
+    data = any(map(DATA_FILE.fullmatch, names))
+    if _is_metadata(path / ".metadata") or (data and (path / ".metadata").is_file()):
+        both = "__0.metadata" in names
+        return path, "the save with collectives, not the one without that left its files here too" if both else ""
+    if "__0.metadata" in names:
+        return path, ""
+    if data:
+        raise NotACheckpoint(
+            f"{path} holds data files of DCP but no .metadata, which is written last: that save never finished. "
+            "Take another step"
+        )
+    steps = sorted((int(m[1]), name) for name in names if (m := re.fullmatch(r"step-(\d+)", name)))
+    for _, name in reversed(steps):
+        if _is_metadata(path / name / ".metadata"):
+            return path / name, f"the last of {len(steps)} steps, {name}"
+    return None, ""
+
+
+def _is_metadata(path: Location) -> bool:
+    if not path.is_file():
+        return False
+    with naming(path, "read"), path.open("rb") as target:
+        start = target.read(256)
+    return b"torch.distributed.checkpoint.metadata" in start and not start.startswith(HINT_BEGINS)
+
+
+def _beside(folder: Location, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning keeps in a file of its own: epoch, step, loops, schedulers, callbacks."""
+    path = folder / "meta.pt"
+    if not path.is_file():
+        return {}
+    try:
+        found = load_path(path)
+    except Unsupported as error:
+        return {"meta": Opaque(str(error))}
+    return found if isinstance(found, dict) and not found.keys() & tree.keys() else {"meta": found}
+
+
+# Objects beside the tensors
+
+
+def _values(places: Mapping[str, Mapping[int, Spot]], ranks: int, folder: Location) -> dict[str, Any]:
+    """The objects by key; all of them where each rank wrote its own and they differ."""
+    data = distcp.blobs([(place, key) for key, told in places.items() for place in told.values()])
+    alike: dict[bytes, Any] = {}
+    found: dict[str, Any] = {}
+    for key, told in places.items():
+        try:
+            if len(told) == 1 or len({data.get(place, place) for place in told.values()}) == 1:
+                place = next(iter(told.values()))
+                found[key] = distcp.value(place, key, data.get(place), alike)
+            else:
+                values = {rank: distcp.value(place, key, data.get(place), alike) for rank, place in told.items()}
+                found[key] = PerRank(tuple(values.get(rank) for rank in range(ranks)))
+        except Unsupported as error:
+            found[key] = Opaque(str(error))
+    return found
+
+
+# The tree
+
+
+def _key_paths(record: Record, path: Location) -> dict[str, tuple[Any, ...]]:
+    """The key path of each flat key, if the planner flattened the state."""
+    told = record.get("planner_data") or {}
+    if not isinstance(told, dict) or not all(
+        isinstance(steps, (tuple, list)) and steps and all(type(step) in (int, str) for step in steps)
+        for steps in told.values()
+    ):
+        raise Damaged(f"{path} has no valid key paths")
+    return {key: tuple(steps) for key, steps in told.items()}
+
+
+def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], folder: Location) -> dict[str, Any]:
+    """Flat keys back to dicts and lists: a number in a path is a place in a list."""
+    root: dict[str, Any] = {}
+    for key, value in flat.items():
+        path = paths.get(key, (key,))
+        at: Any = root
+        for step, following in zip(path, [*path[1:], None], strict=True):
+            if type(step) is int and isinstance(at, list) and 0 <= step <= len(at) + MAX_HOLES:
+                at.extend([None] * (step + 1 - len(at)))
+            elif not (isinstance(step, str) and isinstance(at, dict)):
+                raise Damaged(f"{folder}: the key path {path} of {key} contradicts that of another key")
+            held = at[step] if isinstance(at, list) else at.get(step)
+            if held is None:
+                at[step] = held = value if following is None else [] if type(following) is int else {}
+            elif following is None:
+                raise Damaged(f"{folder}: the key path {path} of {key} is that of another key too")
+            at = held
+    return root

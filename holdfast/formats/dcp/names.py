@@ -1,0 +1,192 @@
+"""A state as training loops nest it for DCP, under our names: which part is the model, which the optimizer, its groups.
+
+`dcp` calls `own_names`, and so may readers of formats that are built on it. Reads nothing but a learning rate or a step
+that is a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from holdfast.formats import fqns
+from holdfast.formats.stored import Stored
+from holdfast.storage.place import Location
+
+_MODELS = ("model", "model_state_dict", "module", "state_dict")
+_BY_NAME = "param_to_group_meta"
+"""Where Megatron-FSDP keeps the settings of each parameter."""
+
+_STEPS = ("step", "global_step", "iteration")
+_TRAINERS = ("train_state", "trainer_state", "trainer", "train")
+# Tensors that stand beside a model whose own names are at the top.
+_NO_PARAMETERS = frozenset(["rng", "rng_state", "torch_rng_state", "cuda_rng_state", *_STEPS])
+
+
+def own_names(tree: Mapping[str, Any], where: Location) -> tuple[dict[str, Any], list[str]]:
+    """The state under our names, and what was taken for what wherever the keys do not say it themselves.
+
+    ``model`` and ``optimizer`` are the only ones of their kind; several keep their own keys.
+    """
+    state, how = dict(tree), []
+    if not any(_is_model(state.get(key)) for key in _MODELS):
+        within = [key for key, value in state.items() if _is_application(value)]
+        if len(within) == 1:
+            state = _lifted(state, within[0])
+            how.append(f"model and optimizer are those within {within[0]!r}")
+    optimizers = [key for key, value in state.items() if _is_optimizer(value)]
+    state = _with_model(state, optimizers, how)
+    for key in optimizers:
+        state[key] = _optimizer(state[key], state.get("model"), where)
+    if len(optimizers) == 1 and "optimizer" not in state:
+        state = {"optimizer" if key == optimizers[0] else key: value for key, value in state.items()}
+        how += [] if optimizers == ["optim"] else [f"{optimizers[0]!r} is the optimizer"]
+    return state, how
+
+
+def step_of(state: Mapping[str, Any]) -> int | None:
+    """The training step, if a value of the state is named so."""
+    for holder in (state, *(state.get(key) for key in _TRAINERS)):
+        for key in _STEPS:
+            value = holder.get(key) if isinstance(holder, dict) else None
+            if isinstance(value, Stored) and prod(value.shape) == 1 and value.dtype in ("int32", "int64"):
+                value = value.read().item()
+            if type(value) is int:
+                return value
+    return None
+
+
+# The model
+
+
+def _lifted(state: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """What stands within a key, one level up; what has a namesake there stays."""
+    within = state[key]
+    stays = {k: v for k, v in within.items() if k in state}
+    rest = {k: v for k, v in state.items() if k != key}
+    return {**{k: v for k, v in within.items() if k not in stays}, **rest, **({key: stays} if stays else {})}
+
+
+def _with_model(state: dict[str, Any], optimizers: list[str], how: list[str]) -> dict[str, Any]:
+    found = next((key for key in _MODELS if _is_model(state.get(key))), None)
+    if found is None:
+        at_top = [key for key, value in state.items() if _is_of_model(key, value)]
+        named = [key for key, value in state.items() if _has_fqns(value) and key not in optimizers]
+        if at_top:
+            state = {"model": {key: state[key] for key in at_top}, **_without(state, at_top)}
+            how.append("the model's names stand at the top")
+        elif len(named) == 1:
+            found = named[0]
+    if found is not None and found != "model" and "model" not in state:
+        state = {"model": state[found], **_without(state, [found])}
+        how.append(f"{found!r} is the model")
+    return {**state, "model": fqns.model_state(state["model"])} if _is_model(state.get("model")) else state
+
+
+def _without(state: Mapping[str, Any], keys: list[str]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key not in keys}
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_tensors, value.values()))
+    return isinstance(value, Stored)
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, dict) and not _is_optimizer(value) and _holds_tensors(value)
+
+
+def _has_fqns(value: Any) -> bool:
+    return _is_model(value) and all(isinstance(v, Stored) for v in value.values()) and any("." in k for k in value)
+
+
+def _is_of_model(key: str, value: Any) -> bool:
+    return key not in _NO_PARAMETERS if isinstance(value, Stored) else key.endswith("_extra_state")
+
+
+def _is_application(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and any(_is_model(value.get(key)) for key in _MODELS)
+        and any(map(_is_optimizer, value.values()))
+    )
+
+
+# The optimizer
+
+
+def _is_optimizer(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return "param_groups" in value or isinstance(value.get(_BY_NAME), dict) or _is_flattened(value)
+
+
+def _is_flattened(value: Mapping[Any, Any]) -> bool:
+    return bool(value) and all(isinstance(key, str) and key.startswith(("param_groups.", "state.")) for key in value)
+
+
+def _optimizer(found: Mapping[str, Any], model: Any, where: Location) -> dict[str, Any]:
+    if _is_flattened(found):
+        found = _unflattened(found, model if isinstance(model, dict) else {})
+    elif "param_groups" not in found:
+        rest = {key: value for key, value in found.items() if key != _BY_NAME}
+        found = {**rest, "param_groups": _groups(found[_BY_NAME])}
+    state, groups = found.get("state", {}), found["param_groups"]
+    if not isinstance(state, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)):
+        return dict(found)  # no optimizer of torch: told as it stands
+    params = [p for group in groups for p in group.get("params", ())]
+    if all(type(p) is int for p in params) and all(str(key).isdecimal() for key in state):
+        # torch.optim's numbers: DCP made texts of them, as of all keys.
+        found = {**found, "state": {int(key): value for key, value in state.items()}}
+    return fqns.optimizer_state(found, where)
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("params", []), (list, tuple))
+
+
+def _unflattened(found: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """``state.<fqn>.<key>`` and ``param_groups.<fqn>.<setting>`` nested again; which were a group is not told."""
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in found.items():
+        if key.startswith("param_groups."):
+            name, _, setting = key.removeprefix("param_groups.").rpartition(".")
+            settings.setdefault(name, {})[setting] = value
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in found.items():
+        if key.startswith("state."):
+            name, *steps, last = _split(key.removeprefix("state."), settings, model)
+            at = state.setdefault(name, {})
+            for step in steps:
+                at = at.setdefault(step, {})
+            at[last] = value
+    return {"state": state, "param_groups": _groups(settings)}
+
+
+def _groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups of the parameters that have equal settings, in the order of their first."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, chosen in settings.items():
+        chosen = chosen if isinstance(chosen, dict) else {}
+        alike = tuple(sorted((str(setting), _comparable(value)) for setting, value in chosen.items()))
+        groups.setdefault(alike, {**chosen, "params": []})["params"].append(name)
+    return list(groups.values())
+
+
+def _split(key: str, *known: Mapping[str, Any]) -> list[str]:
+    """A parameter's name and the keys behind it: one, or more where its state is nested."""
+    name = key
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if any(name in names for names in known):
+            return [name, *key[len(name) + 1 :].split(".")]
+    name, _, last = key.rpartition(".")
+    return [name, last]
+
+
+def _comparable(value: Any) -> str:
+    if isinstance(value, Stored) and value.nbytes <= 64:  # a learning rate may be a tensor
+        return f"{value.dtype} {value.read().tolist()}"
+    return repr(value)

@@ -1,0 +1,176 @@
+"""Universal checkpoints of DeepSpeed: a folder for each parameter, whatever the ranks were that saved.
+
+`deepspeed` calls `read_universal`. Never reads a tensor, and takes nothing but the step from the one rank's flat
+partitions that DeepSpeed leaves there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from holdfast.errors import Damaged, Unsupported
+from holdfast.formats import members
+from holdfast.formats.ahead import glanced
+from holdfast.formats.alike import alike
+from holdfast.formats.assemble import Found
+from holdfast.formats.deepspeed.flat import Shapes, proper
+from holdfast.formats.deepspeed.ranks import as_written, found_of, load, sorted_files
+from holdfast.formats.deepspeed.slice import Slice, module_weights, others, weights
+from holdfast.formats.deepspeed.zero import GEOMETRY, Partitioned, saved_order, spread
+from holdfast.formats.machine.torch_files import load_path
+from holdfast.formats.sources import Stretch, all_of, file
+from holdfast.formats.stored import Stored, cut, reshaped
+from holdfast.storage.place import Location
+
+_COMMON = "optimizer_state.pt"
+_MASTER = "fp32.pt"
+_STEP = "step.pt"
+
+
+def is_universal(folder: Location) -> bool:
+    """Whether a folder is a universal checkpoint."""
+    return (folder / "zero" / _COMMON).is_file()
+
+
+def read_universal(folder: Location, files: Mapping[str, Stretch], reading: str = "") -> Found:
+    """The universal checkpoint in ``folder``, whose own files are ``files``. Raises Damaged, Unsupported."""
+    with as_written(folder):
+        _, by_rank, _ = sorted_files(files, folder)
+        ranks = [[load(s, "module") for _, s in sorted(ranks.items())] for _, ranks in sorted(by_rank.items())]
+        first = ranks[0][0]
+        common = load(all_of(file(folder / "zero" / _COMMON)), "param_groups")
+        shapes = _all_shapes([models[0] for models in ranks], folder)
+        masters, states = _parameters(folder, shapes, first.get("module") or {}, common)
+        wrapper = {key: value for key, value in common.items() if key not in GEOMETRY}
+        part = Partitioned(masters, states, _groups(common, shapes, first, folder), wrapper)
+        sharded = "fp32_flat_groups" in common
+        shared = first.get("shared_params") or {}
+        if len(ranks) > 1:
+            _check_replicas([models[0] for models in ranks], masters, shared, folder)
+        whole = Slice(
+            weights(ranks[0], masters, shared, folder, sharded=sharded),
+            module_weights(first.get("module") or {}, masters, shared) if len(ranks) == 1 and not sharded else {},
+            part,
+            others=[others(model) for models in ranks for model in models],
+        )
+        world_size = len(ranks) * (first.get("dp_world_size") or 1)
+        return found_of(whole, world_size, folder, reading, first.get("ds_version"))
+
+
+def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Location) -> list[Shapes]:
+    """The parameters of each group, of all pipeline stages; of parallel tensors the shapes of the first rank."""
+    if any(model.get("param_shapes") is None for model in models):
+        raise Damaged(f"{folder}: a model file does not tell which parameters there are")
+    found: list[dict[str, Sequence[int]]] = [{} for _ in range(max(len(model["param_shapes"]) for model in models))]
+    for model in models:
+        for group, shapes in zip(found, model["param_shapes"], strict=False):
+            for name, shape in shapes.items():
+                group.setdefault(name, shape)
+    return [proper(group, folder) for group in found]
+
+
+def _parameters(
+    folder: Location, shapes: Sequence[Shapes], module: Mapping[str, Any], common: Mapping[str, Any]
+) -> tuple[dict[str, Stored], dict[str, dict[str, Any]]]:
+    """Masters and optimizer state of every parameter, from its own folder."""
+    root = folder / "zero"
+    there = set(members.folders(root))
+    known = {name: shape for group in shapes for name, shape in group.items()}
+    lost = sorted(known.keys() - there)
+    if lost:
+        raise Damaged(f"{root} has no folder for {len(lost)} of {len(known)} parameters, the first is {lost[0]}")
+    # Buffers, frozen and tied weights have folders too, but as fp32: the model's file has them as they were.
+    names = [*known, *sorted(there - known.keys() - module.keys())]
+    masters: dict[str, Stored] = {}
+    states: dict[str, dict[str, Any]] = {}
+    files = {name: _listed(root / name) for name in names}
+    for name in names:
+        if _MASTER not in files[name]:
+            raise Damaged(f"{root / name / _MASTER} is missing: bring it back, or convert the checkpoint again")
+    paths = ((name, root / name / file_name) for name in names for file_name in files[name])
+    for name, path in glanced(paths, lambda pair: pair[1]):
+        state = states.setdefault(name, {})
+        if path.name == _MASTER:
+            masters[name] = _tensor(path, known.get(name))
+        elif path.name == _STEP:
+            spread({name: state}, "step", load_path(path), folder)
+        else:
+            state[path.name.removesuffix(".pt")] = _tensor(path, known.get(name))
+    _add_steps(states, shapes, common, folder)
+    return masters, {name: state for name, state in states.items() if state}
+
+
+def _listed(folder: Location) -> list[str]:
+    return [name for name in members.names(folder) if name.endswith(".pt")]
+
+
+def _tensor(path: Location, shape: Sequence[int] | None) -> Stored:
+    """A parameter's file: a dict with the tensor as it is, or from ZeRO 3 only its elements."""
+    found = load_path(path)
+    if isinstance(found, dict):
+        found = found.get("param")
+        shape = found.shape if isinstance(found, Stored) else None
+    if not isinstance(found, Stored):
+        raise Damaged(f"{path} holds no tensor")
+    if shape is None or len(found.shape) != 1:
+        return found
+    if found.shape[0] < prod(shape):
+        raise Damaged(f"{path} holds {found.shape[0]} elements of a parameter of shape {tuple(shape)}")
+    # Before 0.16 the converter takes some padding along where a parameter has fewer elements than there were ranks.
+    return reshaped(cut(found, 0, prod(shape)), tuple(shape))
+
+
+def _add_steps(
+    states: Mapping[str, dict[str, Any]], shapes: Sequence[Shapes], common: Mapping[str, Any], folder: Location
+) -> None:
+    """The step, where the parameters' folders do not have it."""
+    flat = common.get("optimizer_state_dict") or {}
+    ids = [id_ for group in common["param_groups"] for id_ in group["params"]]
+    for k, group in enumerate(shapes):
+        wanting = {name: states[name] for name in group if states[name] and "step" not in states[name]}
+        if not wanting or k >= len(ids):
+            continue
+        step = flat.get("state", {}).get(ids[k], {}).get("step")
+        if step is None:
+            step = _hyper(common, ids[k]).get("step", common.get("base_optimizer_state_step"))
+        if step is not None:
+            spread(wanting, "step", step, folder)
+
+
+def _hyper(common: Mapping[str, Any], id_: Any) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = next((g for g in common["param_groups"] if id_ in g["params"]), {})
+    return found
+
+
+def _groups(
+    common: Mapping[str, Any], shapes: Sequence[Shapes], model: Mapping[str, Any], folder: Location
+) -> list[dict[str, Any]]:
+    """The param_groups, each with the names of its flat groups' parameters."""
+    told = common.get("partition_count")
+    ranks = max(told, default=1) if isinstance(told, (list, tuple)) else told or 1
+    groups, at = [], 0
+    for group in common["param_groups"]:
+        names: list[str] = []
+        for flat in shapes[at : at + len(group["params"])]:
+            names += saved_order(list(flat), ranks, model.get("ds_config"))
+        at += len(group["params"])
+        groups.append({**group, "params": names})
+    if at != len(shapes):
+        raise Damaged(f"{folder}: its optimizer has {at} flat groups, its model's file {len(shapes)}")
+    return groups
+
+
+def _check_replicas(
+    models: Sequence[Mapping[str, Any]], masters: Mapping[str, Any], shared: Mapping[str, str], folder: Location
+) -> None:
+    """That what no folder holds is the same on all model-parallel ranks: nothing tells how to join it else."""
+    for name, value in (models[0].get("module") or {}).items():
+        if name in masters or shared.get(name) in masters:
+            continue
+        if not all(alike(value, (model.get("module") or {}).get(name)) for model in models[1:]):
+            raise Unsupported(
+                f"{folder}: {name} was not trained and differs between the {len(models)} model-parallel ranks: no file "
+                "tells how its parts are to be joined"
+            )

@@ -1,0 +1,246 @@
+"""ZeRO's flat partitions as named tensors: fp32 masters and optimizer state, cut where each parameter lies.
+
+`deepspeed_ranks` calls `partitioned` with what the optimizer files of all data-parallel ranks hold. Never reads a
+partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+from holdfast.errors import Damaged, Unsupported
+from holdfast.formats.assemble import PerRank, simplified
+from holdfast.formats.deepspeed.flat import Shapes, cut_shares, cut_vector, proper
+from holdfast.formats.sharded import join_ranks
+from holdfast.formats.stored import Stored, float_scalar, of_bytes
+from holdfast.storage.place import Location
+
+GEOMETRY = frozenset(
+    ["base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
+     "optimizer_state_dict", "param_slice_mappings", "group_paddings", "param_alignment_paddings", "partition_count",
+     "param_groups", "ds_version"]
+)  # fmt: skip
+"""What an optimizer's file holds of where things lie; the rest is the wrapper's own state."""
+
+
+class Partitioned(NamedTuple):
+    """What the optimizer files of all ranks hold, by parameter.
+
+    ``masters``: the weights the optimizer works on. ``states``: its state. ``groups``: its param_groups, with names as
+    ``params``. ``wrapper``: loss scaler, overflow and whatever else DeepSpeed's own optimizer keeps.
+    """
+
+    masters: dict[str, Stored]
+    states: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    wrapper: dict[str, Any]
+
+
+class _Flat(NamedTuple):
+    """One flat group: by rank its masters and its optimizer state, and how a parameter is cut out of such parts.
+
+    ``fits``: the lengths that a rank's part may have.
+    """
+
+    names: list[str]
+    group: int
+    masters: list[Stored]
+    states: list[Mapping[str, Any]]
+    fits: Sequence[tuple[int, ...]]
+    cut: Callable[[Sequence[Stored]], dict[str, Stored]]
+
+
+def partitioned(
+    optims: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes], config: Any, where: Location
+) -> Partitioned:
+    """What the optimizers of ranks 0, 1, … hold. ``shapes``: of each flat group; ``config``: DeepSpeed's.
+
+    Raises Damaged if partitions and parameters do not fit, Unsupported for a layout that DeepSpeed has given up.
+    """
+    first = optims[0]
+    shapes = [proper(group, where) for group in shapes]
+    base = [optim.get("base_optimizer_state", optim.get("optimizer_state_dict")) for optim in optims]
+    hyper = _param_groups(base[0], first)
+    if "single_partition_of_fp32_groups" in first:
+        flats = _stage_1_2(optims, base, shapes, where)
+        orders = [saved_order(flat.names, len(optims), config) for flat in flats]
+    elif "fp32_flat_groups" in first:
+        flats = _stage_3(optims, base, hyper, shapes, where)
+        orders = [flat.names for flat in flats]
+    else:
+        raise Unsupported(
+            f"{where}: no flat partitions of a kind that DeepSpeed wrote since 0.5; load it with the DeepSpeed "
+            f"{first.get('ds_version', '')} that wrote it and convert it with its zero_to_fp32.py"
+        )
+    masters: dict[str, Stored] = {}
+    states: dict[str, dict[str, Any]] = {}
+    unnamed: dict[int, dict[str, Any]] = {}
+    groups = hyper or [{} for _ in flats]
+    named: list[list[str]] = [[] for _ in groups]
+    for index, (flat, order) in enumerate(zip(flats, orders, strict=True)):
+        masters.update(flat.cut(flat.masters))
+        step = groups[flat.group].get("step", first.get("base_optimizer_state_step"))
+        found, rest = _states(flat, step, where)
+        states.update(found)
+        if rest:
+            unnamed[index] = rest
+        named[flat.group] += order
+    wrapper = join_ranks([{k: v for k, v in optim.items() if k not in GEOMETRY} for optim in optims], f"{where}: ")
+    if isinstance(base[0], Mapping) and base[0].keys() - {"state", "param_groups"}:
+        more = [{k: v for k, v in b.items() if k not in ("state", "param_groups")} for b in base]
+        wrapper["base_optimizer_state"] = join_ranks(more, f"{where}: ")
+    if unnamed:
+        wrapper["unnamed_state"] = unnamed
+    return Partitioned(masters, states, [{**g, "params": n} for g, n in zip(groups, named, strict=True)], wrapper)
+
+
+def _param_groups(base: Any, optim: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The hyperparameters of each group; none in elastic checkpoints, which keep a list of states."""
+    groups = optim.get("param_groups") if isinstance(base, list) else base.get("param_groups")
+    return [dict(group) for group in groups or ()]
+
+
+def saved_order(names: list[str], ranks: int, config: Any) -> list[str]:
+    """The parameters of a flat group of ZeRO 1 or 2 in the order of the optimizer's group.
+
+    Round-robin gradients deal them out to the ranks like cards.
+    """
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    if not isinstance(zero, Mapping) or not zero.get("round_robin_gradients"):
+        return names
+    dealt = sorted(range(len(names)), key=lambda i: i % ranks)
+    return [name for _, name in sorted(zip(dealt, names, strict=True))]
+
+
+# ZeRO 1 and 2, and the BF16 optimizer: a group is one flat vector, cut evenly among the ranks
+
+
+def _stage_1_2(
+    optims: Sequence[Mapping[str, Any]], base: Sequence[Any], shapes: Sequence[Shapes], where: Location
+) -> list[_Flat]:
+    flats = []
+    for g, group in enumerate(shapes):
+        masters = [_vector(optim["single_partition_of_fp32_groups"], g, len(shapes), where) for optim in optims]
+        paddings = [(optim.get("group_paddings") or [0] * len(shapes))[g] for optim in optims]
+        gaps = (optims[0].get("param_alignment_paddings") or [None] * len(shapes))[g] or [0] * len(group)
+        if len(gaps) != len(group) or any(type(n) is not int or n < 0 for n in (*gaps, *paddings)):
+            raise Damaged(f"{where}: group {g} has {len(group)} parameters, but its paddings are not those of as many")
+        states = [b[g] if isinstance(b, list) else _state_of(b, _ids(b, g)) for b in base]
+        # States are padded as the masters were before they were saved. Only the first rank tells for sure how far:
+        # older versions take the padding of all ranks for the last one's.
+        fits = [(master.shape[0], masters[0].shape[0] + paddings[0]) for master in masters]
+        cutter = partial(cut_vector, group, gaps, f"{where}: group {g}")
+        flats.append(_Flat(list(group), g, masters, states, fits, cutter))
+    return flats
+
+
+def _ids(base: Mapping[str, Any], group: int) -> Any:
+    params = base["param_groups"][group]["params"]
+    return params[0] if params else None
+
+
+def _state_of(base: Mapping[str, Any], key: Any) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = base.get("state", {}).get(key, {})
+    return found
+
+
+# ZeRO 3: every parameter is cut evenly among the ranks, and a rank's pieces follow each other
+
+
+def _stage_3(
+    optims: Sequence[Mapping[str, Any]], base: Sequence[Any], hyper: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Shapes], where: Location,
+) -> list[_Flat]:  # fmt: skip
+    if any(optim.get("ds_zero_partition_groups") for optim in optims):
+        raise Unsupported(f"{where}: its experts are partitioned over other ranks than the rest (AutoEP), {_UNIVERSAL}")
+    owner = [(id_, g) for g, group in enumerate(hyper) for id_ in group["params"]]
+    if len(owner) != len(shapes):
+        raise Damaged(f"{where}: its optimizer has {len(owner)} flat groups, its model's files {len(shapes)}")
+    flats = []
+    for k, (group, (id_, g)) in enumerate(zip(shapes, owner, strict=True)):
+        masters = [_vector(optim["fp32_flat_groups"], k, len(shapes), where) for optim in optims]
+        if any(map(prod, group.values())) and all(m.shape == (0,) for m in masters):
+            raise Unsupported(
+                f"{where}: the masters of group {k} are not in the files: they were swapped to NVMe; {_UNIVERSAL}"
+            )
+        states = [_state_of(b, id_) for b in base]
+        fits = [(m.shape[0],) for m in masters]
+        cutter = partial(cut_shares, group, f"{where}: group {k}")
+        flats.append(_Flat(list(group), g, masters, states, fits, cutter))
+    return flats
+
+
+_UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py and open what that writes"
+
+
+# Either
+
+
+def _vector(groups: Any, index: int, count: int, where: Location) -> Stored:
+    if not isinstance(groups, (list, tuple)) or len(groups) != count:
+        raise Damaged(f"{where}: a rank does not have the {count} flat groups that the model's file tells of")
+    found = groups[index]
+    if not isinstance(found, Stored) or len(found.shape) != 1:
+        raise Damaged(f"{where}: flat group {index} of a rank is no flat tensor")
+    return found
+
+
+def _states(flat: _Flat, group_step: Any, where: Location) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """The optimizer state of each parameter of a group, and what of it cannot be cut at parameters."""
+    keys = list(flat.states[0])
+    for rank, state in enumerate(flat.states):
+        if state.keys() != flat.states[0].keys():
+            raise Damaged(f"{where}: the optimizer of rank {rank} keeps {sorted(state)}, that of rank 0 {sorted(keys)}")
+    found: dict[str, dict[str, Any]] = {name: {} for name in flat.names}
+    loose = []
+    for key in keys:
+        held = [state[key] for state in flat.states]
+        if key != "step" and all(map(_fits, held, flat.fits)):
+            for name, tensor in flat.cut(held).items():
+                found[name][key] = tensor
+        else:
+            loose.append(key)
+    joint = join_ranks([{key: state[key] for key in loose} for state in flat.states], f"{where}: ")
+    if isinstance(joint.get("step"), PerRank):
+        raise Damaged(f"{where}: the ranks' optimizers are at different steps: files of different saves lie there")
+    rest = {}
+    for key, value in joint.items():
+        if isinstance(value, (PerRank, dict, list, tuple)) or (isinstance(value, Stored) and prod(value.shape) != 1):
+            rest[key] = value
+        else:
+            spread(found, key, value, where)
+    if keys and "step" not in keys and group_step is not None:
+        spread(found, "step", group_step, where)
+    return {name: state for name, state in found.items() if state}, rest
+
+
+def _fits(value: Any, lengths: tuple[int, ...]) -> bool:
+    return isinstance(value, Stored) and len(value.shape) == 1 and value.shape[0] in lengths
+
+
+def spread(states: Mapping[str, dict[str, Any]], key: str, value: Any, where: Location) -> None:
+    """Give what a flat group has once to each of its parameters: a step, a number.
+
+    A tensor is one of its own for each: were it one and the same, a fused optimizer would count it up for every
+    parameter.
+    """
+    value = simplified(value, where)
+    number = step_number(value) if key == "step" else None
+    raw = value.pieces[0][1].read() if isinstance(value, Stored) and value.pieces and number is None else None
+    for state in states.values():
+        if number is not None:
+            state[key] = float_scalar(number, where)
+        elif raw is not None:
+            state[key] = of_bytes(value.dtype, value.shape, raw, where)
+        else:
+            state[key] = value
+
+
+def step_number(value: Any) -> float | None:
+    """A step, kept as a number or as a tensor of one element."""
+    if isinstance(value, Stored) and prod(value.shape) == 1:
+        return float(value.read().item())
+    return float(value) if type(value) in (int, float) else None

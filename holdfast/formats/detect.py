@@ -1,0 +1,70 @@
+"""Which format a path is of: each reader is asked in turn, the most particular first.
+
+`holdfast.open` calls `open_foreign` where there is no checkpoint of ours. Never decides by a file's name alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+from holdfast.buffers.memory import no_collection
+from holdfast.errors import Damaged, HoldfastError
+from holdfast.formats.assemble import Foreign, assemble
+from holdfast.storage.place import Location, Place
+from holdfast.storage.storage import storage_error
+from holdfast.storage.wrappers.listed import Listed
+
+# Each is asked with `read(path)`, which returns None for what is not its format. Those that look for a file of a name
+# that nobody else uses come first; what is anything else is left to the general ones. They are imported when the first
+# foreign path is opened: a program that reads none pays nothing.
+_READERS = (
+    "megatron.megatron", "olmo.olmo", "deepspeed.deepspeed", "torchsnapshot.torchsnapshot",
+    "torch_checkpointing.torch_checkpointing", "composer.composer", "hfai", "dcp.dcp", "huggingface.huggingface",
+    "torch_save.rank_files", "torch_save.full",
+)  # fmt: skip
+
+
+_UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
+
+
+def open_foreign(path: Location) -> Foreign | None:
+    """The foreign checkpoint at ``path``, or None if there is none that is known.
+
+    ``path``: a folder, a file, or a template with ``{rank}``. Raises Damaged, Unsupported, StorageError.
+    """
+    if isinstance(path, Place):
+        path = Place(Listed(path.store, _above_templates(path.key)), path.key)
+    # A large one is hundreds of thousands of objects, of which none is garbage.
+    with no_collection(), _telling(path):
+        for name in _READERS:
+            found = import_module(f"holdfast.formats.{name}").read(path)
+            if found is not None:
+                return assemble(found, path)
+    return None
+
+
+def _above_templates(key: str) -> str:
+    """The folder that holds all files of a template, or the key itself."""
+    return key if "{" not in key else key.partition("{")[0].rpartition("/")[0]
+
+
+@contextmanager
+def _telling(path: Location) -> Iterator[None]:
+    try:
+        yield
+    except HoldfastError as error:
+        if str(path) in str(error):
+            raise
+        named = type(error)(f"{path}: {error}")
+        named.file = error.file
+        raise named from None
+    except _UNEXPECTED as error:
+        # What is read here is untrusted. Each reader checks what it takes; what none has thought of is refused too.
+        raise Damaged(
+            f"{path} contradicts itself in a way that its reader does not expect ({type(error).__name__}: "
+            f"{str(error)[:200]}): it was altered, or is of another version"
+        ) from error
+    except OSError as error:
+        raise storage_error("read", str(path), error.errno, error.strerror or str(error)) from error

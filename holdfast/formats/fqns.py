@@ -1,0 +1,80 @@
+"""Foreign names as ours: wrappers' prefixes off, and optimizer state by FQN where the file tells the names.
+
+Readers call these once they have a model's and an optimizer's dicts. Never guesses a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from holdfast.formats.stored import Stored, float_scalar
+from holdfast.storage.place import Location
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_forward_module.")
+
+
+def plain_fqn(name: str) -> str:
+    """An FQN without what FSDP1, torch.compile and activation checkpointing put into it."""
+    for wrapper in _WRAPPERS:
+        if wrapper in name:
+            name = name.replace(wrapper, "")
+    return name
+
+
+def unwrapped(keys: Iterable[Any]) -> dict[Any, Any]:
+    """Each key of a state dict with its FQN: wrappers off, and ``module.`` of DDP if all have it.
+
+    Keys that are no text stay as they are, and all do if two would become one.
+    """
+    keys = list(keys)
+    found = {key: plain_fqn(key) if isinstance(key, str) else key for key in keys}
+    texts = [fqn for fqn in found.values() if isinstance(fqn, str)]
+    if texts and all(fqn.startswith("module.") for fqn in texts):
+        found = {k: v.removeprefix("module.") if isinstance(v, str) else v for k, v in found.items()}
+    return found if len(set(found.values())) == len(found) else {key: key for key in keys}
+
+
+def model_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """A module's state dict under plain FQNs."""
+    called = unwrapped(state)
+    return {called[key]: value for key, value in state.items()}
+
+
+def optimizer_state(found: Mapping[Any, Any], where: Location, ids: Mapping[int, str] | None = None) -> dict[str, Any]:
+    """An optimizer's state dict as ours: ``state`` by FQN, ``param_groups`` with the FQNs as ``params``.
+
+    Integer ids become names if ``ids`` or the groups' ``param_names`` tell them, else stay integers (a live optimizer
+    knows its own). A step that is a number becomes the float32 scalar that torch's optimizers keep.
+    """
+    groups = [dict(group) for group in found.get("param_groups", ())]
+    known: dict[Any, str] = dict(ids or {})
+    for group in groups:
+        told = group.pop("param_names", None)
+        if isinstance(told, (list, tuple)) and len(told) == len(group.get("params", ())):
+            known.update(zip(group["params"], told, strict=True))
+    state = found.get("state", {})
+    called = unwrapped([known.get(key, key) for key in [*state, *(p for g in groups for p in g.get("params", ()))]])
+
+    def name(key: Any) -> Any:
+        return called[known.get(key, key)]
+
+    for group in groups:
+        if "params" in group:
+            group["params"] = [name(key) for key in group["params"]]
+    return {
+        "state": {name(key): _own_step(value, where) for key, value in state.items()},
+        "param_groups": groups,
+        **{key: value for key, value in found.items() if key not in ("state", "param_groups")},
+    }
+
+
+def _own_step(state: Any, where: Location) -> Any:
+    if not isinstance(state, Mapping) or type(state.get("step")) not in (int, float):
+        return state
+    return {**state, "step": float_scalar(float(state["step"]), where)}
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a leaf is a tensor that lies somewhere."""
+    return isinstance(value, Stored)

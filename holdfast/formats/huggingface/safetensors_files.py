@@ -1,0 +1,123 @@
+"""A safetensors file as names, unread tensors and the texts of its header.
+
+Readers whose format has such files call `load_path`. Never reads the bytes of a tensor, and never believes a header
+that its file does not bear out.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.errors import Damaged, Unsupported
+from holdfast.formats.sources import Stretch, all_of, file
+from holdfast.formats.stored import Stored, plain
+from holdfast.ondisk import dtypes
+from holdfast.ondisk.datafile import MAX_HEADER
+from holdfast.storage.place import Location
+
+# torch's name of each type and its bits. Types of less than a byte are packed; torch has a name for pairs of 4 bits,
+# and none for 6 (such tensors are told and left out).
+_TYPES = {
+    "BOOL": ("bool", 8), "U8": ("uint8", 8), "I8": ("int8", 8), "U16": ("uint16", 16), "I16": ("int16", 16),
+    "U32": ("uint32", 32), "I32": ("int32", 32), "U64": ("uint64", 64), "I64": ("int64", 64), "F16": ("float16", 16),
+    "BF16": ("bfloat16", 16), "F32": ("float32", 32), "F64": ("float64", 64), "C64": ("complex64", 64),
+    "F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8), "F4": ("float4_e2m1fn_x2", 4),
+    "F6_E2M3": ("float6_e2m3fn", 6), "F6_E3M2": ("float6_e3m2fn", 6),
+}  # fmt: skip
+
+
+class Contents(NamedTuple):
+    """What a file holds: tensors in the order of their bytes, and the texts of ``__metadata__``."""
+
+    tensors: dict[str, Stored]
+    metadata: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+_decode_texts = msgspec.json.Decoder(dict[str, str] | None).decode
+
+
+def is_safetensors(data: Stretch) -> bool:
+    """Whether this begins as a safetensors file does: a length that fits, and an object of JSON."""
+    if data.nbytes < 10:
+        return False
+    head = data.read(0, 9)
+    return int.from_bytes(head[:8], "little") <= min(data.nbytes - 8, MAX_HEADER) and head[8:] == b"{"
+
+
+def load_path(path: Location) -> Contents:
+    """What the file at ``path`` holds."""
+    return load_file(all_of(file(path)))
+
+
+def load_file(data: Stretch) -> Contents:
+    """What a safetensors file holds.
+
+    Raises Damaged if the header is none or does not describe every byte of the file exactly once, Unsupported for a
+    type that no known version of the format has.
+    """
+    where = data.source.path
+    refuse_pointer(data)
+    if data.nbytes < 8:
+        raise _damaged(where, f"it has {data.nbytes} bytes, no header fits in them")
+    length = int.from_bytes(data.read(0, 8), "little")
+    if length > min(data.nbytes - 8, MAX_HEADER):
+        raise _damaged(where, f"its header claims {length} bytes, the file has {data.nbytes}")
+    begin = 8 + length
+    try:
+        raw = _decode_header(data.read(8, length))
+        metadata = _decode_texts(raw.pop("__metadata__", msgspec.Raw(b"null"))) or {}
+        entries = {name: _decode_entry(entry) for name, entry in raw.items()}
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise _damaged(where, f"its header is not valid: {error}") from None
+    tensors: dict[str, Stored] = {}
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        start, stop = entry.data_offsets
+        if start != end or stop < start:
+            raise _damaged(where, f"{name!r} has bytes {start}:{stop}, but those before it end at {end}")
+        if begin + stop > data.nbytes:
+            raise _damaged(where, f"{name!r} has bytes {start}:{stop}, but the file holds {data.nbytes - begin}")
+        tensors[name] = _tensor(where, name, entry, data.part(begin + start, stop - start))
+        end = stop
+    if begin + end != data.nbytes:
+        raise _damaged(where, f"its header describes {begin + end} bytes, the file has {data.nbytes}")
+    return Contents(tensors, metadata)
+
+
+def refuse_pointer(data: Stretch) -> None:
+    """Raise Damaged if this is not a file, but the line that Git LFS leaves in its place."""
+    if data.read(0, min(24, data.nbytes)) == b"version https://git-lfs.":
+        where = data.source.path
+        raise Damaged(f"{where} is only the pointer of Git LFS to a file; fetch the file itself: git lfs pull")
+
+
+def _tensor(where: Location, name: str, entry: _Entry, stretch: Stretch) -> Stored:
+    if entry.dtype not in _TYPES:
+        raise Unsupported(f"{where}: {name!r} is of type {entry.dtype[:40]!r}, which is not known; update holdfast")
+    dtype, bits = _TYPES[entry.dtype]
+    shape = entry.shape
+    if any(n < 0 for n in shape) or prod(shape) * bits != stretch.nbytes * 8:
+        raise _damaged(where, f"{name!r} has {stretch.nbytes} bytes, which is not {entry.dtype} of shape {list(shape)}")
+    if bits == 4:
+        if not shape or shape[-1] % 2:
+            raise _damaged(where, f"{name!r} has rows of {list(shape)[-1:]} packed numbers: half a byte")
+        shape = (*shape[:-1], shape[-1] // 2)
+    return plain(dtype, shape, stretch) if dtypes.known(dtype) else Stored(dtype, shape, ())
+
+
+def _damaged(where: Location, what: str) -> Damaged:
+    error = Damaged(f"{where}: {what}: it is truncated, was altered, or is no safetensors file; fetch it again")
+    error.file = str(where)
+    return error

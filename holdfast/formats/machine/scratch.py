@@ -1,0 +1,283 @@
+"""Compressed archives, unpacked once for all processes of a machine into a private folder for temporary files.
+
+`composer` calls `unpacked`. Never leaves anything behind that a later call would not sweep, and never makes a path of a
+name that an archive gives.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import stat
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from holdfast import events
+from holdfast.errors import Damaged, StorageError, Unsupported
+from holdfast.formats.machine import tars
+from holdfast.formats.machine.compressed import Unpacking, kind_of
+from holdfast.formats.members import modified
+from holdfast.formats.sources import File, Stretch, all_of, file
+from holdfast.storage.place import Location, Place
+from holdfast.storage.storage import naming, open_to_read
+
+LIMIT = "HOLDFAST_SCRATCH_LIMIT"
+"""The environment variable that says how many bytes an archive may unpack to; by default half of what is free."""
+
+PATIENCE = 600.0
+"""Seconds to wait for another process that unpacks the same, and gets no further."""
+
+_INDEX = "index.json"
+_PAUSE = 0.05
+_SPAN = 1 << 20
+_END = 64 << 10
+
+
+class Lease:
+    """The right to what was unpacked: while one lives, on whatever process of the machine, it stays.
+
+    The kernel gives the right up for a process that is killed; the next call of anybody sweeps what it left.
+    """
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self._end = weakref.finalize(self, _give_up, folder, lock, os.getpid())
+
+
+@dataclass(frozen=True)
+class Scratched:
+    """A member of an archive, unpacked. ``path`` names archive and member in errors."""
+
+    path: Location = field(compare=False)
+    nbytes: int = field(compare=False)
+    file: Path
+    lease: Lease = field(compare=False, repr=False)
+
+    def open(self) -> tuple[int, int | None]:
+        return open_to_read(self._there())
+
+    def read(self, begin: int, nbytes: int) -> bytes:
+        return File(self._there(), self.nbytes).read(begin, nbytes)
+
+    def _there(self) -> Path:
+        if not self.file.is_file():
+            raise StorageError(f"{self.path} was unpacked to {self.file}, which somebody removed: open it again")
+        return self.file
+
+
+def first_member(path: Location) -> str | None:
+    """The name of the first file in a compressed tar archive; "" for another compressed file, None if it is neither."""
+    packed = all_of(file(path))
+    kind = kind_of(packed.read(0, min(8, packed.nbytes)))
+    if kind is None:
+        return None
+    stream = Unpacking(packed, kind, 1 << 30)
+    if not tars.is_tar(stream.peek(tars.BLOCK)):
+        return ""
+    return next((entry.name for entry in tars.entries(stream, path)), None)
+
+
+def unpacked(path: Location, wanted: Callable[[str], bool]) -> dict[str, Stretch]:
+    """The members of a compressed tar archive that are ``wanted``, by name; any other compressed file whole, as "".
+
+    ``wanted`` must be the same for all who open ``path``. Raises StorageError if it unpacks to too much, Damaged or
+    Unsupported for what cannot be unpacked.
+    """
+    lease = _lease(path, wanted)
+    index = json.loads((lease.folder / _INDEX).read_bytes())
+    return {
+        name: all_of(Scratched(path / name, nbytes, lease.folder / str(i), lease))
+        for i, (name, nbytes) in enumerate(index.items())
+    }
+
+
+def _unpack(path: Location, folder: Path, limit: int, wanted: Callable[[str], bool]) -> None:
+    """Write the wanted members into ``folder`` under numbers, and at last which is which."""
+    packed = all_of(file(path))
+    kind = kind_of(packed.read(0, min(8, packed.nbytes)))
+    if kind is None:
+        raise Damaged(f"{path} is not compressed")
+    found: dict[str, int] = {}
+    with events.task("unpack", str(path), total=packed.nbytes) as task:
+        stream = Unpacking(packed, kind, limit, task.advance)
+        if tars.is_tar(stream.peek(tars.BLOCK)):
+            for entry in tars.entries(stream, path):
+                if wanted(entry.name):
+                    found[entry.name] = _copy(stream, folder / str(len(found)), entry.nbytes)
+        elif wanted(""):
+            found[""] = _copy(stream, folder / "0", None)
+        stream.drain()
+    (folder / _INDEX).write_text(json.dumps(found))
+
+
+def _copy(stream: Unpacking, target: Path, nbytes: int | None) -> int:
+    """The next bytes of a stream, or all that follow, into a file; how many."""
+    if nbytes is not None and nbytes > stream.limit - stream.at:
+        raise stream.exceeded()
+    done = 0
+    with target.open("xb") as file:
+        while part := stream.read(_SPAN if nbytes is None else min(_SPAN, nbytes - done)):
+            file.write(part)
+            done += len(part)
+    return done  # if the stream ended before, the archive's reader tells
+
+
+# Who unpacks, who waits, who cleans up
+
+_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _lease(path: Location, wanted: Callable[[str], bool]) -> Lease:
+    with naming(path, "open"):
+        identity = _in_store(path) if isinstance(path, Place) else _on_disk(Path(os.path.realpath(path)))
+    key = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
+    with _lock:
+        lease = _leases.get(key)
+        if lease is None:
+            with naming(path, "unpack"):
+                root = private_folder("scratch")
+                _sweep(root, key)
+                lease = _leases[key] = _taken(root / key, lambda folder: _unpack(path, folder, _limit(root), wanted))
+        return lease
+
+
+def _on_disk(real: Path) -> list[Any]:
+    told = real.stat()
+    return [str(real), told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns]
+
+
+def _in_store(place: Place) -> list[Any]:
+    # Not every store tells when a file was written; compressed files end with a sum of what is in them.
+    packed = file(place)
+    ends = packed.read(0, _END) + packed.read(max(packed.nbytes - _END, 0), _END)
+    return [str(place), packed.nbytes, modified(place), xxhash.xxh3_128_hexdigest(ends)]
+
+
+def _await_lock(lock: int, how: int, folder: Path) -> None:
+    """Wait for whoever unpacks into the folder, as long as it grows: a process that is frozen there lets go never."""
+    grown, since = -1, time.monotonic()
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+            return
+        now, size = time.monotonic(), _size_below(folder)
+        if size != grown:
+            grown, since = size, now
+        if now - since > PATIENCE:
+            raise OSError(
+                errno.ETIMEDOUT,
+                f"another process is unpacking there and gets no further for {PATIENCE:g} s",
+                str(folder),
+            )
+        time.sleep(_PAUSE)
+
+
+def _size_below(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # deleted while we looked
+            size += path.stat().st_size
+    return size
+
+
+def _taken(folder: Path, fill: Callable[[Path], None]) -> Lease:
+    """A lease of ``folder``, which is filled by the first who comes; the others wait for it."""
+    while True:
+        lock = _open_lock(folder)
+        try:
+            _await_lock(lock, fcntl.LOCK_SH, folder)
+            if _is_current(lock, folder) and (folder / _INDEX).is_file():
+                return Lease(folder, lock)
+            _await_lock(lock, fcntl.LOCK_EX, folder)
+            if _is_current(lock, folder) and not (folder / _INDEX).is_file():
+                try:
+                    shutil.rmtree(folder, ignore_errors=True)  # of one who was killed while unpacking
+                    folder.mkdir(0o700)
+                    fill(folder)
+                except BaseException:
+                    _remove(folder)
+                    raise
+        except BaseException:
+            os.close(lock)
+            raise
+        # Filled, by this process or another: once more, as the exclusive lock cannot become a shared one at a stroke.
+        os.close(lock)
+
+
+def _open_lock(folder: Path) -> int:
+    return os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _is_current(lock: int, folder: Path) -> bool:
+    """Whether an open lock file is still the one of that name: who cleans up removes it."""
+    try:
+        return os.path.samestat(os.fstat(lock), folder.with_suffix(".lock").stat())
+    except FileNotFoundError:
+        return False
+
+
+def _give_up(folder: Path, lock: int, process: int) -> None:
+    """End a lease; the last one cleans up. A forked child only lets go."""
+    try:
+        if os.getpid() == process:
+            _remove_if_idle(folder, lock)
+    finally:
+        os.close(lock)
+
+
+def _remove_if_idle(folder: Path, lock: int) -> None:
+    with suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_current(lock, folder):
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    # The lock file last: whoever waits for it then finds that it is another.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def _sweep(root: Path, but: str) -> None:
+    """Remove what processes that were killed have left."""
+    for name in sorted({Path(name).stem for name in os.listdir(root)} - {but}):
+        lock = _open_lock(root / name)
+        try:
+            _remove_if_idle(root / name, lock)
+        finally:
+            os.close(lock)
+
+
+def private_folder(name: str) -> Path:
+    """A folder for temporary files that nobody else can write to. Raises StorageError if somebody else made it."""
+    root = Path(tempfile.gettempdir()) / f"holdfast-{name}-{os.geteuid()}"
+    with suppress(FileExistsError):
+        root.mkdir(0o700)
+    told = root.lstat()
+    if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.geteuid() or told.st_mode & 0o077:
+        raise StorageError(
+            f"{root} is not a folder that only this user can use: nothing is written to it. Remove it, or set TMPDIR"
+        )
+    return root
+
+
+def _limit(root: Path) -> int:
+    told = os.environ.get(LIMIT)
+    if told is None:
+        return shutil.disk_usage(root).free // 2
+    if not told.isascii() or not told.isdigit():
+        raise Unsupported(f"{LIMIT} is {told!r}, not a number of bytes")
+    return int(told)

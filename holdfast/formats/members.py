@@ -1,0 +1,145 @@
+"""Files of a checkpoint's folder: which there are, and which may be read through names and links that others made.
+
+Readers of folders call these. Never follows a link out of a folder, except into the store of a Hugging Face cache.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from holdfast.errors import Damaged
+from holdfast.events import log
+from holdfast.storage.place import Location, Place
+from holdfast.storage.storage import naming
+
+MAX_ATTACHMENT = 64 << 20
+"""Larger files beside the weights are no configuration."""
+
+ATTACHED = (
+    ".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".py", ".yaml", ".yml", ".toml", ".tiktoken", ".vocab",
+    ".bpe", ".merges", ".cfg", ".ini", ".csv",
+)  # fmt: skip
+"""How files end that say how weights are to be used."""
+
+_HEX = re.compile(r"[0-9a-f]{40,128}")
+_REPOSITORY = re.compile(r"[a-z]+--.+")
+
+
+def names(folder: Location) -> list[str]:
+    """Names of all that is in a folder, hidden or not, sorted. Raises StorageError."""
+    with naming(folder, "list"):
+        return sorted(path.name for path in folder.iterdir())
+
+
+def listed(folder: Location) -> list[str]:
+    """Names of the files in a folder that are not hidden, sorted; links count. Raises StorageError."""
+    if isinstance(folder, Place):
+        with naming(folder, "list"):
+            return _seen(entry.key for entry in folder.store.list(folder.key, deep=False).files)
+    with naming(folder, "list"), os.scandir(folder) as entries:
+        return _seen(entry.name for entry in entries if entry.is_symlink() or entry.is_file())
+
+
+def folders(folder: Location) -> list[str]:
+    """Names of the folders in a folder that are not hidden, sorted."""
+    if isinstance(folder, Place):
+        with naming(folder, "list"):
+            return _seen(folder.store.list(folder.key, deep=False).folders)
+    with naming(folder, "list"), os.scandir(folder) as entries:
+        return _seen(entry.name for entry in entries if entry.is_dir())
+
+
+def _seen(paths: Iterable[str]) -> list[str]:
+    found = (path.rpartition("/")[2] for path in paths)
+    return sorted(name for name in found if not name.startswith("."))
+
+
+def real(path: Location) -> Location:
+    """Where links lead; in a store there are none."""
+    return path.resolve() if isinstance(path, Path) else path
+
+
+def lies_in(path: Location, folder: Location) -> bool:
+    """Whether a path, links followed, is a folder or below it."""
+    if isinstance(path, Place) or isinstance(folder, Place):
+        return str(path) == str(folder) or str(path).startswith(f"{folder}/")
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def modified(path: Location) -> float:
+    """When a file was last written, in seconds since the epoch; 0.0 if a store does not tell."""
+    if isinstance(path, Path):
+        return path.stat().st_mtime
+    beside = path.store.list(path.parent.key, deep=False).files
+    return next((entry.modified for entry in beside if entry.key == path.key), 0.0)
+
+
+def member(folder: Location, name: str, said_by: str = "") -> Location:
+    """The file ``name`` of a folder, where it really lies. Raises Damaged if it is missing or lies elsewhere.
+
+    ``said_by``: which file names it, for the error.
+    """
+    by = f", which {said_by} names," if said_by else ""
+    parts = name.split("/")
+    if "\\" in name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise Damaged(f"{name[:200]!r}{by} is no path inside of {folder}: nothing outside of it is read")
+    path = folder / name
+    with naming(path, "open"):
+        found = path if isinstance(path, Place) or isinstance(folder, Place) else _followed(path, folder, by)
+        if not found.is_file():
+            raise Damaged(f"{path}{by} is missing; bring it back, or fetch the checkpoint again")
+    return found
+
+
+def _followed(path: Path, folder: Path, by: str) -> Path:
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    if not real.is_relative_to(home) and not _in_store(real, home):
+        raise Damaged(f"{path}{by} is a link that leads out of the folder, to {real}: put the file itself there")
+    return real
+
+
+def _in_store(real: Path, home: Path) -> bool:
+    # <cache>/models--x--y/snapshots/<revision>/… links to ../../blobs/<hash>, which may itself be a link to
+    # <cache>/blobs/<two digits>/<hash>. Only files that are named by a hash in exactly these places are taken, and a
+    # `blobs` that is itself a link ends elsewhere.
+    for revision in (home, *home.parents):
+        if revision.parent.name == "snapshots":
+            repository = revision.parent.parent
+            shared = repository.parent / "blobs" / real.name[:2]
+            return bool(_HEX.fullmatch(real.name)) and (
+                real.parent == repository / "blobs"
+                or (real.parent == shared and bool(_REPOSITORY.fullmatch(repository.name)))
+            )
+    return False
+
+
+def snapshot(folder: Location) -> Location | None:
+    """The snapshot of ``main`` in the folder that a Hugging Face cache keeps for a repository, or None."""
+    reference = folder / "refs" / "main"
+    if not _REPOSITORY.fullmatch(folder.name) or not reference.is_file():
+        return None
+    with naming(reference, "read"):
+        revision = reference.read_bytes()[:200].decode("ascii", "replace").strip()
+    found = folder / "snapshots" / revision
+    return found if _HEX.fullmatch(revision) and found.is_dir() else None
+
+
+def attachments(folder: Location, names: Iterable[str]) -> dict[str, Location]:
+    """Those of the files that say how the weights are to be used: configurations, tokenizers, model code."""
+    found = {}
+    for name in names:
+        if not name.lower().endswith(ATTACHED):
+            continue
+        try:
+            path = member(folder, name)
+        except Damaged as error:
+            log.warning("%s: %s is not attached: %s", folder, name, error)
+            continue
+        if path.stat().st_size <= MAX_ATTACHMENT:
+            found[name] = path
+        else:
+            log.warning("%s: %s is not attached: it has %d bytes", folder, name, path.stat().st_size)
+    return found

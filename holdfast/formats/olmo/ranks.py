@@ -1,0 +1,137 @@
+"""One file a rank: which there are, what all ranks say alike, and what each has for itself.
+
+The readers of OLMo's layouts call these. Never joins the pieces of a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from holdfast.errors import Damaged, HoldfastError
+from holdfast.events import log
+from holdfast.formats import members
+from holdfast.formats.ahead import glanced
+from holdfast.formats.alike import alike
+from holdfast.formats.assemble import PerRank
+from holdfast.formats.machine.torch_files import load_path
+from holdfast.storage.place import Location
+from holdfast.storage.storage import naming
+
+MAX_WORLD = 1 << 20
+"""More ranks than there are; a file that claims more is mistaken."""
+
+_RANK = re.compile(r"rank(0|[1-9][0-9]{0,6})\.pt")
+
+
+@contextmanager
+def as_written(path: Location) -> Iterator[None]:
+    """Turn what a file of another shape than OLMo's leads to, a missing key say, into Damaged that names the file."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise Damaged(f"{path} is not as OLMo writes it: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def listed(folder: Location) -> list[str]:
+    """Names in a folder, sorted; none if there is no such folder."""
+    return members.names(folder) if folder.is_dir() else []
+
+
+def rank_files(folder: Location) -> dict[int, Location]:
+    """``rank<N>.pt`` of a folder by N, in order."""
+    found = {int(m[1]): folder / m[0] for m in map(_RANK.fullmatch, listed(folder)) if m}
+    return dict(sorted(found.items()))
+
+
+def proved(files: Mapping[int, Location], told: int | None, folder: Location) -> int:
+    """The world size, if there is exactly one file for each of its ranks. Raises Damaged, naming those that are not.
+
+    ``told``: what the checkpoint says its world size is, if it does.
+    """
+    world = told or max(files, default=-1) + 1
+    missing = sorted({*range(world)} - files.keys())
+    if missing:
+        raise Damaged(
+            f"{folder} is a checkpoint of {world} ranks, but {', '.join(f'rank{r}.pt' for r in missing[:10])}"
+            f"{' and more are' if missing[10:] else ' is' if len(missing) == 1 else ' are'} missing: the save never "
+            "finished, or they were left behind when it was copied"
+        )
+    if len(files) > world:
+        raise Damaged(
+            f"{folder} is a checkpoint of {world} ranks, but holds {files[max(files)].name} too: files of two saves "
+            "are mixed. Move away those that are older"
+        )
+    return world
+
+
+def told_world_size(folder: Location) -> int | None:
+    """The world size that a checkpoint tells of itself: in metadata.yaml, else in the trainer's state of rank 0.
+
+    metadata.yaml holds this number and nothing else, one line, for which no YAML library is needed.
+    """
+    path, trainer = folder / "metadata.yaml", folder / "train" / "rank0.pt"
+    if path.is_file():
+        with naming(path, "read"):
+            text = path.read_bytes()[: 1 << 16].decode("utf-8", "replace")
+        found = re.search(r"^world_size:[ \t]*([0-9]{1,7})[ \t]*(?:#.*)?$", text, re.MULTILINE)
+        if found:
+            return plausible(int(found[1]))
+    return plausible(_trainer(trainer).get("world_size")) if trainer.is_file() else None
+
+
+def plausible(value: Any) -> int | None:
+    """A world size that can be one."""
+    return value if type(value) is int and 0 < value <= MAX_WORLD else None
+
+
+def trainer_state(
+    files: Mapping[int, Location], folder: Location, world: int | None = None
+) -> tuple[dict[str, Any], int]:
+    """What the trainers of all ranks kept, and the world size: equal values once, others as `PerRank`.
+
+    A rank without a file has the state of rank 0: so OLMo itself resumes on more ranks than saved. ``world``: the
+    world size, if it is known; else what rank 0 says of it, or how many files there are.
+    """
+    if not files:
+        return {}, world or 1
+    if 0 not in files:
+        raise Damaged(f"{folder}/rank0.pt is missing: all ranks without a file of their own take the trainer's from it")
+    wanted = (rank for rank in files if world is None or rank < world)
+    kept = {rank: _trainer(files[rank]) for rank in glanced(wanted, files.__getitem__)}
+    size = world or plausible(kept[0].get("world_size")) or max(files) + 1
+    without = [rank for rank in range(size) if rank not in kept]
+    if without:
+        log.warning("%s has no file of rank %s: they take the trainer's state of rank 0", folder, _some(without))
+    beyond = [rank for rank in files if rank >= size]
+    if beyond:
+        log.warning("%s has files of ranks beyond its world size %d, not read: %s", folder, size, _some(beyond))
+    return joint([kept.get(rank, kept[0]) for rank in range(size)]), size
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if ranks[10:] else "")
+
+
+def _trainer(path: Location) -> dict[str, Any]:
+    held = load_path(path)
+    if not isinstance(held, dict):
+        raise Damaged(f"{path} should hold a trainer's state, a dict, but holds a {type(held).__name__}")
+    return held
+
+
+def joint(states: list[dict[Any, Any]]) -> dict[Any, Any]:
+    """One state of those of all ranks: what is alike once, else a `PerRank`, None for ranks that lack a key."""
+    return {key: _joint([state.get(key) for state in states], 0) for key in dict.fromkeys(k for s in states for k in s)}
+
+
+def _joint(values: list[Any], depth: int) -> Any:
+    first = values[0]
+    others = [v for v in values[1:] if v is not first]
+    if depth < 8 and isinstance(first, dict) and all(isinstance(v, dict) and v.keys() == first.keys() for v in others):
+        return {key: _joint([v[key] for v in values], depth + 1) for key in first}
+    return first if all(alike(first, v) for v in others) else PerRank(tuple(values))

@@ -1,0 +1,182 @@
+"""``metadata.pkl`` of torch_checkpointing: which files the items of each rank are in, and where each tensor belongs.
+
+`torch_checkpointing` reads it. Never runs what is pickled: plain dicts, lists, texts and numbers are all it may hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+from typing import Any
+
+from holdfast.errors import Damaged, Unsupported
+from holdfast.formats.machine.torch_files import load_pickle
+from holdfast.formats.shares import MAX_RANKS, Mesh, Share, part_of, placed_share, sizes_of
+from holdfast.formats.stored import Stored
+from holdfast.ondisk.box import Box, inside
+from holdfast.plan.spread import Split
+from holdfast.storage.place import Location
+from holdfast.storage.storage import naming, read_small
+
+METADATA = "metadata.pkl"
+MAX_METADATA = 4 << 30
+
+_VERSIONS = ("1.0", "2.0")
+
+Keys = tuple[str | int, ...]
+"""The way to a leaf of an item."""
+
+
+@dataclass(frozen=True)
+class OnMesh:
+    """A DTensor, or a tensor that the library took for a replica: how a mesh cuts it and where the rank stands."""
+
+    shape: tuple[int, ...]
+    mesh: Mesh
+    splits: tuple[Split | None, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return not any(self.splits)
+
+    def share(self, local: Stored, where: str) -> Share:
+        """What ``local`` is a part of, and which."""
+        return placed_share(self.shape, self.mesh, self.splits, local, where)
+
+
+@dataclass(frozen=True)
+class InBoxes:
+    """A tensor that told its boxes itself: for each its place in the whole, in the local tensor, and its lengths."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[tuple[int, ...], Box], ...]
+    is_whole = False
+
+    def share(self, local: Stored, where: str) -> Share:
+        parts = []
+        for offsets, within in self.boxes:
+            if not inside(within, local.shape) or not inside(Box(offsets, within.lengths), self.shape):
+                raise Damaged(f"{where} has a part {within} of {local.shape} that does not lie in {self.shape}")
+            if within.size:
+                parts.append((offsets, part_of(local, within)))
+        return Share(local.dtype, self.shape, tuple(parts))
+
+
+Place = OnMesh | InBoxes
+
+
+@dataclass
+class Metadata:
+    """``files``: by item and rank, None for the usual name. ``places``: by item, rank and way."""
+
+    version: str
+    world_size: int
+    files: dict[str, dict[int, str | None]] = field(default_factory=dict)
+    places: dict[str, dict[int, dict[Keys, Place]]] = field(default_factory=dict)
+
+
+def read_metadata(folder: Location) -> Metadata | None:
+    """The metadata in a folder; None if there is none, or a ``metadata.pkl`` of something else.
+
+    Raises Damaged if it contradicts itself, Unsupported for a version that is not known.
+    """
+    path = folder / METADATA
+    if not path.is_file():
+        return None
+    with naming(path, "read"):
+        nbytes = path.stat().st_size
+    if nbytes > MAX_METADATA:
+        return None
+    try:
+        found = load_pickle(read_small(path), path)
+    except Unsupported:  # it names classes: this one names none
+        return None
+    if not isinstance(found, dict) or not {"metadata", "world_size"} <= found.keys():
+        return None
+    version = found.get("version", "1.0")
+    if version not in _VERSIONS:
+        raise Unsupported(f"{path} is of version {str(version)[:40]!r}, which is not known; update holdfast")
+    try:
+        return _parsed(found, version)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise Damaged(
+            f"{path} is not whole ({type(error).__name__}: {str(error)[:200]}): it was altered, or is of a version "
+            "that is not known"
+        ) from None
+
+
+def _parsed(found: Mapping[str, Any], version: str) -> Metadata:
+    world_size = found["world_size"]
+    if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
+        raise ValueError(f"a world size of {world_size}")
+    metadata = Metadata(version, world_size)
+    told: Iterable[tuple[str, Keys, Any]]
+    if version == "1.0":
+        told = _paths_of_1(found["metadata"])
+        layouts = {int(rank): layout for rank, layout in found["rank_to_layout_info_mappings"].items()}
+        items = {item for layout in layouts.values() for item in layout}
+        files = {item: {rank: layout.get(item) for rank, layout in layouts.items()} for item in items}
+    else:
+        told = _paths_of_2(found["metadata"])
+        files = {item: kept["rank_to_layout_info"] for item, kept in found["metadata"].items()}
+    for item, by_rank in files.items():
+        metadata.files[_text(item)] = {
+            int(rank): None if layout is None else _text(layout["file_path"]) for rank, layout in by_rank.items()
+        }
+    for item, keys, groups in told:
+        places = metadata.places.setdefault(item, {})
+        for group in groups:
+            for rank, place in _places(group):
+                places.setdefault(rank, {})[keys] = place
+    return metadata
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a name belongs")
+    return value
+
+
+def _paths_of_1(paths: Mapping[str, Any]) -> Iterator[tuple[str, Keys, Any]]:
+    for text, groups in paths.items():
+        item, *keys = json.loads(text)
+        yield _text(item), tuple(keys), groups
+
+
+def _paths_of_2(items: Mapping[str, Any]) -> Iterator[tuple[str, Keys, Any]]:
+    for item, kept in items.items():
+        for text, groups in kept["nested_path_to_metadata"].items():
+            yield _text(item), tuple(json.loads(text)), groups
+
+
+def _places(group: Mapping[str, Any]) -> Iterator[tuple[int, Place]]:
+    """Where each rank of a group has its part of a tensor."""
+    kind, told = group["sharding_metadata"]["type"], group["sharding_metadata"]["data"]
+    shape = sizes_of(told["global_shape"])
+    if kind == "DTensorShardingMetadata":
+        sizes, ranks = sizes_of(told["mesh_spec"]["mesh_shape"]), sizes_of(told["mesh_spec"]["mesh_data"])
+        if prod(sizes) != len(ranks):
+            raise ValueError(f"a mesh of sizes {sizes} with {len(ranks)} ranks")
+        splits = tuple(_split(placement) for placement in told["placements"])
+        coordinates = dict(zip(ranks, product(*map(range, sizes)), strict=True))
+        for rank in group["ranks"]:
+            yield rank, OnMesh(shape, Mesh(sizes, coordinates.get(rank)), splits)
+    elif kind == "default_tensor_v1":
+        boxes = zip(told["global_offsets"], told["local_offsets"], told["local_sizes"], strict=True)
+        place = InBoxes(shape, tuple((sizes_of(at), Box(sizes_of(local), sizes_of(n))) for at, local, n in boxes))
+        for rank in group["ranks"]:
+            yield rank, place
+    else:
+        raise ValueError(f"sharding metadata of type {str(kind)[:60]!r}, which is not known")
+
+
+def _split(placement: Mapping[str, Any]) -> Split | None:
+    kind = placement["type"]
+    if kind == "Replicate":
+        return None
+    if kind not in ("Shard", "StridedShard"):
+        raise ValueError(f"a placement {str(kind)[:40]!r}, which is not known")
+    return Split(*sizes_of((placement["dim"], placement["split_factor"] if kind == "StridedShard" else 1)))

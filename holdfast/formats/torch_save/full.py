@@ -1,0 +1,165 @@
+"""What `torch.save` wrote, whatever trainer called it: one file of everything, or a folder with a file for each part.
+
+`detect` asks `read` last, when no other format is found. Never executes a pickle, and never reads a tensor to open one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import Damaged, NotACheckpoint, Unsupported
+from holdfast.events import log
+from holdfast.formats import members, recognise
+from holdfast.formats.assemble import Found
+from holdfast.formats.machine.torch_files import is_torch_file, load_file
+from holdfast.formats.machine.zips import Archive, is_zip
+from holdfast.formats.recognise import Arranged
+from holdfast.formats.sources import Stretch, all_of, file
+from holdfast.formats.torch_save import training_files
+from holdfast.formats.torch_save.training_files import Beside
+from holdfast.storage.place import Location
+
+MAX_FILES = 64
+"""A folder with more torch files is no checkpoint of a few parts."""
+
+_KINDS = frozenset(("model", "optimizer"))
+_LAST = re.compile(r"(?:.*[-_.])?(?:last|latest)(?:[-_.].*)?", re.IGNORECASE)
+_MODEL_STEMS = (
+    "model", "pytorch_model", "pytorch_model_fsdp", "model_state", "model_state_dict", "state_dict", "weights",
+)  # fmt: skip
+"""Which of several state dicts in a folder is the model."""
+
+
+def read(path: Location) -> Found | None:
+    """The checkpoint at ``path``, or None if no file there is one of torch's.
+
+    ``path``: a file of any name, or a folder that holds one, or a few that together are one. Raises Unsupported for
+    programs and pickled modules, NotACheckpoint for a folder that holds several, Damaged.
+    """
+    if path.is_dir():
+        return _read_folder(path)
+    if not path.is_file():
+        return None
+    data = all_of(file(path))
+    if not _is_ours(data):
+        return None
+    found = _arranged(path, data)
+    return Found("torch.save", found.state, step=found.step)
+
+
+def _is_ours(data: Stretch) -> bool:
+    # A zip archive without a pickle where torch has it is anybody's; one cut short has no directory to tell.
+    if not is_torch_file(data):
+        return False
+    return not is_zip(data) or any(name.endswith("/data.pkl") for name in Archive(data).names)
+
+
+def _arranged(path: Location, data: Stretch) -> Arranged:
+    try:
+        tree = load_file(data)
+    except Unsupported as error:
+        text = str(error) if str(path) in str(error) else f"{path}: {error}"
+        whole = ". Of a module pickled whole, save module.state_dict() instead" * ("its pickle names" in text)
+        raise Unsupported(f"{text}{whole}") from None
+    return recognise.arranged(tree, path)
+
+
+# Folders
+
+
+def _read_folder(folder: Location) -> Found | None:
+    names = members.listed(folder)
+    ours = _torch_files(folder, names)
+    beside = training_files.beside(folder, names)
+    rest = {name: data for name, data in ours.items() if name not in beside.files}
+    if not rest and not beside.state.keys() & _KINDS:
+        return None
+    last = _last(rest)
+    if _is_series(rest):
+        if last is None:
+            raise _several(folder, rest)
+        rest = {last: rest[last]}
+    parts = {name: _arranged(folder / name, data) for name, data in rest.items()}
+    whole = [name for name, part in parts.items() if part.state.keys() & _KINDS and len(part.state) > 1]
+    if len(whole) > 1:
+        if last not in whole:
+            raise _several(folder, whole)
+        parts = {name: part for name, part in parts.items() if name not in whole or name == last}
+    found = _joined(folder, parts, beside)
+    if len(parts) > 1 and not found.state.keys() & _KINDS:
+        return None
+    used = {*parts, *beside.files}
+    others = [name for name in ours if name not in used]
+    reading = ", ".join(sorted(used)) + (f", and not {', '.join(others[:10])}" if others else "")
+    return Found(
+        "torch.save", found.state, step=found.step, world_size=beside.world_size,
+        reading=reading if len(names) > 1 else "",
+        attachments=members.attachments(folder, [name for name in names if name not in used]),
+    )  # fmt: skip
+
+
+def _torch_files(folder: Location, names: Sequence[str]) -> dict[str, Stretch]:
+    """Those of the files that are torch's; one under two names counts once, under that which says it is the last."""
+    candidates = [name for name in names if not name.endswith((".safetensors", *members.ATTACHED))]
+    if len(candidates) > MAX_FILES:
+        return {}
+    paths: dict[Location, str] = {}
+    for name in candidates:
+        try:
+            path = members.member(folder, name)
+        except Damaged as error:
+            log.warning("%s: %s is left out: %s", folder, name, error)
+            continue
+        paths[path] = name if _LAST.fullmatch(Path(name).stem) else paths.get(path, name)
+    return {name: data for path, name in paths.items() if _is_ours(data := all_of(file(path)))}
+
+
+def _is_series(names: Iterable[str]) -> bool:
+    """Whether some of the files are called alike but for a number: epochs, steps or ranks."""
+    kinds = [re.sub(r"\d+", "0", name) for name in names]
+    return len(set(kinds)) < len(kinds)
+
+
+def _last(names: Iterable[str]) -> str | None:
+    """The one file that says by its name that it is the last of several."""
+    found = [name for name in names if _LAST.fullmatch(Path(name).stem)]
+    return found[0] if len(found) == 1 else None
+
+
+def _several(folder: Location, names: Iterable[str]) -> NotACheckpoint:
+    return NotACheckpoint(
+        f"{folder} holds several files of one kind: open one of {', '.join(sorted(names)[:10])}. (If each is what one "
+        "rank saved, they are of no format that is known.)"
+    )
+
+
+def _joined(folder: Location, parts: Mapping[str, Arranged], beside: Beside) -> Arranged:
+    """The parts of a folder as one state: bare state dicts of model and optimizer by what they are, others by name."""
+    state: dict[str, Any] = dict(beside.state)
+    steps = [beside.step, *(part.step for part in parts.values())]
+    for kind in sorted(_KINDS):
+        bare = {name: part.state[kind] for name, part in parts.items() if part.state.keys() == {kind}}
+        if bare and kind in state:
+            raise _several(folder, bare)
+        state.update(_by_kind(kind, bare))
+    for name, part in parts.items():
+        if len(part.state) > 1 and part.state.keys() & _KINDS:
+            if part.state.keys() & state.keys():
+                raise _several(folder, parts)
+            state.update(part.state)
+        elif part.state.keys() not in ({"model"}, {"optimizer"}):
+            stem = Path(name).stem
+            state[name if stem in state else stem] = part.state
+    return Arranged(state, next((step for step in steps if step is not None), None))
+
+
+def _by_kind(kind: str, held: Mapping[str, Any]) -> dict[str, Any]:
+    if len(held) < 2:
+        return {kind: next(iter(held.values()))} if held else {}
+    main = [name for name in held if kind == "model" and Path(name).stem in _MODEL_STEMS]
+    if len(main) == 1:
+        return {("model" if name in main else Path(name).stem): value for name, value in held.items()}
+    return {kind: {Path(name).stem: value for name, value in held.items()}}

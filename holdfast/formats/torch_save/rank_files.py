@@ -1,0 +1,79 @@
+"""Files of `torch.save`, each what one rank saved, with DTensors or ShardedTensors in them: all ranks joined.
+
+`detect` asks `read` before the reader of single files. Never takes files for ranks' because of their numbers alone.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from holdfast.errors import Damaged
+from holdfast.formats import members, recognise
+from holdfast.formats.ahead import glanced
+from holdfast.formats.assemble import Found
+from holdfast.formats.items import prove_joined
+from holdfast.formats.machine.torch_files import is_torch_file, load_path
+from holdfast.formats.sharded import has_shards, join_ranks
+from holdfast.formats.sources import all_of, file
+from holdfast.storage.place import Location
+
+RANK = "{rank}"
+
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def read(path: Location) -> Found | None:
+    """The checkpoint of the files that a template names (``model_rank{rank}.pt``), or that a folder holds; or None.
+
+    Of a folder the files of torch must be called alike but for one number, 0 to the last, and hold sharded tensors.
+    Raises Damaged for a missing rank, Unsupported for parts of which nothing says where they belong.
+    """
+    files = _template(path) if RANK in str(path) else _series(path) if path.is_dir() else {}
+    if not files:
+        return None
+    missing = sorted(set(range(max(files) + 1)) - files.keys())
+    if missing:
+        raise Damaged(f"{path}: there are files of {len(files)} ranks, but those of ranks {missing[:10]} are missing")
+    trees = [load_path(files[rank]) for rank in glanced(sorted(files), files.__getitem__)]
+    tree = join_ranks(trees, f"{path}: ")
+    prove_joined({"": tree}, path, "save DTensors, or with torch.distributed.checkpoint")
+    found = recognise.arranged(tree, path)
+    reading = f"{files[0].name} to {files[len(files) - 1].name} are what {len(files)} ranks saved"
+    return Found("torch.save", found.state, found.step, len(files), reading="" if RANK in str(path) else reading)
+
+
+def _template(path: Location) -> dict[int, Location]:
+    """The files of a template by rank; the rank stands in one of the path's parts, with or without leading zeros."""
+    at = [i for i, part in enumerate(path.parts) if RANK in part]
+    if len(at) != 1 or path.parts[at[0]].count(RANK) != 1:
+        return {}
+    above, part, below = Path(*path.parts[: at[0]]), path.parts[at[0]], path.parts[at[0] + 1 :]
+    pattern = re.compile("([0-9]{1,7})".join(map(re.escape, part.split(RANK))))
+    if not above.is_dir():
+        return {}
+    names = members.folders(above) if below else members.listed(above)
+    found: dict[int, Location] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is not None and above.joinpath(name, *below).is_file():
+            if int(match[1]) in found:
+                raise Damaged(f"{path} names two files of rank {int(match[1])}, with and without leading zeros")
+            found[int(match[1])] = above.joinpath(name, *below)
+    return found if all(is_torch_file(all_of(file(p))) for p in found.values()) else {}
+
+
+def _series(folder: Location) -> dict[int, Location]:
+    """The torch files of a folder by the only number in which their names differ, if the first holds shards."""
+    names = [n for n in members.listed(folder) if not n.endswith((".safetensors", *members.ATTACHED))]
+    if len(names) < 2 or len({_NUMBER.sub("#", name) for name in names}) != 1:
+        return {}
+    numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
+    apart = [i for i, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
+    if len(apart) != 1:
+        return {}
+    found = {number[apart[0]]: folder / name for number, name in zip(numbers, names, strict=True)}
+    first = found.get(0)
+    if first is None or len(found) < len(names) or not is_torch_file(all_of(file(first))):
+        return {}
+    return found if has_shards(load_path(first)) else {}

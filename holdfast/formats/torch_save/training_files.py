@@ -1,0 +1,130 @@
+"""What trainers leave in a folder beside the weights, under known names: optimizer, scheduler, RNG and more.
+
+`huggingface` and `full` call `beside`. Knows the names that Hugging Face's Trainer and Accelerate give; never takes a
+file of another name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from holdfast.errors import Damaged, Unsupported
+from holdfast.events import log
+from holdfast.formats import members, recognise
+from holdfast.formats.assemble import PerRank
+from holdfast.formats.dcp import dcp
+from holdfast.formats.machine import torch_files
+from holdfast.formats.sources import all_of, file
+from holdfast.formats.stored import Opaque
+from holdfast.storage.place import Location
+from holdfast.storage.storage import naming
+
+TRAINER_STATE = "trainer_state.json"
+MAX_JSON = 1 << 30
+_OPTIMIZER = re.compile(r"(optimizer(?:_\d+)?)\.(?:pt|bin)")
+_VALUES = re.compile(
+    r"((?:scheduler|sampler|dl_state_dict|custom_checkpoint)(?:_\d+)?|scaler|training_args)\.(?:pt|bin|pkl)"
+)
+_OF_DCP = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
+_EACH_RANK = re.compile(r"(rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
+
+
+class Beside(NamedTuple):
+    """State under our names, the step if it is told, how many ranks there were, and which files it came from."""
+
+    state: dict[str, Any]
+    step: int | None
+    world_size: int
+    files: frozenset[str]
+
+
+def beside(folder: Location, names: Iterable[str]) -> Beside:
+    """What the files ``names`` of a folder hold that have a customary name.
+
+    The only optimizer is ``optimizer``; several are ``optimizer/optimizer``, ``optimizer/optimizer_1`` and so on, and
+    so are models that FSDP sharded. All else goes by the names of the files. Raises Damaged for a broken file or a
+    missing rank, Unsupported.
+    """
+    state: dict[str, Any] = {}
+    ranks: dict[str, dict[int | None, Any]] = {}
+    step, taken = None, set()
+    models, optimizers, world_size = _of_dcp(folder)
+    for name in names:
+        if name == TRAINER_STATE:
+            state["trainer_state"] = told = _json(members.member(folder, name))
+            step = recognise.step_of(told) if isinstance(told, dict) else None
+        elif match := _OPTIMIZER.fullmatch(name):
+            held = load(folder, name)
+            if not recognise.is_optimizer_state(held):
+                continue  # more than that, or something else
+            optimizers[match[1]] = recognise.optimizer(held, folder / name)
+        elif match := _EACH_RANK.fullmatch(name):
+            rank = int(match[2]) if match[2] else None
+            ranks.setdefault(match[1], {})[rank] = load(folder, name)
+        elif match := _VALUES.fullmatch(name):
+            try:
+                state[match[1]] = load(folder, name)
+            except Unsupported as error:
+                # Arguments of a class of the user's own script, say: no reason to refuse the weights.
+                state[match[1]] = Opaque(str(error))
+        else:
+            continue
+        taken.add(name)
+    for kind, found in (("model", models), ("optimizer", optimizers)):
+        if found:
+            state[kind] = next(iter(found.values())) if len(found) == 1 else found
+    for stem, held in ranks.items():
+        state[stem] = _of_ranks(folder, stem, held)
+        world_size = max(world_size, len(held))
+    return Beside(state, step, world_size, frozenset(taken))
+
+
+def _of_dcp(folder: Location) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Models and optimizers that FSDP saved in parts, each a folder of DCP, and how many ranks there were."""
+    found: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    world_size = 1
+    for name in members.folders(folder):
+        match = _OF_DCP.fullmatch(name)
+        held = dcp.read(folder / name) if match else None
+        if match and held is not None:
+            kind = "optimizer" if match[1] == "optimizer" else "model"
+            found[kind][name] = held.state.get(kind, held.state)
+            world_size = max(world_size, held.world_size)
+    return found["model"], found["optimizer"], world_size
+
+
+def is_complete(folder: Location) -> bool:
+    """Whether a trainer has finished a checkpoint there: these files it writes last."""
+    return any((folder / name).is_file() for name in (TRAINER_STATE, "random_states_0.pkl"))
+
+
+def load(folder: Location, name: str) -> Any:
+    """What a torch file of a folder holds. Raises Damaged where it is none."""
+    path = members.member(folder, name)
+    return torch_files.load_file(all_of(file(path)))
+
+
+def _of_ranks(folder: Location, stem: str, held: dict[int | None, Any]) -> Any:
+    if set(held) == {None}:
+        return held[None]
+    found = {rank: value for rank, value in held.items() if rank is not None}
+    if len(found) < len(held):
+        log.warning("%s: %s without a rank is left out: there are those of ranks too", folder, stem)
+    missing = sorted({*range(max(found) + 1)} - found.keys())
+    if missing:
+        raise Damaged(f"{folder} has {stem} of {len(found)} ranks, but not of rank {missing[0]}: bring that file back")
+    return PerRank(tuple(found[rank] for rank in sorted(found)))
+
+
+def _json(path: Location) -> Any:
+    if path.stat().st_size > MAX_JSON:
+        raise Damaged(f"{path} has {path.stat().st_size} bytes, which no such file has")
+    with naming(path, "read"):
+        data = path.read_bytes()
+    try:
+        return json.loads(data)  # unlike msgspec it reads NaN, which trainers write for a loss
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path} is no valid JSON: {error}") from None

@@ -1,0 +1,1 @@
+"""A checkpoint compared with the state that it is loaded into."""

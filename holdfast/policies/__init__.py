@@ -1,0 +1,1 @@
+"""What a save may do besides: one folder for each."""

@@ -1,0 +1,1 @@
+"""Saves that are committed although ranks were lost."""

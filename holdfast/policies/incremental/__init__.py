@@ -1,0 +1,1 @@
+"""Saves that cite what an earlier checkpoint holds already."""

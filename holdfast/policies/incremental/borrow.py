@@ -1,0 +1,267 @@
+"""The base of an incremental save: an earlier checkpoint, and which files of it this rank cites instead of writing.
+
+`SaveWork` calls `cite` once its images are planned. Never changes the base, never trusts a name or a time: a piece is
+cited if its bytes have the sums that the base's own header, proved by its digest, says.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from holdfast.buffers.device import Copier
+from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError
+from holdfast.events import log
+from holdfast.ondisk import datafile, dtypes, manifest, names
+from holdfast.ondisk.box import Box
+from holdfast.ondisk.datafile import base_of
+from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.part import Cite
+from holdfast.plan.plan import Plan
+from holdfast.policies.incremental.fingerprint import Fingerprints, Prints
+from holdfast.policies.incremental.same import Claim, unchanged
+from holdfast.read.read import DataFiles
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location, Place
+from holdfast.write.image import KEPT, Image, OpenFiles
+
+SMALLEST = 16 << 10
+"""A file of which fewer bytes are wanted is not worth a line in the manifest: they are written anew."""
+
+MOST = 16
+"""Files that one rank cites for one section; of more, those with the fewest bytes are written anew."""
+
+_NO_LINKS = {
+    getattr(errno, name) for name in ("EPERM", "EACCES", "EXDEV", "EMLINK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL")
+}
+
+
+@dataclass(frozen=True)
+class Previous:
+    """Which checkpoint a save may cite. ``choose`` is asked when the save begins to write, and may answer None.
+
+    If it is ``required``, one that cannot be read fails the save; else all is written, with a warning.
+    """
+
+    choose: Callable[[], Location | None]
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Base:
+    """An opened base."""
+
+    folder: Location
+    record: Manifest
+    files: DataFiles
+
+    def file(self, index: int) -> FileRecord:
+        """A data file with the id of the save that wrote it."""
+        found = self.record.data_files[index]
+        return found._replace(save=found.save or self.record.save)
+
+
+@dataclass
+class Cited:
+    """What is left to write, what is cited, and the fingerprints to remember once the save is committed."""
+
+    images: list[Image]
+    cites: list[Cite] = field(default_factory=list)
+    prints: Prints = field(default_factory=dict)
+
+
+def check_sibling(base: Location, folder: Location) -> None:
+    """Raise Mismatch unless ``base`` lies beside ``folder``: only then is a citation valid wherever the root goes."""
+    if _parent(base) != _parent(folder):
+        raise Mismatch(f"the base {base} does not lie beside {folder}: only what is in the same folder can be cited")
+    if base.name == folder.name:
+        raise Mismatch(f"{folder} cannot be its own base: save to another path, or without base=")
+
+
+def _parent(path: Location) -> str:
+    return str(path.parent) if isinstance(path, Place) else os.path.realpath(path.parent)
+
+
+def open_base(previous: Previous, folder: Location) -> Base | None:
+    """The base of a save to ``folder``; None if there is none. Raises HoldfastError if it is required."""
+    try:
+        found = previous.choose()
+        if found is None or (found == folder and not previous.required):
+            return None
+        check_sibling(found, folder)
+        record = _read(found)
+    except (HoldfastError, OSError) as error:
+        if previous.required:
+            raise
+        log.warning("%s is saved as a whole: its base cannot be read (%s)", folder, error)
+        return None
+    return Base(found, record, DataFiles(found, record.data_files))
+
+
+def _read(folder: Location) -> Manifest:
+    target = folder / manifest.FILE_NAME
+    try:
+        return manifest.decode(storage.read_small(target), str(target))
+    except (FileNotFoundError, StorageError) as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        raise NotACheckpoint(f"{folder} cannot be a base: it is no committed checkpoint of holdfast") from None
+
+
+def cite(
+    base: Base | None, images: Sequence[Image], plan: Plan, rank: int, folder: Location, *, opened: OpenFiles,
+    fingerprints: Fingerprints, copier: Copier,
+) -> Cited:  # fmt: skip
+    """Find what ``images`` have in common with the base, and see to it that ``folder`` can be read without writing it.
+
+    On local disk files of the base are hard-linked; ``opened`` collects the links, for the caller to close, and to
+    delete if the save fails. Trouble with the base is told to the log: what it is about is written then.
+    """
+    pieces = _pieces(plan, rank)
+    prints = fingerprints.take(
+        (
+            (*pieces[image.section, piece.key][:2], source)
+            for image in images
+            for piece, source in zip(image.pieces, image.sources, strict=True)
+            if (image.section, piece.key) in pieces
+        ),
+        copier,
+    )
+    if base is None:
+        return Cited(list(images), prints=prints)
+    before = fingerprints.of(base.record.save)
+    position = {name: number for number, name in enumerate(plan.tensors)}
+    found = Cited([], prints=prints)
+    for image in images:
+        gone: set[int] = set()
+        borrowed = 0
+        for index, claims in _claims(base, image, pieces, prints, before):
+            same = _same(base, index, claims, copier) if borrowed < MOST else []
+            path = _bring(base, index, image.section, folder, opened) if same else None
+            if path is not None:
+                borrowed += 1
+                record = base.file(index)
+                file = (path, record.bytes, record.header_bytes, record.header_digest, str(record.save))
+                tensors = manifest.ranges(sorted(position[claim.name] for claim in same))
+                found.cites.append(Cite(file, tensors, image.volume))
+                gone.update(number for claim in same for number in claim.numbers)
+        left = _without(image, gone) if gone else image
+        if left is not None:
+            found.images.append(left)
+        elif any(path.parent == folder / image.section for path in opened.paths):  # else it is synced with the file
+            storage.sync_folder(folder / image.section)
+    return found
+
+
+def borrowed_is_there(folder: Location, cites: Sequence[Cite]) -> None:
+    """Raise Damaged if a cited file is not, or no longer, in its place: what is committed must be whole."""
+    for record in (cite.record for cite in cites):
+        size = storage.size_of(folder / record.path)
+        if size != record.bytes:
+            found = "is gone" if size is None else f"has {size} bytes instead of {record.bytes}"
+            raise Damaged(f"{folder / record.path}, which this save was to borrow, {found}: save again, without base=")
+
+
+_Pieces = dict[tuple[str, str], tuple[str, Box, tuple[int, ...]]]
+
+
+def _pieces(plan: Plan, rank: int) -> _Pieces:
+    """Name, box and global shape of each piece of a tensor that a rank owns, by section and key."""
+    return {
+        (names.section_of(name), datafile.key_of(names.in_section(name), box, tensor.shape)): (name, box, tensor.shape)
+        for name, tensor, box in plan.written_by(rank)
+    }
+
+
+def _claims(base: Base, image: Image, pieces: _Pieces, prints: Prints, before: Prints) -> list[tuple[int, list[Claim]]]:
+    """Tensors that a file of the base has in exactly these pieces, by the number of that file; the most bytes first."""
+    tensors: dict[str, list[tuple[int, Box]]] = {}
+    for number, piece in enumerate(image.pieces):
+        if piece.nbytes and (image.section, piece.key) in pieces:
+            name, box, shape = pieces[image.section, piece.key]
+            record = base.record.tensors.get(name)
+            if record is not None and (record.dtype, tuple(record.shape)) == (piece.dtype, tuple(shape)):
+                tensors.setdefault(name, []).append((number, box))
+    claims: dict[int, list[Claim]] = {}
+    for name, found in tensors.items():
+        cells = [base.record.tensors[name].touching(box) for _, box in found]
+        files = {at[0][1] for at in cells}
+        if len(files) == 1 and all(len(at) == 1 and at[0][0] == box for at, (_, box) in zip(cells, found, strict=True)):
+            numbers = [number for number, _ in found]
+            now, then = ([known.get((name, box)) for _, box in found] for known in (prints, before))
+            same = None if None in now or None in then else now == then
+            keys, sources = [image.pieces[n].key for n in numbers], [image.sources[n] for n in numbers]
+            claims.setdefault(files.pop(), []).append(Claim(name, numbers, keys, sources, same))
+    return sorted(claims.items(), key=lambda item: -sum(claim.nbytes for claim in item[1]))
+
+
+def _same(base: Base, index: int, claims: Sequence[Claim], copier: Copier) -> list[Claim]:
+    """The claims on a file that hold, if they are enough to borrow it."""
+    record = base.file(index)
+    enough = max(SMALLEST, (record.bytes - record.header_bytes) / 2)
+    if sum(claim.nbytes for claim in claims if claim.same is not False) < enough:
+        return []
+    sums: dict[str, Sequence[str]] = {}
+    if any(claim.same is None for claim in claims):
+        try:
+            header = base.files.header(index)
+        except (HoldfastError, OSError) as error:
+            log.warning("what %s holds is written anew: %s", base.files.path(index), error)
+            return []
+        for claim in claims:
+            for key, source in zip(claim.keys, claim.sources, strict=True):
+                piece = header.pieces.get(key)
+                if piece is not None and piece.dtype == dtypes.name_of(source.dtype):
+                    sums[key] = header.sums.get(key, ())
+    return unchanged(claims, sums, enough, copier)
+
+
+def _bring(base: Base, index: int, section: str, folder: Location, opened: OpenFiles) -> str | None:
+    """The path by which ``folder`` calls a file of the base from now on; None if it cannot have it."""
+    record = base.file(index)
+    beside = record.path if record.path.startswith("../") else f"../{base.folder.name}/{record.path}"
+    if beside.split("/")[1] == folder.name:
+        return None  # it lies in the checkpoint that is being overwritten
+    source, path = base.folder / record.path, f"{section}/{record.path.rpartition('/')[2]}"
+    target = folder / path
+    if isinstance(source, Place) or isinstance(target, Place):
+        return beside
+    try:
+        return path if _link(source, target, record.bytes, opened) else None
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            log.debug("%s is cited where it lies: %s", source, error)
+            return beside
+        log.warning("what %s holds is written anew: %s", source, error)
+        return None
+
+
+def _link(source: Path, target: Path, nbytes: int, opened: OpenFiles) -> bool:
+    if disk.stat(source).st_size != nbytes:
+        raise OSError(errno.EIO, "it has another size than its manifest says")
+    storage.make_folder(target.parent)
+    try:
+        disk.link(source, target)
+    except FileExistsError:
+        # Another rank may cite the same file, or the checkpoint that is overwritten does: it is theirs to take away.
+        return os.path.samefile(source, target)
+    opened.paths.append(target)
+    if len(opened.descriptors) < KEPT:
+        # Locked as a file that is being written: whoever sweeps sees that this save lives.
+        opened.descriptors.append(storage.open_locked(target))
+    return True
+
+
+def _without(image: Image, gone: set[int]) -> Image | None:
+    """What is left of a file to write; None if that is nothing."""
+    kept = [number for number in range(len(image.pieces)) if number not in gone]
+    if not any(image.pieces[number].nbytes for number in kept):
+        return None
+    pieces = datafile.arrange(image.pieces[number] for number in kept)
+    held = {base_of(piece.key) for piece in pieces}
+    shapes = {name: shape for name, shape in image.shapes.items() if name in held}
+    return replace(image, pieces=pieces, sources=[image.sources[number] for number in kept], shapes=shapes)

@@ -1,0 +1,1 @@
+"""Whether replicas hold the same bytes."""

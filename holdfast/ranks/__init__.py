@@ -1,0 +1,1 @@
+"""Words between ranks: exchanges and verdicts over the store of a process group, heartbeats, notices."""

@@ -1,0 +1,383 @@
+"""The two verbs between ranks: `exchange` and `settle`, over the process group's store, never over a collective.
+
+Called by save, load and the manager, in any thread. Never waits without a deadline, and never leaves two ranks
+with different verdicts: the answer of a round is written once, and whoever comes late reads the same one.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast import events
+from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
+from holdfast.events import log
+from holdfast.ondisk.blocks import digest
+from holdfast.ranks.pulse import Vigil, Watch, Work, telling
+from holdfast.ranks.rounds import Round, Verdict, Word, short, words_of
+from holdfast.ranks.tree import FAN_IN, tree_of
+
+DEADLINE = 600.0
+"""Seconds after which a rank that others wait for, and that makes no progress, is lost."""
+
+_TOLD = 20  # ranks that a message names at the most
+_PAUSE = 0.05  # seconds between two looks of a rank that is late
+
+meetings: list[Callable[[Ranks], None]] = []
+"""Told of the ranks when a call of theirs begins, in its thread: for clocks of timelines. They must not raise."""
+
+Note = TypeVar("Note")
+Answer = TypeVar("Answer")
+
+
+@dataclass
+class Ranks:
+    """The ranks of one process group as one of them sees it.
+
+    ``global_ranks[i]`` is the global rank of member i; ``store`` is None for a lone process. Made by `ranks_of`;
+    tests make many over one in-memory store, a thread each. ``remembered`` is for what callers keep between calls.
+    ``hosts`` of all ranks are known after the first round, to `main`. ``fan_in``: of how many ranks one hears directly.
+    ``numbers``, of a part of a group: what its members are called in the whole one, and so in errors.
+    """
+
+    rank: int
+    size: int
+    store: Any = None
+    global_ranks: tuple[int, ...] = ()
+    host: str = field(default_factory=socket.gethostname)
+    hosts: list[str] | None = None
+    calls: int = 0
+    remembered: dict[str, Any] = field(default_factory=dict)
+    above: Ranks | None = None
+    fan_in: int = FAN_IN
+    numbers: tuple[int, ...] = ()
+    _limit: float = math.inf
+    _caller: int | None = None
+    _one_call: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def lane(self, name: str) -> Ranks:
+        """The same ranks with calls of their own, in any order beside all others: what goes on in the background.
+
+        ``name`` must be equal on every rank and never used before.
+        """
+        store = None if self.store is None else _PrefixStore(name, self.store)
+        return Ranks(self.rank, self.size, store, self.global_ranks, self.host, above=self, fan_in=self.fan_in)
+
+    def among(self, members: Sequence[int], name: str) -> Ranks:
+        """Some of these ranks, this one among them, with calls of their own, as of a lane; errors name them as here.
+
+        The first of them decides. ``members`` ascend, and are equal on each of them.
+        """
+        hosts, known = self.main.hosts, self.global_ranks
+        return Ranks(
+            members.index(self.rank), len(members), _PrefixStore(name, self.store), tuple(known[m] for m in members),
+            self.host, None if hosts is None else [hosts[m] for m in members], above=self, fan_in=self.fan_in,
+            numbers=tuple(members),
+        )  # fmt: skip
+
+    def post(self, key: str, message: bytes) -> None:
+        """Leave word for ranks that may come late, or never. Raises RuntimeError if the store is gone."""
+        self.store.set(key, message)
+
+    def find(self, key: str, deadline: float) -> bytes | None:
+        """What was left under ``key``; None if it is not there within ``deadline`` seconds. Raises as `post` does."""
+        until = time.monotonic() + deadline
+        while not self.store.check([key]):
+            if time.monotonic() > min(until, self.limit):
+                return None
+            time.sleep(_PAUSE)
+        return bytes(self.store.get(key))
+
+    def number(self, rank: int) -> int:
+        """What a member is called in errors."""
+        return self.numbers[rank] if self.numbers else rank
+
+    @property
+    def main(self) -> Ranks:
+        """The ranks that this lane, if it is one, was made from in the end."""
+        return self if self.above is None or self.numbers else self.above.main
+
+    @property
+    def limit(self) -> float:
+        """The moment, by `time.monotonic`, that no wait outlasts."""
+        return min(self._limit, self.above.limit if self.above is not None else math.inf)
+
+    def hurry(self, seconds: float) -> None:
+        """From now on no wait of this process lasts longer than ``seconds`` from now; safe in a signal handler."""
+        self.main._limit = min(self.main._limit, time.monotonic() + seconds)
+
+    def give_up(self) -> None:
+        """End all waits of this lane, and of the lanes made from it, now."""
+        self._limit = -math.inf
+
+    def at_leisure(self) -> None:
+        """Take `hurry` back."""
+        self.main._limit = math.inf
+
+    @contextmanager
+    def call(self, label: str, *, deadline: float = DEADLINE, saving: bool = False) -> Iterator[Call]:
+        """One joint piece of work (a save, a load), made by all ranks in the same order.
+
+        ``label`` must be equal on every rank, and is checked to be. ``saving`` makes failures SaveFailed.
+        """
+        if self._caller == threading.get_ident():
+            raise HoldfastError(f"{label} was called from inside another save or load of the same group")
+        with self._one_call:
+            try:
+                self._caller = threading.get_ident()
+                for told in list(meetings):
+                    told(self)
+                yield Call(self, label, deadline, saving)
+            finally:
+                self._caller = None
+                self.calls += 1
+
+
+@dataclass
+class Call:
+    """The rounds of one joint piece of work."""
+
+    ranks: Ranks
+    label: str
+    deadline: float
+    saving: bool
+    _round: int = 0
+    _watch: Watch = field(init=False)
+    _work: Work | None = None
+    _deciding: Round | None = None
+
+    def __post_init__(self) -> None:
+        self._watch = Watch(self.ranks.store, self.deadline)
+
+    def exchange(
+        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
+    ) -> Answer:
+        """Every rank's small note to the first rank, its answer to all.
+
+        ``work()`` makes this rank's note; if it raises, every rank raises the same error. ``decide(notes)`` runs on
+        the first rank alone, and ``answer`` is the type it returns. Notes are plain msgspec structs or builtins.
+        Raises RankLost (SaveFailed while saving) on every rank if one does not come, and makes no progress for as long
+        as the deadline says; progress of ``work()`` are the bytes of tasks (`events.task`) that it begins.
+        """
+        return self._meet(phase, work, decide, answer)
+
+    def settle(
+        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
+    ) -> Answer:
+        """All report what they did or why they failed; the first rank decides (commits); all learn one outcome.
+
+        The same round as `exchange`, under the name that tells that an outcome becomes final here.
+        """
+        return self._meet(phase, work, decide, answer)
+
+    def confirm(self) -> None:
+        """On the first rank while it decides, right before what cannot be undone: raise RankLost if it is given up."""
+        self._tick()
+        if self._deciding is not None and not self._deciding.confirm():
+            raise RankLost(f"the other ranks have given up {self.label!r}, as this one took too long to decide")
+
+    def vigil(self, others: Sequence[int]) -> Vigil:
+        """For a wait inside of ``work()`` for other ranks that are at the same work."""
+        return Vigil(self._watch, [rank for rank in others if rank != self.ranks.rank], self._tick)
+
+    def _tick(self) -> None:
+        if self._work is not None:
+            self._work.tick()
+
+    def _meet(
+        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
+    ) -> Answer:
+        moved = events.moved()
+        before = moved.done
+        with telling(self.ranks.store, self.ranks.rank, self.deadline, lambda: moved.done - before) as self._work:
+            return self._meet_telling(phase, work, decide, answer, self._work)
+
+    def _meet_telling(
+        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer],
+        telling: Work,
+    ) -> Answer:  # fmt: skip
+        ranks = self.ranks
+        own: list[BaseException] = []  # what this rank itself failed of: at work, or to decide
+        kind: type[Note]
+        word = Word(short(self.label), None, host=ranks.host if ranks.main.hosts is None else None)
+        try:
+            note = work()
+            kind, word.note = type(note), msgspec.msgpack.encode(note)
+        except BaseException as error:  # noqa: BLE001 - stored here, told to every rank, raised below
+            own.append(error)
+            word.failure = self._failure_of(error, phase)
+        if not ranks.first:
+            telling.stop()  # nobody waits for this rank any more; but all wait for the first one until it has decided
+
+        def decided(words: list[Word]) -> Answer:
+            return decide([msgspec.msgpack.decode(w.note or b"", type=kind) for w in words])
+
+        if ranks.store is None:
+            verdict = self._conclude([word], phase, decided, own, lambda asked: {})
+        else:
+            verdict = self._meet_over_store(
+                word, phase, lambda meeting, message: self._conclude_message(meeting, message, phase, decided, own)
+            )
+        for interrupt in own:
+            if not isinstance(interrupt, Exception):
+                raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
+        if verdict.failure is not None:
+            absent = [ranks.number(rank) for rank in verdict.absent]
+            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent)
+            raise failed from (own[0] if own and verdict.failure.rank == ranks.number(ranks.rank) else None)
+        return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
+
+    def _failure_of(self, error: BaseException, phase: str) -> Failure:
+        ranks = self.ranks
+        if not isinstance(error, HoldfastError):
+            log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=error)
+        return failure_of(error, rank=ranks.number(ranks.rank), host=ranks.host, phase=phase)
+
+    def _conclude_message(
+        self,
+        meeting: Round,
+        message: bytes,
+        phase: str,
+        decide: Callable[[list[Word]], object],
+        own: list[BaseException],
+    ) -> Verdict:
+        try:
+            words = words_of(message, meeting.tree.levels)
+        except (zlib.error, msgspec.MsgspecError) as error:  # another version of holdfast on some rank
+            return Verdict(short(self.label), None, self._failure_of(error, phase), [])
+        self._deciding = meeting
+        try:
+            return self._conclude(words, phase, decide, own, meeting.ask)
+        finally:
+            self._deciding = None
+
+    def _conclude(
+        self, words: list[Word], phase: str, decide: Callable[[list[Word]], object], own: list[BaseException],
+        ask: Callable[[list[int]], dict[int, str]],
+    ) -> Verdict:  # fmt: skip
+        """What the first rank makes of all the words; its own failure to decide counts like any other failure."""
+        verdict = Verdict(short(self.label), None, next((w.failure for w in words if w.failure is not None), None), [])
+        if any(w.host is not None for w in words):
+            known = self.ranks.main.hosts or [""] * len(words)
+            hosts = [k if w.host is None else w.host for k, w in zip(known, words, strict=True)]
+            verdict.hosts = [(host, len(list(same))) for host, same in groupby(hosts)]
+        if verdict.failure is None:
+            try:
+                self._check_labels(words, ask)
+                verdict.answer = msgspec.msgpack.encode(decide(words))
+            except BaseException as error:  # noqa: BLE001 - stored, told to every rank, raised by `_meet`
+                own.append(error)
+                verdict.failure = self._failure_of(error, phase)
+                verdict.settled = getattr(error, "settled", True)
+        return verdict
+
+    def _check_labels(self, words: list[Word], ask: Callable[[list[int]], dict[int, str]]) -> None:
+        if len({word.label for word in words}) == 1:
+            return
+        at = {word.label: rank for rank, word in reversed(list(enumerate(words)))}
+        others = sorted(rank for rank in at.values() if rank)
+        labels = {0: self.label, **ask(others[:_TOLD])}
+        told = [f"rank {r} is at {labels[r]!r}" if r in labels else f"rank {r} at something else" for r in [0, *others]]
+        raise Mismatch(f"the ranks do different things: {', '.join(told[: _TOLD + 1])}")
+
+    def _meet_over_store(self, word: Word, phase: str, conclude: Callable[[Round, bytes], Verdict]) -> Verdict:
+        ranks = self.ranks
+        try:
+            while True:
+                meeting = Round(
+                    ranks.store, tree_of(ranks.size, ranks.fan_in), ranks.rank, f"{ranks.calls}/{self._round}",
+                    self.label, self.deadline, lambda: ranks.limit, conclude, partial(self._lost, phase), self._watch,
+                    self._tick,
+                )  # fmt: skip
+                verdict = meeting.meet(word)
+                self._watch.forget()
+                meeting.forget()
+                if verdict.label == word.label or ranks.rank not in verdict.absent:
+                    break
+                # This rank missed a whole call (its training code caught an error and skipped a save, say): it finds
+                # that call's verdict, under another label, naming it as absent. It catches up with the others.
+                ranks.calls += 1
+        except RuntimeError as error:  # what torch's stores raise when their server is gone
+            lost = f"the store of the process group does not answer: the process that serves it is gone ({error})"
+            failure = Failure(ranks.number(0), self._where(0), phase, RankLost.__name__, lost)
+            return Verdict(word.label, None, failure, [], settled=False)
+        self._round += 1
+        if verdict.hosts is not None:
+            ranks.main.hosts = [host for host, count in verdict.hosts for _ in range(count)]
+        return verdict
+
+    def _lost(
+        self, phase: str, named: list[int], absent: list[int], what: str, watch: Watch | None = None
+    ) -> Verdict:  # fmt: skip
+        number = self.ranks.number
+        who = ", ".join(f"rank {number(r)} ({self._where(r)})" for r in named[:_TOLD])
+        if len(named) > _TOLD:
+            who += f" and {len(named) - _TOLD} more"
+        far = watch.progress(named[0]) if watch is not None else ""
+        if watch is not None and far:
+            alive = watch.is_alive(named[0], time.monotonic())
+            far = f" ({far}, {'alive but stuck: its storage may hang' if alive else 'and no sign of life since'})"
+        text = (
+            f"{who} {what} phase {phase!r} of {self.label!r} within {self.deadline:g} s{far}; "
+            "look at that rank's log or stack, or raise deadline=; every rank of the group has to make this call"
+        )
+        failure = Failure(number(named[0]), self._where(named[0]), phase, RankLost.__name__, text)
+        return Verdict(short(self.label), None, failure, absent)
+
+    def _where(self, rank: int) -> str:
+        hosts = self.ranks.main.hosts
+        if hosts is not None and hosts[rank]:
+            return hosts[rank]
+        known = self.ranks.global_ranks
+        return f"global rank {known[rank]}, host not known yet" if known else "host not known yet"
+
+
+_HashStore: Any = getattr(dist, "HashStore", ())  # missing from a torch built without distributed
+_PrefixStore: Any = getattr(dist, "PrefixStore", None)
+_known: dict[tuple[int, ...], tuple[Any, Ranks]] = {}
+_alone = Ranks(0, 1)
+
+
+def ranks_of(group: dist.ProcessGroup | Ranks | None = None) -> Ranks:
+    """The ranks of ``group`` (default: the default process group; without one, this process alone).
+
+    ``Ranks(0, 1)`` stands for this process alone, whatever groups there are. Works for any backend: only the group's
+    store is used. Raises Mismatch if this rank is not in the group.
+    """
+    if isinstance(group, Ranks):
+        return group
+    if not (dist.is_available() and dist.is_initialized()):
+        return _alone
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        raise Mismatch("this rank is not in the group; call only on the ranks that are")
+    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    me = dist.get_rank()
+    if me not in members:
+        raise Mismatch(f"global rank {me} is not in the group of ranks {list(members)}; call only on its members")
+    store = dist.distributed_c10d._get_default_store()
+    known = _known.get(members)
+    if known is not None and known[0] is store:
+        return known[1]
+    # A process group made anew over the same server must not meet the keys of its predecessor: go on counting.
+    calls = known[1].calls if known is not None else 0
+    own = store.clone() if hasattr(store, "clone") and not isinstance(store, _HashStore) else store
+    prefixed = _PrefixStore(f"holdfast/{digest(repr(members).encode())}", own)
+    ranks = Ranks(members.index(me), len(members), prefixed, members, calls=calls)
+    _known[members] = (store, ranks)
+    return ranks

@@ -1,0 +1,389 @@
+"""One round between ranks over a store: words climb a tree to the first rank, one verdict comes down to all.
+
+`Call` in `ranks` makes a `Round` for each. Never lets two verdicts stand: the first rank claims the root's key before
+it decides, whoever runs out of time declares the round failed in the same place, and who is late reads what stands.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isqrt
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import xxhash
+
+from holdfast.errors import Failure
+from holdfast.events import log
+from holdfast.ranks.pulse import Watch, look_interval
+from holdfast.ranks.tree import Node, Tree
+
+_CLAIMED = b"claimed"  # the first rank is deciding; ranks listed behind it are asked for their labels in full
+_FAILING = b"failing"  # somebody, whose rank is behind it, has declared the round failed, and finds out who is absent
+_NOTHING = b"?"  # never a word or a verdict
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at the store; one look costs 15 us
+_MANY_FIRST, _MANY_LONGEST = 5e-6, 25e-6  # the same for each rank, where so many look that the store would drown
+_TURN = 0.2  # seconds that each level below the first rank leaves it to those above to declare a round failed
+_PATIENCE = 3.0  # seconds between two looks past a leader that may be gone, of a rank that leads nobody
+_NAMING = 5.0  # seconds to find out who is absent, before others do it too
+_ASKING = 10.0  # seconds that the first rank waits for labels
+_SMALL = 64  # bytes up to which nothing is compressed
+_LOOKED_AT = 256  # ranks whose signs are looked at before they are named, at the most
+
+Kind = TypeVar("Kind")
+
+
+class Word(msgspec.Struct, array_like=True):
+    """What a rank says: its note or why it has none. ``label`` tells calls apart; ``host`` is told while it is news."""
+
+    label: bytes
+    note: bytes | None
+    failure: Failure | None = None
+    host: str | None = None
+
+
+class Verdict(msgspec.Struct, array_like=True):
+    """The one outcome of a round. ``absent``: ranks that did not come. ``hosts``, told once: each and its ranks."""
+
+    label: bytes
+    answer: bytes | None
+    failure: Failure | None
+    absent: list[int]
+    hosts: list[tuple[str, int]] | None = None
+    settled: bool = True
+
+
+def short(label: str) -> bytes:
+    """Eight bytes that stand for a label."""
+    return xxhash.xxh3_64_digest(label.encode())
+
+
+def encode(message: object) -> bytes:
+    """A list, or a struct like one, as it lies in the store."""
+    data = msgspec.msgpack.encode(message)
+    return data if len(data) <= _SMALL else zlib.compress(data, 1)
+
+
+def decode(data: bytes, kind: type[Kind]) -> Kind:
+    """The reverse of `encode`. Raises zlib.error or msgspec.MsgspecError."""
+    if data[:1] == b"\x78":  # zlib begins so, a list in msgpack never
+        data = zlib.decompress(data)
+    return msgspec.msgpack.decode(data, type=kind)
+
+
+class Lose(Protocol):
+    """Makes the verdict of a round that failed of some ranks."""
+
+    def __call__(self, named: list[int], absent: list[int], what: str, watch: Watch | None = None) -> Verdict:
+        """``named`` are lost, of all that are ``absent``; ``what`` they did not do; ``watch``: the signs they gave."""
+
+
+@dataclass
+class Round:
+    """One round as one rank takes part in it.
+
+    ``base`` is what its keys begin with. ``conclude`` makes a verdict of all words, on the first rank alone. ``lost``
+    makes that of a round which failed of some ranks. ``limit`` is the moment that no wait outlasts. ``watch`` has seen
+    the signs of others, and ``tick`` is to be called while this rank waits, as a sign of its own.
+
+    Who watches whom: the first rank all that are absent, and all of them the first rank; a leader those of its blocks.
+    Up to `FLAT` ranks each watches all.
+    """
+
+    store: Any
+    tree: Tree
+    rank: int
+    base: str
+    label: str
+    deadline: float
+    limit: Callable[[], float]
+    conclude: Callable[[Round, bytes], Verdict]
+    lost: Lose
+    watch: Watch
+    tick: Callable[[], None]
+    _led: list[Node] = field(default_factory=list)
+    _said: list[str] = field(default_factory=list)
+    _passed: bytes = b""
+    _claim: bytes = _CLAIMED
+    _watched: list[int] = field(default_factory=list)
+    _told: bool = False
+
+    def meet(self, word: Word) -> Verdict:
+        """Say this rank's word and learn the verdict. Raises RuntimeError, as torch's stores do, if theirs is gone."""
+        tree, root = self.tree, self.tree.root
+        self._led = [node for node in tree.led_by(self.rank) if node != root]
+        duties = tree.led_by(self.rank)
+        heard = tree.heard_by(self.rank)
+        self._say(self._word(Node(0, self.rank)), encode(word))
+        began = time.monotonic()
+        until, naming = began + self.deadline + self._turn(), math.inf
+        step = look_interval(self.deadline) if duties or tree.levels == 1 else min(_PATIENCE, self.deadline / 8)
+        look = began + step * (1 + self.rank / tree.size)
+        pause, longest = self._pauses()
+        while True:
+            now = time.monotonic()
+            self.tick()
+            late, hurried = now > until, now > self.limit()
+            # Whoever should gather words, or pass the verdict on, may be gone: look past them now and then.
+            past = hurried or now > look
+            if past:
+                look = now + step
+            if late or hurried:
+                heard = root
+            stands = self._look(root if past else heard)
+            if stands is not None:
+                self._pass_on(stands)
+                if not stands.startswith((_CLAIMED, _FAILING)):
+                    return decode(stands, Verdict)
+                self._tell_label(stands)
+                claimed = stands.startswith(_CLAIMED)
+                if naming == math.inf:
+                    naming = now + _NAMING
+                    self.watch.moved(0, now)
+                elif claimed and hurried:  # not for the others to know: they may have the time
+                    return self._undecided()
+                elif claimed and past and self._lost_of([0], began):
+                    # The first rank looks for its claim before it commits, and before it tells the outcome.
+                    self._set_if(stands, encode(self._undecided()))
+                elif not claimed and (hurried or now > naming):
+                    self._name_absent(stands, [])
+                    continue
+            elif duties and self._is_there(duties[0], past=past):
+                # The claim keeps one verdict: once it stands nobody may declare the round failed, and if somebody has
+                # declared it, the first rank must not commit.
+                if duties[0] != root:
+                    message = self._join(duties[0])
+                    if message is not None:  # else a verdict stands, and somebody has taken a word away
+                        self._say(self._word(duties.pop(0)), message)
+                elif self._set_if(b"", _CLAIMED):
+                    self._pass_on(_CLAIMED)
+                    return self._decide()
+                continue
+            elif past:
+                suspects = self._suspects(duties, late=late or hurried)
+                lost = suspects if hurried else self._lost_of(suspects, began)
+                if lost or hurried:
+                    failing = _FAILING + b"%d" % self.rank
+                    if self._set_if(b"", failing):
+                        self._name_absent(failing, lost)
+                    continue
+                if late:
+                    self._tell_slow(suspects)
+            time.sleep(max(min(pause, look - now), _FIRST_PAUSE))
+            pause = min(pause * 1.5, longest)
+
+    def confirm(self) -> bool:
+        """Whether the first rank's claim still stands, so that it may do what cannot be undone."""
+        return self._look(self.tree.root) == self._claim
+
+    def ask(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The labels of these ranks in full, as far as they tell; only while the first rank decides."""
+        asked = _CLAIMED + msgspec.msgpack.encode(ranks)
+        if not self._set_if(self._claim, asked):
+            return {}  # this rank has been given up
+        self._claim = asked
+        self._pass_on(asked)
+        keys = [self._label(rank) for rank in ranks]
+        until = time.monotonic() + min(self.deadline, _ASKING)
+        while not self.store.check(keys) and time.monotonic() < min(until, self.limit()):
+            self.tick()
+            time.sleep(_LONGEST_PAUSE)
+        found = {rank: self._peek(key) for rank, key in zip(ranks, keys, strict=True)}
+        return {rank: text.decode() for rank, text in found.items() if text is not None}
+
+    def forget(self) -> None:
+        """Leave nothing of the round in the store: each rank takes back what it said, the last reader of a block the
+        verdict that lay there for it.
+
+        Ranks that never come leave theirs, for whoever comes late.
+        """
+        tree = self.tree
+        for key in self._said:
+            self.store.delete_key(key)
+        node = Node(0, self.rank)
+        while node != tree.root:
+            node = tree.parent(node)
+            if self.store.add(self._key("read", node), 1) < len(tree.children(node)):
+                break
+            self.store.delete_key(self._verdict(node))
+            self.store.delete_key(self._key("read", node))
+
+    # Up: words
+
+    def _say(self, key: str, message: bytes) -> None:
+        self.store.set(key, message)
+        self._said.append(key)
+
+    def _is_there(self, node: Node, *, past: bool) -> bool:
+        """Whether all that a block has to say is there; with ``past`` also where a leader has not passed it on."""
+        children = self.tree.children(node)
+        if self.store.check([self._word(child) for child in children]):
+            return True
+        return (
+            past
+            and node.level > 1
+            and all(self.store.check([self._word(child)]) or self._is_there(child, past=True) for child in children)
+        )
+
+    def _join(self, node: Node) -> bytes | None:
+        """What a block has to say, as a list of what its children say, in order; None if some of it is gone again."""
+        parts = []
+        for child in self.tree.children(node):
+            part = self._peek(self._word(child))
+            if part is None and child.level > 0:
+                part = self._join(child)
+            if part is None:
+                return None
+            parts.append(part)
+        return encode(parts)
+
+    def _decide(self) -> Verdict:
+        message = self._join(self.tree.root)
+        # Nothing is left if the others have waited long enough for this rank, and gone.
+        verdict = self.conclude(self, message) if message else self.lost([0], [0], "came too late to decide")
+        made = encode(verdict)
+        stands = bytes(self.store.compare_set(self._verdict(self.tree.root), self._claim, made))
+        self._pass_on(stands)
+        return verdict if stands == made else decode(stands, Verdict)
+
+    def _undecided(self) -> Verdict:
+        verdict = self.lost([0], [0], "began to decide but gave no outcome to", self.watch)
+        return msgspec.structs.replace(verdict, settled=False)
+
+    # Down: verdicts
+
+    def _look(self, node: Node) -> bytes | None:
+        key = self._verdict(node)
+        return bytes(self.store.get(key)) if self.store.check([key]) else None
+
+    def _pass_on(self, stands: bytes) -> None:
+        if stands != self._passed:
+            for node in reversed(self._led):
+                self.store.set(self._verdict(node), stands)
+            self._passed = stands
+
+    def _tell_label(self, stands: bytes) -> None:
+        asked = stands.removeprefix(_CLAIMED)
+        key = self._label(self.rank)
+        if asked and asked != stands and key not in self._said and self.rank in msgspec.msgpack.decode(asked):
+            self._say(key, self.label.encode())
+
+    # Who is waited for, and who is lost
+
+    def _suspects(self, duties: list[Node], *, late: bool) -> list[int]:
+        """The ranks that this one watches."""
+        tree = self.tree
+        if self.rank == 0 or tree.levels == 1:
+            found = self._absent(tree.root)
+        elif duties:
+            found = self._absent(duties[-1])
+        elif self._led or late:  # who leads nobody leaves it to those who do, and who have been watching for long
+            node = tree.heard_by(self.rank)
+            leader = node.number * tree.width**node.level
+            found = [] if self.store.check([self._word(Node(0, leader))]) else [leader]
+        else:
+            return []
+        return sorted({0, *found} - {self.rank})
+
+    def _lost_of(self, suspects: list[int], began: float) -> list[int]:
+        """Those that have made no progress for as long as the deadline says."""
+        self._watched = suspects
+        self.watch.expect(suspects, began)
+        self.watch.look(suspects)
+        now, longest = time.monotonic(), self.deadline + self._turn()
+        return [rank for rank in suspects if self.watch.silent(rank, now) > longest]
+
+    def _tell_slow(self, suspects: list[int]) -> None:
+        if self._told:
+            return
+        # The first rank gives signs while it waits, too.
+        slow = [r for r in suspects if self.watch.progress(r) and not self.store.check([self._word(Node(0, r))])]
+        if slow:
+            self._told = True
+            far = ", ".join(f"rank {rank} is still at work, {self.watch.progress(rank)}" for rank in slow[:3])
+            log.info("%s: waiting on for %d ranks: %s", self.label, len(slow), far)
+
+    def _name_absent(self, failing: bytes, lost: list[int]) -> None:
+        absent = self._absent(self.tree.root)
+        named = [rank for rank in absent if rank in lost or self._gives_no_sign(rank, lost, absent)]
+        if named:
+            verdict = self.lost(named, absent, "never came to", self.watch)
+        elif absent and not lost:  # whoever knew which of them is lost is lost itself
+            verdict = self.lost(absent, absent, "never came to")
+        elif 0 in lost or not lost:  # all are there: the first rank has stopped between its word and its claim
+            verdict = self.lost([0], sorted({0, *absent}), "came to, but never decided,", self.watch)
+        else:
+            verdict = self.lost(lost, sorted({*lost, *absent}), "came too late to")
+        self._set_if(failing, encode(verdict))
+
+    def _gives_no_sign(self, rank: int, lost: list[int], absent: list[int]) -> bool:
+        """Of a rank that is watched by others, whether it is as lost as those that are known to be."""
+        if not lost or rank in self._watched:
+            return False
+        if len(absent) > _LOOKED_AT:
+            return True
+        self.watch.expect([rank], time.monotonic())
+        self.watch.look([rank])
+        return not self.watch.progress(rank)
+
+    def _absent(self, node: Node) -> list[int]:
+        missing = self._missing(self.tree.children(node))
+        return [rank for child in missing for rank in ([child.number] if child.level == 0 else self._absent(child))]
+
+    def _missing(self, nodes: list[Node]) -> list[Node]:
+        if self.store.check([self._word(node) for node in nodes]):
+            return []
+        if len(nodes) == 1:
+            return nodes
+        part = isqrt(len(nodes))
+        return [node for i in range(0, len(nodes), part) for node in self._missing(nodes[i : i + part])]
+
+    def _set_if(self, expected: bytes, value: bytes) -> bool:
+        """Set the root's verdict if this stands there now."""
+        return bytes(self.store.compare_set(self._verdict(self.tree.root), expected, value)) == value
+
+    # Keys, and when to look at them
+
+    def _key(self, what: str, node: Node) -> str:
+        return f"{self.base}/{what}" + ("" if node == self.tree.root else f"/{node.level}.{node.number}")
+
+    def _word(self, node: Node) -> str:
+        return f"{self.base}/word/{node.number}" if node.level == 0 else self._key("words", node)
+
+    def _verdict(self, node: Node) -> str:
+        return self._key("verdict", node)
+
+    def _label(self, rank: int) -> str:
+        return f"{self.base}/label/{rank}"
+
+    def _peek(self, key: str) -> bytes | None:
+        """What a key holds, if it is there. A `get` would wait for one that somebody takes away at this moment."""
+        found = bytes(self.store.compare_set(key, _NOTHING, _NOTHING))
+        return None if found == _NOTHING else found
+
+    def _turn(self) -> float:
+        """How much longer than the first rank this one waits before it declares a round failed: others have done it."""
+        tree = self.tree
+        if tree.levels == 1 or self.rank == 0:
+            return 0.0
+        below = tree.levels - len(tree.led_by(self.rank))
+        return _TURN * (below + self.rank / tree.size)
+
+    def _pauses(self) -> tuple[float, float]:
+        tree = self.tree
+        if tree.levels == 1 or self._led:
+            return _FIRST_PAUSE, _LONGEST_PAUSE
+        return max(_FIRST_PAUSE, tree.size * _MANY_FIRST), max(_LONGEST_PAUSE, tree.size * _MANY_LONGEST)
+
+
+def words_of(message: bytes, levels: int) -> list[Word]:
+    """What the ranks said, in order, of what a block of so many ``levels`` says. Raises as `decode` does."""
+    parts = [message]
+    for _ in range(levels):
+        parts = [part for block in parts for part in decode(block, list[bytes])]
+    distinct = {part: decode(part, Word) for part in set(parts)}  # often they are few
+    return [distinct[part] for part in parts]

@@ -1,0 +1,1 @@
+"""From a checkpoint's files to memory: byte ranges, sources, checked blocks."""

@@ -1,0 +1,167 @@
+"""The memory that the tensors of a checkpoint come into: new, the caller's own, or the file itself.
+
+`Checkpoint.read` and `Checkpoint.state_dict` ask here what is to be read where. Reads no tensor, but to prove one that
+is mapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import Damaged, Mismatch, Unsupported
+from holdfast.events import log
+from holdfast.ondisk import dtypes, names
+from holdfast.ondisk.box import Box, whole
+from holdfast.ondisk.datafile import Piece
+from holdfast.ondisk.manifest import TensorRecord
+from holdfast.read.examine import check_pieces
+from holdfast.read.mapped import MappedFiles
+from holdfast.read.ranges import Verify
+from holdfast.read.read import Files, Wanted
+from holdfast.read.source import ReadStats
+from holdfast.state.tensors import dtype_name
+
+Records = Mapping[str, TensorRecord]
+SavedName = Callable[[str], str]
+_SHOWN = 20
+
+
+class Filled(NamedTuple):
+    """Tensors by name, and what has to be read before they hold what was saved."""
+
+    tensors: dict[str, torch.Tensor]
+    wanted: list[Wanted]
+
+
+def into_new(records: Records, saved_name: SavedName) -> Filled:
+    """New memory for whole tensors; tied ones share it."""
+    stored: dict[str, torch.Tensor] = {}
+    alike: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+    filled = Filled({}, [])
+    for name, record in records.items():
+        source = saved_name(name)
+        if source not in stored:
+            first = alike.get((record.dtype, record.shape))
+            if first is None:
+                made = alike[record.dtype, record.shape] = torch.empty(
+                    record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu"
+                )
+            else:  # in half the time
+                made = torch.empty_like(first)
+            stored[source] = made
+            filled.wanted.append(Wanted(source, record, whole(record.shape), stored[source]))
+        filled.tensors[name] = stored[source]
+    return filled
+
+
+def into_given(
+    records: Records, saved_name: SavedName, into: Mapping[Any, Any], where: object, *, cast: bool
+) -> Filled:
+    """The tensors of ``into``, nested or by name. Raises Mismatch, listing all that is missing, left over or unlike.
+
+    Of tied tensors one is enough; the others are the same tensor then.
+    """
+    given = dict(_tensors_in("", into, records))
+    by_source: dict[str, torch.Tensor] = {}
+    filled, faults = Filled({}, []), []
+    for name, tensor in given.items():
+        if name not in records:
+            faults.append(f"{name} is given, but there is no such tensor, or it was not asked for")
+            continue
+        record, source = records[name], saved_name(name)
+        faults += unlike(name, record, whole(record.shape), tensor, cast=cast)
+        if by_source.get(source) is not tensor:
+            by_source.setdefault(source, tensor)
+            filled.wanted.append(Wanted(source, record, whole(record.shape), tensor.detach()))
+    for name in records:
+        if name in given:
+            filled.tensors[name] = given[name]
+        elif saved_name(name) in by_source:
+            filled.tensors[name] = by_source[saved_name(name)]
+        else:
+            faults.append(f"{name} is saved, but no tensor is given for it (only= leaves it out)")
+    if faults:
+        more = [f"… and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        text = "".join(f"\n    {fault}" for fault in [*faults[:_SHOWN], *more])
+        raise Mismatch(f"{where} does not fit into=; nothing was changed:{text}")
+    return filled
+
+
+def unlike(name: str, record: TensorRecord, box: Box, tensor: torch.Tensor, *, cast: bool) -> Iterator[str]:
+    """Why a tensor cannot take a box of a saved one. Raises Unsupported for one without plain memory of its own."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise Unsupported(f"{name} is to go into a {type(tensor).__qualname__}: holdfast.load fills those")
+    dtype = dtype_name(name, tensor)
+    if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise Unsupported(f"{name} is to go into an expanded tensor, whose elements share memory: give a clone() of it")
+    if tuple(tensor.shape) != box.lengths:
+        yield f"{name} has shape {list(box.lengths)}, the given tensor {list(tensor.shape)}"
+    elif dtype != record.dtype and not cast:
+        yield f"{name} is saved as {record.dtype}, the given tensor is {dtype} (cast=True converts)"
+
+
+def _tensors_in(at: str, node: Any, records: Records) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(node, torch.Tensor):
+        yield at, node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            name = key if not at and key in records else names.child(at, str(key))
+            yield from _tensors_in(name, value, records)
+    elif isinstance(node, (list, tuple)):
+        for i, value in enumerate(node):
+            yield from _tensors_in(names.child(at, str(i)), value, records)
+    else:
+        raise Mismatch(f"into= has a {type(node).__qualname__} at {at}: only tensors can be filled, leave it out")
+
+
+def into_mapped(
+    records: Records, saved_name: SavedName, files: Files, where: object, *, verify: Verify
+) -> Filled:  # fmt: skip
+    """Tensors that lie whole in a local file as that file, mapped; new memory for all others.
+
+    With ``verify`` every block of what is mapped is read once and compared with its sum, in bounded memory. Raises
+    Damaged, listing every fault.
+    """
+    mapped: dict[str, torch.Tensor] = {}
+    pieces: dict[int, list[tuple[Piece, Sequence[str]]]] = {}
+    rest: dict[str, TensorRecord] = {}
+    maps, stats = MappedFiles(), ReadStats()
+    for name, record in records.items():
+        source = saved_name(name)
+        if source in mapped:
+            continue
+        found = _mapped(source, record, files, maps, stats)
+        if found is None:
+            rest[name] = record
+            continue
+        mapped[source], index, piece, sums = found
+        pieces.setdefault(index, []).append((piece, sums))
+    faults = []
+    for index, some in pieces.items() if verify else ():
+        some.sort(key=lambda item: item[0].begin)
+        faults += check_pieces(files, index, some, stats)
+    if faults:
+        raise Damaged("\n".join([f"{where} is damaged:", *dict.fromkeys(faults)]))
+    new = into_new(rest, saved_name)
+    log.debug("%s: %d tensors mapped, %d read", where, len(mapped), len(new.wanted))
+    tensors = {name: new.tensors[name] if name in rest else mapped[saved_name(name)] for name in records}
+    return Filled(tensors, new.wanted)
+
+
+def _mapped(
+    source: str, record: TensorRecord, files: Files, maps: MappedFiles, stats: ReadStats
+) -> tuple[torch.Tensor, int, Piece, Sequence[str]] | None:
+    if not prod(record.shape):
+        return None
+    everything = whole(record.shape)
+    cell, at = next(iter(record.touching(everything)))
+    if cell != everything:
+        return None
+    index, piece, sums = files.piece(at, source, cell, record, stats)
+    path = files.plain(index)
+    tensor = None if path is None else maps.tensor(path, piece, record.dtype, record.shape)
+    return None if tensor is None else (tensor, index, piece, sums)

@@ -1,0 +1,251 @@
+"""Which byte ranges of a data file bring what is wanted of it, and where each byte goes.
+
+`read` asks here and then only reads. Touches no file; the only memory it makes are the small windows in which short
+runs meet that go to a view which cannot be read into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import torch
+
+from holdfast.buffers.landing import Landing
+from holdfast.buffers.stage import is_plain_memory
+from holdfast.ondisk import dtypes
+from holdfast.ondisk.blocks import BLOCK
+from holdfast.ondisk.box import Box, flat_boxes, intersect, relative
+from holdfast.ondisk.datafile import Piece
+
+SPAN = 8 << 20
+"""Neighbouring ranges are read together up to this many bytes."""
+
+GAP = 4096
+"""Ranges this far apart are still read together: a page costs no more than a second request."""
+
+DIRECT_FROM = 256 << 10
+"""A range of this many bytes goes straight into its destination; smaller ones by way of a buffer."""
+
+SLACK = 0.04
+"""By default a block wanted in part is read whole, to be verified, while all such extra stays below this share."""
+
+PACKED, PACKED_RUNS = 1 << 20, 4096
+"""Bytes and runs of one window in which short runs meet on their way to a view that cannot be read into."""
+
+Verify = bool | Literal["blocks"]
+"""How much to check: see `read_boxes`."""
+
+
+class Share(NamedTuple):
+    """What one wanted box takes from one piece."""
+
+    file: int
+    piece: Piece
+    sums: Sequence[str]
+    box: Box  # of the tensor, both wanted and in the piece
+    cell: Box
+    view: torch.Tensor
+    dtype: str
+
+
+class Range(NamedTuple):
+    """Bytes ``begin:begin + nbytes`` of a file, of which ``wanted`` are wanted.
+
+    They go one after the other, from byte ``start`` of the range on, to an ``address``; or they lie scattered in the
+    range and go to the view of a ``share``. ``sum`` is set if the range is one whole block. ``key`` names the piece
+    for errors. ``landing`` waits for what goes to an address of its own.
+    """
+
+    begin: int
+    nbytes: int
+    sum: str | None
+    key: str
+    wanted: int = 0
+    start: int = 0
+    address: int = 0
+    landing: Landing | None = None
+    share: Share | None = None
+
+
+class Spans(NamedTuple):
+    """Stretches of a piece, in bytes, with nothing wanted between them; ``solid`` if all is wanted in them."""
+
+    nbytes: int
+    solid: bool
+    first: int
+    outer: tuple[tuple[int, int], ...]  # how often, how far apart, from the outermost axis on
+
+    @property
+    def end(self) -> int:
+        """Where the last of them ends."""
+        return self.first + sum((n - 1) * pitch for n, pitch in self.outer) + self.nbytes
+
+    def starts(self) -> Iterator[int]:
+        """Where they begin: one at a time, for a narrow slice of a tall tensor has millions."""
+        return _starts(self.first, self.outer)
+
+
+def _starts(at: int, outer: tuple[tuple[int, int], ...]) -> Iterator[int]:
+    if not outer:
+        yield at
+        return
+    count, pitch = outer[0]
+    for i in range(count):
+        if len(outer) == 1:
+            yield at + i * pitch
+        else:
+            yield from _starts(at + i * pitch, outer[1:])
+
+
+def spans_of(share: Share, gap: int = GAP) -> Spans:
+    """What the share takes from its piece; what lies no more than ``gap`` bytes apart is one span."""
+    if share.cell is share.box or share.cell == share.box:
+        return Spans(share.piece.nbytes, True, 0, ())
+    size = dtypes.itemsize(share.dtype)
+    inner = relative(share.box, share.cell)
+    pitch, first, extent, solid = size, 0, size, True
+    outer: list[tuple[int, int]] = []
+    for offset, length, n in zip(*map(reversed, (*inner, share.cell.lengths)), strict=True):
+        first += offset * pitch
+        if length > 1:
+            if outer or pitch - extent > gap:
+                outer.append((length, pitch))
+            else:
+                solid = solid and pitch == extent
+                extent += (length - 1) * pitch
+        pitch *= n
+    return Spans(extent, solid, first, tuple(reversed(outer)))
+
+
+def _in_place(share: Share) -> bool:
+    view = share.view
+    return view.device.type == "cpu" and dtypes.name_of(view.dtype) == share.dtype and is_plain_memory(view)
+
+
+def rounds_up(shares: Iterable[Share], verify: Verify, needed: int) -> bool:
+    """Whether blocks that are wanted in part are to be read whole; ``needed`` is what all shares take, in bytes."""
+    if verify is not True:
+        return verify == "blocks"
+    extra = 0
+    for share in shares:
+        if share.cell is share.box or share.cell == share.box or not share.sums:
+            continue
+        spans = spans_of(share)
+        low, high = spans.first // BLOCK * BLOCK, min(-(-spans.end // BLOCK) * BLOCK, share.piece.nbytes)
+        # What lies between neighbours is read in any case.
+        taken = share.box.size * dtypes.itemsize(share.dtype) if spans.outer else spans.nbytes
+        extra += high - low - taken
+        if extra > SLACK * needed:
+            return False
+    return True
+
+
+def ranges_of(share: Share, verify: Verify, *, round_up: bool, gap: int = GAP) -> Iterable[Range]:
+    """The ranges that bring one share, in the order of the file; those that are whole blocks carry their sum."""
+    if 0 in share.box.lengths:
+        return ()
+    piece, sums = share.piece, share.sums if verify else ()
+    address = share.view.data_ptr() if _in_place(share) else None
+    if address is not None and piece.nbytes <= BLOCK and (share.cell is share.box or share.cell == share.box):
+        # A small tensor, whole: by far the most common.
+        return (Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address),)
+    return _ranges_of(share, sums, address, round_up=round_up, gap=gap)
+
+
+def _ranges_of(share: Share, sums: Sequence[str], address: int | None, *, round_up: bool, gap: int) -> Iterator[Range]:
+    piece, spans = share.piece, spans_of(share, gap)
+    if spans.nbytes == piece.nbytes <= BLOCK and spans.solid and address is not None:  # whole, in other words
+        yield Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address)
+    elif round_up and sums:  # without sums there is nothing to prove
+        yield from _whole_blocks(share, spans, sums, address)
+    elif address is None and spans.solid and spans.outer and spans.nbytes < DIRECT_FROM:
+        yield from _packed(share, spans, sums)
+    else:
+        for start in spans.starts():
+            yield from _cut(share, start, spans, sums, address)
+            address = address if address is None else address + spans.nbytes
+
+
+def _cut(
+    share: Share, start: int, spans: Spans, sums: Sequence[str], address: int | None, landing: Landing | None = None
+) -> Iterator[Range]:
+    """One span cut at block borders; a block taken whole carries its sum."""
+    piece, end = share.piece, start + spans.nbytes
+    at = start
+    while at < end:
+        block = at // BLOCK
+        low, high = block * BLOCK, min((block + 1) * BLOCK, piece.nbytes)
+        stop = min(end, high)
+        known = sums[block] if sums and at == low and stop == high else None
+        if address is not None and spans.solid:
+            there = address + at - start
+            yield Range(piece.begin + at, stop - at, known, piece.key, stop - at, 0, there, landing)
+        else:
+            yield _scattered(share, at, stop, known)
+        at = stop
+
+
+def _scattered(share: Share, low: int, high: int, known: str | None) -> Range:
+    wanted = high - low
+    if share.cell != share.box:
+        size, inner = dtypes.itemsize(share.dtype), relative(share.box, share.cell)
+        parts = (intersect(box, inner) for box in flat_boxes(share.cell.lengths, low // size, high // size))
+        wanted = size * sum(part.size for part in parts if part is not None)
+    return Range(share.piece.begin + low, high - low, known, share.piece.key, wanted, share=share)
+
+
+def _packed(share: Share, spans: Spans, sums: Sequence[str]) -> Iterator[Range]:
+    """Short runs far apart that cannot be read to where they go: together, for to hand over each costs more."""
+    starts, first = spans.starts(), 0
+    most = max(1, min(PACKED // spans.nbytes, PACKED_RUNS))
+    while some := [*islice(starts, most)]:
+        landing = Landing(first, len(some) * spans.nbytes, share.box.lengths, share.view, share.dtype)
+        found: list[Range] = []
+        for i, start in enumerate(some):
+            found += _cut(share, start, spans, sums, landing.address + i * spans.nbytes, landing)
+        landing.left = len(found)
+        first += landing.nbytes
+        yield from found
+
+
+def _whole_blocks(share: Share, spans: Spans, sums: Sequence[str], address: int | None) -> Iterator[Range]:
+    """Every block of which anything is wanted, whole and once, however many spans meet in it."""
+    piece, last = share.piece, -1
+    for start in spans.starts():
+        end = start + spans.nbytes
+        for block in range(start // BLOCK, (end - 1) // BLOCK + 1):
+            low, high = block * BLOCK, min((block + 1) * BLOCK, piece.nbytes)
+            begin, stop = max(start, low), min(end, high)
+            known = sums[block]
+            if address is not None and spans.solid and (not spans.outer or (begin, stop) == (low, high)):
+                there = address + begin - start
+                yield Range(piece.begin + low, high - low, known, piece.key, stop - begin, begin - low, there)
+            elif block != last:
+                last = block
+                yield _scattered(share, low, high, known)
+        address = address if address is None else address + spans.nbytes
+
+
+def jobs_of(ranges: Iterable[Range], *, gap: int = GAP, straight: bool = True) -> Iterator[list[Range]]:
+    """Neighbouring ranges together, up to a span; a large one by itself, if it is read ``straight`` to its place."""
+    job: list[Range] = []
+    begin = end = 0
+    alone = False
+    for r in ranges:
+        lone = straight and r.nbytes >= DIRECT_FROM and is_straight(r)
+        if job and (lone or alone or not 0 <= r.begin - end <= gap or r.begin + r.nbytes - begin > SPAN):
+            yield job
+            job = []
+        if not job:
+            begin = r.begin
+        job.append(r)
+        end, alone = r.begin + r.nbytes, lone
+    if job:
+        yield job
+
+
+def is_straight(r: Range) -> bool:
+    """Whether a range is read into its destination without a buffer."""
+    return r.share is None and r.nbytes >= DIRECT_FROM and r.wanted == r.nbytes

@@ -1,0 +1,1 @@
+"""One read for many ranks that want the same bytes."""

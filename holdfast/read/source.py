@@ -1,0 +1,249 @@
+"""Where the reader takes bytes from: an open file of a local disk, or an object of a store.
+
+`read` makes one for each file that it reads. Never knows which bytes are wanted, nor whether they are right.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from holdfast.buffers.memory import Buffer, address_of, buffer, move
+from holdfast.errors import Damaged
+from holdfast.read.ranges import GAP, SPAN
+from holdfast.storage.local import disk
+from holdfast.storage.local.disk import SECTOR
+from holdfast.storage.place import Location, Place
+from holdfast.storage.storage import is_cached, naming, naming_unless_missing
+from holdfast.storage.wrappers.cached import Cached
+
+Descriptors = tuple[int, int | None]
+"""Of one open local file: through the page cache, and directly (None where that cannot be had)."""
+
+MOST_GAP = 512 << 10
+"""However slow a store answers, ranges further apart than this are asked for one by one."""
+
+
+STRIDE = 512 << 10
+"""Bytes of cached pages that are copied and summed at a time."""
+
+
+@dataclass
+class ReadStats:
+    """Bytes: ``needed`` by the boxes, ``read`` from storage, ``unverified`` of those needed; and ``requests``."""
+
+    needed: int = 0
+    read: int = 0
+    unverified: int = 0
+    requests: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, read: int) -> None:
+        """Count one request that brought so many bytes."""
+        with self._lock:
+            self.read += read
+            self.requests += 1
+
+
+class Fetched(NamedTuple):
+    """Bytes that were read, and their address; ``owner`` keeps them alive."""
+
+    view: memoryview
+    address: int
+    owner: object
+
+
+class Source(Protocol):
+    """One file to read from, by several threads at once."""
+
+    @property
+    def path(self) -> Location: ...
+
+    @property
+    def gap(self) -> int:
+        """Ranges no further apart than this are read together."""
+
+    @property
+    def tries(self) -> int:
+        """How often a block whose sum is wrong is read before it counts as damaged."""
+
+    @property
+    def straight(self) -> bool:
+        """Whether `read` saves a copy."""
+
+    def fetch(self, begin: int, nbytes: int) -> Fetched:
+        """A stretch of the file, in memory that this thread may use until it fetches again."""
+
+    def stride(self, begin: int, nbytes: int) -> int:
+        """How much of a stretch is best fetched at a time by who only sums it."""
+
+    def forget(self, begin: int, nbytes: int) -> None:
+        """A stretch came with a wrong sum: let it come from the store itself when it is fetched again."""
+
+    def read(self, begin: int, memory: memoryview, address: int) -> None:
+        """Fill ``memory`` (at ``address``) from the file. Raises Damaged if it ends before, StorageError."""
+
+
+def source_of(path: Location, opened: Descriptors | Place, stats: ReadStats) -> Source:
+    """What reads an opened file; ``path`` names it in errors."""
+    if isinstance(opened, Place):
+        return _Object(path, opened, stats, _paces.setdefault(opened.store.url, _Pace()))
+    return _OpenFile(path, *opened, stats)
+
+
+def damaged(path: Location, what: str) -> Damaged:
+    """The error of a file that is not what was written."""
+    error = Damaged(f"{path} {what}; restore another step, or bring this file back from a copy")
+    error.file = str(path)
+    return error
+
+
+def forget(place: Place, begin: int, nbytes: int) -> None:
+    """Bytes came with a wrong sum: let them come from the store itself when they are asked for again."""
+    if isinstance(place.store, Cached):
+        place.store.forget(place.key, begin, begin + nbytes)
+
+
+_buffers = threading.local()
+
+
+def _buffer(name: str, nbytes: int) -> Buffer:
+    """Memory of this thread, grown as needed and used again."""
+    found: Buffer | None = getattr(_buffers, name, None)
+    if found is None or len(found.view) < nbytes:
+        found = buffer(-(-nbytes // (2 << 20)) * (2 << 20))
+        setattr(_buffers, name, found)
+    return found
+
+
+@dataclass(frozen=True)
+class _OpenFile:
+    """A local file: pages that are cached from there, cold ones directly."""
+
+    path: Location
+    cached: int
+    direct: int | None
+    stats: ReadStats
+    gap: int = GAP
+    tries: int = 1
+    straight: bool = True
+
+    def fetch(self, begin: int, nbytes: int) -> Fetched:
+        skip = begin % SECTOR
+        room = -(-(skip + nbytes) // SECTOR) * SECTOR
+        gathered, at = _buffer("gather", room), 0
+        view, address = gathered.view[skip : skip + nbytes], gathered.address + skip
+        cold = self.direct is not None and not is_cached(self.cached, begin, nbytes)
+        if cold and self.direct is not None:
+            with naming(self.path, "read"):  # whole sectors, so that the disk fills this memory and no other
+                got = disk.read(self.direct, gathered.view[:room], begin - skip, self.path)
+            self.stats.add(got)
+            at = max(min(got - skip, nbytes), 0)
+        if at < nbytes and cold:
+            self.read(begin + at, view[at:], address + at)
+        elif at < nbytes:
+            with naming(self.path, "read"):
+                self._through_cache(begin, view, 0)
+        return Fetched(view, address, gathered)
+
+    def _through_cache(self, begin: int, memory: memoryview, at: int) -> None:
+        while at < len(memory):
+            got = disk.read(self.cached, memory[at:], begin + at, self.path)
+            if not got:
+                raise damaged(self.path, f"ends at byte {begin + at}")
+            self.stats.add(got)
+            at += got
+
+    def stride(self, begin: int, nbytes: int) -> int:
+        # What memory has anyway is summed while it is in the processor's cache; a disk likes long reads.
+        cold = self.direct is not None and not is_cached(self.cached, begin, nbytes)
+        return nbytes if cold else min(nbytes, STRIDE)
+
+    def forget(self, begin: int, nbytes: int) -> None:
+        """A disk has nothing else to give."""
+
+    def read(self, begin: int, memory: memoryview, address: int) -> None:
+        total = len(memory)
+        with naming(self.path, "read"):
+            at = 0
+            if self.direct is not None and is_cached(self.cached, begin, total):
+                at = disk.read(self.cached, memory, begin, self.path)
+                self.stats.add(at)
+            while at < total and self.direct is not None:
+                low = (begin + at) // SECTOR * SECTOR
+                high = -(-min(begin + total, low + SPAN) // SECTOR) * SECTOR
+                bounce = _buffer("bounce", high - low)
+                got = disk.read(self.direct, bounce.view[: high - low], low, self.path)
+                skip = begin + at - low
+                useful = min(got - skip, total - at)
+                if useful <= 0:
+                    break
+                move(address + at, bounce.address + skip, useful)
+                self.stats.add(got)
+                at += useful
+            self._through_cache(begin, memory, at)
+
+
+class _Pace:
+    """How a store answers: seconds until the first byte, and bytes a second after it, of one request."""
+
+    def __init__(self) -> None:
+        self._latency, self._rate = 0.0, 0.0
+
+    def saw(self, nbytes: int, seconds: float) -> None:
+        """Learn from one request; the newest count most."""
+        if nbytes <= MOST_GAP:
+            self._latency = seconds if not self._latency else 0.8 * self._latency + 0.2 * seconds
+        elif seconds > self._latency:
+            rate = nbytes / (seconds - self._latency)
+            self._rate = rate if not self._rate else 0.8 * self._rate + 0.2 * rate
+
+    @property
+    def gap(self) -> int:
+        """Bytes that come in the time of another request."""
+        return int(min(max(self._latency * self._rate, 16 * GAP), MOST_GAP))
+
+
+_paces: dict[str, _Pace] = {}
+
+
+@dataclass(frozen=True)
+class _Object:
+    """An object of a store: each range is a request."""
+
+    path: Location
+    place: Place
+    stats: ReadStats
+    pace: _Pace
+    tries: int = 2  # a bit may flip on the way, and only our own sums find it
+    straight: bool = False
+
+    @property
+    def gap(self) -> int:
+        return self.pace.gap
+
+    def fetch(self, begin: int, nbytes: int) -> Fetched:
+        began = time.monotonic()
+        try:
+            with naming_unless_missing(self.path, "read"):
+                got = self.place.store.get(self.place.key, begin, begin + nbytes)
+        except FileNotFoundError:
+            raise damaged(self.path, "is missing") from None
+        self.pace.saw(nbytes, time.monotonic() - began)
+        view = memoryview(got.data)
+        self.stats.add(len(view))
+        if len(view) != nbytes:
+            raise damaged(self.path, f"ends at byte {begin + len(view)}")
+        return Fetched(view, address_of(got.data), got.data)
+
+    def stride(self, begin: int, nbytes: int) -> int:
+        return nbytes
+
+    def forget(self, begin: int, nbytes: int) -> None:
+        forget(self.place, begin, nbytes)
+
+    def read(self, begin: int, memory: memoryview, address: int) -> None:
+        fetched = self.fetch(begin, len(memory))
+        move(address, fetched.address, len(memory))

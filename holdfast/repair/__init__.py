@@ -1,0 +1,1 @@
+"""Checkpoints that are there: verified, repaired, rescued, reduced, signed."""

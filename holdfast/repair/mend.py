@@ -1,0 +1,218 @@
+"""A data file that is damaged gets its bytes back: bad blocks in place, or the whole file anew under its name.
+
+`repair` calls it, file by file. Never writes a byte that it has not proved, and never over one that is right:
+
+- *In place*, where the file has its size. Only bad blocks, and a bad header, are written over. What lies there is wrong
+  already, so whatever a crash leaves is no worse, and a block is good or bad by its sum alone. Other checkpoints that
+  have the file by a hard link, or cite it, are mended with it; rewriting would leave them with the bad one.
+- *Anew*, where it is missing or has another size, in a store, behind a symbolic link, or where the disk refuses the
+  place: all of it goes to a temporary file, is synced, and takes its name in one step. A file with holes is never put
+  there: its size would say that it is whole, and whoever reads without verifying would believe that.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.errors import Damaged, StorageError
+from holdfast.events import log
+from holdfast.ondisk import datafile
+from holdfast.ondisk.blocks import BLOCK
+from holdfast.ondisk.datafile import Header
+from holdfast.ondisk.manifest import FileRecord
+from holdfast.read.damage import Fault
+from holdfast.repair.donors import Donors, Gift
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location, Place
+from holdfast.storage.store import Buffer
+
+READERS = 4
+"""Blocks that are looked for at once."""
+
+
+class Mended(NamedTuple):
+    """``nbytes`` from byte ``begin`` of ``file`` on, and the file that they were taken from."""
+
+    file: str
+    begin: int
+    nbytes: int
+    source: str
+
+
+class _Block(NamedTuple):
+    begin: int
+    nbytes: int
+    key: str
+    at: int
+    sum: str
+
+
+@dataclass
+class Mending:
+    """What became of one file: what was mended (or, dry, could be), and the faults that nobody could help with."""
+
+    mended: list[Mended] = field(default_factory=list)
+    left: list[Fault] = field(default_factory=list)
+
+
+def mend_file(
+    at: Place, path: Location, index: int, file: FileRecord, header: Header | None, faults: Sequence[Fault],
+    donors: Donors, *, dry_run: bool,
+) -> Mending:  # fmt: skip
+    """Mend one data file, which lies at ``path`` and, as a place in a store, ``at``.
+
+    ``header`` is None if the file has none that is right. ``dry_run`` looks for everything, and writes nothing. Raises
+    StorageError if the file cannot be written.
+    """
+    done = Mending([], [fault for fault in faults if fault.key and not fault.nbytes])  # named, and not in the header
+    # What a link leads to is not ours to write to, and may lie outside: the file itself comes back, or nothing does.
+    linked = isinstance(path, Path) and path.is_symlink()
+    fits = not linked and storage.size_of(path) == file.bytes
+    first = None
+    if header is None or not fits:
+        first = donors.header(file)
+        if first is None:
+            return Mending([], list(faults))
+        header = datafile.parse_header(first.data, file.bytes)
+    hit = None if first else {fault.begin for fault in faults}
+    blocks = [block for block in _blocks(header) if hit is None or block.begin in hit]
+    work = _Work(index, file, str(path), donors, done)
+    if fits and isinstance(path, Path):
+        try:
+            work.in_place(path, first, blocks, dry_run=dry_run)
+            return done
+        except StorageError as error:
+            if error.errno != errno.EIO or dry_run:
+                raise
+            log.warning("%s: the disk refuses the place of bad bytes, so the file is written anew: %s", path, error)
+            done.mended.clear()
+    work.anew(at, path, header, fits=fits, dry_run=dry_run)
+    return done
+
+
+def _blocks(header: Header) -> Iterator[_Block]:
+    for piece in header.pieces.values():
+        for number, total in enumerate(header.sums.get(piece.key, ())):
+            at = number * BLOCK
+            yield _Block(piece.begin + at, min(BLOCK, piece.nbytes - at), piece.key, at, total)
+
+
+@dataclass
+class _Work:
+    index: int
+    file: FileRecord
+    name: str
+    donors: Donors
+    done: Mending
+
+    def in_place(self, path: Path, first: Gift | None, blocks: Iterable[_Block], *, dry_run: bool) -> None:
+        """Write what is wrong over with what is right; durable on return."""
+        with _nowhere() if dry_run else _written_over(path) as write:
+            if first is not None:
+                self._take(0, first, write)
+            for block, gift in self._found(blocks):
+                if gift is None:
+                    self._leave(block)
+                elif gift.source != self.name:  # else it is right where it lies
+                    self._take(block.begin, gift, write)
+
+    def anew(self, at: Place, path: Location, header: Header, *, fits: bool, dry_run: bool) -> None:
+        """Write the whole file again under its name; if it is not there in its size, only when nothing lacks."""
+        chunks = self._chunks(path, header, fits=fits)
+        try:
+            with closing(chunks):
+                if dry_run:
+                    deque(chunks, maxlen=0)
+                else:
+                    with storage.naming(at, "write"):
+                        at.store.put(at.key, chunks, self.file.bytes)
+                    if isinstance(path, Path):
+                        with _written_over(path):  # nothing: what is looked at next comes from the disk
+                            pass
+            if not self.done.mended:  # what was too long had all of it
+                self.done.mended.append(Mended(self.name, 0, self.file.bytes, self.name))
+        except _Lacking as lacking:
+            self.done.mended.clear()
+            self.done.left.append(Fault(self.index, what=str(lacking)))
+
+    def _chunks(self, path: Location, header: Header, *, fits: bool) -> Generator[Buffer, None, None]:
+        first = self.donors.header(self.file)
+        if first is None:  # it was there a moment ago
+            raise _Lacking(f"{path} has no header any more")
+        self._note(0, first)
+        yield first.data
+        for block, gift in self._found(_blocks(header)):
+            if gift is not None:
+                self._note(block.begin, gift)
+                yield gift.data
+            elif not fits:
+                raise _Lacking(f"{path} cannot be brought back: nobody has bytes {block.begin}:{_end(block)} of it")
+            else:
+                self._leave(block)
+                yield self.donors.as_it_is(self.file, block.begin, block.nbytes)
+
+    def _found(self, blocks: Iterable[_Block]) -> Iterator[tuple[_Block, Gift | None]]:
+        """Blocks with what is right for them, or None; some are looked for ahead."""
+        waiting: deque[tuple[_Block, Future[Gift | None]]] = deque()
+        with ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-mend") as pool:
+            for block in blocks:
+                look = pool.submit(self.donors.block, self.file, block.begin, block.nbytes, block.sum)
+                waiting.append((block, look))
+                if len(waiting) == READERS:
+                    one, found = waiting.popleft()
+                    yield one, found.result()
+            for one, found in waiting:
+                yield one, found.result()
+
+    def _take(self, begin: int, gift: Gift, write: Callable[[int, bytes], None]) -> None:
+        write(begin, gift.data)
+        self._note(begin, gift)
+
+    def _note(self, begin: int, gift: Gift) -> None:
+        if gift.source != self.name:
+            self.done.mended.append(Mended(self.name, begin, len(gift.data), gift.source))
+
+    def _leave(self, block: _Block) -> None:
+        what = f"{self.name} is altered: bytes {block.begin}:{_end(block)}, in {block.key}, and no source has them"
+        self.done.left.append(Fault(self.index, block.begin, block.nbytes, block.key, block.at, what))
+
+
+class _Lacking(Damaged):
+    """A file that is not there cannot be made: something of it is nowhere."""
+
+
+def _end(block: _Block) -> int:
+    return block.begin + block.nbytes
+
+
+@contextmanager
+def _nowhere() -> Iterator[Callable[[int, bytes], None]]:
+    yield lambda begin, data: None
+
+
+@contextmanager
+def _written_over(path: Path) -> Iterator[Callable[[int, bytes], None]]:
+    """What writes into a file that is there; at the end it is durable, and read from the disk when it is looked at."""
+    with storage.naming(path, "open"):
+        fd = disk.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+
+    def write(begin: int, data: bytes) -> None:
+        with storage.naming(path, "write"):
+            disk.write_all(fd, data, begin, path)
+
+    try:
+        yield write
+        with storage.naming(path, "sync"):
+            disk.sync(fd, path)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)

@@ -1,0 +1,208 @@
+"""The story of a repair: what is damaged in a checkpoint is taken from others that have the same bytes.
+
+Users call `repair`, scrubbing does too. Never writes what it has not proved, nor over anything that is right, and never
+touches a manifest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from time import monotonic
+
+from holdfast import events
+from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.commit.transfer import home
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
+from holdfast.ondisk import blocks
+from holdfast.ondisk.datafile import Header
+from holdfast.ondisk.manifest import Manifest
+from holdfast.ranks.ranks import DEADLINE
+from holdfast.read.damage import Damage, Fault, Findings, damages, tensors_hit
+from holdfast.read.examine import examine
+from holdfast.read.read import DataFiles
+from holdfast.read.source import ReadStats
+from holdfast.repair.donors import Donor, Donors
+from holdfast.repair.mend import Mended, Mending, mend_file
+from holdfast.storage import storage
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
+
+Source = str | os.PathLike[str] | Place
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What `repair` found and did, or with ``dry_run`` could do.
+
+    ``damages`` were there before, ``mended`` says which bytes were put right and from which files, ``left`` is what is
+    still wrong, and ``tensors`` are the names that are still hit.
+    """
+
+    path: str
+    dry_run: bool
+    damages: tuple[Damage, ...]
+    mended: tuple[Mended, ...]
+    left: tuple[Damage, ...]
+    tensors: tuple[str, ...]
+    seconds: float
+
+    @property
+    def whole(self) -> bool:
+        """Whether the checkpoint is whole now, or with ``dry_run`` would be."""
+        return not self.left
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were put right."""
+        return sum(mended.nbytes for mended in self.mended)
+
+
+def repair(
+    path: str | os.PathLike[str] | Place, *, sources: Iterable[Source] = (), dry_run: bool = False,
+    deadline: float = DEADLINE,
+) -> Repaired:  # fmt: skip
+    """Put right what is damaged in the checkpoint of ours at ``path``, with bytes of ``sources``.
+
+    ``sources``: checkpoints, or folders of checkpoints, each a local path, a URL or a place in a store: copies of the
+    same checkpoint, and neighbours that have pieces with equal sums, as what did not change between steps has. They
+    are asked in this order, after the checkpoint itself, which may hold the same bytes twice.
+
+    Every byte of ``path`` is checked first. What is found wrong is looked for, proved by the sum of its block or the
+    digest of its header, written, made durable, and read again. Blocks and headers are written in place, so that other
+    steps that share the file are mended too; files that are missing or have another size come back whole or not at
+    all; in a store objects are rewritten whole. What nobody has stays as it is, and is told: that is not raised. Called
+    by one process, while nobody saves to ``path`` or deletes it. Killed in its middle it leaves nothing worse, and the
+    same call goes on. ``dry_run=True`` looks for everything in the same way, and writes nothing.
+
+    Raises NotACheckpoint or Damaged if there is no manifest that can be read (see `rescue`), StorageError if something
+    cannot be read or written. ``deadline``: seconds to wait for any one answer of a store.
+    """
+    began, checkpoint = monotonic(), Checkpoint(patiently(location(path), deadline))
+    _refuse_without_manifest(checkpoint)
+    found = checkpoint.examine()
+    return mended_of(checkpoint, found, sources, dry_run=dry_run, began=began)
+
+
+def mended_of(
+    checkpoint: Checkpoint, found: Findings, sources: Iterable[Source], *, dry_run: bool, began: float
+) -> Repaired:  # fmt: skip
+    """`repair` of what was ``found`` already."""
+    target, record = checkpoint.path, checkpoint.manifest
+    files = DataFiles(target, record.data_files)
+    hurt = (*found.others, *damages(record, found.faults, files.named))
+    mended: list[Mended] = []
+    left: list[Damage] = []
+    if hurt:
+        itself = Donor(target, record, files)
+        donors = Donors([itself, *_donors(sources, target, record)])
+        with events.task("repair", str(target)) as task:
+            mended, faults = _mend_files(checkpoint, found.faults, donors, task, dry_run=dry_run)
+            more, left = _mend_attachments(checkpoint, found.others, donors, dry_run=dry_run)
+        mended += more
+        left += damages(record, faults, files.named)
+    for damage in left:
+        events.log.warning("%s: could not be repaired: %s", damage, damage.what)
+    hit = tensors_hit(left, record)
+    done = Repaired(str(target), dry_run, hurt, tuple(mended), tuple(left), hit, monotonic() - began)
+    if mended:
+        events.log.info("%s: %s %d bytes", target, "could mend" if dry_run else "mended", done.nbytes)
+    return done
+
+
+def _refuse_without_manifest(checkpoint: Checkpoint) -> None:
+    try:
+        checkpoint.manifest  # noqa: B018 - reading it is the check
+    except NotACheckpoint as error:
+        raise NotACheckpoint(
+            f"{error}. holdfast.repair mends checkpoints of our own format; holdfast.rescue brings a manifest back"
+        ) from None
+    except Damaged as error:
+        raise Damaged(f"{error}; holdfast.rescue may make its manifest anew, then it can be repaired") from None
+
+
+def _donors(sources: Iterable[Source], target: Location, record: Manifest) -> list[Donor]:
+    found: list[Donor] = []
+    for source in sources:
+        place = patiently(location(source), DEADLINE)
+        kin = [one for one in _checkpoints(place) if str(home(one[0])) != str(home(target))]
+        kin.sort(key=lambda one: (one[1].save != record.save, abs((one[1].step or 0) - (record.step or 0))))
+        found += [Donor(where, theirs, DataFiles(where, theirs.data_files)) for where, theirs in kin]
+    return found
+
+
+def _checkpoints(place: Location) -> list[tuple[Location, Manifest]]:
+    """The checkpoint at a place, or those in a folder. Raises NotACheckpoint if there is none."""
+    try:
+        return [(place, read_manifest(place))]
+    except NotACheckpoint as error:
+        missing = error
+    except (Damaged, Unsupported) as error:
+        events.log.warning("%s is no source: %s", place, error)
+        return []
+    found: list[tuple[Location, Manifest]] = []
+    for name in storage.folders_in(place):
+        with suppress(NotACheckpoint, Damaged, Unsupported):  # what cannot be read can give nothing
+            found.append((place / name, read_manifest(place / name)))
+    if not found:
+        raise NotACheckpoint(f"the source {place} is no checkpoint, and no folder of checkpoints: {missing}")
+    return found
+
+
+def _mend_files(
+    checkpoint: Checkpoint, faults: Sequence[Fault], donors: Donors, task: events.Task, *, dry_run: bool
+) -> tuple[list[Mended], list[Fault]]:
+    """What was mended in data files, and what is wrong then. The ``task`` counts what is read again of mended files."""
+    target, record = checkpoint.path, checkpoint.manifest
+    task.total = 0 if dry_run else sum(record.data_files[index].bytes for index in {fault.file for fault in faults})
+    mended: list[Mended] = []
+    left: list[Fault] = []
+    for index, some in groupby(sorted(faults), key=lambda fault: fault.file):
+        file = record.data_files[index]
+        path = target / file.path
+        done = mend_file(
+            home(target) / file.path, path, index, file, _header(checkpoint, index), list(some), donors, dry_run=dry_run
+        )
+        mended += done.mended
+        left += done.left if dry_run else _still_wrong(checkpoint, index, done, task)
+    return mended, left
+
+
+def _header(checkpoint: Checkpoint, index: int) -> Header | None:
+    files = checkpoint.files
+    try:
+        return files.header(index) if isinstance(files, DataFiles) else None
+    except HoldfastError:  # it is one of the faults
+        return None
+
+
+def _still_wrong(checkpoint: Checkpoint, index: int, done: Mending, task: events.Task) -> list[Fault]:
+    """The file looked at once more, every byte, as it lies in storage now."""
+    files = DataFiles(checkpoint.path, checkpoint.manifest.data_files)
+    found = examine(files, checkpoint.manifest, ReadStats(), only={index}, progress=task.advance)
+    known = {(fault.begin, fault.key): fault for fault in done.left}
+    return [known.get((fault.begin, fault.key), fault) for fault in found]
+
+
+def _mend_attachments(
+    checkpoint: Checkpoint, hurt: Sequence[Damage], donors: Donors, *, dry_run: bool
+) -> tuple[list[Mended], list[Damage]]:
+    mended: list[Mended] = []
+    left = list(hurt)
+    for path, nbytes, digest in checkpoint.manifest.attachments:
+        target = checkpoint.path / path
+        of = next((damage for damage in left if damage.file == str(target)), None)
+        gift = donors.attachment(nbytes, digest) if of is not None else None
+        if of is None or gift is None:
+            continue
+        if not dry_run:
+            storage.make_folder(target.parent)
+            storage.write_small(target, gift.data)
+        if dry_run or blocks.digest(storage.read_small(target)) == digest:
+            left.remove(of)
+            mended.append(Mended(str(target), 0, nbytes, gift.source))
+    return mended, left

@@ -1,0 +1,66 @@
+"""The story of a verification: every byte of a checkpoint checked, by all ranks of a group together.
+
+Users call `verify`. Never changes what it looks at, and never gives two ranks different verdicts.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from time import monotonic
+
+import torch.distributed as dist
+
+from holdfast.checkpoint import Checkpoint, open_checkpoint
+from holdfast.errors import Mismatch
+from holdfast.ranks.ranks import DEADLINE, ranks_of
+from holdfast.read.damage import Findings, Verified
+from holdfast.storage.place import Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
+
+
+def verify(
+    path: str | os.PathLike[str] | Place, *, deep: bool = True, raises: bool = True,
+    group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
+) -> Verified:  # fmt: skip
+    """Check every byte of the checkpoint at ``path``, ours or foreign, on disk or in a store.
+
+    Without ``torch.distributed`` this process checks all of it, by several threads. Else all ranks of ``group``
+    (default: all ranks) make this call; each checks a part, even in bytes, and all get the same answer. Every rank must
+    see all files. ``deep=False`` looks at headers, sizes and attachments alone: seconds, for any size.
+
+    Returns what was checked. Raises Damaged, naming files, bytes, and the tensors that are hit; with ``raises=False``
+    that is told in ``damages`` of what is returned. A manifest that cannot be read is raised in any case: Damaged,
+    NotACheckpoint or Unsupported. ``deadline``: seconds to wait for any answer of a store, and for a rank that does
+    not come once another has finished its part (RankLost). Raises StorageError if bytes cannot be read and the device
+    has not failed: that says nothing of them.
+    """
+    began, ranks = monotonic(), ranks_of(group)
+    opened: list[Checkpoint] = []
+
+    def work() -> Findings:
+        opened.append(open_checkpoint(patiently(location(path), deadline)))
+        return opened[0].examine(deep=deep, share=(ranks.rank, ranks.size))
+
+    if ranks.size == 1:
+        found = work()
+    else:
+        with ranks.call(f"verify {path}", deadline=deadline) as call:
+            found = call.exchange("verify", work, partial(_joined, path), Findings)
+    return opened[0].verdict(found, deep=deep, seconds=monotonic() - began, raises=raises)
+
+
+def _joined(path: object, parts: list[Findings]) -> Findings:
+    if len({part.save for part in parts}) > 1:
+        raise Mismatch(
+            f"the ranks found different checkpoints at {path}: it was overwritten meanwhile, or is not shared"
+        )
+    return Findings(
+        parts[0].save,
+        sum(part.nbytes for part in parts),
+        sum(part.read for part in parts),
+        sum(part.unverified for part in parts),
+        sorted({fault for part in parts for fault in part.faults}),
+        [damage for part in parts for damage in part.others],
+    )

@@ -1,0 +1,60 @@
+"""What the next save of a run may cite: earlier saves, and the steps that stay on disk for it.
+
+The manager of an incremental run owns one. Never lets a step be swept that a save, under way or to come, may lean on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from holdfast.run.steps import Steps
+from holdfast.saving import Saving
+from holdfast.storage.place import Location
+
+
+class Bases:
+    """The bases of coming saves among ``steps``, with so many ``slots`` for saves at once.
+
+    With more slots than one a save may begin before the one before it has an outcome: it takes an older one for its
+    base, about which every rank knows the same.
+    """
+
+    def __init__(self, steps: Steps, slots: int, recent: Callable[[], Iterable[Saving]]) -> None:
+        self._steps, self._slots, self._recent = steps, slots, recent
+        self._bases: tuple[Saving, ...] = ()  # what coming saves may cite, the first one next
+        self._held: set[Location] = set()  # steps that must stay for it
+        self._holding = threading.Lock()
+
+    @property
+    def next(self) -> Saving | None:
+        """What the next save may cite."""
+        return self._bases[0] if self._bases else None
+
+    def begun(self, saving: Saving) -> None:
+        """A save has begun; a later one may cite it."""
+        self._bases = (*self._bases, saving)[-self._slots :]
+        self._hold(saving.path)
+
+    def start_from(self, path: Location, step: int | None) -> None:
+        """The step that was restored is the first base. With tiers it may lie in the store: then there is none."""
+        self._bases = ()
+        if path.parent == self._steps.root and self._hold(path):
+            self._bases = (Saving.committed(path, step),)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Free the steps that no save under way, and none to come, can have as its base."""
+        with self._holding:
+            bases, savings = self._bases, [*self._bases, *self._recent()]
+            needed = {base.path for base in bases} | {path for saving in savings for path in saving.leans_on()}
+            for path in self._held - needed:
+                self._steps.free(path)
+            self._held &= needed
+
+    def _hold(self, path: Location) -> bool:
+        """Keep a step that a later save may cite from being swept."""
+        with self._holding:
+            if path not in self._held and self._steps.hold(path):
+                self._held.add(path)
+            return path in self._held

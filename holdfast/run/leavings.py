@@ -1,0 +1,245 @@
+"""What dead saves, copies, conversions and benchmarks left behind: found, told, and deleted when asked to.
+
+``holdfast gc`` calls it. Goes by the rules of the manager's own sweep: never deletes what a living process may still
+need, what a checkpoint names or cites, or what holdfast did not write.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+
+from holdfast.checkpoint import read_manifest
+from holdfast.commit.absent import what_is_in_store, what_is_lent, what_is_there
+from holdfast.commit.citations import Citations, borrowers, cited_in, root_of
+from holdfast.commit.folder import goes_along, is_leaving, standing_save
+from holdfast.commit.parts import finished
+from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
+from holdfast.events import log
+from holdfast.export.partial import OURS, Partial
+from holdfast.export.to_store import MARK
+from holdfast.ondisk import datafile, manifest, signature
+from holdfast.ondisk.manifest import Manifest
+from holdfast.repair.rescue import rescuable
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+from holdfast.storage.place import Location, Place
+from holdfast.storage.urls import location
+from holdfast.storage.wrappers.around import patiently
+
+DEADLINE = 600.0
+"""Seconds to wait for any one answer of a store."""
+
+BENCH = ".holdfast-bench-"
+"""What folders of ``holdfast bench`` begin with; each holds a file ``lock``, which a living one has locked."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What can go of one folder: so many files and bytes, of what (``what``).
+
+    ``warning``: why somebody may want it back, and how; empty if that is not to be feared.
+    """
+
+    path: str
+    what: str
+    files: int
+    nbytes: int
+    warning: str = ""
+
+
+@dataclass(frozen=True)
+class Spared:
+    """What looks like a leaving and stays, and ``why``."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What `collect` did, or would do."""
+
+    root: str
+    done: bool
+    leavings: tuple[Leaving, ...]
+    spared: tuple[Spared, ...]
+    nbytes: int
+
+
+def collect(root: str | Path | Place, *, dry_run: bool = True, deadline: float = DEADLINE) -> Collected:
+    """Delete what dead processes left at ``root``, a checkpoint or a folder of them; with ``dry_run`` only tell it.
+
+    Whatever a living process has locked stays, in a store whatever is younger than six hours. A save that all its ranks
+    had finished stays: `holdfast.rescue` commits it. Raises NotACheckpoint if there is nothing at all, StorageError.
+    """
+    place = patiently(location(root), deadline)
+    if not (storage.files_below(place) or (isinstance(place, Path) and place.is_dir())):
+        raise NotACheckpoint(what_is_in_store(place) if isinstance(place, Place) else what_is_there(place))
+    leavings: list[Leaving] = []
+    spared: list[Spared] = []
+    for look in _looks(place):
+        found = look()
+        if isinstance(found, Spared):
+            spared.append(found)
+        elif found is not None:
+            paths, leaving = found
+            try:
+                if not dry_run:
+                    _delete(Path(leaving.path) if isinstance(place, Path) else place, paths)
+                leavings.append(leaving)
+            except StorageError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+                spared.append(Spared(leaving.path, str(error)))
+    return Collected(str(place), not dry_run, tuple(leavings), tuple(spared), sum(one.nbytes for one in leavings))
+
+
+Found = tuple[list[Location], Leaving] | Spared | None
+"""Files (or whole folders) that can go and what is said of them; or why they stay; or nothing."""
+
+
+def _looks(place: Location) -> Iterator[Callable[[], Found]]:
+    """A look into each folder, made when it is called: right before what it finds is deleted."""
+    if isinstance(place, Path) and place.name.endswith(".partial") and (place / "lock").is_file():
+        yield partial(_conversion, place)
+        return
+    if storage.is_file(place / manifest.FILE_NAME) or _is_step(place):
+        yield partial(_step, place, partial(cited_in, place), Citations(root_of(place)[0]))
+        return
+    names = storage.folders_in(place)
+    citations = Citations(place)
+    for name in names:
+        folder = place / name
+        if isinstance(folder, Path) and folder.is_symlink():
+            continue  # it may lead out of the root
+        if name.startswith(BENCH):
+            yield partial(_bench, folder)
+        elif name.endswith(".partial") and isinstance(folder, Path):
+            yield partial(_conversion, folder)
+        else:
+            yield partial(_step, folder, partial(_cited, citations, names, name), citations)
+
+
+def _cited(citations: Citations, names: Collection[str], name: str) -> Collection[str]:
+    return citations.by(other for other in names if other != name).get(name, set())
+
+
+def _is_step(place: Location) -> bool:
+    """Whether a folder without a manifest is what a save left, and not the root of a run."""
+    return any(datafile.save_of(path) and path.count("/") == 1 for path in storage.files_below(place))
+
+
+def _step(folder: Location, cited: Callable[[], Collection[str]], citations: Citations) -> Found:
+    try:
+        record: Manifest | None = read_manifest(folder)
+    except NotACheckpoint:
+        record = None
+    except Damaged:
+        return Spared(str(folder), f"its manifest is damaged: holdfast rescue {folder}")
+    except Unsupported as error:
+        return Spared(str(folder), str(error))
+    except StorageError as error:
+        if isinstance(folder, Place):
+            raise
+        return Spared(str(folder), str(error))
+    sizes = storage.sizes_below(folder)
+    if MARK in sizes:
+        return Spared(str(folder), "a conversion is being uploaded, or broke off: the same call would go on from it")
+    ours = [path for path in sizes if is_leaving(path)]
+    if record is not None:
+        named = {file.path for file in record.data_files}
+        ours = [path for path in ours if path not in named and signature.save_of(path) != record.save]
+    if not ours:
+        return None
+    lent_to = borrowers(folder, ours, citations) if record is None else []
+    if lent_to:
+        return Spared(str(folder), what_is_lent(lent_to))
+    if storage.may_live(folder, ours):
+        sure = isinstance(folder, Path) and storage.living(folder, ours)
+        why = "a save is under way" if sure else "younger than six hours, with no locks there: a save may be under way"
+        return Spared(str(folder), why)
+    if standing_save(folder) != (None if record is None else record.save):
+        return Spared(str(folder), "a save has just committed there")
+    if record is None:
+        save = finished(folder)
+        if save is not None:
+            return Spared(str(folder), f"all ranks had finished save {save}: holdfast rescue {folder} commits it")
+        if all(path in ours or goes_along(folder, path) for path in sizes) and any(map(_is_of_save, ours)):
+            ours = list(sizes)
+    kept = cited()
+    going = [path for path in ours if path not in kept]
+    if not going:
+        return None
+    what = "a save that never committed" if record is None else "files beside a checkpoint that no manifest names"
+    return _found(folder, what, going, sizes, warning="" if record is not None else _warning(folder))
+
+
+def _warning(folder: Location) -> str:
+    """What is said of a dead save that may be a step whose manifest was deleted by hand."""
+    try:
+        rescuable(folder)
+        told = "its data files are whole: if its manifest was deleted, holdfast rescue brings it back"
+        return f"{told}; ask holdfast doctor {folder}"
+    except Mismatch:  # files of several saves, or sections of which headers tell too little
+        return (
+            f"its manifest may have been deleted: holdfast doctor {folder} tells what holdfast rescue could bring back"
+        )
+    except (Damaged, NotACheckpoint, Unsupported):
+        return ""
+
+
+def _is_of_save(path: str) -> bool:
+    return datafile.save_of(path) is not None or path.startswith(("parts/", ".manifest."))
+
+
+def _found(
+    folder: Location, what: str, going: Collection[str], sizes: dict[str, int], *, warning: str = ""
+) -> Found:  # fmt: skip
+    nbytes = sum(sizes[path] for path in going)
+    return [folder / path for path in going], Leaving(str(folder), what, len(going), nbytes, warning)
+
+
+def _conversion(folder: Path) -> Found:
+    """What a conversion that was killed left: the same call would go on from there."""
+    names = [path.name for path in folder.iterdir()]
+    if "lock" not in names or not all(any(fnmatch(name, ours) for ours in OURS) for name in names):
+        return None  # somebody else's
+    target = folder.with_name(folder.name.removesuffix(".partial"))
+    if any(storage.in_use(path) for path in [folder / "lock", *(folder / "journal").glob("*")]):
+        return Spared(str(folder), "a conversion is under way")
+    if (folder / "old").exists() and not target.exists():
+        return Spared(
+            str(folder), f"it holds what was at {target} before: convert to it again, or move it back by hand"
+        )
+    sizes = storage.sizes_below(folder)
+    told = f"a conversion to {target.name} that broke off (the same call would go on from it)"
+    return [folder], Leaving(str(folder), told, len(sizes), sum(sizes.values()))
+
+
+def _bench(folder: Location) -> Found:
+    sizes = storage.sizes_below(folder)
+    if storage.living(folder, ["lock"]):
+        return Spared(str(folder), "a benchmark is under way, or was a short while ago")
+    if isinstance(folder, Path):
+        return [folder], Leaving(str(folder), "a benchmark that was killed", len(sizes), sum(sizes.values()))
+    return _found(folder, "a benchmark that was killed", list(sizes), sizes)
+
+
+def _delete(folder: Location, paths: list[Location]) -> None:
+    log.info("%s: deleting %d leavings", folder, len(paths))
+    if isinstance(folder, Path) and folder.name.endswith(".partial") and paths == [folder]:
+        Partial(folder.with_name(folder.name.removesuffix(".partial"))).give_up()
+        return
+    if isinstance(folder, Path) and paths == [folder]:
+        with storage.naming(folder, "delete"):
+            disk.delete_all(folder)
+        return
+    storage.delete(*paths)
+    if isinstance(folder, Path) and not storage.is_file(folder / manifest.FILE_NAME):
+        storage.delete_empty_folders(folder)
+    storage.delete_if_empty(folder / "parts")

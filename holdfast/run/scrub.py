@@ -1,0 +1,207 @@
+"""Scrubbing: the committed steps of a run checked in the background, slowly, and mended where they can be.
+
+`CheckpointManager.scrub` starts one. Never reads while a save is under way, and never takes a step that retention has
+just deleted for a damaged one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from time import monotonic
+
+import msgspec
+
+from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
+from holdfast.events import log
+from holdfast.ondisk.manifest import Manifest
+from holdfast.read.damage import Damage, Findings, damages, tensors_hit
+from holdfast.read.examine import examine
+from holdfast.read.read import DataFiles
+from holdfast.read.source import ReadStats
+from holdfast.repair.repair import Source, mended_of
+from holdfast.run.steps import Steps
+from holdfast.storage import storage
+from holdfast.storage.lowly import Pace, Stopped, be_lowly
+from holdfast.storage.place import Location
+
+NOTE = ".holdfast-scrub.json"
+"""In the root, beside the steps: what was checked when, and what came of it."""
+
+RATE = 100e6
+"""Bytes a second, unless another rate is given."""
+
+TOLD = 12
+"""Names of tensors in a warning at the most."""
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """What scrubbing found of one step: ``whole`` then, with so many ``mended`` bytes; else the ``tensors`` hit.
+
+    ``checked`` is when, in RFC 3339; ``faults`` tell what is wrong. A step without tensors hit may still lack values
+    or attachments.
+    """
+
+    step: int
+    save: str
+    checked: str
+    whole: bool
+    mended: int = 0
+    tensors: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+class _Note(msgspec.Struct):
+    steps: dict[str, Checked] = {}
+
+
+class Scrubbing:
+    """A scrubbing under way. With ``every`` it goes on until it is stopped, else it ends with the last step."""
+
+    def __init__(
+        self, steps: Steps | None, *, every: float | None, rate: float, repair: bool,
+        sources: Callable[[str], Sequence[Source]], busy: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        if every is not None and not every > 0:
+            raise ValueError(f"every={every} must be more than 0 seconds")
+        self._stop = threading.Event()
+        self._pace = Pace(rate, busy, self._stop)
+        self._every, self._repair, self._sources = every, repair, sources
+        self._checked: dict[str, Checked] = {}
+        self._failure: BaseException | None = None
+        self._damaged: dict[str, str] = {}  # names of steps, with the save that was found damaged
+        self._thread = None
+        if steps is not None:
+            self._thread = threading.Thread(target=self._run, args=(steps,), name="holdfast-scrub", daemon=True)
+            self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def checked(self) -> tuple[Checked, ...]:
+        """What it has checked so far, newest step first."""
+        return tuple(sorted(self._checked.values(), key=lambda one: -one.step))
+
+    def damaged(self, root: Location) -> list[str]:
+        """Names of steps that were found damaged, could not be mended, and have not been saved again since."""
+        found = []
+        for name, save in self._damaged.items():
+            try:
+                found += [name] if read_manifest(root / name).save == save else []
+            except (NotACheckpoint, Damaged, Unsupported) as error:  # whoever looks for a whole step passes it over
+                log.debug("%s: %s", name, error)
+        return found
+
+    def wait(self, timeout: float | None = None) -> tuple[Checked, ...]:
+        """Wait for the end and tell what was checked. Raises TimeoutError, and what scrubbing itself failed of."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"scrubbing has not ended within {timeout} s")
+        if self._failure is not None:
+            raise self._failure
+        return self.checked
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Tell it to end, and wait until it has; what was checked is remembered."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self, steps: Steps) -> None:
+        be_lowly()
+        try:
+            while True:
+                try:
+                    self._pass(steps)
+                except (HoldfastError, OSError) as error:
+                    if self._every is None:
+                        raise
+                    log.warning("scrubbing %s is put off: %s", steps.root, error)
+                if self._every is None or self._stop.wait(max(self._every / 10, 1.0)):
+                    return
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`; a thread has nobody else to tell
+            log.warning("scrubbing %s has ended: %s", steps.root, error)
+            self._failure = error
+
+    def _pass(self, steps: Steps) -> None:
+        """All steps that were not checked of late, the newest first."""
+        note = _read(steps.root)
+        there = {path.name: (step, path) for step, path in steps.committed().items()}
+        for name, (step, path) in reversed(there.items()):
+            known = note.steps.get(name)
+            try:
+                record = read_manifest(path)
+                if known is not None and known.save == record.save and self._is_fresh(known):
+                    continue
+                found = self._check(step, path, record)
+            except NotACheckpoint:  # deleted meanwhile
+                continue
+            except Damaged as error:
+                log.warning("%s is damaged: %s", path, error)
+                found = Checked(step, "", _now(), False, faults=(str(error),))
+            if found is None:
+                continue
+            self._checked[name] = note.steps[name] = found
+            self._damaged = {n: save for n, save in self._damaged.items() if n != name}
+            self._damaged |= {} if found.whole else {name: found.save}
+            (steps.broken.discard if found.whole else steps.broken.add)(name)
+            note.steps = {name: one for name, one in note.steps.items() if name in there}
+            storage.write_small(steps.root / NOTE, msgspec.json.encode(note))
+
+    def _is_fresh(self, known: Checked) -> bool:
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(known.checked)
+        return self._every is not None and known.whole and age.total_seconds() < self._every
+
+    def _check(self, step: int, path: Location, record: Manifest) -> Checked | None:
+        """What there is to say of a step; None if it was deleted or replaced meanwhile."""
+        began, checkpoint, stats = monotonic(), Checkpoint(path), ReadStats()
+        files = DataFiles(path, record.data_files)
+        faults = examine(files, record, stats, pace=self._pace, threads=1, begin=be_lowly)
+        found = Findings(record.save, 0, stats.read, 0, faults, checkpoint.altered_attachments())
+        hurt: Sequence[Damage] = [*found.others, *damages(record, faults, files.named)]
+        if hurt and not _is_still(path, record):
+            return None
+        if not hurt:
+            log.debug("%s is whole", path)
+            return Checked(step, record.save, _now(), True)
+        nbytes = 0
+        log.warning("%s is damaged: %s", path, _told(tensors_hit(hurt, record), hurt))
+        if self._repair:
+            done = mended_of(checkpoint, found, self._sources(path.name), dry_run=False, began=began)
+            hurt, nbytes = done.left, done.nbytes
+            log.warning("%s: %d bytes were mended, %s", path, nbytes, "and it is whole" if done.whole else "not all")
+        hit = tensors_hit(hurt, record)
+        return Checked(step, record.save, _now(), not hurt, nbytes, hit, tuple(dict.fromkeys(d.what for d in hurt)))
+
+
+def _told(tensors: Sequence[str], hurt: Sequence[Damage]) -> str:
+    more = f" and {len(tensors) - TOLD} more" if len(tensors) > TOLD else ""
+    hit = ", ".join(tensors[:TOLD]) + more
+    return f"{hurt[0].what} (hits {hit})" if hit else hurt[0].what
+
+
+def _is_still(path: Location, record: Manifest) -> bool:
+    try:
+        return read_manifest(path) == record
+    except (NotACheckpoint, Damaged):
+        return False
+
+
+def _read(root: Location) -> _Note:
+    try:
+        return msgspec.json.decode(storage.read_small(root / NOTE), type=_Note)
+    except (FileNotFoundError, StorageError, msgspec.MsgspecError) as error:
+        log.debug("nothing is known of earlier scrubbing: %s", error)
+        return _Note()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

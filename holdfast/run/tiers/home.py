@@ -1,0 +1,98 @@
+"""Where the steps of a run are at home, as a manager sees it: one root, or a fast tier before it.
+
+The manager owns one; `OneRoot` and `Tiers` are such homes. Nothing here does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.load import Loaded
+from holdfast.ondisk.patterns import Patterns, patterns_in
+from holdfast.policies.signing.keys import Keys
+from holdfast.run.steps import Steps
+from holdfast.storage.place import Location
+
+
+@dataclass(frozen=True)
+class Durability:
+    """Where a step is safe: ``fast``: committed on the fast tier, as this rank's node sees it; ``store``: committed in
+    the store, None if the store does not answer; ``uploading``: on its way there right now.
+    """
+
+    step: int
+    fast: bool
+    store: bool | None
+    uploading: bool
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a step that is to be restored; see `CheckpointManager.restore`."""
+
+    only: Patterns = "*"
+    require: Keys | None = None
+    run: str | None = None
+    other_model: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether a step that has lost sections is only taken if there is no other."""
+        return self.only == "*"
+
+    def check(self) -> bool:
+        """Raise Mismatch if nothing is asked for. For an exchange, so that all ranks raise it."""
+        return bool(patterns_in(self.only))
+
+    @property
+    def of_run(self) -> str | None:
+        """The one run that the step has to be of."""
+        return None if self.run == "any" else self.run
+
+
+class Home(Protocol):
+    """Saves go to ``fast``, what lasts is in ``store``; a run with one root has both in one."""
+
+    fast: Steps
+    store: Steps
+
+    def label(self, step: int) -> str | None:
+        """What errors call a save of this step; None for its path."""
+
+    def committed(self, number: int, step: int, writing_to: set[Location]) -> None:
+        """A save has committed: take its folder out of ``writing_to``, and delete what no rule keeps.
+
+        Called on all ranks, in the thread of the save, which has the same ``number`` on each of them.
+        """
+
+    def restore(
+        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Location]
+    ) -> Loaded | None:  # fmt: skip
+        """Load the newest whole step; None if there is none. Called by all ranks.
+
+        Commits first what dead saves had finished, and waits up to ``patience`` seconds for writers that live on.
+        """
+
+    def newest_fast(self) -> Checkpoint | None:
+        """The newest whole checkpoint where saves go to."""
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint."""
+
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+
+    def durability(self, step: int) -> Durability:
+        """Where a step is safe."""
+
+    def backlog(self) -> int | None:
+        """How many steps are still to go to the store; None if that is not known, or there is no such thing."""
+
+    def close(self, timeout: float | None) -> None:
+        """Wait for uploads, no longer than ``timeout`` seconds. Idempotent."""
+
+    def leave(self) -> None:
+        """Stop uploading without waiting."""

@@ -1,0 +1,263 @@
+"""Which ranks share a fast folder, and what their first ranks, the leaders, tell each other.
+
+The tiers of a manager own one `Nodes`. Never moves more than manifests and numbers of steps, and never waits for long.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.errors import Mismatch, RankLost
+from holdfast.events import log
+from holdfast.ranks.pulse import Watch
+from holdfast.ranks.ranks import Call, Ranks
+from holdfast.run.keep import Kept
+from holdfast.storage import storage
+from holdfast.storage.local import disk
+
+MARK = ".holdfast-tier.json"
+"""What a fast folder belongs to, so that two runs do not take each other's steps for their own."""
+
+_TOKEN = ".holdfast-{}.node"
+_OLD = 3600.0  # seconds after which a token is what a process left that died here
+_PAUSE = 0.02
+
+Word = TypeVar("Word")
+
+
+class Told(msgspec.Struct, array_like=True):
+    """What becomes of a save: its manifest (empty if it is swept already), and what to keep, if that is known."""
+
+    manifest: bytes
+    kept: Kept | None
+
+
+class Order(msgspec.Struct, array_like=True):
+    """What the leaders have to upload: the step of this ``name``. Up to the step ``upto`` what is not ``kept`` goes.
+
+    ``lender`` is a step of the store that has some of its files.
+    """
+
+    number: int
+    name: str = ""
+    save: str = ""
+    kept: Kept | None = None
+    upto: int = 0
+    lender: str = ""
+
+
+class _Mark(msgspec.Struct):
+    root: str
+
+
+@dataclass
+class Nodes:
+    """The nodes of a run as one rank sees them. ``leaders`` are their first ranks, ``leader`` that of this one's.
+
+    What is told goes through the store of the process group, under ``key``. Raises RankLost if that does not answer.
+    """
+
+    ranks: Ranks
+    key: str
+    leaders: list[int] = field(default_factory=lambda: [0])
+    leader: int = 0
+    _ordered: int = 0
+
+    @property
+    def first(self) -> bool:
+        return self.ranks.first
+
+    @property
+    def leads(self) -> bool:
+        return self.leader == self.ranks.rank
+
+    @cached_property
+    def signs(self) -> Any:
+        """Where leaders tell how far they are with what was ordered."""
+        return self.ranks.lane(f"{self.key}/uploads").store
+
+    @property
+    def several(self) -> bool:
+        return len(self.leaders) > 1
+
+    @property
+    def followers(self) -> list[int]:
+        """The leaders but for the first rank."""
+        return self.leaders[1:]
+
+    # What any leader tells another: a manifest, and what to keep
+
+    def tell(self, about: str, told: Told) -> None:
+        """Tell the leaders that will ask."""
+        with self._asking():
+            self.ranks.store.set(f"{self.key}/{about}", zlib.compress(msgspec.msgpack.encode(told), 1))
+
+    def hear(self, about: str, patience: float, listeners: int) -> Told | None:
+        """What was told about this; None after ``patience`` seconds. The last of the ``listeners`` takes it away."""
+        until, key = time.monotonic() + patience, f"{self.key}/{about}"
+        with self._asking():
+            while not self.ranks.store.check([key]):
+                if time.monotonic() > min(until, self.ranks.limit):
+                    return None
+                time.sleep(_PAUSE)
+            told = msgspec.msgpack.decode(zlib.decompress(bytes(self.ranks.store.get(key))), type=Told)
+            if self.ranks.store.add(f"{key}/heard", 1) == listeners:
+                self.ranks.store.delete_key(key)
+                self.ranks.store.delete_key(f"{key}/heard")
+            return told
+
+    # What the first rank orders, and the other leaders report
+
+    def order(self, **what: Any) -> int:
+        """Give all leaders an `Order`; its number."""
+        self._ordered += 1
+        if self.several:
+            self._set("order", Order(self._ordered, **what))
+        return self._ordered
+
+    def ordered(self) -> Order | None:
+        """The last order, unless it was heard before."""
+        found = self._get("order", Order)
+        if found is None or found.number == self._ordered:
+            return None
+        self._ordered = found.number
+        return found
+
+    def report(self, number: int, failure: str) -> None:
+        """Tell the first rank what became of an order; an empty text is success."""
+        self._set(f"report/{number}/{self.leader}", failure)
+
+    def reports(self, number: int) -> dict[int, str]:
+        """What the leaders have reported so far."""
+        found = {leader: self._get(f"report/{number}/{leader}", str) for leader in self.followers}
+        return {leader: text for leader, text in found.items() if text is not None}
+
+    def silent(self, leaders: list[int], watch: Watch) -> list[int]:
+        """Those of them that have made no progress with an order for as long as the deadline of ``watch`` says."""
+        with self._asking():
+            watch.look(leaders)
+        now = time.monotonic()
+        return [leader for leader in leaders if watch.silent(leader, now) > watch.deadline]
+
+    def forget(self, number: int) -> None:
+        """Leave nothing of the reports in the store."""
+        for leader in self.followers:
+            with self._asking():
+                self.ranks.store.delete_key(f"{self.key}/report/{number}/{leader}")
+
+    def show(self, step: int | None) -> None:
+        """Let all ranks see which step is uploaded right now."""
+        if self.ranks.store is not None:
+            self._set("now", -1 if step is None else step)
+
+    def shown(self) -> int | None:
+        """The step that is uploaded right now, as all ranks can see it."""
+        step = self._get("now", int) if self.ranks.store is not None else None
+        return None if step == -1 else step
+
+    def moves(self, *, moved: bool) -> int:
+        """Tell that this node has ``moved`` something, and learn how often any has told so."""
+        if not self.several:
+            return 0
+        with self._asking():
+            return int(self.ranks.store.add(f"{self.key}/moves", int(moved)))
+
+    def end(self) -> None:
+        """Tell the other leaders that nothing more will be ordered."""
+        if self.several:
+            self._set("end", self._ordered)
+
+    def ended(self, obeyed: int) -> bool:
+        """Whether nothing was ordered after the order of number ``obeyed``, nor will be."""
+        return self._get("end", int) == obeyed
+
+    def _set(self, name: str, word: Any) -> None:
+        with self._asking():
+            self.ranks.store.set(f"{self.key}/{name}", msgspec.msgpack.encode(word))
+
+    def _get(self, name: str, kind: type[Word]) -> Word | None:
+        with self._asking():
+            if not self.ranks.store.check([f"{self.key}/{name}"]):
+                return None
+            return msgspec.msgpack.decode(bytes(self.ranks.store.get(f"{self.key}/{name}")), type=kind)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what torch's stores raise when their server is gone
+            raise RankLost(f"the store of the process group does not answer ({error})") from error
+
+
+def find_nodes(call: Call, folder: Path, root: str, key: str) -> Nodes:
+    """Find out which ranks see the same ``folder``, and mark it as belonging to ``root``.
+
+    Two rounds. Raises on all ranks what a rank raises: StorageError, Mismatch if the folder belongs to another root.
+    """
+    ranks = call.ranks
+    token = secrets.token_hex(8)
+    own = folder / _TOKEN.format(token)
+
+    def put() -> str:
+        storage.make_folder(folder)
+        _mark(folder, root, f".holdfast-{token}.tmp")
+        with storage.naming(own, "create"):
+            os.close(disk.open(own, os.O_WRONLY | os.O_CREAT))
+        return token
+
+    def look() -> int:
+        return next(rank for rank, other in enumerate(tokens) if (folder / _TOKEN.format(other)).exists())
+
+    try:
+        tokens = call.exchange("fast folder", put, lambda found: found, list[str])
+        leader_of = call.exchange("nodes", look, lambda found: found, list[int])
+    finally:
+        with suppress(OSError):  # it is swept another time
+            disk.delete(own)
+    nodes = Nodes(ranks, key, sorted(set(leader_of)), leader_of[ranks.rank])
+    if nodes.leads:
+        _sweep_tokens(folder)
+    if ranks.first and nodes.several:
+        log.debug("%s: %d nodes, led by ranks %s", folder, len(nodes.leaders), nodes.leaders)
+    return nodes
+
+
+def root_of_fast(folder: Path) -> str | None:
+    """The root whose fast tier a folder is marked as; None if it is not."""
+    try:
+        return msgspec.json.decode(storage.read_small(folder / MARK), type=_Mark).root
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # nobody has marked it, or not for us to read
+        return None
+
+
+def _mark(folder: Path, root: str, temporary: str) -> None:
+    mark = folder / MARK
+    data = msgspec.json.encode(_Mark(root))
+    if storage.is_file(mark) or not storage.create_small(mark, data, temporary):
+        try:
+            found = msgspec.json.decode(storage.read_small(mark), type=_Mark).root
+        except msgspec.MsgspecError as error:
+            found = f"something else ({error})"
+        if found != root:
+            raise Mismatch(
+                f"the fast folder {folder} belongs to {found}, not to {root}: give each run a fast folder of its own, "
+                f"or delete {mark} if the run has moved"
+            )
+
+
+def _sweep_tokens(folder: Path) -> None:
+    for path in folder.glob(_TOKEN.format("*")):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _OLD:
+                disk.delete(path)

@@ -1,0 +1,32 @@
+"""A training state as leaves: the only room that knows torch's tensor kinds, modules and optimizers.
+
+`save` and `load` call `collect`; nothing after it knows what a DTensor is.
+Never moves bytes, never talks to other ranks.
+"""
+
+from holdfast.state.leaves import Collected, Entry, Group, Saved, Slot
+from holdfast.state.per_rank import RNG, PerRank
+from holdfast.state.recall import Recall
+from holdfast.state.stepped import claim, extent, memory_of, note, plain_parts, tensors_of
+from holdfast.state.tensors import FlatShard, Shard
+from holdfast.state.walk import collect
+
+__all__ = [
+    "RNG",
+    "Collected",
+    "Entry",
+    "FlatShard",
+    "Group",
+    "PerRank",
+    "Recall",
+    "Saved",
+    "Shard",
+    "Slot",
+    "claim",
+    "collect",
+    "extent",
+    "memory_of",
+    "note",
+    "plain_parts",
+    "tensors_of",
+]

@@ -1,0 +1,229 @@
+"""Where the leaves of a checkpoint go in a module: into its own memory, or through its own methods.
+
+The walk calls `collect` when it loads. Never calls a method of the module before every byte has been read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.errors import HoldfastError, Mismatch, Unsupported
+from holdfast.ondisk import names
+from holdfast.ranks.ranks import Ranks
+from holdfast.state import own_methods
+from holdfast.state.fresh import Maker, key_of
+from holdfast.state.leaves import Collected, Saved, Slot
+from holdfast.state.modules import EXTRA_STATE, ModuleState, is_live, named_modules, storages_of, unwrapped
+from holdfast.state.own_methods import Scope
+from holdfast.state.tensors import entries_of
+from holdfast.state.trees import bare_tensors, copied
+
+
+def collect(path: str, module: nn.Module, state: ModuleState, saved: Saved, ranks: Ranks, into: Collected) -> None:
+    """Add what the module wants of ``saved``, the checkpoint, to ``into``. Its present ``state`` says what there is."""
+    for entry in state.entries:
+        into.add(entry)
+    scopes = _scopes(path, module, state)
+    one = _Loading(path, saved, ranks, into)
+    for fqn, value in state.leaves.items():
+        if not any(fqn.startswith(scope.prefix) for scope in scopes) and not _is_extra(fqn):
+            one.in_place(fqn, value)
+    for scope in scopes:
+        one.scope(scope, state.leaves)
+    one.extra_states(module, [scope.prefix for scope in scopes], state.leaves)
+    for prefix, call in own_methods.hooks_after(module, scopes):
+        if any(saved.asked(names.child(path, fqn)) for fqn in _under(state, prefix)):
+            into.after.append(partial(_run_hooks, names.child(path, prefix.rstrip(".")) if prefix else path, call))
+    if not state.entries and not state.leaves and not scopes:
+        into.containers[path] = "dict"
+
+
+def _scopes(path: str, module: nn.Module, state: ModuleState) -> list[Scope]:
+    scopes = own_methods.scopes_of(module)
+    if state.entries:
+        if scopes:
+            sub = scopes[0]
+            raise Unsupported(
+                f"{path}/{sub.prefix}: {type(sub.module).__qualname__} has methods of its own for loading, and FSDP1 "
+                "has flattened its parameters: it cannot be loaded in shards; use FSDP2 (fully_shard)"
+            )
+        return []
+    storages = storages_of(module)
+    strange = [
+        fqn
+        for fqn, value in state.leaves.items()
+        if not _is_extra(fqn)
+        and not any(fqn.startswith(scope.prefix) for scope in scopes)
+        and not (isinstance(value, torch.Tensor) and is_live(value, storages))
+    ]
+    # No method is seen to say so, but its state dict holds what is not its memory: then torch's way is the only one.
+    return scopes if not strange else [Scope("", own_methods.innermost(module), True)]
+
+
+def _is_extra(fqn: str) -> bool:
+    return fqn.rpartition(".")[2] == EXTRA_STATE
+
+
+def _under(state: ModuleState, prefix: str) -> list[str]:
+    return [fqn for fqn in state.leaves if fqn.startswith(prefix)] or [prefix.rstrip(".") or "weight"]
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """One module at ``path`` and what it is loaded from."""
+
+    path: str
+    saved: Saved
+    ranks: Ranks
+    into: Collected
+
+    def in_place(self, fqn: str, tensor: torch.Tensor) -> None:
+        """Fill a live tensor where it lies."""
+        for entry in entries_of(names.child(self.path, fqn), tensor, self.ranks):
+            self.into.add(entry)
+
+    def scope(self, scope: Scope, leaves: Mapping[str, Any]) -> None:
+        """Hand all that was saved below a prefix to the methods of the submodule there.
+
+        Its present state is that among the ``leaves`` of the whole module: what a ``state_dict`` of its own adds or
+        leaves out does not always reach its parent.
+        """
+        present = {k.removeprefix(scope.prefix): v for k, v in leaves.items() if k.startswith(scope.prefix)}
+        again = own_methods.state_of(scope)  # while the first lives: what is the same memory twice is no copy
+        stored = self._stored(scope.prefix)
+        taken = [key for key in dict.fromkeys([*stored, *present]) if own_methods.takes(scope, key)]
+        if not stored and not present:
+            return
+        for key, value in present.items():
+            if key not in taken:
+                self._left_over(scope, key, value, again.get(key))
+        at = {key: names.child(self.path, scope.prefix + key) for key in taken}
+        present_by_name = dict(t for key, value in present.items() if key in at for t in bare_tensors(at[key], value))
+        maker = Maker(self.saved, self.ranks, present=present_by_name)
+        expects = {
+            entry.name: (entry.dtype, None if own_methods.may_resize(scope, key) else entry.shape)
+            for key, value in present.items()
+            if key in at and isinstance(value, torch.Tensor)
+            for entry in entries_of(at[key], value, self.ranks)
+        }
+        needs = [at[key] for key in present if key in at and not self._tied_to_saved(key, present, at)]
+        self.into.slots.append(
+            Slot(
+                self.path,
+                partial(_load, scope, self.path),
+                whole=True,
+                names=tuple(name for key in taken for name in stored.get(key, ())),
+                make=maker.make,
+                assemble=maker.assemble,
+                needs=needs,
+                expects=expects,
+                undoing=partial(_undoing, scope, self.path),
+                present=lambda: {at[key]: value for key, value in own_methods.state_of(scope).items() if key in at},
+            )
+        )
+
+    def extra_states(self, module: nn.Module, prefixes: Collection[str], leaves: Mapping[str, Any]) -> None:
+        """Hand extra state to the ``set_extra_state`` of each submodule outside of scopes."""
+        for prefix, sub in named_modules(module):
+            key = f"{prefix}{EXTRA_STATE}"
+            if unwrapped(sub) is not sub or key not in leaves or any(prefix.startswith(scope) for scope in prefixes):
+                continue
+            name = names.child(self.path, key)
+            if not own_methods.takes_extra_state(sub):
+                continue  # stays unclaimed, and is named as such
+            present = {name: leaves[key]} if isinstance(leaves[key], torch.Tensor) else {}
+            maker = Maker(self.saved, self.ranks, present=present)
+            self.into.slots.append(
+                Slot(
+                    name,
+                    sub.set_extra_state,
+                    whole=True,
+                    make=maker.make,
+                    assemble=maker.assemble,
+                    undoing=partial(_undoing_extra, sub),
+                    again=True,  # torch sets it after the module's tensors, which it may look at
+                )
+            )
+
+    def _stored(self, prefix: str) -> dict[str, list[str]]:
+        """What was saved below a prefix of FQNs: by key, relative to it, the names of its leaves."""
+        stored: dict[str, list[str]] = {}
+        for name in self.saved.below(self.path):
+            fqn = key_of(name, self.path)
+            if fqn.startswith(prefix):
+                stored.setdefault(fqn[len(prefix) :], []).append(name)
+        return stored
+
+    def _left_over(self, scope: Scope, key: str, value: Any, again: Any) -> None:
+        """An entry that a module adds to its state dict, and that no method of it takes back."""
+        name = names.child(self.path, scope.prefix + key)
+        if not isinstance(value, torch.Tensor):
+            return  # stays unclaimed, and is named as such
+        if isinstance(again, torch.Tensor) and value.numel() and value.data_ptr() == again.data_ptr():
+            self.in_place(scope.prefix + key, value)
+            return
+        attribute = own_methods.attribute_of(scope, key, value)
+        if attribute is not None:
+            maker = Maker(self.saved, self.ranks)
+            self.into.slots.append(Slot(name, partial(_set_attribute, *attribute), whole=True, make=maker.make))
+            return
+        for entry in entries_of(name, value, self.ranks):
+            self.into.must_equal[entry.name] = entry.views[0].tensor
+
+    def _tied_to_saved(self, key: str, present: Mapping[str, Any], at: Mapping[str, str]) -> bool:
+        """Whether another entry is the same memory, and was saved."""
+        own = present[key]
+        return isinstance(own, torch.Tensor) and any(
+            other != key and isinstance(value, torch.Tensor) and _same(own, value) and self.saved.has(at[other])
+            for other, value in present.items()
+            if other in at
+        )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        return (
+            one.numel() > 0 and one.data_ptr() != 0 and one.data_ptr() == other.data_ptr() and one.shape == other.shape
+        )
+    except (RuntimeError, NotImplementedError):
+        return False
+
+
+def _load(scope: Scope, path: str, tree: Mapping[str, Any]) -> None:
+    own_methods.load(
+        scope,
+        names.child(path, scope.prefix.rstrip(".")) if scope.prefix else path,
+        {fqn[len(scope.prefix) :]: value for fqn, value in tree.items()},
+    )
+
+
+def _undoing(scope: Scope, path: str) -> Callable[[], None]:
+    present = copied(own_methods.state_of(scope))
+    return lambda: own_methods.load(scope, path, present)
+
+
+def _undoing_extra(module: nn.Module) -> Callable[[], None]:
+    present = copied(module.get_extra_state())
+    return lambda: module.set_extra_state(present)
+
+
+def _run_hooks(path: str, call: Callable[[], None]) -> None:
+    try:
+        call()
+    except HoldfastError:
+        raise
+    except Exception as error:  # whatever the hook raises
+        raise Mismatch(
+            f"{path}: a hook that the module runs after a load failed ({type(error).__name__}: {error}); what was "
+            "saved had been filled in by then"
+        ) from error
+
+
+def _set_attribute(owner: nn.Module, name: str, value: torch.Tensor) -> None:
+    setattr(owner, name, type(getattr(owner, name))(value.item()))

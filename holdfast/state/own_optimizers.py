@@ -1,0 +1,116 @@
+"""Optimizers with a ``state_dict`` of their own, and wrappers around optimizers: asked and told by their own methods.
+
+The walk calls `named` when it saves and `numbered` when it loads. Their state dicts call parameters by number, as
+torch's do. Here they go by name, so that what was saved of a parameter finds it whatever its number is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from holdfast.errors import Unsupported
+from holdfast.ondisk import names
+from holdfast.state import groups
+from holdfast.state.optimizers import parameters_of
+from holdfast.state.parameters import Known, call_parameters
+
+
+def is_optimizer_like(node: object) -> bool:
+    """Whether an object has parameter groups, as torch's optimizers do."""
+    found = getattr(node, "param_groups", None)
+    return (
+        isinstance(found, list)
+        and bool(found)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in found)
+    )
+
+
+def called_of(path: str, optimizer: Any, known: Known) -> list[str] | None:
+    """The name of each parameter, in torch's order; None if the state does not hold them.
+
+    Raises Unsupported for parameters of FSDP1, which are flattened: only torch knows how to name their state.
+    """
+    parameters = parameters_of(optimizer)
+    if not any(id(p) in known for p in parameters):
+        return None
+    called = [call_parameters(path, parameters, known)[id(p)] for p in parameters]
+    if any(named.flat is not None for named in called):
+        raise Unsupported(
+            f"{path}: {type(optimizer).__qualname__} has a state_dict() of its own, over flat parameters of FSDP1: "
+            "how its state is sharded cannot be told; use FSDP2 (fully_shard)"
+        )
+    return [named.fqn for named in called]
+
+
+def named(tree: Any, fqns: Sequence[str]) -> Any:
+    """A state dict with the parameters' names in the place of their numbers, wherever it is nested."""
+    if not isinstance(tree, dict):
+        return tree
+    numbers = _numbers(tree, len(fqns))
+    if numbers is None:
+        return {key: named(value, fqns) for key, value in tree.items()} if _is_plain_dict(tree) else tree
+    called = dict(zip(numbers, fqns, strict=True))
+    state = {called.get(key, key): value for key, value in tree["state"].items()}
+    return {
+        **tree,
+        "state": state,
+        "param_groups": [{**g, "params": [called[n] for n in g["params"]]} for g in tree["param_groups"]],
+    }
+
+
+def numbered(path: str, tree: Any, live: Sequence[Sequence[str]]) -> Any:
+    """The inverse of `named`, for the parameters that the groups of the live optimizer have, by name."""
+    if not isinstance(tree, dict):
+        return tree
+    saved_groups = tree.get("param_groups")
+    if not isinstance(saved_groups, list) or not isinstance(tree.get("state"), dict):
+        return {key: numbered(path, value, live) for key, value in tree.items()} if _is_plain_dict(tree) else tree
+    if not all(isinstance(g, dict) and all(isinstance(p, str) for p in g.get("params", ())) for g in saved_groups):
+        return tree
+    number = {fqn: i for i, fqn in enumerate(fqn for group in live for fqn in group)}
+    matched = groups.match(path, live, saved_groups)
+    kept = [{**settings, "params": [number[fqn] for fqn in fqns]} for settings, fqns in zip(matched, live, strict=True)]
+    state = {number.get(key, key): value for key, value in tree["state"].items()}
+    listed = {fqn for group in saved_groups for fqn in group.get("params", ())}
+    return {
+        **tree,
+        # What belongs to parameters that are not here (of another pipeline stage) has no number.
+        "state": {key: value for key, value in state.items() if not (isinstance(key, str) and key in listed)},
+        "param_groups": kept,
+    }
+
+
+def parameter_of(optimizer: Any, fqns: Sequence[str]) -> Callable[[str], torch.Tensor | None]:
+    """A function from the name of a leaf to the parameter whose state it is: the key after ``state`` names it."""
+    by_name = dict(zip(fqns, parameters_of(optimizer), strict=True))
+
+    def find(name: str) -> torch.Tensor | None:
+        keys = names.split(name)
+        return next((by_name[b] for a, b in pairwise(keys) if a == "state" and b in by_name), None)
+
+    return find
+
+
+def group_of(optimizer: Any, parameter: torch.Tensor) -> Mapping[str, Any]:
+    """The group that a parameter is in."""
+    return next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), {})
+
+
+def _numbers(tree: Mapping[str, Any], count: int) -> list[int] | None:
+    """The numbers of all parameters in their order, if ``tree`` is a state dict as torch's optimizers give it."""
+    found = tree.get("param_groups")
+    if not isinstance(tree.get("state"), dict) or not isinstance(found, list):
+        return None
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), (list, tuple)) for group in found):
+        return None
+    numbers = [number for group in found for number in group["params"]]
+    ok = len(numbers) == count and all(type(number) is int for number in numbers) and len(set(numbers)) == count
+    return numbers if ok else None
+
+
+def _is_plain_dict(tree: object) -> bool:
+    return type(tree) is dict

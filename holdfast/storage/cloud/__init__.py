@@ -1,0 +1,1 @@
+"""Object stores and web servers, through obstore."""

@@ -1,0 +1,61 @@
+"""Whether a file of a checkpoint lies where a checkpoint may have files: no link is followed out of it.
+
+The reader and whoever deletes ask here before they touch a file that a manifest names. Never opens one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.errors import Damaged
+from holdfast.storage.place import Location, Place
+
+
+class Inside:
+    """The folder of a checkpoint, links followed once: it may itself be reached through any."""
+
+    def __init__(self, folder: Location) -> None:
+        self._folder = folder
+        self._home = "" if isinstance(folder, Place) else os.path.realpath(folder)
+        self._folders: dict[str, str] = {}
+
+    def leads_out(self, path: str) -> str | None:
+        """Where ``path`` of the manifest really lies, if that is outside; None if it is inside, or not there.
+
+        A cited file (``../step-5/model/x``) has to lie in one of the folders beside this one.
+        """
+        if isinstance(self._folder, Place):  # a store has no links, and keys have no way up
+            return None
+        home = os.path.dirname(self._home) if path.startswith("../") else self._home
+        real = self._real(path)
+        return None if real.startswith(home.rstrip("/") + "/") else real
+
+    def _real(self, path: str) -> str:
+        # A checkpoint has a handful of folders and thousands of files.
+        above, _, name = path.rpartition("/")
+        if above not in self._folders:
+            self._folders[above] = os.path.realpath(os.path.join(self._home, above))
+        found = f"{self._folders[above]}/{name}"
+        return os.path.realpath(found) if os.path.islink(found) else found
+
+    def path(self, path: str) -> Location:
+        """Where the file lies, for opening it. Raises Damaged if a link leads out."""
+        found = self._folder / path
+        real = self.leads_out(path)
+        if real is not None:
+            error = Damaged(
+                f"{found} is reached by a link that leads out of its checkpoint, to {real}: nothing outside is read; "
+                "put the file itself there"
+            )
+            error.file = str(found)
+            raise error
+        return found
+
+
+def inside(folder: Location, paths: list[str]) -> list[Location]:
+    """Those of ``paths`` that lie in the folder, links followed: what may be deleted with it."""
+    if isinstance(folder, Path):
+        home = Inside(folder)
+        paths = [path for path in paths if home.leads_out(path) is None]
+    return [folder / path for path in paths]

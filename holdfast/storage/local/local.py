@@ -1,0 +1,280 @@
+"""A store over a folder of a local disk: what it says is written is on the disk, whole, under its own name.
+
+Copies between homes of a checkpoint and tiers of them go through it. Save and load of a local path never do.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from holdfast.errors import StorageError
+from holdfast.events import log
+from holdfast.storage import storage
+from holdfast.storage.keys import check_key, clipped
+from holdfast.storage.local import disk
+from holdfast.storage.store import Buffer, Entry, Got, Listing
+
+_TEMPORARY = re.compile(r"\.holdfast-[0-9a-f]{16}\.tmp")
+_MISSING = (errno.ENOENT, errno.ENOTDIR)
+
+_DEAD = 60.0
+"""Seconds after which a temporary file that nobody has locked is the leaving of a process that died."""
+
+_ATTEMPTS = 100
+"""How often a folder is made again that others delete, as it is empty, before anything is in it."""
+
+T = TypeVar("T")
+
+
+class Local:
+    """A `Store` of the files below ``root``, which is made with the first file and never removed.
+
+    Links are followed within ``root``, to files and by key; a listing does not go into linked folders. A file that
+    leads out of ``root`` is listed, and refused when it is asked for. A key cannot be both a file and a folder here.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(os.path.abspath(root))
+
+    @property
+    def url(self) -> str:
+        return self._root.as_posix().rstrip("/")
+
+    def list(self, prefix: str, *, deep: bool) -> Listing:
+        folder = self._followed(prefix) if prefix else self._root
+        told = Listing([], [])
+        with storage.naming(folder, "list"):
+            self._look_into(folder, f"{prefix}/" if prefix else "", told, deep=deep)
+        return Listing(sorted(told.files), sorted(told.folders))
+
+    def size(self, key: str) -> int | None:
+        path = self._followed(key)
+        with storage.naming(path, "look for"):
+            found = _status(path)
+        return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+
+    def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
+        path = self._followed(key)
+        with storage.naming_unless_missing(path, "read"):
+            try:
+                fd = disk.open_regular(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.EISDIR, errno.EINVAL):
+                    raise
+                raise FileNotFoundError(errno.ENOENT, "No such file", str(path)) from None
+            try:
+                found = os.fstat(fd)
+                if not stat.S_ISREG(found.st_mode):
+                    raise FileNotFoundError(errno.ENOENT, "There is a folder and no file", str(path))
+                return Got(_read(fd, path, *clipped(begin, end, found.st_size)), found.st_size)
+            finally:
+                os.close(fd)
+
+    def create(self, key: str, data: bytes) -> bool:
+        path = self._path(key)
+        try:
+            return _in_folder(path.parent, lambda: storage.create_small(path, data, _temporary()))
+        except BaseException:
+            self._tidy(path.parent)
+            raise
+
+    def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
+        path = self._path(key)
+        temporary = path.with_name(_temporary())
+        try:
+            fd = _in_folder(path.parent, lambda: _open_new(temporary, nbytes))
+            try:
+                _write(fd, path, chunks, nbytes)
+                with storage.naming(path, "write"):
+                    disk.sync(fd, temporary)
+                    disk.replace(temporary, path)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    disk.delete(temporary)
+                raise
+            finally:
+                os.close(fd)
+        except BaseException:
+            self._tidy(path.parent)
+            raise
+        _sync(path.parent)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        failed: OSError | None = None
+        paths = [self._path(key) for key in keys]
+        for path in paths:
+            try:
+                with storage.naming(path, "delete"):
+                    if not path.is_dir():
+                        disk.delete(path)
+            except OSError as error:
+                if error.errno not in _MISSING:
+                    failed = failed or error
+        for folder in sorted({path.parent for path in paths}, reverse=True):
+            if folder.is_dir():
+                _sync(folder)
+                with storage.naming(folder, "tidy up"):
+                    _sweep(folder)
+                self._tidy(folder)
+        if failed is not None:
+            raise failed
+
+    # Keys and paths
+
+    def _path(self, key: str) -> Path:
+        """Where a file of this key lies or will lie. Raises ValueError, and OSError if its folder leads out."""
+        path = self._root / check_key(self.url, key)
+        if any(_TEMPORARY.fullmatch(part) for part in path.parts):
+            raise ValueError(f"{key!r} is no key for {self.url}: names like this are its temporary files")
+        self._refuse_out(path, path.parent)
+        return path
+
+    def _followed(self, key: str) -> Path:
+        path = self._path(key)
+        self._refuse_out(path, path)
+        return path
+
+    def _refuse_out(self, path: Path, linked: Path) -> None:
+        if self._leads_out(linked):
+            real = os.path.realpath(linked)
+            text = f"a link leads out of {self._root}, to {real}: name a folder that holds both"
+            raise storage.storage_error("use", str(path), errno.EXDEV, text)
+
+    def _leads_out(self, path: Path) -> bool:
+        root = os.path.realpath(self._root)
+        return os.path.commonpath([os.path.realpath(path), root]) != root
+
+    # Folders
+
+    def _look_into(self, folder: Path, above: str, told: Listing, *, deep: bool) -> None:
+        for found in _scan(folder):
+            key = above + found.name
+            if _TEMPORARY.fullmatch(found.name):
+                continue
+            if found.is_dir(follow_symlinks=False):
+                if deep:
+                    self._look_into(Path(found.path), f"{key}/", told, deep=True)
+                else:
+                    told.folders.append(key)
+                continue
+            path = Path(found.path)
+            status = _status(path)
+            if status is None:  # deleted meanwhile, or a link to nothing
+                continue
+            if found.is_symlink() and not stat.S_ISDIR(status.st_mode) and self._leads_out(path):
+                status = path.lstat()  # told of, so that a copy of the folder does not lack it and say nothing
+            elif not stat.S_ISREG(status.st_mode):
+                log.debug("passed over in a listing, as it is no file: %s", path)
+                continue
+            told.files.append(Entry(key, status.st_size, status.st_mtime))
+
+    def _tidy(self, folder: Path) -> None:
+        """Delete a folder if it is empty, and those above it that are empty then."""
+        while folder != self._root and self._root in folder.parents:
+            try:
+                disk.remove_folder(folder)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    log.debug("cannot remove %s: %s", folder, error)
+                if error.errno != errno.ENOENT:
+                    return
+            folder = folder.parent
+
+
+def _temporary() -> str:
+    return f".holdfast-{secrets.token_hex(8)}.tmp"
+
+
+def _in_folder(folder: Path, work: Callable[[], T]) -> T:
+    """Do ``work`` in a folder that is made if need be; whoever deletes the last file of it may just take it away."""
+    for _ in range(_ATTEMPTS):
+        try:
+            storage.make_folder(folder)
+            return work()
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                raise
+    storage.make_folder(folder)
+    return work()
+
+
+def _sync(folder: Path) -> None:
+    try:
+        storage.sync_folder(folder)
+    except StorageError as error:
+        if error.errno != errno.ENOENT:  # others have deleted all that was in it, and then the folder
+            raise
+
+
+def _open_new(path: Path, nbytes: int) -> int:
+    fd, direct = storage.open_to_write(path, nbytes)
+    if direct:  # chunks lie at any address and have any length
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return fd
+
+
+def _write(fd: int, path: Path, chunks: Iterable[Buffer], nbytes: int) -> None:
+    at = 0
+    for chunk in chunks:  # what this raises is raised as it is
+        at = _write_one(fd, path, chunk, at)
+        del chunk  # whoever makes the next one may need its memory
+    if at != nbytes:
+        raise ValueError(f"cannot write {path}: {nbytes} bytes were announced and {at} came")
+
+
+def _write_one(fd: int, path: Path, chunk: Buffer, at: int) -> int:
+    with storage.naming(path, "write"), memoryview(chunk) as whole, whole.cast("B") as view:
+        done = 0
+        while done < len(view):
+            with view[done:] as rest:
+                done += disk.write(fd, rest, at + done, path)
+    return at + done
+
+
+def _read(fd: int, path: Path, begin: int, end: int) -> Buffer:
+    data = memoryview(bytearray(end - begin))
+    done = 0
+    while done < len(data):
+        nbytes = disk.read(fd, data[done:], begin + done, path)
+        if nbytes == 0:
+            raise OSError(errno.EIO, f"the file ended at byte {begin + done}: it was cut while it was read")
+        done += nbytes
+    return data
+
+
+def _scan(folder: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        yield from disk.listed(folder)
+    except OSError as error:
+        if error.errno not in _MISSING:  # deleted meanwhile, or never there
+            raise
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return disk.stat(path)
+    except OSError as error:
+        if error.errno not in _MISSING:
+            raise
+        return None
+
+
+def _sweep(folder: Path) -> None:
+    """Delete temporary files of processes that died: they are not listed, and would keep the folder for ever."""
+    for found in list(_scan(folder)):
+        if _TEMPORARY.fullmatch(found.name):
+            path = Path(found.path)
+            status = _status(path)
+            if status is not None and time.time() - status.st_mtime > _DEAD and not storage.in_use(path):
+                with suppress(FileNotFoundError):
+                    disk.delete(path)

@@ -1,0 +1,186 @@
+"""A place in a store: what a path is to a local disk, with the part of pathlib's words that readers use.
+
+Every story takes a `Location`: a local path or a place. Never keeps what it has seen of the store.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import total_ordering
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, cast
+
+from holdfast.storage.store import Store
+
+
+@total_ordering
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A file or folder of a ``store``, by its ``key`` (without ``/`` at either end; empty for all of the store)."""
+
+    store: Store
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.store.url}/{self.key}" if self.key else self.store.url
+
+    def __repr__(self) -> str:
+        return f"Place({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and str(self) == str(other)
+
+    def __lt__(self, other: Place) -> bool:
+        return str(self) < str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    # What follows from the key alone
+
+    def __truediv__(self, below: str | PurePosixPath) -> Place:
+        parts: list[str] = []
+        for part in [*self.key.split("/"), *str(below).split("/")]:
+            if part == "..":
+                del parts[-1:]
+            elif part not in ("", "."):
+                parts.append(part)
+        return Place(self.store, "/".join(parts))
+
+    joinpath = __truediv__
+
+    @property
+    def _pure(self) -> PurePosixPath:
+        return PurePosixPath(self.key)
+
+    @property
+    def name(self) -> str:
+        return self._pure.name
+
+    @property
+    def stem(self) -> str:
+        return self._pure.stem
+
+    @property
+    def suffix(self) -> str:
+        return self._pure.suffix
+
+    @property
+    def suffixes(self) -> list[str]:
+        return self._pure.suffixes
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self._pure.parts
+
+    @property
+    def parent(self) -> Place:
+        return Place(self.store, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> Place:
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> Place:
+        return Place(self.store, str(self._pure.with_suffix(suffix)))
+
+    def relative_to(self, above: Place) -> PurePosixPath:
+        """The way from ``above`` to here. Raises ValueError if this does not lie below it."""
+        if self.store.url != above.store.url:
+            raise ValueError(f"{self} does not lie below {above}: it is in another store")
+        return PurePosixPath(self.key).relative_to(above.key)
+
+    # What the store knows
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        return bool(self.key) and self.store.size(self.key) is not None
+
+    def is_dir(self) -> bool:
+        """Whether anything lies below; a store has no empty folders."""
+        found = self.store.list(self.key, deep=False)
+        return bool(found.files or found.folders)
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def stat(self) -> os.stat_result:
+        """Kind and size as of a file on disk; no time, which not every store tells. Raises FileNotFoundError."""
+        nbytes = self.store.size(self.key) if self.key else None
+        if nbytes is not None:
+            return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, nbytes, 0, 0, 0))
+        if self.is_dir():
+            return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+        raise FileNotFoundError(f"there is nothing at {self}")
+
+    def iterdir(self) -> Iterator[Place]:
+        found = self.store.list(self.key, deep=False)
+        for key in [*found.folders, *(entry.key for entry in found.files)]:
+            yield Place(self.store, key)
+
+    def rglob(self, pattern: str) -> Iterator[Place]:
+        """Files below, at any depth, whose name fits ``pattern``."""
+        for entry in self.store.list(self.key, deep=True).files:
+            if fnmatchcase(entry.key.rpartition("/")[2], pattern):
+                yield Place(self.store, entry.key)
+
+    def glob(self, pattern: str) -> Iterator[Place]:
+        """Files and folders below that fit ``pattern``, component by component (no ``**``)."""
+        first, _, rest = pattern.partition("/")
+        for found in self.iterdir():
+            if fnmatchcase(found.name, first):
+                if rest:
+                    yield from found.glob(rest)
+                else:
+                    yield found
+
+    def read_bytes(self) -> bytes:
+        return bytes(self.store.get(self.key).data)
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def open(self, mode: str = "rb", buffering: int = 1 << 20) -> BinaryIO:
+        """The file for reading in any order. Raises FileNotFoundError; ValueError for a mode that writes."""
+        if mode != "rb":
+            raise ValueError(f"{self} can be opened with mode 'rb' only, not {mode!r}")
+        raw = _Reader(self, self.stat().st_size)
+        return cast(BinaryIO, raw if buffering == 0 else io.BufferedReader(raw, max(buffering, 1 << 16)))
+
+
+Location = Path | Place
+"""Where a checkpoint may lie: a local path, or a place in a store."""
+
+
+class _Reader(io.RawIOBase):
+    """A file of a store as a stream."""
+
+    def __init__(self, place: Place, nbytes: int) -> None:
+        super().__init__()
+        self._place, self._nbytes, self._at = place, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = max(start + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
+        end = min(self._at + len(buffer), self._nbytes)
+        if end <= self._at:
+            return 0
+        data = memoryview(self._place.store.get(self._place.key, self._at, end).data)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

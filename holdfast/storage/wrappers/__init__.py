@@ -1,0 +1,1 @@
+"""What is put around a store: deadlines, further attempts, caches, limits."""

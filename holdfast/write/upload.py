@@ -1,0 +1,105 @@
+"""A file on its way to a store: its header, then windows of memory in the order in which they come.
+
+The courier makes one for each data file of a save to a store, in this process or in the writer process; so it imports
+no torch. Never holds bytes of its own: a window is free once the store lets go of it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from holdfast.buffers.memory import lend
+from holdfast.storage.store import Store
+
+Back = Callable[[BaseException | None], None]
+"""Told once the store no longer reads a window, with what has gone wrong until then."""
+
+
+class GivenUp(Exception):
+    """The save that these bytes belong to has failed."""
+
+
+class Upload:
+    """``size`` bytes of ``key``, ``header`` included; `add` the rest in order, then `wait`."""
+
+    def __init__(self, store: Store, key: str, header: bytes, size: int) -> None:
+        self.key = f"{store.url}/{key}"
+        """What errors call it."""
+        self._store, self._key, self._header, self._size = store, key, header, size
+        self._windows: queue.SimpleQueue[tuple[memoryview, Back] | None] = queue.SimpleQueue()
+        self._added = len(header)
+        self._left = size - len(header)  # that the store has not asked for
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._ended = False
+        self.began = self.ended = time.monotonic()
+        self.thread = 0
+        self._thread = threading.Thread(target=self._run, name="holdfast-upload", daemon=True)
+        self._thread.start()
+
+    def add(self, window: memoryview, back: Back) -> None:
+        """The next bytes of the file; they must not change before they are back."""
+        self._added += len(window)
+        with self._lock:
+            if not self._ended:
+                self._windows.put((window, back))
+                return
+        back(self._error)
+
+    def give_up(self) -> None:
+        """Leave nothing behind in the store, unless all bytes were added already."""
+        if self._added < self._size:
+            self._windows.put(None)
+
+    def wait(self) -> BaseException | None:
+        """Until the file is durable, or why it is not."""
+        self._thread.join()  # it ends: operations of a store have a deadline, and `give_up` ends what is to be added
+        return self._error
+
+    def _run(self) -> None:
+        self.thread = threading.get_native_id()
+        try:
+            self._store.put(self._key, self._chunks(), self._size)
+        except BaseException as error:  # noqa: BLE001 - kept, and told to whoever waits for this file
+            self._error = None if self._is_there() else _without_frames(error)
+        self.ended = time.monotonic()
+        with self._lock:
+            self._ended = True
+        while not self._windows.empty():  # what a failed upload has not asked for
+            left = self._windows.get()
+            if left is not None:
+                left[1](self._error)
+
+    def _is_there(self) -> bool:
+        """Whether the answer alone was lost. Nobody else writes a file of this name: it holds the save's id."""
+        if self._left:
+            return False
+        try:
+            return self._store.size(self._key) == self._size
+        except OSError:
+            return False
+
+    def _chunks(self) -> Iterator[memoryview]:
+        yield memoryview(self._header)
+        while self._left:
+            found = self._windows.get()
+            if found is None:
+                raise GivenUp(f"the upload of {self._key} was given up")
+            window, back = found
+            self._left -= len(window)
+            yield lend(window, partial(back, None))
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error as it is kept: frames of a failed upload would keep its windows from coming back."""
+    at: BaseException | None = error
+    seen: set[int] = set()
+    while at is not None and id(at) not in seen:  # a chain may lead back into itself
+        seen.add(id(at))
+        at.__traceback__ = None
+        at = at.__cause__ or at.__context__
+    return error

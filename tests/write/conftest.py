@@ -1,0 +1,16 @@
+"""What several tests of the engine need: a worker of either kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.write.worker import Worker, start
+
+
+@pytest.fixture(params=["thread", "process"])
+def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
+    made = start(request.param)
+    yield made
+    made.close()
