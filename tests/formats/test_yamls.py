@@ -1,4 +1,4 @@
-"""The YAML that PyYAML's `dump` writes, read without a YAML library."""
+"""The YAML of other libraries: what they write is read, and what would make objects is refused."""
 
 from __future__ import annotations
 
@@ -36,11 +36,17 @@ def test_what_dump_writes(text: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["a: &x [1]\n", "a: *x\n", "a: !!python/object:os.system x\n", "a: [1, 2]\n", "a: {b: 1}\n", "a: |\n  text\n",
-     "a: >\n  b\n", "a: b: c\n", "a: 'open\n", "a: \"open\n", "a: 'x' y\n", "a: 1\na: 2\n", "a: 1\n  b: 2\n",
-     "a: \"\\q\"\n", "? a\nb: 1\n", "---\na: 1\n", "a: 1\n- b\n", "- \n", "? [1]\n: 2\n", "a\nb: 1\n",
-     "- " * 60 + "1\n", "%YAML 1.1\n", "a: 1 # no\nb\n"],
+    ["a: &x [1]\nb: *x\n", "a: *x\n", "a: !!python/object:os.system x\n", "a: !!python/name:os.system\n", "a: !x 1\n",
+     "!!set {a}\n", "!!binary aGk=\n", "a: 2020-01-01\n", "<<: {a: 1}\n", "a: b: c\n", "a: 'open\n", "a: \"open\n",
+     "a: 'x' y\n", "a: 1\na: 2\n", "a: 1\n  b: 2\n", "a: \"\\q\"\n", "a: 1\n- b\n", "? [1]\n: 2\n", "a\nb: 1\n",
+     "- " * 60 + "1\n", "- " * 100_000 + "1\n", "[" * 100_000, "a: 1 # no\nb\n", "a: 1\n--- 2\n", "a: \x01\n"],
 )  # fmt: skip
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="line"):
+        yamls.load(text)
+
+
+def test_copies_of_copies_take_no_memory() -> None:
+    text = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+    with pytest.raises(ValueError, match="alias"):
         yamls.load(text)
