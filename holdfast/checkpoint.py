@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,6 @@ from holdfast.buffers.still import wait_for_copies
 from holdfast.commit.absent import what_is_in_store, what_is_there
 from holdfast.commit.parts import commit_late
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
-from holdfast.formats import Foreign, materialized, open_foreign, verify_foreign
 from holdfast.ondisk import blocks, dtypes, manifest, spans, values
 from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.containers import Note
@@ -44,6 +43,9 @@ from holdfast.storage.inside import Inside
 from holdfast.storage.place import Location, Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded, cached
+
+if TYPE_CHECKING:
+    from holdfast.formats import Foreign
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,8 @@ class Checkpoint:
     def per_rank(self, path: str, rank: int) -> Any:
         """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
         if self._foreign is not None:
+            from holdfast.formats import materialized
+
             return materialized(self._foreign.per_rank[path][rank], self.path)
         return value_of_rank(self._data_files, self.manifest.per_rank[path], path, rank, verify=self.verifying(True))
 
@@ -331,6 +335,8 @@ class Checkpoint:
         """What is wrong in the r-th of n even parts (``share``) of the checkpoint; what is no data is of the first."""
         stats, r = ReadStats(), share[0]
         if self._foreign is not None:
+            from holdfast.formats import verify_foreign
+
             found = verify_foreign(self._foreign, self.path, stats, share=share) if deep else []
             return Findings(self.manifest.save, stats.needed, stats.read, stats.unverified, [], found)
         with events.task("verify", str(self.path), rank=r, total=self.nbytes // share[1]) as task:
@@ -387,6 +393,8 @@ def open_checkpoint(
                 f"{error}. require= takes signed checkpoints of holdfast: other formats cannot be signed, convert them "
                 "(holdfast.convert) and sign the result if you trust them"
             ) from None
+        from holdfast.formats import open_foreign  # programs that open checkpoints of holdfast alone never need them
+
         foreign = open_foreign(target)
         if foreign is None:
             if isinstance(target, Place):

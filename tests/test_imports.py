@@ -9,7 +9,7 @@ from pathlib import Path
 SLOW = (
     "torch.distributed.tensor", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "sympy",
     "rich", "typer", "yaml", "obstore", "cryptography", "safetensors", "transformers", "numpy.testing", "opentelemetry",
-    "http.server", "holdfast.cli", "holdfast.dcp", "holdfast.trainers", "holdfast.view",
+    "http.server", "holdfast.cli", "holdfast.dcp", "holdfast.formats", "holdfast.trainers", "holdfast.view",
 )  # fmt: skip
 """What takes long to import, or is there for few."""
 

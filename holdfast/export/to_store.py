@@ -15,10 +15,10 @@ from holdfast import events
 from holdfast.commit.folder import refuse_cited, taken
 from holdfast.errors import StorageError, Unsupported
 from holdfast.export.partial import LAST, holds_others
-from holdfast.formats.machine.scratch import private_folder
 from holdfast.ondisk import blocks, manifest
 from holdfast.storage import storage
 from holdfast.storage.local import disk
+from holdfast.storage.local.private import private_folder
 from holdfast.storage.place import Place
 
 PART = 8 << 20

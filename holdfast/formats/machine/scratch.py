@@ -11,8 +11,6 @@ import fcntl
 import json
 import os
 import shutil
-import stat
-import tempfile
 import threading
 import time
 import weakref
@@ -30,6 +28,7 @@ from holdfast.formats.machine import tars
 from holdfast.formats.machine.compressed import Unpacking, kind_of
 from holdfast.formats.members import modified
 from holdfast.formats.sources import File, Stretch, all_of, file
+from holdfast.storage.local.private import private_folder
 from holdfast.storage.place import Location, Place
 from holdfast.storage.storage import naming, open_to_read
 
@@ -259,19 +258,6 @@ def _sweep(root: Path, but: str) -> None:
             _remove_if_idle(root / name, lock)
         finally:
             os.close(lock)
-
-
-def private_folder(name: str) -> Path:
-    """A folder for temporary files that nobody else can write to. Raises StorageError if somebody else made it."""
-    root = Path(tempfile.gettempdir()) / f"holdfast-{name}-{os.geteuid()}"
-    with suppress(FileExistsError):
-        root.mkdir(0o700)
-    told = root.lstat()
-    if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.geteuid() or told.st_mode & 0o077:
-        raise StorageError(
-            f"{root} is not a folder that only this user can use: nothing is written to it. Remove it, or set TMPDIR"
-        )
-    return root
 
 
 def _limit(root: Path) -> int:
