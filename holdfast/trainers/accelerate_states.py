@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
 from holdfast.save import save
-from holdfast.storage.storage import files_below
+from holdfast.storage.local import disk
+from holdfast.storage.storage import delete, files_below, make_folder, naming
 
 _THEIRS = "random_states_0.pkl"
 """The file that each of accelerate's own checkpoints has."""
@@ -47,7 +47,7 @@ class States:
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
         folder = self._next_folder() if automatic else _given(output_dir)
         accelerator.wait_for_everyone()  # all have looked
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         state = self._saved_models(folder)
         save(state, folder / self._place_in(folder), overwrite=not automatic, deadline=self._deadline)
         if automatic and accelerator.is_main_process:
@@ -174,5 +174,6 @@ def _delete_oldest(folder: Path, limit: int | None) -> None:
     for path in folders[: max(0, len(folders) - limit)] if limit is not None else ():
         ours = _ours(path)
         if ours is not None:
-            (ours / FILE_NAME).unlink()
-        shutil.rmtree(path)
+            delete(ours / FILE_NAME)
+        with naming(path, "delete"):
+            disk.delete_all(path)

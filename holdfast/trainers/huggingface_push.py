@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.trainer_utils import HubStrategy
 from holdfast.copy import copy
 from holdfast.events import log
 from holdfast.saving import Saving
+from holdfast.storage.local import disk
 from holdfast.storage.place import Location
 
 _FOLDER = "_holdfast-push"
@@ -85,4 +86,5 @@ class Pushes:
     def _clear(self) -> None:
         under_way = self._trainer.push_in_progress
         if under_way is None or under_way.is_done():
-            shutil.rmtree(self._folder, ignore_errors=True)
+            with suppress(OSError):
+                disk.delete_all(self._folder)

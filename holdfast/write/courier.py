@@ -300,18 +300,19 @@ def _write(file: _File, view: memoryview, nbytes: int, offset: int) -> None:
 
 
 def _write_to(fd: int, file: _File, view: memoryview, nbytes: int, offset: int) -> None:
-    at, end = 0, len(view) if file.direct else nbytes
+    direct = file.direct  # as this thread found it: another one may be refused at the same moment
+    at, end = 0, len(view) if direct else nbytes
     view[nbytes:] = bytes(len(view) - nbytes)
     while at < end:
         try:
             at += disk.write(fd, view[at:end], offset + at, file.path)
         except OSError as error:
-            if error.errno != errno.EINVAL or not file.direct:
+            if error.errno != errno.EINVAL or not direct:
                 raise
             # Opened directly, but this file system cannot write so (some overlay and network ones).
-            file.direct, end = False, nbytes
+            file.direct, direct, end = False, False, nbytes
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-        if file.direct:
+        if direct:
             at -= at % disk.SECTOR
 
 

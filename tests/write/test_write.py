@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ def test_first_write_refuses_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "pwrite", picky)
     _save_and_check(tmp_path / "c")
     assert refused
+
+
+def test_direct_writes_that_two_threads_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, both = os.pwrite, threading.Barrier(2)
+    refused: list[int] = []
+
+    def picky(fd: int, data: Any, offset: int) -> int:
+        if len(refused) < 2:
+            refused.append(fd)
+            both.wait(60)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", picky)
+    _save_and_check(tmp_path / "c")
+    assert len(refused) == 2
 
 
 def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
