@@ -27,7 +27,8 @@ from holdfast.commit.agree import Agreement, plan_for
 from holdfast.commit.commit import Identity, complete, draft
 from holdfast.ondisk import blocks, datafile, dtypes, manifest
 from holdfast.ondisk.box import regular_cuts
-from holdfast.ondisk.manifest import Cells, FileRecord, Manifest
+from holdfast.ondisk.cells import Cells
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.plan.layout import Layout, digest_of, join_owned
 from holdfast.plan.plan import Plan, make_plan
 from holdfast.ranks.ranks import Ranks

@@ -24,8 +24,9 @@ from holdfast.commit.parts import commit_late
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.ondisk import blocks, dtypes, manifest, spans, values
 from holdfast.ondisk.box import Box, inside, whole
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import Note
-from holdfast.ondisk.manifest import Manifest, TensorRecord
+from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.patterns import Patterns, names_in, near, selector
 from holdfast.ondisk.signature import Signature
 from holdfast.policies.signing.keys import Keys, read_signature

@@ -14,7 +14,8 @@ import msgspec
 from holdfast.commit.commit import complete
 from holdfast.errors import HoldfastError
 from holdfast.ondisk import datafile, manifest, spans
-from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
+from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import Cite
 
 

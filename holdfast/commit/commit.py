@@ -24,9 +24,10 @@ from holdfast.commit.citations import Cited, citations_of, cited_beside, let_go,
 from holdfast.commit.folder import delete_hint, taken
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.ondisk import blocks, manifest, names, signature, values
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.cited import is_cited
 from holdfast.ondisk.containers import Note
-from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.plan.layout import OwnedJoin
 from holdfast.plan.owners import Owned, PlannedTensor
 from holdfast.plan.plan import Plan

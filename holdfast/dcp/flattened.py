@@ -26,8 +26,8 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.dcp.opening import as_torch_has_it, taken_apart
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk import dtypes, names
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import mapped
-from holdfast.ondisk.manifest import TensorRecord
 from holdfast.read.nested import nest
 
 VERSION = "1.0.0"

@@ -27,7 +27,7 @@ from holdfast.export.partial import Journal, Row
 from holdfast.export.selection import Leaf
 from holdfast.ondisk import blocks, dtypes
 from holdfast.ondisk.box import Box, flat_boxes
-from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.read.ranges import Verify
 from holdfast.read.read import Wanted, read_boxes
 from holdfast.read.source import ReadStats

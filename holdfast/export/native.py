@@ -22,8 +22,9 @@ from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import whole
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
-from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.storage.local.disk import SECTOR
 from holdfast.version import __version__
 

@@ -17,8 +17,8 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk import datafile, dtypes, names, values
 from holdfast.ondisk.box import relative, runs, whole
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import Note, is_sequence, mapping_of, sequence_of
-from holdfast.ondisk.manifest import TensorRecord
 from holdfast.read.nested import nest
 
 

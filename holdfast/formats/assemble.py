@@ -26,9 +26,10 @@ from holdfast.formats.sources import File, Memory, Source, Stretch, opened
 from holdfast.formats.stored import Opaque, Stored
 from holdfast.ondisk import dtypes, manifest, names, values
 from holdfast.ondisk.box import Box
+from holdfast.ondisk.cells import TensorRecord, cells_for
 from holdfast.ondisk.containers import Note
 from holdfast.ondisk.datafile import Piece
-from holdfast.ondisk.manifest import Manifest, TensorRecord
+from holdfast.ondisk.manifest import Manifest
 from holdfast.read.source import Descriptors, ReadStats
 from holdfast.storage.place import Location, Place
 
@@ -138,7 +139,7 @@ def assemble(found: Found, path: Location) -> Foreign:
         fault = tensor.fault()
         if fault:
             raise Damaged(f"{path}: {name} ({tensor.dtype} of shape {list(tensor.shape)}) is not whole: {fault}")
-        cells, order = manifest.cells_for(tensor.shape, [box for box, _ in tensor.pieces])
+        cells, order = cells_for(tensor.shape, [box for box, _ in tensor.pieces])
         files = []
         for i in order:
             box, stretch = tensor.pieces[i]

@@ -19,7 +19,7 @@ from holdfast.inspect.reading import BOX, boxes_of, groups, has_numbers, numbers
 from holdfast.inspect.statistics import norm_of
 from holdfast.ondisk import dtypes, spans, values
 from holdfast.ondisk.box import Box
-from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.patterns import Patterns, names_in, selector
 from holdfast.read.source import ReadStats
 

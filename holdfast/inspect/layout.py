@@ -11,7 +11,7 @@ from math import prod
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.ondisk import spans
-from holdfast.ondisk.manifest import Cells, TensorRecord
+from holdfast.ondisk.cells import Cells, TensorRecord
 
 _RANK = re.compile(r"[^/]+/(?P<rank>\d{5,})-of-\d{5,}(\.\d+)?\.[0-9a-f]{16}\.safetensors$")
 

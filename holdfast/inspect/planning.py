@@ -17,7 +17,7 @@ from holdfast.errors import Mismatch
 from holdfast.inspect.mesh import Mesh, Rule
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
-from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.plan.share_plan import Holders, Item, Wants
 from holdfast.plan.spread import Spread, boxes_held

@@ -14,7 +14,7 @@ import torch
 from holdfast.checkpoint import Checkpoint
 from holdfast.inspect.reading import BOX, boxes_of, groups, has_numbers, numbers, read_box, read_together
 from holdfast.ondisk import dtypes
-from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.patterns import near
 
 _Parts = Callable[[], Iterator[torch.Tensor]]

@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError, Mismatch
 from holdfast.matching.loaded import Loaded
 from holdfast.matching.tied import same_as_saved, same_bytes, same_saved
 from holdfast.ondisk import dtypes, values
-from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.values import JSON
 from holdfast.plan.spread import Spread
 from holdfast.ranks.ranks import Ranks

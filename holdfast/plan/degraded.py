@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
-from holdfast.ondisk.manifest import TensorRecord, ranges
+from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.manifest import ranges
 from holdfast.plan.holders import Holders, Lie, Listed
 from holdfast.plan.owners import Owned, OwnPieces, PlannedTensor
 from holdfast.plan.plan import Plan

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.box import Box, Grid, tiling_fault, whole
-from holdfast.ondisk.manifest import Cells, cells_for, cells_of_grid
+from holdfast.ondisk.cells import Cells, cells_for, cells_of_grid
 from holdfast.plan.spread import Placed, axis_cells, coordinate, cutting_axes, placed_runs
 
 Holders = tuple[int, ...]

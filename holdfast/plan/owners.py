@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
-from holdfast.ondisk.manifest import Cells
+from holdfast.ondisk.cells import Cells
 from holdfast.plan.dealing import Given, Hand, deal, pieces_of
 from holdfast.plan.holders import Holders, Lie, cut_of
 

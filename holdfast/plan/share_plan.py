@@ -17,7 +17,7 @@ import msgspec
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box, flat_boxes, intersect
-from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.plan.spread import Boxes, Placed, Spread, Whole
 
 SHORTEST = 1 << 20

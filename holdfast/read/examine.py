@@ -17,8 +17,9 @@ from holdfast.errors import Damaged, StorageError
 from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Header, Piece
-from holdfast.ondisk.manifest import Manifest, TensorRecord
+from holdfast.ondisk.manifest import Manifest
 from holdfast.read.damage import Fault, contents
 from holdfast.read.ranges import Range, jobs_of
 from holdfast.read.read import READERS, DataFiles, Files, altered, is_cell, is_right, threads_for

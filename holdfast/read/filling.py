@@ -16,8 +16,8 @@ from holdfast.errors import Damaged, Mismatch, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import Box, whole
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
-from holdfast.ondisk.manifest import TensorRecord
 from holdfast.read.examine import check_pieces
 from holdfast.read.mapped import MappedFiles
 from holdfast.read.ranges import Verify

@@ -16,7 +16,7 @@ from holdfast.buffers.stage import host_view
 from holdfast.errors import Damaged, HoldfastError, Unsupported
 from holdfast.ondisk import datafile, dtypes, names, spans, values
 from holdfast.ondisk.box import whole
-from holdfast.ondisk.manifest import TensorRecord
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.read.ranges import Verify
 from holdfast.read.read import DataFiles, Wanted, read_boxes
 from holdfast.storage.place import Location

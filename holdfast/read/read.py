@@ -23,9 +23,10 @@ from holdfast.buffers.stage import host_view
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box, intersect, relative
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.cited import origin_of, own_path
 from holdfast.ondisk.datafile import Header, Piece
-from holdfast.ondisk.manifest import FileRecord, TensorRecord
+from holdfast.ondisk.manifest import FileRecord
 from holdfast.ondisk.signature import Signature, SignedFile
 from holdfast.read.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.read.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of

@@ -15,8 +15,9 @@ import msgspec
 
 from holdfast.ondisk import datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box, parse, tiling_fault, whole
+from holdfast.ondisk.cells import TensorRecord, cells_for
 from holdfast.ondisk.datafile import Header, Piece
-from holdfast.ondisk.manifest import FileRecord, TensorRecord
+from holdfast.ondisk.manifest import FileRecord
 
 _NAME = re.compile(r"(?P<section>[^/]+)/(?P<rank>\d+)-of-(?P<world>\d+)(\.(?P<volume>\d+))?\.(?P<save>[0-9a-f]{16})\.")
 
@@ -129,7 +130,7 @@ def _tile(made: Rebuilt, name: str, tensor: _Tensor) -> None:
     if fault is not None:
         made.faults.append(f"{name} of shape {list(tensor.shape)} is not whole: {fault}")
         return
-    cells, order = manifest.cells_for(tensor.shape, boxes)
+    cells, order = cells_for(tensor.shape, boxes)
     files = manifest.ranges(tensor.files[boxes[i]] for i in order)
     made.tensors[name] = TensorRecord(tensor.dtype, tensor.shape, cells, files)
 

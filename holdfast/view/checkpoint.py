@@ -17,8 +17,8 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
 from holdfast.inspect.statistics import Statistics, statistics
 from holdfast.ondisk import spans
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import as_text
-from holdfast.ondisk.manifest import TensorRecord
 from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.version import __version__
 from holdfast.view.health import health_of, signature_of

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from holdfast.commit.citing import Did, joined
 from holdfast.errors import HoldfastError
 from holdfast.ondisk import datafile, manifest, part
-from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
+from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import Cite, Part
 
 SAVE = "a" * 16

@@ -13,7 +13,7 @@ from holdfast.export import draft
 from holdfast.export.draft import Draft, Span, packed, share_of, slabs, units_of
 from holdfast.export.selection import Leaf
 from holdfast.ondisk.box import Box, flat_boxes, whole
-from holdfast.ondisk.manifest import TensorRecord, cells_for
+from holdfast.ondisk.cells import TensorRecord, cells_for
 
 _SHAPES = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 

@@ -21,7 +21,8 @@ import torch
 
 import holdfast
 from holdfast.ondisk import blocks, part
-from holdfast.ondisk.manifest import Manifest, TensorRecord, seal
+from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.manifest import Manifest, seal
 from holdfast.storage.cloud.answers import answered
 from holdfast.storage.urls import location
 from tests.formats.truth import GOLDEN

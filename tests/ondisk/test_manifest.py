@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.ondisk import dtypes, manifest
 from holdfast.ondisk.box import Box, Grid, whole
-from holdfast.ondisk.manifest import Cells, FileRecord, Manifest, TensorRecord, cells_for, expand, ranges
+from holdfast.ondisk.cells import Cells, TensorRecord, cells_for
+from holdfast.ondisk.manifest import FileRecord, Manifest, expand, ranges
 from tests.ondisk.test_box import box_in, counted, cut_points, shapes, tilings
 
 SAVE = "7c1e09ab52d3f410"

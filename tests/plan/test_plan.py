@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, inside, intersect, tiling_fault, whole
-from holdfast.ondisk.manifest import TensorRecord, ranges
+from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.manifest import ranges
 from holdfast.plan.dealing import CUT_SHARE, SMALLEST_CUT, deal, pieces_of
 from holdfast.plan.layout import Layout, TensorLayout, digest_of
 from holdfast.plan.plan import Plan, make_plan

@@ -16,7 +16,8 @@ import pytest
 from holdfast.commit.commit import Identity, complete, draft
 from holdfast.ondisk import dtypes, manifest
 from holdfast.ondisk.box import Box, intersect
-from holdfast.ondisk.manifest import FileRecord, Manifest, TensorRecord
+from holdfast.ondisk.cells import Cells, TensorRecord
+from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.plan.layout import Layout, OwnedJoin, TensorLayout
 from holdfast.plan.owners import Owned
 from holdfast.plan.plan import Plan, make_plan
@@ -187,7 +188,7 @@ def test_the_manifest_is_short_and_says_what_was_planned(plan: Plan, committed: 
     data = manifest.encode(committed)
     rows = sum(len(record.files) + len(str(record.cells)) for record in committed.tensors.values())
     # Tensors that are cut between their holders say where; there are less of such cuts than ranks that share.
-    cut = sum(len(r.boxes()) for r in committed.tensors.values() if isinstance(r.cells, manifest.Cells))
+    cut = sum(len(r.boxes()) for r in committed.tensors.values() if isinstance(r.cells, Cells))
     assert rows <= 60 * len(committed.tensors) + 60 * cut and cut <= 4 * WORLD
     assert len(data) <= 100 * len(committed.tensors) + 112 * len(committed.files) + 60 * cut
     assert manifest.decode(data, "here") == committed

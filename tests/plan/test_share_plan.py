@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, flat_boxes, intersect, relative, runs, whole
-from holdfast.ondisk.manifest import Cells, TensorRecord, cells_for, ranges
+from holdfast.ondisk.cells import Cells, TensorRecord, cells_for
+from holdfast.ondisk.manifest import ranges
 from holdfast.plan import share_plan
 from holdfast.plan.share_plan import (
     ALIGN,

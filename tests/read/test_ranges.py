@@ -19,8 +19,8 @@ from holdfast.buffers import landing
 from holdfast.errors import Damaged
 from holdfast.ondisk import blocks
 from holdfast.ondisk.box import Box, runs, whole
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
-from holdfast.ondisk.manifest import TensorRecord
 from holdfast.read import ranges, read
 from holdfast.read.ranges import Share, jobs_of, ranges_of, spans_of
 from holdfast.read.read import Wanted, read_boxes

@@ -11,8 +11,9 @@ from typing import Any
 
 from holdfast.ondisk import dtypes, manifest
 from holdfast.ondisk.box import Box
+from holdfast.ondisk.cells import TensorRecord, cells_for
 from holdfast.ondisk.datafile import file_name
-from holdfast.ondisk.manifest import Manifest, TensorRecord, cells_for, ranges
+from holdfast.ondisk.manifest import Manifest, ranges
 
 SAVE, RUN = "7c1e09ab52d3f410", "51b2c0de51b2c0de"
 

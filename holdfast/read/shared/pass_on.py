@@ -21,8 +21,8 @@ from holdfast.buffers.stage import is_plain_memory
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box, flat_boxes, relative
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
-from holdfast.ondisk.manifest import TensorRecord
 from holdfast.plan.share_plan import ALIGN, Atom, Holders, Item, Placing, atoms_of, run_at, runs_of, windows_of
 from holdfast.read.ranges import Verify
 from holdfast.read.read import Files, Wanted, read_boxes

@@ -19,8 +19,9 @@ from holdfast.events import log
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.box import Box, intersect
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
-from holdfast.ondisk.manifest import Manifest, TensorRecord
+from holdfast.ondisk.manifest import Manifest
 from holdfast.plan.share_plan import SHORTEST, Held, Holders, Item, Wants, as_told, may_be_shared, shared_items
 from holdfast.plan.spread import Placed, Spread, Whole, boxes_held
 from holdfast.ranks.ranks import Call, Ranks
