@@ -42,7 +42,8 @@ from holdfast.storage.place import Location, Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 from holdfast.write.arena import WINDOW, Slot, room_for
-from holdfast.write.worker import Worker, start
+from holdfast.write.jobs import Worker
+from holdfast.write.worker import start
 
 GRAIN = 1 << 20
 """Bytes of which a slot below a window takes a multiple."""

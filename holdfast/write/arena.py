@@ -21,7 +21,7 @@ from holdfast.buffers import device
 from holdfast.buffers.memory import buffer
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.local.disk import SECTOR
-from holdfast.write.worker import Worker
+from holdfast.write.jobs import Worker
 
 WINDOW = 16 << 20
 """Bytes of one window: large enough for a disk's full rate, small enough that four cost 64 MiB."""

@@ -5,110 +5,18 @@ A blocking save starts threads for itself; a Saver keeps one worker for all its 
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
 
 from holdfast import events
-from holdfast.errors import HoldfastError, StorageError, Unsupported
-from holdfast.events import log
+from holdfast.errors import StorageError
 from holdfast.ranks.interrupts import interrupts_wait
-from holdfast.storage.local import disk
 from holdfast.storage.place import Location, Place
-from holdfast.storage.storage import storage_error
-from holdfast.storage.store import Store
-from holdfast.storage.wrappers.shipping import spec_of
-from holdfast.write import writer_process
-from holdfast.write.courier import Courier, Fault
-
-_PACKAGE = str(Path(__file__).parents[1])
-
-Small = tuple[Location, bytes]
-"""A small file: where it goes, and its bytes."""
-
-
-class Worker(Protocol):
-    """Takes jobs in order; the future of each ends when it is done, or with a StorageError that names the file."""
-
-    shares_memory: bool
-    """Whether slots must be memory that another process can map."""
-
-    @property
-    def dead(self) -> bool:
-        """Whether it has ended, so that another one is needed."""
-
-    def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
-        """Make the memory of a slot known (None: forget it); ``fd`` where it is shared."""
-
-    def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
-        """The number of a file from now on; the descriptor stays the caller's. Without one it is opened as needed."""
-
-    def begin(self, place: Place, header: bytes, size: int) -> int:
-        """Start to upload a file; its number. What follows the header is written in order."""
-
-    def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
-        """The next bytes of an upload, from memory of this process that ``keep`` keeps alive; no slot is needed."""
-
-    def give_up(self, files: Sequence[int]) -> None:
-        """Upload no more of files that are not all there yet, so that their memory comes back."""
-
-    def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
-        """Write a stretch of a slot, padded to whole sectors, to ``offset`` of a file."""
-
-    def finish(self, file: int, header: bytes, size: int) -> Future[None]:
-        """After all writes of a file: its header, its end, its bytes durable."""
-
-    def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
-        """Once the files ``after`` are finished: make their folders durable, then write small files."""
-
-    def drop(self, files: Sequence[int]) -> None:
-        """Forget files, once nothing of theirs is under way."""
-
-    def close(self) -> None:
-        """Finish everything, then end. Idempotent."""
-
-
-class _Futures:
-    """The jobs that wait for an answer."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._jobs, self._files = 0, 0
-        self._waiting: dict[int, Future[None]] = {}
-
-    def file(self) -> int:
-        with self._lock:
-            self._files += 1
-            return self._files
-
-    def new(self) -> tuple[int, Future[None]]:
-        future: Future[None] = Future()
-        with self._lock:
-            self._jobs += 1
-            self._waiting[self._jobs] = future
-            return self._jobs, future
-
-    def answer(self, job: int, fault: Fault | None) -> None:
-        with self._lock:
-            future = self._waiting.pop(job)
-        if fault is None:
-            future.set_result(None)
-        else:
-            future.set_exception(storage_error(fault.doing, fault.path, fault.errno, fault.text))
-
-    def fail_all(self, why: str) -> None:
-        with self._lock:
-            waiting, self._waiting = list(self._waiting.values()), {}
-        for future in waiting:
-            future.set_exception(HoldfastError(why))
+from holdfast.write.courier import Courier
+from holdfast.write.jobs import Futures, Small, Worker, in_one_store
+from holdfast.write.process_worker import ProcessWorker
 
 
 class ThreadWorker:
@@ -117,7 +25,7 @@ class ThreadWorker:
     shares_memory = False
 
     def __init__(self) -> None:
-        self._futures = _Futures()
+        self._futures = Futures()
         self._courier = Courier(self._futures.answer)
         self._closed = False
 
@@ -160,7 +68,7 @@ class ThreadWorker:
 
     def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
         job, future = self._futures.new()
-        store, to_sync, paths = _in_one_store(folders, small)
+        store, to_sync, paths = in_one_store(folders, small)
         data = [(path, data) for path, (_, data) in zip(paths, small, strict=True)]
         self._courier.leave(job, after, to_sync, data, store)
         return future
@@ -174,183 +82,6 @@ class ThreadWorker:
                 self._courier.end()
             self._courier.close()  # an interrupt leaves it to end by itself
             self._closed = True
-
-
-class ProcessWorker:
-    """A courier in a process of its own: it maps the slots, and finishes what it was told even if this process dies.
-
-    It is a plain interpreter that runs `write/writer_process.py`: no fork of a process with threads and devices, no
-    second import of the user's script, no torch. It leads a session of its own, since launchers kill a trainer's whole
-    process group.
-    """
-
-    shares_memory = True
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            command = [sys.executable, "-I", "-S", "-c", writer_process.COMMAND, _PACKAGE, str(theirs.fileno())]
-            try:
-                self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self._socket, self._sending = ours, threading.Lock()
-        self._futures = _Futures()
-        self._stores: dict[str, int] = {}
-        self._hooks: dict[int, disk.Hook] = {}
-        self._watched = False
-        self._dead: str | None = None
-        self._reader = threading.Thread(target=self._read_answers, name="holdfast-answers", daemon=True)
-        self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        """Of the writer process."""
-        return self._process.pid
-
-    @property
-    def dead(self) -> bool:
-        return self._dead is not None
-
-    def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
-        nbytes = 0 if memory is None else len(memory)
-        self._send({"verb": "map", "slot": slot, "nbytes": nbytes}, fds=[] if memory is None else [fd])
-
-    def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
-        file = self._futures.file()
-        self._send(
-            {"verb": "open", "file": file, "path": os.fspath(path), "direct": direct}, fds=[] if fd is None else [fd]
-        )
-        return file
-
-    def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
-        job, future = self._futures.new()
-        head = {"verb": "write", "job": job, "file": file, "slot": slot}
-        self._send({**head, "start": start, "nbytes": nbytes, "offset": offset})
-        return future
-
-    def finish(self, file: int, header: bytes, size: int) -> Future[None]:
-        job, future = self._futures.new()
-        self._send({"verb": "finish", "job": job, "file": file, "size": size}, [header])
-        return future
-
-    def begin(self, place: Place, header: bytes, size: int) -> int:
-        file = self._futures.file()
-        store = self._know(place.store)
-        self._send({"verb": "begin", "file": file, "store": store, "key": place.key, "size": size}, [header])
-        return file
-
-    def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
-        raise HoldfastError("another process cannot read this one's memory; this is a fault of holdfast")
-
-    def give_up(self, files: Sequence[int]) -> None:
-        with suppress(HoldfastError):  # it is dead, and its memory with it
-            self._send({"verb": "give_up", "files": list(files)})
-
-    def _know(self, store: Store) -> int:
-        """The number of a store that the process has made for itself, from what this one tells of it."""
-        spec = spec_of(store)
-        if spec is None:
-            raise Unsupported(f'{store.url} lives in this process alone: save there with Saver(worker="thread")')
-        told = json.dumps(spec, sort_keys=True)
-        if told not in self._stores:
-            self._stores[told] = len(self._stores) + 1
-            made = {"paths": sys.path, "spec": spec}
-            self._send({"verb": "store", "store": self._stores[told], "made": made})
-        return self._stores[told]
-
-    def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
-        job, future = self._futures.new()
-        store, to_sync, paths = _in_one_store(folders, small)
-        head = {"verb": "leave", "job": job, "after": list(after), "folders": to_sync, "paths": paths}
-        if store is not None:
-            head["store"] = self._know(store)
-        self._send(head, [data for _, data in small])
-        return future
-
-    def drop(self, files: Sequence[int]) -> None:
-        with suppress(HoldfastError):  # it is dead, and its descriptors are closed
-            self._send({"verb": "drop", "files": list(files)})
-
-    def close(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._socket.shutdown(socket.SHUT_WR) if not self.dead else None
-            # It ends once the process has written what it was told to: with the storage's own patience.
-            self._process.wait()
-            self._reader.join()
-            self._socket.close()
-
-    def _send(self, head: dict[str, Any], data: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
-        if self._dead is not None:
-            raise HoldfastError(self._dead)
-        try:
-            with self._sending:
-                self._bring_hooks()
-                self._bring_watch()
-                writer_process.send(self._socket, head, data, fds)
-        except OSError:
-            self._reader.join()  # it finds the end of the process, and says how it ended
-            raise HoldfastError(self._dead or "the writer process does not listen") from None
-
-    def _bring_hooks(self) -> None:
-        """Let the process know what is hooked to the disk here, and can be there, and what no longer is."""
-        hooks = [hook for hook in disk.installed() if hasattr(hook, "travel")]
-        for number in [number for number, hook in self._hooks.items() if hook not in hooks]:
-            del self._hooks[number]
-            writer_process.send(self._socket, {"verb": "unhook", "hook": number})
-        for hook in hooks:
-            if hook not in self._hooks.values():
-                number = max(self._hooks, default=0) + 1
-                self._hooks[number] = hook
-                module, told, fds = hook.travel()
-                writer_process.send(
-                    self._socket, {"verb": "hook", "hook": number, "module": module, "told": told}, fds=fds
-                )
-
-    def _bring_watch(self) -> None:
-        """Let the process tell of what it does, or no longer, as somebody wants to know it."""
-        if self._watched != events.observed():
-            self._watched = not self._watched
-            writer_process.send(self._socket, {"verb": "watch", "on": self._watched})
-
-    def _read_answers(self) -> None:
-        try:
-            left = b""
-            while got := self._socket.recv(1 << 16):
-                *lines, left = (left + got).split(b"\n")
-                for line in lines:
-                    found = json.loads(line)
-                    if isinstance(found, dict):
-                        name, path, lane, *rest = found["span"]  # by the same clock as here
-                        events.told(name, path, f"writer process: {lane}", *rest)
-                        continue
-                    job, fault = found
-                    self._futures.answer(job, None if fault is None else Fault(*fault))
-        except OSError:
-            pass  # it has ended, and how is told below
-        except Exception:  # noqa: BLE001 - whoever waits for an answer is told below that none will come
-            log.exception("the writer process %d gave an answer that makes no sense", self.pid)
-            self._process.kill()
-        code = self._process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        self._dead = (
-            f"the writer process {self.pid} {how} (by the system when memory is short? see dmesg); "
-            "the next save starts another one"
-        )
-        if code:
-            log.debug("%s", self._dead)
-        self._futures.fail_all(self._dead)
-
-
-def _in_one_store(folders: Sequence[Location], small: Sequence[Small]) -> tuple[Store | None, list[str], list[str]]:
-    """The store of small files and their keys; or None, local folders and paths. A save lies in one place."""
-    places = [path for path, _ in small if isinstance(path, Place)]
-    if places:
-        return places[0].store, [], [place.key for place in places]
-    return None, [str(f) for f in folders if not isinstance(f, Place)], [str(path) for path, _ in small]
 
 
 def start(kind: str) -> Worker:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.write.worker import Worker, start
+from holdfast.write.jobs import Worker
+from holdfast.write.worker import start
 
 
 @pytest.fixture(params=["thread", "process"])

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from holdfast.errors import HoldfastError
 from holdfast.storage.local.disk import SECTOR
 from holdfast.write.arena import Slot, Window, room_for
-from holdfast.write.worker import ThreadWorker, Worker
+from holdfast.write.jobs import Worker
+from holdfast.write.worker import ThreadWorker
 
 
 @pytest.fixture

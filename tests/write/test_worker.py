@@ -19,7 +19,9 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.local.disk import SECTOR
 from holdfast.write import courier
 from holdfast.write.arena import Slot
-from holdfast.write.worker import ProcessWorker, ThreadWorker, Worker, start
+from holdfast.write.jobs import Worker
+from holdfast.write.process_worker import ProcessWorker
+from holdfast.write.worker import ThreadWorker, start
 
 LONG = 30.0
 
