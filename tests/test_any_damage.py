@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.doctor import checkpoints
+from holdfast.doctor import checkpoints, mending
 from holdfast.ondisk import blocks
 from holdfast.repair.rescue import Rescued
 from holdfast.run.leavings import collect
@@ -95,7 +95,7 @@ def _check(root: Path, truth: dict[int, dict[str, torch.Tensor]], chance: random
             assert not well or hasattr(verified, "whole"), (found, verified)
             assert well or not getattr(verified, "whole", False), (found, verified)
         _same(at, verified, truth[step])
-        checkpoints.mending(str(at)), checkpoints.advice(str(at)), checkpoints.not_by_headers(str(at))
+        mending.mending(str(at)), checkpoints.advice(str(at)), mending.not_by_headers(str(at))
         _tried(lambda at=at: holdfast.repair(at, sources=[root], dry_run=True))
     _tried(lambda: checkpoints.diagnose(root))
     _tried(lambda: collect(root))

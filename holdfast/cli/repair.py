@@ -13,7 +13,7 @@ import holdfast
 from holdfast.cli import output
 from holdfast.cli.codes import Code
 from holdfast.cli.verify import show_damages, show_next
-from holdfast.doctor.checkpoints import mending
+from holdfast.doctor.mending import mending
 
 
 def repair(

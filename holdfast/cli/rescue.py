@@ -13,7 +13,7 @@ import holdfast
 from holdfast.cli import output
 from holdfast.cli.codes import Code
 from holdfast.cli.verify import show_damages
-from holdfast.doctor.checkpoints import not_by_headers
+from holdfast.doctor.mending import not_by_headers
 from holdfast.errors import Mismatch
 
 

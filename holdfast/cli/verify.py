@@ -12,7 +12,7 @@ import typer
 import holdfast
 from holdfast.cli import output
 from holdfast.cli.codes import Code
-from holdfast.doctor.checkpoints import mending
+from holdfast.doctor.mending import mending
 from holdfast.read.damage import Damage, Verified
 
 

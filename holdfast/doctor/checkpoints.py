@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -18,9 +17,10 @@ from holdfast.commit.folder import is_leaving, may_hold_leavings
 from holdfast.commit.parts import finished
 from holdfast.commit.sections import dropped_of
 from holdfast.doctor.finding import Finding
+from holdfast.doctor.mending import BRING_BACK, command, fits, lacking, mend, neighbours, steps_in
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.ondisk import datafile, manifest, part
-from holdfast.repair.rescue import IN_NO_FILE, rescuable
+from holdfast.repair.rescue import rescuable
 from holdfast.run.steps import Steps, fault_of, lacking_files
 from holdfast.storage import storage
 from holdfast.storage.place import Location, Place
@@ -41,12 +41,12 @@ def diagnose(path: str | Path | Place) -> list[Finding]:
     above = _checkpoint_around(place)
     if above is not None:
         told = f"{place} is a part of the checkpoint {above}"
-        return [_missing(told, f"give its folder: {_command('show', above)}")]
+        return [_missing(told, f"give its folder: {command('show', above)}")]
     if isinstance(place, Path) and not place.exists():
         return [_nothing_at(place)]
     if storage.is_file(place / manifest.FILE_NAME):
         return _ours(place)
-    steps = _steps_in(place)
+    steps = steps_in(place)
     if steps:
         return _run(place, steps)
     files = storage.files_below(place)
@@ -67,62 +67,6 @@ def advice(path: str) -> str:
     except (HoldfastError, OSError, ValueError):
         return ""
     return next((one.mend for one in found if one.mend), "")
-
-
-def not_by_headers(path: str) -> str:
-    """Why `rescue` is not to go by headers alone at a local ``path``: a step beside it tells more. Else empty."""
-    try:
-        place = location(path)
-        older = [] if isinstance(place, Place) else _neighbours(place)
-        if older and not storage.is_file(place / manifest.FILE_NAME) and rescuable(place)[0] == "headers":
-            if lacking := _lacking(place, older[-1]):
-                return f"{place} is not all there: {lacking}. Name a copy of it with --like"
-            if _fits(place, older[-1]):
-                told = f"{place} can be made from its headers, which tell no values (steps, settings), tied names or"
-                return f"{told} lists; {older[-1]} tells them. Name it with --like"
-    except (HoldfastError, OSError, ValueError):  # rescuing it says what is wrong
-        return ""
-    return ""
-
-
-def mending(path: str, asked: Sequence[str] = ()) -> str:
-    """How to get back what is damaged at a local ``path`` that opens; empty in a store, where that costs requests.
-
-    ``asked``: the sources of which none had it.
-    """
-    try:
-        place = location(path)
-        if isinstance(place, Place):
-            return ""
-        if asked:
-            return _mend_elsewhere(place)
-        return _mend(place) if storage.is_file(place / manifest.FILE_NAME) else _BRING_BACK
-    except (HoldfastError, OSError, ValueError):
-        return ""
-
-
-_BRING_BACK = "bring back that file from where it was copied, or take another checkpoint"
-
-
-def _mend_elsewhere(place: Location) -> str:
-    older = _neighbours(place)
-    go_on = f"go on from {older[-1].name}, as a restore of the run does" if older else "take another checkpoint"
-    return f"none of these sources has what is left: name a copy by --from COPY; or {go_on}"
-
-
-def _mend(place: Location) -> str:
-    """What to do about bytes that are damaged."""
-    older = _neighbours(place)
-    if not older:
-        return f"{_command('repair', place)} --from COPY, if there is a copy; else take another checkpoint"
-    return (
-        f"{_command('repair', place, '--from', place.parent)} takes what other steps share, --from COPY all of it; "
-        f"or go on from {older[-1].name}, as a restore of the run does"
-    )
-
-
-def _command(word: str, *paths: object) -> str:
-    return " ".join(["holdfast", word, *(shlex.quote(str(path)) for path in paths)])
 
 
 def _missing(text: str, mend: str) -> Finding:
@@ -149,7 +93,7 @@ def _nothing_at(place: Path) -> Finding:
     if partial.is_dir():
         told = f"there is nothing at {place} yet: a conversion to it is under way, or broke off"
         return _missing(
-            told, f"give the same command again, which goes on from there; or {_command('gc', place.parent)}"
+            told, f"give the same command again, which goes on from there; or {command('gc', place.parent)}"
         )
     above = next(path for path in place.parents if path.exists())
     first = place.relative_to(above).parts[0]
@@ -158,27 +102,8 @@ def _nothing_at(place: Path) -> Finding:
     told = f"there is nothing at {place}"
     if near:
         meant = above.joinpath(near[0], *place.relative_to(above).parts[1:])
-        return _missing(told, f"did you mean {meant}? {_command('ls', above)} lists what is there")
-    return _missing(told, f"{_command('ls', above)} lists what is there")
-
-
-def _steps_in(root: Location) -> list[Location]:
-    """The checkpoints in a folder, the latest by their numbers last."""
-    names = storage.folders_in(root) if isinstance(root, Place) or root.is_dir() else []
-    return [root / name for name in sorted(names, key=_order) if storage.is_file(root / name / manifest.FILE_NAME)]
-
-
-def _order(name: str) -> tuple[int, str]:
-    number = re.search(r"(\d{1,18})\D*$", name)
-    return (int(number[1]) if number else -1), name
-
-
-def _neighbours(place: Location) -> list[Location]:
-    """Checkpoints beside one, the newest last."""
-    try:
-        return [path for path in _steps_in(place.parent) if path != place]
-    except StorageError:  # a web server, or no right to look there: then it has none that we could name
-        return []
+        return _missing(told, f"did you mean {meant}? {command('ls', above)} lists what is there")
+    return _missing(told, f"{command('ls', above)} lists what is there")
 
 
 # Ours
@@ -193,11 +118,11 @@ def _ours(place: Location) -> list[Finding]:
         return [Finding(NAME, "fail", str(error), "pip install --upgrade holdfast", "damaged")]
     except NotACheckpoint:
         return _foreign(place, storage.files_below(place))
-    mend = _mend(place)
-    found = [_damaged(text, mend) for text in list(lacking_files(place, record).values())[:FEW]]
+    advised = mend(place)
+    found = [_damaged(text, advised) for text in list(lacking_files(place, record).values())[:FEW]]
     if not found:
         hurt = Checkpoint(place).verify(deep=False, raises=False).damages
-        found = [_damaged(f"{one}: {one.what}", mend) for one in hurt[:FEW]]
+        found = [_damaged(f"{one}: {one.what}", advised) for one in hurt[:FEW]]
     lost = dropped_of(record)
     if lost:
         told = f"it has lost {', '.join(lost)} since it was saved"
@@ -206,22 +131,22 @@ def _ours(place: Location) -> list[Finding]:
         nbytes = sum(file.bytes for file in record.data_files)
         step = "" if record.step is None else f" of step {record.step}"
         told = f"{place}{step}: {len(record.tensors)} tensors, {nbytes} bytes, whole by its manifest and headers"
-        found.insert(0, Finding(NAME, "ok", f"{told}; {_command('verify', place)} reads every byte"))
+        found.insert(0, Finding(NAME, "ok", f"{told}; {command('verify', place)} reads every byte"))
     files = storage.files_below(place)
     named = {file.path for file in record.data_files}
     if may_hold_leavings([path for path in files if path not in named or path == manifest.FILE_NAME]):
-        found.append(Finding(NAME, "warn", "files lie beside it that it does not name", _command("gc", place)))
+        found.append(Finding(NAME, "warn", "files lie beside it that it does not name", command("gc", place)))
     return found
 
 
 def _run(root: Location, steps: Sequence[Location]) -> list[Finding]:
     newest = steps[-1]
     told = f"{root} is the folder of a run, with {len(steps)} checkpoints: the newest is {newest.name}"
-    found = [Finding(NAME, "ok", told, f"{_command('ls', root)} lists them")]
+    found = [Finding(NAME, "ok", told, f"{command('ls', root)} lists them")]
     for step in steps[-FEW:]:
         fault = fault_of(step)
         if fault is not None:
-            found.append(_damaged(f"{step.name}: {fault}", _command("doctor", step)))
+            found.append(_damaged(f"{step.name}: {fault}", command("doctor", step)))
     found += _other_runs(root, steps)
     citations = Citations(root)
     for name in sorted(set(storage.folders_in(root)) - {step.name for step in steps}):
@@ -240,7 +165,7 @@ def _other_runs(root: Location, steps: Sequence[Location]) -> list[Finding]:
     try:
         Steps(root, "{step}").refuse_another_run(steps[-1], among=steps)
     except Mismatch as error:
-        return [Finding(NAME, "fail", str(error), f"{_command('ls', root)} shows whose each step is", "mismatch")]
+        return [Finding(NAME, "fail", str(error), f"{command('ls', root)} shows whose each step is", "mismatch")]
     except StorageError:  # the newest one cannot be read: that was told
         return []
     return []
@@ -251,19 +176,19 @@ def _before_the_first(root: Location, begun: Sequence[str]) -> list[Finding]:
     found = [_uncommitted(root / name, storage.files_below(root / name)) for name in begun[-FEW:]]
     told = f"no step was saved here yet: {root} is the folder of a run"
     if not found:
-        shown = f"{_command('watch', root)} shows where the run is; a step is here once its first save has ended"
+        shown = f"{command('watch', root)} shows where the run is; a step is here once its first save has ended"
         return [Finding(NAME, "warn", told, shown, "no checkpoint")]
     if any(one.verdict == "warn" for one in found):  # one is under way
-        return [Finding(NAME, "warn", told, f"{_command('watch', root)} shows how it saves", "no checkpoint"), *found]
+        return [Finding(NAME, "warn", told, f"{command('watch', root)} shows how it saves", "no checkpoint"), *found]
     return [_missing(f"{told}, and none of its saves has committed", found[-1].mend), *found]
 
 
 def _empty(place: Location) -> Finding:
     if isinstance(place, Place):
-        return _missing(f"there is nothing at {place}", f"{_command('ls', place.parent)} lists what is beside it")
+        return _missing(f"there is nothing at {place}", f"{command('ls', place.parent)} lists what is beside it")
     told = f"no step was saved here yet: {place} is empty"
     return _missing(
-        told, f"is it what the training script saves to? {_command('ls', place.parent)} lists what is beside it"
+        told, f"is it what the training script saves to? {command('ls', place.parent)} lists what is beside it"
     )
 
 
@@ -271,7 +196,7 @@ def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
     lent_to = borrowers(place, [path for path in files if is_leaving(path)])
     if lent_to:
         told = f"{place} is {what_is_lent(lent_to)}"
-        return _missing(told, f"take one of these, and leave its files where they are; {_command('ls', place.parent)}")
+        return _missing(told, f"take one of these, and leave its files where they are; {command('ls', place.parent)}")
     if storage.living(place, [path for path in files if datafile.save_of(path)]):
         if isinstance(place, Place):
             told = f"{place} holds no manifest.json, and files younger than six hours: a save may be under way"
@@ -280,7 +205,7 @@ def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
         return Finding(NAME, "warn", told, "wait: it is a checkpoint once its manifest.json is there", "no checkpoint")
     save = finished(place)
     if save is not None:
-        return _missing(f"{place}: all ranks finished save {save}, and nobody committed it", _command("rescue", place))
+        return _missing(f"{place}: all ranks finished save {save}, and nobody committed it", command("rescue", place))
     told, mend = _rescue(place)
     if not told:
         told = f"a save that died before all of it was written{_absent(place, files)}; it is no checkpoint"
@@ -289,13 +214,13 @@ def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
                 "files of several saves, and no manifest.json to say which belong together: a save that died, or one "
                 "that borrowed from older steps and whose manifest was deleted"
             )
-        mend += f"; {_command('gc', place)} shows what can be deleted"
+        mend += f"; {command('gc', place)} shows what can be deleted"
     return _missing(f"{place}: {told}", mend)
 
 
 def _rescue(place: Location) -> tuple[str, str]:
     """What can be made of data files without a manifest (empty if nothing can), and the command that does it."""
-    older = _neighbours(place)
+    older = neighbours(place)
     for like in [None, *older[-1:]]:
         try:
             origin, lost = rescuable(place, like)
@@ -306,42 +231,20 @@ def _rescue(place: Location) -> tuple[str, str]:
                 raise
             continue  # that step cannot be read
         if origin == "headers" and like is None and older:
-            if _fits(place, older[-1]):
+            if fits(place, older[-1]):
                 continue  # it knows what headers do not
-            if lacking := _lacking(place, older[-1]):
-                told = f"its manifest.json is missing, and that is not all: {lacking}"
-                return told, f"{_take_older(older)}; or, if there is a copy: {_command('rescue', place)} --like COPY"
+            if gone := lacking(place, older[-1]):
+                told = f"its manifest.json is missing, and that is not all: {gone}"
+                return told, f"{_take_older(older)}; or, if there is a copy: {command('rescue', place)} --like COPY"
         told = "its manifest.json is missing, and its data files are whole"
         if origin == "headers":
             told += f"; of what headers do not tell: {'; '.join(lost) or 'nothing is lost'}"
-        return told, _command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
-    return "", f"{_take_older(older)}; or, if there is a copy of this one: {_command('rescue', place)} --like COPY"
+        return told, command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
+    return "", f"{_take_older(older)}; or, if there is a copy of this one: {command('rescue', place)} --like COPY"
 
 
 def _take_older(older: Sequence[Location]) -> str:
     return f"take an older step ({older[-1]}), as a restore of the run does" if older else "take another checkpoint"
-
-
-def _lacking(place: Location, like: Location) -> str:
-    """What a step has that is in no file of ``place``, whose headers by themselves are whole; else empty."""
-    try:
-        rescuable(place, like)
-    except Damaged as error:
-        lines = [line.partition(": ")[2] for line in str(error).splitlines() if line.endswith(IN_NO_FILE)]
-        gone = [line.removesuffix(IN_NO_FILE) for line in lines]
-        more = f" and {len(gone) - 1} more tensors" if len(gone) > 1 else ""
-        return f"{gone[0]}{more}, which {like.name} has, stand in none of its files" if gone else ""
-    except (Mismatch, NotACheckpoint, StorageError, Unsupported):  # it tells nothing: of another model, say
-        return ""
-    return ""
-
-
-def _fits(place: Location, like: Location) -> bool:
-    try:
-        rescuable(place, like)
-    except (Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported):
-        return False
-    return True
 
 
 def _absent(place: Location, files: Sequence[str]) -> str:
@@ -380,9 +283,9 @@ def _foreign(place: Location, files: Sequence[str]) -> list[Finding]:
     except Unsupported as error:
         return [Finding(NAME, "fail", str(error), formats, "damaged")]
     if hurt:
-        return [_damaged(f"{one}: {one.what}", _BRING_BACK) for one in hurt[:FEW]]
+        return [_damaged(f"{one}: {one.what}", BRING_BACK) for one in hurt[:FEW]]
     told = f"{place} is read as {opened.format}: {len(opened.tensors)} tensors, all files are there"
-    return [Finding(NAME, "ok", f"{told}; {_command('verify', place)} reads every byte")]
+    return [Finding(NAME, "ok", f"{told}; {command('verify', place)} reads every byte")]
 
 
 def _elsewhere(place: Location, told: str) -> Finding:
@@ -393,9 +296,9 @@ def _elsewhere(place: Location, told: str) -> Finding:
             opened = open_checkpoint(str(other) if isinstance(other, Path) else other)
         except (HoldfastError, OSError):
             continue  # nothing to be opened there either
-        return _missing(f"{place} is no checkpoint, {other} is one ({opened.format})", _command("show", other))
+        return _missing(f"{place} is no checkpoint, {other} is one ({opened.format})", command("show", other))
     if "docs/formats.md" not in told:  # it is known what it is, and it is not all of it
-        return _missing(told, f"take another checkpoint: {_command('ls', place.parent)} lists what is beside it")
+        return _missing(told, f"take another checkpoint: {command('ls', place.parent)} lists what is beside it")
     return _missing(told, "docs/formats.md lists what can be read; convert others with the program that wrote them")
 
 
