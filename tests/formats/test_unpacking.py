@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,13 @@ def composers(path: Path, mode: str, nbytes: int = 0) -> Path:
 
 
 def left() -> list[str]:
-    root = Path(scratch.tempfile.gettempdir()) / f"holdfast-scratch-{os.geteuid()}"
+    root = Path(tempfile.gettempdir()) / f"holdfast-scratch-{os.geteuid()}"
     return os.listdir(root) if root.exists() else []
 
 
 @pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
 def test_a_bomb_is_refused_and_leaves_nothing(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = composers(tmp_path / "ep0-ba1-rank0.tar.gz", mode, 50_000_000)
     assert path.stat().st_size < 500_000
     monkeypatch.setenv(scratch.LIMIT, "10000000")
@@ -54,7 +55,7 @@ def test_a_bomb_is_refused_and_leaves_nothing(tmp_path: Path, mode: str, monkeyp
 
 
 def test_unpacked_once_and_gone_in_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(scratch.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = Truth("composer_targz_2r").path
     calls = []
     monkeypatch.setattr(scratch, "_unpack", lambda *a, real=scratch._unpack: (calls.append(a), real(*a)))

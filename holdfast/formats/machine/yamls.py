@@ -26,42 +26,53 @@ _SCALARS: dict[str, Callable[[Any, Any], Any]] = {
 
 def load(text: str) -> Any:
     """The value that ``text`` holds. Raises ValueError, with the line."""
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        return None if node is None else _value(loader, node, set(), 0)
-    except (yaml.YAMLError, RecursionError) as error:
+        _check_shape(text)
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+            return None if node is None else _value(loader, node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ValueError(f"line {mark.line + 1 if mark else 1} is no YAML: {error}") from error
-    finally:
-        loader.dispose()
 
 
-def _value(loader: Any, node: yaml.Node, seen: set[int], depth: int) -> Any:
-    if id(node) in seen:
-        raise _fault(node, "is an alias, which is not read here")
-    seen.add(id(node))
-    if depth > MAX_DEPTH:
-        raise _fault(node, "is nested too deep")
+def _check_shape(text: str) -> None:
+    """Refuse what is nested too deep, and aliases. The parser takes one step after another, the composer recurses."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise _fault(event, "is an alias, which is not read here")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise _fault(event, "is nested too deep")
+
+
+def _value(loader: Any, node: yaml.Node) -> Any:
     if isinstance(node, yaml.SequenceNode) and node.tag == f"{_PREFIX}seq":
-        return [_value(loader, inner, seen, depth + 1) for inner in node.value]
+        return [_value(loader, inner) for inner in node.value]
     if isinstance(node, yaml.MappingNode) and node.tag == f"{_PREFIX}map":
-        return _mapping(loader, node, seen, depth)
+        return _mapping(loader, node)
     construct = _SCALARS.get(node.tag.removeprefix(_PREFIX)) if isinstance(node, yaml.ScalarNode) else None
     if construct is None:
         raise _fault(node, f"has the tag {node.tag}, which is not read here")
     return construct(loader, node)
 
 
-def _mapping(loader: Any, node: yaml.MappingNode, seen: set[int], depth: int) -> dict[Any, Any]:
+def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for name, inner in node.value:
-        key = _value(loader, name, seen, depth + 1)
+        key = _value(loader, name)
         if not isinstance(key, (str, int)) or key in found:
             raise _fault(name, "has a key that is no text or number, or was there before")
-        found[key] = _value(loader, inner, seen, depth + 1)
+        found[key] = _value(loader, inner)
     return found
 
 
-def _fault(node: yaml.Node, what: str) -> ValueError:
+def _fault(node: yaml.Node | yaml.Event, what: str) -> ValueError:
     return ValueError(f"line {node.start_mark.line + 1} {what}")
