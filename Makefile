@@ -59,7 +59,7 @@ fuzz: $(READY)  ## hostile files, FUZZ_SECONDS=600 for each target; guided by co
 		OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.run $$target $(FUZZ_SECONDS) --found fuzz-found || exit 1; done
 	@! find fuzz-found -name fault.txt | grep . || (echo "faults were found: see fuzz-found"; exit 1)
 
-lint: $(READY)  ## ruff, mypy, and the floors of docs/architecture.md
+lint: $(READY)  ## ruff, mypy, and the rooms of docs/architecture.md
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
