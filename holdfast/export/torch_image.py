@@ -93,6 +93,7 @@ def write(image: Image, path: Path, extra: Mapping[str, bytes], commit: Callable
         ending.add(name, data)
     tail = ending.close()
     storage.make_folder(path.parent)
+    sweep(path.parent)
     temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.holdfast")
     nbytes = image.end + len(tail)
     locked, _ = storage.open_to_write(temporary, nbytes)  # until it is closed, `sweep` leaves the file alone

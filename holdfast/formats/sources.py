@@ -1,6 +1,6 @@
 """Where foreign bytes lie: a file, memory, or what must be unpacked first; and stretches of them.
 
-Every reader of a format points at bytes with these; `engine.read` opens them. Never holds a descriptor that nobody
+Every reader of a format points at bytes with these; `read.read` opens them. Never holds a descriptor that nobody
 reads from, but for the last few files that were unpacked.
 """
 

@@ -79,8 +79,13 @@ class FileSaver:
         saving._call, saving._staged_at = monotonic() - began, monotonic()
         write = partial(self._write, images[0], path, saving, span)
         # Not a daemon: an interpreter that ends waits for it.
-        self._thread = threading.Thread(target=write, name="holdfast-save", daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=write, name="holdfast-save", daemon=False)
+        try:
+            thread.start()
+        except BaseException as error:
+            span.end(error)
+            raise
+        self._thread = thread
         return saving
 
     def join(self) -> None:
@@ -93,8 +98,6 @@ class FileSaver:
         failed: BaseException | None = None
 
         def write(_: list[int]) -> int:
-            if path.parent.is_dir():
-                torch_image.sweep(path.parent)
             return torch_image.write(image, path, {_MARK: b'{"version":1}'}, partial(_commit, path=path))
 
         try:

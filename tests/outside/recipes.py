@@ -7,19 +7,17 @@ whole, killed, and resumed, and compares what they print. `make outside` prints 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.docs.pages import ROOT
+from tests.outside import ranks
+from tests.outside.ranks import Row
 
 HERE = Path(__file__).parent
-LIMIT = 600.0
 
 
 class Recipe(NamedTuple):
@@ -39,14 +37,6 @@ class Life(NamedTuple):
     errors: str
 
 
-class Row(NamedTuple):
-    """What was tried, and what came of it."""
-
-    tried: str
-    passed: bool
-    why: str
-
-
 OLMO = Recipe("olmo_core", "docs/coming-from-olmo.md", "holdfast_in_olmo.py", "train_olmo.py")
 COMPOSER = Recipe("composer", "docs/coming-from-composer.md", "holdfast_in_composer.py", "train_composer.py")
 VERL = Recipe("verl", "docs/trainers-verl.md", "holdfast_in_verl.py", "train_verl.py")
@@ -64,26 +54,10 @@ def code_of(recipe: Recipe) -> str:
 def run(recipe: Recipe, folder: Path, *arguments: str, world: int = 2, **environment: str) -> Life:
     """Train until it ends or is killed. The recipe is a module in ``folder``."""
     (folder / recipe.title).write_text(code_of(recipe))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(world):
-        given = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world), "NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank),
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}:{ROOT}", **environment,
-        }  # fmt: skip
-        command = [sys.executable, str(HERE / recipe.script), *arguments]
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, cwd=folder, env=given, stdout=pipe, stderr=pipe, text=True))
-    try:
-        outputs = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    said = [line for out, _ in outputs for line in out.splitlines() if line.startswith(("step ", "end "))]
-    return Life(said, [process.returncode for process in processes], outputs[0][1][-2000:])
+    command = [sys.executable, str(HERE / recipe.script), *arguments]
+    ended = ranks.run(command, folder, [folder, ROOT], world, **environment)
+    said = [line for out in ended.outputs for line in out.splitlines() if line.startswith(("step ", "end "))]
+    return Life(said, ended.codes, ended.errors)
 
 
 def goes_on(tried: str, whole: Life, resumed: Life, first: int) -> Row:
@@ -135,11 +109,11 @@ def verl(folder: Path) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """All recipes whose trainers are installed; for the others a row that says so, and passes."""
+    """All recipes whose trainers are installed; for the others a row that says so."""
     found = []
     for recipe, tries in ((OLMO, olmo), (COMPOSER, composer), (VERL, verl)):
         if importlib.util.find_spec(recipe.package) is None:
-            found.append(Row(f"{recipe.page}: left out, {recipe.package} is not installed", True, ""))
+            found.append(Row(recipe.page, None, f"{recipe.package} is not installed"))
             continue
         with tempfile.TemporaryDirectory() as made:
             found.extend(tries(Path(made)))
@@ -150,8 +124,8 @@ def main() -> int:
     """Print the rows; 1 if one failed."""
     tried = rows()
     for row in tried:
-        print(f"{row.tried}: {'passed' if row.passed else f'FAILED: {row.why}'}")
-    return 0 if all(row.passed for row in tried) else 1
+        print(row)
+    return 1 if any(row.passed is False for row in tried) else 0
 
 
 if __name__ == "__main__":

@@ -6,17 +6,16 @@ run that nobody killed. `make outside` prints the rows.
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.outside import ranks
+from tests.outside.ranks import Row
+
 SCRIPT = Path(__file__).with_name("train_titan.py")
-LIMIT = 900.0
 ALL, DIES = 6, 5
 KEPT = "last_save_model_only=False"
 WAYS = (
@@ -25,14 +24,6 @@ WAYS = (
     ("over_dcp", "over_dcp", "saved and resumed with torchtitan's own manager over holdfast.dcp"),
 )
 """Whose manager saves (see `train_titan.py`), whose resumes, and what is said of it."""
-
-
-class Row(NamedTuple):
-    """What was tried, and what came of it."""
-
-    tried: str
-    passed: bool
-    why: str
 
 
 class Life(NamedTuple):
@@ -45,26 +36,10 @@ class Life(NamedTuple):
 
 def run(checkout: Path, manager: str, folder: Path, *settings: str, world: int = 2) -> Life:
     """Train with ``manager`` until it ends or is killed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    home = Path(__file__).parents[2]
-    processes = []
-    for rank in range(world):
-        environment = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world),
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{checkout}:{home}",
-        }  # fmt: skip
-        command = [sys.executable, str(SCRIPT), manager, str(folder), *settings]
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, cwd=checkout, env=environment, stdout=pipe, stderr=pipe, text=True))
-    try:
-        said = [process.communicate(timeout=LIMIT) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    losses = [line for line in said[0][0].splitlines() if line.startswith("step ")]
-    return Life(losses, [process.returncode for process in processes], said[0][1][-2000:])
+    command = [sys.executable, str(SCRIPT), manager, str(folder), *settings]
+    ended = ranks.run(command, checkout, [checkout, Path(__file__).parents[2]], world)
+    losses = [line for line in ended.outputs[0].splitlines() if line.startswith("step ")]
+    return Life(losses, ended.codes, ended.errors)
 
 
 def rows(checkout: Path) -> list[Row]:
@@ -99,4 +74,4 @@ def seed(checkout: Path, folder: Path) -> Row:
 
 if __name__ == "__main__":
     for row in rows(Path(sys.argv[1])):
-        print("passed" if row.passed else "FAILED", row.tried, "" if row.passed else row.why)
+        print(row)

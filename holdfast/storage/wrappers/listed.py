@@ -1,6 +1,6 @@
 """A store as the readers of foreign formats like one: answered from few listings, and read ahead in memory.
 
-`foreign.detect` puts it around a store while a checkpoint is open. Never writes, and never notices what changes in the
+`formats.detect` puts it around a store while a checkpoint is open. Never writes, and never notices what changes in the
 store after it looked.
 """
 

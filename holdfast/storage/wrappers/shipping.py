@@ -1,6 +1,6 @@
 """A store as plain data, so that the writer process can make the same one for itself.
 
-`write/worker.py` takes it apart, `write/courier.py` puts it together in the other process; so no torch here.
+`write/process_worker.py` takes it apart, `write/courier.py` puts it together in the other process; so no torch here.
 """
 
 from __future__ import annotations
