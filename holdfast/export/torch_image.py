@@ -93,10 +93,10 @@ def write(image: Image, path: Path, extra: Mapping[str, bytes], commit: Callable
         ending.add(name, data)
     tail = ending.close()
     storage.make_folder(path.parent)
-    sweep(path.parent)
+    _sweep(path.parent)
     temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.holdfast")
     nbytes = image.end + len(tail)
-    locked, _ = storage.open_to_write(temporary, nbytes)  # until it is closed, `sweep` leaves the file alone
+    locked, _ = storage.open_to_write(temporary, nbytes)  # until it is closed, `_sweep` leaves the file alone
     try:
         copying.write(temporary, image.memory.view[: image.end], 0)
         with storage.naming(temporary, "write"):
@@ -116,7 +116,7 @@ def write(image: Image, path: Path, extra: Mapping[str, bytes], commit: Callable
     return nbytes
 
 
-def sweep(folder: Path) -> None:
+def _sweep(folder: Path) -> None:
     """Delete what `write` has left in a folder when its process was killed. A failure costs space alone."""
     try:
         left = [Path(entry.path) for entry in disk.listed(folder) if _TEMPORARY.fullmatch(entry.name)]

@@ -163,16 +163,16 @@ def test_what_killed_saves_left_is_swept(tmp_path: Path) -> None:
     left, others = tmp_path / ".left.ckpt.01234567.holdfast", [tmp_path / "mine.ckpt", tmp_path / ".mine.holdfast"]
     for path in (left, *others):
         path.write_text("")
-    written: list[Path] = []
+    image, beside = torch_image.copied({"a": torch.ones(3)}), []
 
     def commit(temporary: Path) -> None:
-        torch_image.sweep(tmp_path)
-        written.append(temporary)
-        assert {*tmp_path.iterdir()} == {temporary, *others}
+        assert {*tmp_path.iterdir()} == {temporary, *others}, "what was left is gone"
+        torch_image.write(image, tmp_path / "another.ckpt", {}, lambda path: beside.extend(tmp_path.iterdir()))
+        assert temporary in beside, "another save leaves it"
+        temporary.rename(tmp_path / "under way.ckpt")
 
-    torch_image.write(torch_image.copied({"a": torch.ones(3)}), tmp_path / "under way.ckpt", {}, commit)
-    torch_image.sweep(tmp_path)
-    assert len(written) == 1 and {*tmp_path.iterdir()} == {*others}
+    torch_image.write(image, tmp_path / "under way.ckpt", {}, commit)
+    assert tmp_path / "under way.ckpt" in {*tmp_path.iterdir()} and beside
 
 
 def test_an_empty_state(tmp_path: Path) -> None:
