@@ -41,7 +41,7 @@ from holdfast.read.read import DataFiles, Files, Wanted, read_boxes
 from holdfast.read.source import ReadStats
 from holdfast.storage import storage
 from holdfast.storage.inside import Inside
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded, cached
 
@@ -69,7 +69,7 @@ class Checkpoint:
     """A checkpoint, ours or foreign, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
 
     def __init__(
-        self, path: Location, seconds: float = 0.0, *, foreign: Foreign | None = None, beside: Location | None = None,
+        self, path: Place, seconds: float = 0.0, *, foreign: Foreign | None = None, beside: Place | None = None,
         require: Keys | None = None,
     ) -> None:  # fmt: skip
         self.path = path
@@ -398,7 +398,7 @@ def open_checkpoint(
 
         foreign = open_foreign(target)
         if foreign is None:
-            if isinstance(target, Place):
+            if isinstance(target, StorePlace):
                 raise NotACheckpoint(what_is_in_store(target)) from None
             raise
         checkpoint = Checkpoint(target, foreign=foreign)
@@ -416,27 +416,27 @@ def recover(path: str | os.PathLike[str] | Place) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-def read_manifest(folder: Location) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """Read and prove the manifest of a folder."""
     target = folder / manifest.FILE_NAME
     try:
         data = storage.read_small(target)
     except (FileNotFoundError, StorageError) as error:
         refused = isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM)
-        if refused or (isinstance(error, StorageError) and (isinstance(folder, Place) or folder.is_dir())):
+        if refused or (isinstance(error, StorageError) and (isinstance(folder, StorePlace) or folder.is_dir())):
             raise
-        if isinstance(folder, Place):  # looking what is there instead costs requests: `open_checkpoint` does
+        if isinstance(folder, StorePlace):  # looking what is there instead costs requests: `open_checkpoint` does
             raise NotACheckpoint(f"there is no {target}") from None
         raise NotACheckpoint(what_is_there(folder)) from None
     try:
         return manifest.decode(data, str(target))
     except Damaged:
-        if not isinstance(folder, Place):
+        if not isinstance(folder, StorePlace):
             raise
         return manifest.decode(storage.read_small(target), str(target))  # on the way a bit may have flipped
 
 
-def read_known(folder: Location) -> Manifest:
+def read_known(folder: Place) -> Manifest:
     """`read_manifest`, if we know all that it says: what we did not know would be lost when it is written again."""
     record, target = read_manifest(folder), folder / manifest.FILE_NAME
     if storage.read_small(target).rstrip() != manifest.encode(record):

@@ -22,7 +22,7 @@ from holdfast.export.work import Asked, Converted, ConvertWork, To
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.read.ranges import Verify
-from holdfast.storage.place import Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -68,17 +68,17 @@ def convert(
         )
     ranks, began = ranks_of(group), monotonic()
     place = patiently(location(target), deadline)
-    grown = grown_at(place) if isinstance(place, Place) else place
+    grown = grown_at(place) if isinstance(place, StorePlace) else place
     work = ConvertWork(source, place, replace(asked, overwrite=overwrite or grown != place), ranks, Partial(grown))
     with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:
-        if isinstance(place, Place):
+        if isinstance(place, StorePlace):
             call.exchange("look", lambda: _look(place, ranks, overwrite=overwrite), check_one_machine, str)
         try:
             done = call.exchange("plan", work.plan, work.begin, str)
             work.converted.nbytes = call.settle("copy", lambda: work.copy(done), work.finish, int)
         finally:
             work.partial.leave()
-        if isinstance(place, Place):
+        if isinstance(place, StorePlace):
             call.settle("upload", partial(_upload, grown, place, ranks), _all_done, int)
     work.converted.seconds = monotonic() - began
     if ranks.first:
@@ -86,7 +86,7 @@ def convert(
     return work.converted
 
 
-def _upload(grown: Path, place: Place, ranks: Ranks) -> int:
+def _upload(grown: Path, place: StorePlace, ranks: Ranks) -> int:
     return upload(grown, place) if ranks.first else 0
 
 
@@ -94,7 +94,7 @@ def _all_done(nbytes: list[int]) -> int:
     return sum(nbytes)
 
 
-def _look(place: Place, ranks: Ranks, *, overwrite: bool) -> str:
+def _look(place: StorePlace, ranks: Ranks, *, overwrite: bool) -> str:
     """The name of this machine, once it is known that the target may be there."""
     if ranks.first:
         check_free(place, overwrite=overwrite)

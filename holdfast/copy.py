@@ -31,7 +31,7 @@ from holdfast.policies.signing.keys import found_signature
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 from holdfast.storage.wrappers.throttled import Throttled
@@ -79,13 +79,13 @@ def copy(
         raise ValueError(f"the target {theirs} is the source {ours}, or lies in it")
     place = home(patiently(ours, deadline))
     if bandwidth is not None:
-        place = Place(Throttled(place.store, bandwidth), place.key)
+        place = StorePlace(Throttled(place.store, bandwidth), place.key)
     copied = _copy(place, patiently(theirs, deadline), overwrite)
     copied.seconds = monotonic() - began
     return copied
 
 
-def _copy(source: Place, target: Location, overwrite: bool) -> Copied:
+def _copy(source: StorePlace, target: Place, overwrite: bool) -> Copied:
     try:
         record = read_known(source)
     except NotACheckpoint as error:
@@ -103,7 +103,7 @@ def _copy(source: Place, target: Location, overwrite: bool) -> Copied:
     return _copy_one(source, target, record, overwrite)
 
 
-def _steps(root: Place) -> list[tuple[str, Manifest]]:
+def _steps(root: StorePlace) -> list[tuple[str, Manifest]]:
     found = []
     for name in storage.folders_in(root):
         try:
@@ -113,7 +113,7 @@ def _steps(root: Place) -> list[tuple[str, Manifest]]:
     return sorted(found, key=lambda step: (step[1].step is not None, step[1].step or 0, step[0]))
 
 
-def _copy_steps(source: Place, target: Location, steps: list[tuple[str, Manifest]], overwrite: bool) -> Copied:
+def _copy_steps(source: StorePlace, target: Place, steps: list[tuple[str, Manifest]], overwrite: bool) -> Copied:
     whole = Copied(str(source), str(target))
     for name, record in steps:
         try:
@@ -127,7 +127,7 @@ def _copy_steps(source: Place, target: Location, steps: list[tuple[str, Manifest
     return whole
 
 
-def _copy_one(source: Place, target: Location, record: Manifest, overwrite: bool) -> Copied:
+def _copy_one(source: StorePlace, target: Place, record: Manifest, overwrite: bool) -> Copied:
     into, how = _received(target, record, overwrite)
     copied = Copied(str(source), str(target), committed=how != "keep")
     total = sum(file.bytes for file in into.data_files) + sum(nbytes for _, nbytes, _ in into.attachments)
@@ -156,7 +156,7 @@ def _copy_one(source: Place, target: Location, record: Manifest, overwrite: bool
     return copied
 
 
-def _received(target: Location, record: Manifest, overwrite: bool) -> tuple[Manifest, How]:
+def _received(target: Place, record: Manifest, overwrite: bool) -> tuple[Manifest, How]:
     """The manifest as the target will have it, and what is to be done with it there. Raises StorageError (EEXIST)."""
     place, own = home(target), self_contained(record)
     if isinstance(target, Path) and target.exists() and not target.is_dir():
@@ -189,7 +189,7 @@ def _proofs(record: Manifest) -> list[tuple[int, str]]:
     ]
 
 
-def _refuse_others(target: Location, own: Manifest, there: list[str]) -> None:
+def _refuse_others(target: Place, own: Manifest, there: list[str]) -> None:
     """What dead saves left may stay beside the copy, to be swept later; nothing else may."""
     named = {file.path for file in own.data_files} | {path for path, _, _ in own.attachments}
     strays = [path for path in there if path not in named]
@@ -211,7 +211,7 @@ def _beside(own: Manifest, there: Mapping[str, int]) -> Manifest:
     return msgspec.structs.replace(own, attachments=moved)
 
 
-def _refuse_losses(target: Location, into: Manifest) -> None:
+def _refuse_losses(target: Place, into: Manifest) -> None:
     """Somebody who sweeps the target may have taken files for a dead save's that lay there without a manifest."""
     there = storage.sizes_below(home(target))
     for path, nbytes in [*((f.path, f.bytes) for f in into.data_files), *((p, n) for p, n, _ in into.attachments)]:
@@ -240,7 +240,7 @@ class _Guard:
     In a store they spare what is young.
     """
 
-    def __init__(self, target: Location) -> None:
+    def __init__(self, target: Place) -> None:
         self._target, self._held = target, threading.Lock()
         self._fd: int | None = None
 

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 import msgspec
 
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
@@ -150,7 +150,7 @@ def joined(entries: Iterable[Entry]) -> list[Entry]:
     return [found[key] for key in sorted(found)]
 
 
-def _from_all(files: Sequence[Location]) -> list[list[Entry]]:
+def _from_all(files: Sequence[Place]) -> list[list[Entry]]:
     """The entries of each file; in a store, several are asked for at once."""
     if len(files) < 2 or isinstance(files[0], Path):
         return [entries_in(file) for file in files]
@@ -158,12 +158,12 @@ def _from_all(files: Sequence[Location]) -> list[list[Entry]]:
         return list(pool.map(entries_in, files))
 
 
-def entries_in(file: Location) -> list[Entry]:
+def entries_in(file: Place) -> list[Entry]:
     """The entries of one file of a journal, in its order; none if it is gone. Raises StorageError."""
     return _entries(_get(file))
 
 
-def _get(path: Location) -> bytes:
+def _get(path: Place) -> bytes:
     try:
         return storage.read_start(path, FILE)[0]
     except FileNotFoundError:  # joined with another one meanwhile

@@ -46,7 +46,7 @@ from holdfast.run.tiers.tiers import Tiers
 from holdfast.save import RUN, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.storage import is_file
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
@@ -154,12 +154,12 @@ class CheckpointManager:
             )  # fmt: skip
         self._run: str | None = None
         self._newest: Saving | None = None
-        self._restored: tuple[int | None, Location] | None = None
+        self._restored: tuple[int | None, Place] | None = None
         self._recent = Recent(raises=on_failure == "raise")
         self._bases = None
         if incremental:
             self._bases = Bases(self._home.fast, slots if worker != "none" else 1, lambda: self._recent)
-        self._writing_to: set[Location] = set()
+        self._writing_to: set[Place] = set()
         self._scrubbing: Scrubbing | None = None
         self._figures = Figures()
         self._journal = Journal(self.root) if journal and self._ranks.first else None
@@ -460,7 +460,7 @@ class CheckpointManager:
             self._scrubbing.stop(timeout=STOPS)
         steps, fast = self._home.store, self._home.fast
 
-        def sources(name: str) -> list[Location]:
+        def sources(name: str) -> list[Place]:
             near = fast is not steps and is_file(fast.root / name / FILE_NAME)
             return [fast.root / name, steps.root] if near else [steps.root]
 

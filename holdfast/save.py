@@ -27,7 +27,7 @@ from holdfast.ondisk.patterns import Patterns, matcher
 from holdfast.policies.incremental.borrow import Previous
 from holdfast.policies.signing.keys import Key, Signer, signer
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 from holdfast.write.ring import Ring
@@ -84,16 +84,16 @@ def save(
 
 
 def save_in(
-    call: Call, state: Mapping[str, Any], folder: Location, *, step: int | None, files: Attached, overwrite: bool,
+    call: Call, state: Mapping[str, Any], folder: Place, *, step: int | None, files: Attached, overwrite: bool,
     run: str, previous: Previous | None = None, degraded: bool = False,
     compared: Callable[[str], bool] | None = None, sign: Callable[[], Signer] | None = None,
-    committed: Callable[[Location, Manifest], None] | None = None,
+    committed: Callable[[Place, Manifest], None] | None = None,
 ) -> str:  # fmt: skip
     """All of a save, within a call of the ranks that is under way. Returns the save's id."""
     rank = call.ranks.rank
     with (
         events.span("save", folder, rank, whole=True, step=step) as whole,
-        Ring(remote=isinstance(folder, Place)) as ring,
+        Ring(remote=isinstance(folder, StorePlace)) as ring,
     ):
         order = Order(
             call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded,
@@ -139,7 +139,7 @@ def previous_of(base: Base | Previous | None, deadline: float) -> Previous | Non
         return base
     found = base.path if isinstance(base, Checkpoint) else patiently(location(base), deadline)
 
-    def choose() -> Location:
+    def choose() -> Place:
         if isinstance(base, Checkpoint) and base.format != FORMAT:
             raise Unsupported(f"{found} is of the format {base.format}: only a checkpoint of holdfast can be a base")
         return found
@@ -154,6 +154,6 @@ def step_of(state: Mapping[str, Any], step: int | None) -> int | None:
     return None if step is None else index(step)
 
 
-def label_of(folder: Location, step: int | None) -> str:
+def label_of(folder: Place, step: int | None) -> str:
     """What a save is called in errors; all ranks of it say the same, so ``step`` is the one that the caller gave."""
     return f"save {folder}" if step is None else f"save {folder} (step {step})"

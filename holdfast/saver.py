@@ -38,7 +38,7 @@ from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.save import RUN, Base, compared_by, label_of, previous_of, signing, step_of
 from holdfast.saving import Saving
 from holdfast.state import Recall
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 from holdfast.write.arena import WINDOW, Slot, room_for
@@ -91,7 +91,7 @@ class Saver:
             raise ValueError(f"memory_limit={memory_limit} must be at least {2 * slots * WINDOW}: two windows a slot")
         self._kind, self._busy, self._deadline, self._degraded = worker, busy, deadline, degraded
         self._check_replicas, self._sign = check_replicas, signing(sign)
-        self._committed: Callable[[Location, Manifest], None] | None = None  # for whoever builds on it
+        self._committed: Callable[[Place, Manifest], None] | None = None  # for whoever builds on it
         self._limit = None if memory_limit is None else memory_limit // slots // WINDOW * WINDOW
         main = ranks_of(group)
         # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
@@ -228,7 +228,7 @@ class Saver:
             raise work.interrupted
         return saving
 
-    def under_way(self, path: Location) -> Saving | None:
+    def under_way(self, path: Place) -> Saving | None:
         """The save to ``path`` that goes on although the call of `save` that began it was interrupted, if it does."""
         last = self._savings[-1] if self._savings else None
         return last if last is not None and last.path == path and last._thread is not None and not last._told else None
@@ -305,7 +305,7 @@ class Saver:
 
     # The calling thread
 
-    def _wait_for_slot(self, folder: Location, step: int | None) -> BaseException | None:
+    def _wait_for_slot(self, folder: Place, step: int | None) -> BaseException | None:
         """Until a slot is free, if the save is to have one; the earlier failure to raise, if there is one.
 
         The save is then skipped on every rank, also on one whose user has heard of the failure: so ranks stay in step.

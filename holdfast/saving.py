@@ -17,7 +17,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import Opened, log
 from holdfast.ranks.interrupts import interrupts_wait
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Saving:
     """One save under way. Made by `Saver.save`."""
 
     def __init__(
-        self, path: Location, step: int | None, base: Saving | Location | None = None, rank: int = 0
+        self, path: Place, step: int | None, base: Saving | Place | None = None, rank: int = 0
     ) -> None:  # fmt: skip
         self.path, self.step = path, step
         self.began = time.time()
@@ -71,7 +71,7 @@ class Saving:
         self._base = base
 
     @staticmethod
-    def committed(path: Location, step: int | None) -> Saving:
+    def committed(path: Place, step: int | None) -> Saving:
         """One that is there already, of an earlier process perhaps."""
         saving = Saving(path, step)
         saving._end(None)
@@ -130,18 +130,18 @@ class Saving:
             raise TimeoutError(f"{self.path} is not committed after {timeout} s")
         return self._error is None
 
-    def to_cite(self) -> Location | None:
+    def to_cite(self) -> Place | None:
         """What a later save may cite: this one, or if it came to nothing what it could cite itself. Waits for both."""
-        at: Saving | Location | None = self
+        at: Saving | Place | None = self
         while isinstance(at, Saving) and not at.settled():
             at = at._base
         if at is not self:
             self._base = at  # so that no chain grows, however many saves fail
         return at.path if isinstance(at, Saving) else at
 
-    def leans_on(self) -> list[Location]:
+    def leans_on(self) -> list[Place]:
         """What this save may be citing, or a later one in its place, as far as that is not settled."""
-        found: list[Location] = []
+        found: list[Place] = []
         at = self._base
         while isinstance(at, Saving):
             found.append(at.path)

@@ -19,7 +19,7 @@ from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.cited import is_cited, own_path, sibling_of
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 SECTIONS = ("embedding", "model", "optimizer", "head")
 
@@ -36,7 +36,7 @@ def state_of(step: int, **versions: int) -> dict[str, Any]:
 
 
 def save_on(
-    state: Mapping[str, Any], path: Location, base: Location | None = None, *, links: bool = False,
+    state: Mapping[str, Any], path: Place, base: Place | None = None, *, links: bool = False,
     overwrite: bool = False,
 ) -> Manifest:  # fmt: skip
     """Save, and borrow from ``base`` the files that are equal: linked into the folder, or cited where they lie."""
@@ -58,7 +58,7 @@ def save_on(
     return changed
 
 
-def _borrowed(file: FileRecord, base: Location, path: Location, *, links: bool) -> FileRecord:
+def _borrowed(file: FileRecord, base: Place, path: Place, *, links: bool) -> FileRecord:
     own = own_path(file.path)
     if links and isinstance(path, Path) and isinstance(base, Path):
         if not (path / own).exists():
@@ -68,14 +68,14 @@ def _borrowed(file: FileRecord, base: Location, path: Location, *, links: bool) 
     return file._replace(path=own if sibling_of(at)[0] == path.name else at)
 
 
-def _content(folder: Location, file: FileRecord) -> tuple[Any, ...]:
+def _content(folder: Place, file: FileRecord) -> tuple[Any, ...]:
     data = storage.read_small(folder / file.path)
     header = datafile.parse_header(data[: file.header_bytes], len(data))
     section = own_path(file.path).partition("/")[0]
     return (section, *((key, piece.dtype, piece.lengths, header.sums[key]) for key, piece in header.pieces.items()))
 
 
-def needed(root: Location) -> set[str]:
+def needed(root: Place) -> set[str]:
     """All files below ``root`` that a committed checkpoint is made of, by their paths from there."""
     found = set()
     for name in storage.folders_in(root):
@@ -89,7 +89,7 @@ def needed(root: Location) -> set[str]:
     return found
 
 
-def is_state(path: Location, expected: Mapping[str, Any], lost: tuple[str, ...] = ()) -> None:
+def is_state(path: Place, expected: Mapping[str, Any], lost: tuple[str, ...] = ()) -> None:
     """Every byte is proved, and the content is what was saved, but for what the checkpoint has lost."""
     opened = holdfast.open(path)
     opened.verify()

@@ -18,7 +18,7 @@ import torch
 
 import holdfast
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests.test_format import thread_save
 
 ROWS, COLUMNS, TENSORS = 2048, 8192, 4
@@ -145,7 +145,7 @@ def main(folder: Path) -> None:
     holdfast.load(folder / "small", small)
     holdfast.convert(folder / "small", folder / "small.pt", to="torch")
     torch.save(model, folder / "c.pt")
-    store = Place(Local(folder), "c")
+    store = StorePlace(Local(folder), "c")
     thread_save(2, partial(half, model["model"]), folder / "cells")
     del model
     cases: dict[str, Callable[[], dict[str, int]]] = {}
@@ -172,7 +172,7 @@ def main(folder: Path) -> None:
     plain, transposed = LOADS["plain"], LOADS["transposed"]
     cases["save"] = partial(save, folder / "saved", plain)
     cases["save transposed"] = partial(save, folder / "saved.t", transposed)
-    cases["save store"] = partial(save, Place(Local(folder), "put"), plain)
+    cases["save store"] = partial(save, StorePlace(Local(folder), "put"), plain)
     cases["save background"] = partial(save, folder / "behind", plain, worker="process")
     cases["save background limited"] = partial(save, folder / "lim", plain, worker="process", memory_limit=64 << 20)
     cases["verify"] = partial(verify, folder / "c")

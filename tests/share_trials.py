@@ -21,7 +21,7 @@ import holdfast
 from holdfast.plan import share_plan
 from holdfast.read.shared import pass_on, relay, share
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests import meshes
 
 Sizes = dict[str, int]
@@ -97,7 +97,7 @@ def load_big(
 def load_from_store(folder: str) -> Sizes:
     state = big(None)
     with eager(block=1 << 16):
-        loaded = holdfast.load(Place(Local(Path(folder)), "c"), state)
+        loaded = holdfast.load(StorePlace(Local(Path(folder)), "c"), state)
     assert all(torch.equal(state["model"][name], tensor) for name, tensor in big(1)["model"].items())
     return sizes_of(loaded)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests.servers import Server
 from tests.servers.faults import Proxy
 from tests.servers.fixtures import lend
@@ -63,10 +63,10 @@ class Bucket:
     def url(self, key: str) -> str:
         return f"{self.server.scheme}://{self.name}/{key}"
 
-    def at(self, key: str, more: Mapping[str, Any] | None = None) -> Place:
+    def at(self, key: str, more: Mapping[str, Any] | None = None) -> StorePlace:
         return holdfast.at(self.url(key), self.options(more))
 
-    def direct(self, key: str) -> Place:
+    def direct(self, key: str) -> StorePlace:
         return holdfast.at(self.url(key), options_of(self.server))
 
     def files(self, key: str = "") -> dict[str, int]:
@@ -155,7 +155,7 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def is_whole(path: Place, expected: Mapping[str, Any]) -> None:
+def is_whole(path: StorePlace, expected: Mapping[str, Any]) -> None:
     """Every byte of the checkpoint is proved, and its content is what was saved."""
     checkpoint = holdfast.open(path)
     checkpoint.verify()

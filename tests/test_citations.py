@@ -31,7 +31,7 @@ from holdfast.run.keep import Kept
 from holdfast.run.steps import Steps, fault_of
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.testing import Failing, Memory
 from tests.citing import SECTIONS, is_state, needed, save_on, state_of
 
@@ -44,15 +44,15 @@ def old() -> Memory:
 
 
 @pytest.fixture(params=["links", "cited", "store"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    return Place(old(), "run") if request.param == "store" else tmp_path / request.param
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return StorePlace(old(), "run") if request.param == "store" else tmp_path / request.param
 
 
-def linking(root: Location) -> bool:
+def linking(root: Place) -> bool:
     return isinstance(root, Path) and root.name == "links"
 
 
-def chain(root: Location) -> dict[int, dict[str, Any]]:
+def chain(root: Place) -> dict[int, dict[str, Any]]:
     """Three steps: 2 has the embedding and the head of 1, 3 the embedding of 1 and the model of 2."""
     states = {1: state_of(1), 2: state_of(2, model=1, optimizer=1), 3: state_of(3, model=1, optimizer=2, head=1)}
     for step, state in states.items():
@@ -61,7 +61,7 @@ def chain(root: Location) -> dict[int, dict[str, Any]]:
     return states
 
 
-def files(root: Location) -> set[str]:
+def files(root: Place) -> set[str]:
     return set(storage.files_below(root))
 
 
@@ -70,7 +70,7 @@ def retire(steps: Steps, *kept: int) -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 2, 3), (3, 2, 1), (2, 1, 3), (2, 3, 1), (1, 3, 2), (3, 1, 2)])
-def test_any_step_goes_at_any_time(order: tuple[int, ...], root: Location) -> None:
+def test_any_step_goes_at_any_time(order: tuple[int, ...], root: Place) -> None:
     states = chain(root)
     steps = Steps(root, NAME)
     if not linking(root):
@@ -86,7 +86,7 @@ def test_any_step_goes_at_any_time(order: tuple[int, ...], root: Location) -> No
     assert not files(root) and not storage.folders_in(root)
 
 
-def test_several_go_at_once(root: Location) -> None:
+def test_several_go_at_once(root: Place) -> None:
     states = chain(root)
     retire(Steps(root, NAME), 3)
     is_state(root / "step-3", states[3])
@@ -95,7 +95,7 @@ def test_several_go_at_once(root: Location) -> None:
     assert not files(root)
 
 
-def test_a_single_checkpoint_is_deleted_alike(root: Location) -> None:
+def test_a_single_checkpoint_is_deleted_alike(root: Place) -> None:
     states = chain(root)
     for step in (2, 1, 3):
         delete_checkpoint(root / f"step-{step}")
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_no_step_counts_too(tmp_path: Path) -> None:
     assert not files(root)
 
 
-def test_sweeps_spare_what_is_cited(root: Location) -> None:
+def test_sweeps_spare_what_is_cited(root: Place) -> None:
     states = chain(root)
     steps = Steps(root, NAME)
     retire(steps, 3)
@@ -132,7 +132,7 @@ def test_sweeps_spare_what_is_cited(root: Location) -> None:
     is_state(root / "step-3", states[3])
 
 
-def test_a_step_is_saved_again_where_cited_files_lie(root: Location) -> None:
+def test_a_step_is_saved_again_where_cited_files_lie(root: Place) -> None:
     states = chain(root)
     steps = Steps(root, NAME)
     retire(steps, 1, 3)
@@ -150,7 +150,7 @@ def test_a_step_is_saved_again_where_cited_files_lie(root: Location) -> None:
     assert not files(root)
 
 
-def test_overwriting_a_cited_checkpoint(root: Location) -> None:
+def test_overwriting_a_cited_checkpoint(root: Place) -> None:
     states = chain(root)
     states[1] = state_of(1, embedding=5, model=5)
     holdfast.save(states[1], root / "step-1", overwrite=True)
@@ -166,7 +166,7 @@ def test_overwriting_a_cited_checkpoint(root: Location) -> None:
     assert not files(root)
 
 
-def test_a_held_step_stays_whole(root: Location) -> None:
+def test_a_held_step_stays_whole(root: Place) -> None:
     states = chain(root)
     steps = Steps(root, NAME)
     assert steps.hold(root / "step-1") and steps.hold(root / "step-1") and steps.hold(root / "step-2")
@@ -201,9 +201,9 @@ def test_what_is_on_its_way_out_cannot_be_held(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["cited", "store"])
 def test_what_was_deleted_by_hand_is_told(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    root: Location = Place(old(), "run") if kind == "store" else tmp_path
+    root: Place = StorePlace(old(), "run") if kind == "store" else tmp_path
     states = chain(root)
-    if isinstance(root, Place):
+    if isinstance(root, StorePlace):
         storage.delete(*(root / "step-2" / path for path in storage.files_below(root / "step-2")))
     else:
         shutil.rmtree(root / "step-2")
@@ -286,7 +286,7 @@ def overwrite(path: Path) -> None:
     commit(path, record, replaces=True)
 
 
-def check(root: Location, states: dict[int, dict[str, Any]], ending: str) -> None:
+def check(root: Place, states: dict[int, dict[str, Any]], ending: str) -> None:
     for name in storage.folders_in(root):
         if storage.is_file(root / name / "manifest.json"):
             step = int(name[5:])
@@ -346,14 +346,14 @@ def _until(nth: int, work: Callable[[], object]) -> bool:
 @pytest.mark.parametrize("ending", ["retire", "retire the newest", "drop"])
 def test_a_store_that_fails_at_any_moment(ending: str, when: Any) -> None:
     n, count, template = 0, 1, old()
-    states = chain(Place(template, "run"))
+    states = chain(StorePlace(template, "run"))
     while n < count:
         n += 1
         store = old()
         store._files.update(template._files)
-        root = Place(store, "run")
+        root = StorePlace(store, "run")
         failing = Failing(store, n, times=10_000, when=when)
-        ENDINGS[ending](Steps(Place(failing, "run"), NAME))
+        ENDINGS[ending](Steps(StorePlace(failing, "run"), NAME))
         count = max(count, n if failing.count < n else n + 1)
         check(root, states, ending)
         again = Steps(root, NAME)
@@ -368,7 +368,7 @@ def test_a_store_that_fails_at_any_moment(ending: str, when: Any) -> None:
 
 def test_a_process_that_goes_on_sweeps_what_a_failure_left() -> None:
     store = old()
-    root = Place(store, "run")
+    root = StorePlace(store, "run")
     states = chain(root)
 
     class Stubborn(Failing):
@@ -380,7 +380,7 @@ def test_a_process_that_goes_on_sweeps_what_a_failure_left() -> None:
             super().delete(keys)
 
     stubborn = Stubborn(store)
-    steps = Steps(Place(stubborn, "run"), NAME)
+    steps = Steps(StorePlace(stubborn, "run"), NAME)
     steps.clean(())
     retire(steps, 3)
     assert list(steps.committed()) == [3] and files(root) > needed(root)
@@ -410,7 +410,7 @@ OPERATIONS = st.lists(
 def test_any_sequence(
     kind: str, operations: list[tuple[str, int, str]], remembers: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    root: Location = Place(old(), "run") if "store" in kind else tmp_path_factory.mktemp("any") / kind
+    root: Place = StorePlace(old(), "run") if "store" in kind else tmp_path_factory.mktemp("any") / kind
     steps, links, versions, number = Steps(root, NAME), kind == "links", dict.fromkeys(SECTIONS, 0), 0
     states: dict[int, dict[str, Any]] = {}
     lost: dict[int, tuple[str, ...]] = {}
@@ -473,7 +473,7 @@ class Counting(Memory):
 
 def test_each_manifest_is_read_once_to_see_what_it_cites() -> None:
     store = Counting()
-    root = Place(store, "run")
+    root = StorePlace(store, "run")
     steps, keep = Steps(root, NAME), Keep(last=2, every=5)
     costs = []
     for step in range(1, 31):

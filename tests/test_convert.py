@@ -16,7 +16,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.export import copying
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests import pool
 from tests.export import states
 from tests.export.conftest import source
@@ -170,7 +170,7 @@ def test_a_target_that_exists(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("far", [False, True])
 def test_other_checkpoints_in_the_target_do_not_go_with_it(far: bool, source: Path, tmp_path: Path) -> None:
-    output: Any = Place(Memory(), "output") if far else tmp_path / "output"
+    output: Any = StorePlace(Memory(), "output") if far else tmp_path / "output"
     holdfast.convert(source, output, to="huggingface")
     holdfast.convert(source, tmp_path / "one", to="huggingface", overwrite=True)
     data = (tmp_path / "one" / "model.safetensors").read_bytes()
@@ -188,7 +188,7 @@ def test_the_source_is_no_target_whatever_it_is_called(far: bool, tmp_path: Path
     step: Any = tmp_path / "run" / "step-1"
     names = [step, tmp_path / "link", tmp_path / "run"]
     if far:
-        step = Place(Memory(), "run") / "step-1"
+        step = StorePlace(Memory(), "run") / "step-1"
         names = [step]
     holdfast.save({"model": {"w": torch.ones(9)}, "optim": {"m": torch.ones(9)}}, step)
     (tmp_path / "link").symlink_to(tmp_path / "run" / "step-1")

@@ -27,7 +27,7 @@ from holdfast.copy import Copied, copy
 from holdfast.ondisk import manifest
 from holdfast.storage.local.local import Local
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.store import Buffer, Got
 from holdfast.storage.wrappers import throttled
 from holdfast.storage.wrappers.retrying import transient
@@ -69,18 +69,18 @@ def source(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept / "step-1", tmp_path / "run" / "step-1"))
 
 
-def bytes_of(checkpoint: Location) -> int:
+def bytes_of(checkpoint: Place) -> int:
     return sum(len(data) for data in content(checkpoint).values()) - len((checkpoint / "manifest.json").read_bytes())
 
 
-def content(path: Location) -> dict[str, bytes]:
+def content(path: Place) -> dict[str, bytes]:
     if isinstance(path, Path):
         return states.files(path)
     keys = [entry.key for entry in path.store.list(path.key, deep=True).files]
-    return {key.removeprefix(f"{path.key}/"): Place(path.store, key).read_bytes() for key in keys}
+    return {key.removeprefix(f"{path.key}/"): StorePlace(path.store, key).read_bytes() for key in keys}
 
 
-def is_no_checkpoint(path: Location) -> bool:
+def is_no_checkpoint(path: Place) -> bool:
     with pytest.raises(holdfast.NotACheckpoint):
         holdfast.open(path)
     return True
@@ -114,7 +114,7 @@ class Harmed(Memory):
 
 
 def test_the_same_bytes_between_disks_and_stores(kept: Path, tmp_path: Path) -> None:
-    source, memory, other = kept / "step-1", Place(Memory(), "a/b"), Place(Memory(), "")
+    source, memory, other = kept / "step-1", StorePlace(Memory(), "a/b"), StorePlace(Memory(), "")
     nbytes = bytes_of(source)
     for one, next_one in [
         (source, tmp_path / "x" / "copy"),
@@ -164,7 +164,7 @@ def test_borrowed_files_become_its_own(kept: Path, tmp_path: Path) -> None:
     ]
     large(root / "step-2").unlink()
     (root / "step-2" / "manifest.json").write_bytes(manifest.encode(msgspec.structs.replace(record, files=rows)))
-    memory = Place(Memory(), "far/step-2")
+    memory = StorePlace(Memory(), "far/step-2")
     for one, target in [(root / "step-2", memory), (memory, tmp_path / "alone")]:
         copy(one, target)
         found = holdfast.open(target)
@@ -183,7 +183,7 @@ def test_a_copy_of_a_step_that_cites_is_whole_by_itself(links: bool, tmp_path: P
     root, states = tmp_path / "run", {1: state_of(1), 2: state_of(2, model=1), 3: state_of(3, model=1, head=2)}
     for step, state in states.items():
         save_on(state, root / f"step-{step}", root / f"step-{step - 1}" if step > 1 else None, links=links)
-    store = Place(Memory(), "far/step-3")
+    store = StorePlace(Memory(), "far/step-3")
     first = copy(root / "step-3", store)
     assert first.stats.files == 4 and read_manifest(store).save == read_manifest(root / "step-3").save
     again = copy(root / "step-3", store)
@@ -212,7 +212,7 @@ def test_overwriting_a_cited_checkpoint_by_a_copy_spares_what_is_cited(kept: Pat
 
 def test_a_conversion_reads_what_is_cited_and_replaces_no_cited_checkpoint(tmp_path: Path) -> None:
     states = {1: state_of(1), 2: state_of(2, model=1)}
-    for root in (tmp_path / "run", Place(Memory(), "run")):
+    for root in (tmp_path / "run", StorePlace(Memory(), "run")):
         save_on(states[1], root / "step-1")
         save_on(states[2], root / "step-2", root / "step-1")
         holdfast.convert(root / "step-2", tmp_path / "out", overwrite=True)
@@ -228,7 +228,7 @@ def test_a_copy_of_a_checkpoint_that_has_lost_sections(tmp_path: Path) -> None:
     holdfast.save(state_of(3), tmp_path / "whole")
     copy(tmp_path / "whole", tmp_path / "part")
     holdfast.drop(tmp_path / "part", "optimizer")
-    copy(tmp_path / "part", Place(Memory(), "far"))
+    copy(tmp_path / "part", StorePlace(Memory(), "far"))
     with pytest.raises(holdfast.StorageError, match="same save"):
         copy(tmp_path / "whole", tmp_path / "part")
     copy(tmp_path / "whole", tmp_path / "part", overwrite=True)
@@ -262,7 +262,7 @@ def flip(path: Path, at: int) -> None:
 def test_damage_at_the_source_is_told_and_nothing_is_committed(
     harm: str, far: bool, kept: Path, source: Path, tmp_path: Path
 ) -> None:
-    target: Location = Place(Memory(), "copy") if far else tmp_path / "copy"
+    target: Place = StorePlace(Memory(), "copy") if far else tmp_path / "copy"
     do, text = HARM[harm]
     do(source)
     with pytest.raises(holdfast.Damaged, match=text) as caught:
@@ -277,7 +277,7 @@ def test_damage_at_the_source_is_told_and_nothing_is_committed(
 
 def test_a_bit_that_flips_on_the_way_is_read_again(kept: Path, tmp_path: Path) -> None:
     store, flipped = Harmed(), set()
-    copy(kept / "step-1", Place(store, "far"))
+    copy(kept / "step-1", StorePlace(store, "far"))
 
     def harm(key: str, begin: int, data: bytes) -> bytes:
         if (key, begin) in flipped:
@@ -286,7 +286,7 @@ def test_a_bit_that_flips_on_the_way_is_read_again(kept: Path, tmp_path: Path) -
         return data[:-1] + bytes([data[-1] ^ 1])
 
     store.on_get = harm
-    copy(Place(store, "far"), tmp_path / "copy")
+    copy(StorePlace(store, "far"), tmp_path / "copy")
     assert len(flipped) > 6, "the manifest, headers, blocks and attachments"
     assert content(tmp_path / "copy") == content(kept / "step-1")
 
@@ -302,8 +302,8 @@ def test_an_upload_that_breaks_off_is_made_again(kept: Path) -> None:
     store.on_chunk = breaks
     events: list[holdfast.Event] = []
     with holdfast.listen(events.append):
-        copy(kept / "step-1", Place(store, "far"))
-    assert content(Place(store, "far")) == content(kept / "step-1") and len(broken) == 2
+        copy(kept / "step-1", StorePlace(store, "far"))
+    assert content(StorePlace(store, "far")) == content(kept / "step-1") and len(broken) == 2
     assert events[-1].done == events[-1].total
 
 
@@ -316,8 +316,8 @@ def test_a_store_that_refuses_stops_all_and_says_which_file(kept: Path) -> None:
 
     store.on_chunk = refuse
     with pytest.raises(holdfast.StorageError, match=r"cannot write memory://\d+/far/model/.*not for you"):
-        copy(kept / "step-1", Place(store, "far"))
-    assert is_no_checkpoint(Place(store, "far"))
+        copy(kept / "step-1", StorePlace(store, "far"))
+    assert is_no_checkpoint(StorePlace(store, "far"))
 
 
 def test_a_full_disk(small_disk: Path, kept: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_manifest_that_says_more_than_we_know_is_not_cut_short(source: Path, t
 
 
 def test_what_is_there_is_not_copied_again(kept: Path, tmp_path: Path) -> None:
-    source, target = kept / "step-1", Place(Memory(), "far")
+    source, target = kept / "step-1", StorePlace(Memory(), "far")
     first = copy(source, target)
     again = copy(source, target)
     assert first.committed and not again.committed
@@ -407,7 +407,7 @@ def test_only_some_files_and_no_commit(kept: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("far", [False, True], ids=["disk", "store"])
 def test_another_checkpoint_is_replaced_only_when_told(far: bool, kept: Path, tmp_path: Path) -> None:
-    target: Location = Place(Memory(), "far") if far else tmp_path / "copy"
+    target: Place = StorePlace(Memory(), "far") if far else tmp_path / "copy"
     copy(kept / "step-1", target)
     with pytest.raises(holdfast.StorageError, match="already holds another checkpoint.*overwrite=True") as caught:
         copy(kept / "step-2", target)
@@ -427,7 +427,7 @@ def test_another_checkpoint_is_replaced_only_when_told(far: bool, kept: Path, tm
 def test_until_the_last_step_the_replaced_checkpoint_is_whole(tmp_path: Path, kept: Path) -> None:
     two = save(tmp_path / "two", 2, mib=1, files={"config.json": b"another"})
     store = Harmed()
-    target = Place(store, "far")
+    target = StorePlace(store, "far")
     copy(kept / "step-1", target)
     before = content(target)
 
@@ -496,7 +496,7 @@ def test_files_that_vanish_from_the_target_are_missed_before_the_commit(kept: Pa
         if event.kind == "advance" and event.done == event.total:
             store.delete([entry.key for entry in store.list("far/optimizer", deep=True).files])
 
-    store_place = Place(store, "far")
+    store_place = StorePlace(store, "far")
     with holdfast.listen(clean), pytest.raises(holdfast.StorageError, match="was deleted while"):
         copy(kept / "step-1", store_place)
     assert is_no_checkpoint(store_place)
@@ -525,7 +525,7 @@ def test_the_same_copy_twice_at_once(kept: Path, tmp_path: Path) -> None:
 def test_of_two_checkpoints_for_one_target_one_wins_and_is_whole(far: bool, tmp_path: Path) -> None:
     sources = [save(tmp_path / f"s{n}", n, mib=1, files={f"{n}.txt": b"x"}) for n in range(3)]
     for attempt in range(5):
-        target: Location = Place(Memory(), "far") if far else tmp_path / f"copy-{attempt}"
+        target: Place = StorePlace(Memory(), "far") if far else tmp_path / f"copy-{attempt}"
         start = threading.Barrier(len(sources))
 
         def work(source: Path) -> Copied | holdfast.StorageError:
@@ -548,7 +548,7 @@ def test_of_two_checkpoints_for_one_target_one_wins_and_is_whole(far: bool, tmp_
 
 
 def test_a_folder_of_checkpoints_step_by_step(kept: Path, tmp_path: Path) -> None:
-    root, far = Path(shutil.copytree(kept, tmp_path / "run")), Place(Memory(), "backup/run")
+    root, far = Path(shutil.copytree(kept, tmp_path / "run")), StorePlace(Memory(), "backup/run")
     save(root / "step-10", 10, mib=1)
     (root / "step-11" / "model").mkdir(parents=True)
     (root / "logs").mkdir()
@@ -571,7 +571,7 @@ def test_a_folder_of_checkpoints_step_by_step(kept: Path, tmp_path: Path) -> Non
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     torch.save({"w": torch.zeros(3)}, tmp_path / "model.pt")
-    for source in (tmp_path / "empty", tmp_path / "none", tmp_path / "model.pt", Place(Memory(), "none")):
+    for source in (tmp_path / "empty", tmp_path / "none", tmp_path / "model.pt", StorePlace(Memory(), "none")):
         with pytest.raises(holdfast.NotACheckpoint, match=r"holdfast\.convert reads others"):
             copy(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
@@ -627,6 +627,6 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     state: dict[str, Any] = {f"part{n}": {"w": torch.full((40 << 20,), float(n))} for n in range(3)}  # 160 MiB each
     record = holdfast.save(state, tmp_path / "large").manifest
     lent = Lent(tmp_path)
-    copy_files(Place(lent, "large"), Place(Slow(), "far"), record)
+    copy_files(StorePlace(lent, "large"), StorePlace(Slow(), "far"), record)
     assert 64 << 20 < lent.peak < 256 << 20
     assert lent.held == 0

@@ -16,7 +16,7 @@ from holdfast.checkpoint import read_manifest
 from holdfast.commit import sections
 from holdfast.run.steps import Steps
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.testing import Memory
 from tests import format_reader
 from tests.citing import is_state, needed, save_on, state_of
@@ -38,11 +38,11 @@ def rich(step: int = 3) -> dict[str, Any]:
 
 
 @pytest.fixture(params=["disk", "store"])
-def path(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    return Place(Memory(), "run/step-3") if request.param == "store" else tmp_path / "run" / "step-3"
+def path(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return StorePlace(Memory(), "run/step-3") if request.param == "store" else tmp_path / "run" / "step-3"
 
 
-def test_what_is_left_is_the_same(path: Location) -> None:
+def test_what_is_left_is_the_same(path: Place) -> None:
     state = rich()
     before = holdfast.save(state, path, files=CONFIG).manifest
     sizes = storage.sizes_below(path)
@@ -79,7 +79,7 @@ def test_another_reader_of_the_format_reads_it(tmp_path: Path) -> None:
     assert not any(name.startswith("optim") for name in found)
 
 
-def test_loading_what_is_gone_is_refused_and_says_what_is_left(path: Location) -> None:
+def test_loading_what_is_gone_is_refused_and_says_what_is_left(path: Place) -> None:
     holdfast.save(state_of(3), path)
     holdfast.drop(path, "optimizer")
     into = state_of(0, model=5)
@@ -149,7 +149,7 @@ def test_shared_files_go_with_the_last_that_names_them(tmp_path: Path) -> None:
     assert set(storage.files_below(tmp_path)) == needed(tmp_path)
 
 
-def test_a_reader_that_opened_it_before(path: Location) -> None:
+def test_a_reader_that_opened_it_before(path: Place) -> None:
     holdfast.save(state_of(3), path)
     early, reading = holdfast.open(path), holdfast.open(path)
     reading.read("optimizer/v")
@@ -160,7 +160,7 @@ def test_a_reader_that_opened_it_before(path: Location) -> None:
             opened.read("optimizer/w")
 
 
-def test_a_save_in_between_is_left_alone(path: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_in_between_is_left_alone(path: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     holdfast.save(state_of(3), path)
     newer = state_of(3, model=9)
     without = sections.without
@@ -204,14 +204,14 @@ def test_a_disk_that_refuses(verb: str, tmp_path: Path, monkeypatch: pytest.Monk
 # What `Keep` drops
 
 
-def full(path: Location) -> bool:
+def full(path: Place) -> bool:
     return "dropped" not in read_manifest(path).producer
 
 
 @pytest.mark.parametrize("kind", ["disk", "store"])
 @pytest.mark.parametrize("incremental", [False, True])
 def test_old_steps_lose_their_optimizers(kind: str, incremental: bool, tmp_path: Path) -> None:
-    root: Location = Place(Memory(), "run") if kind == "store" else tmp_path
+    root: Place = StorePlace(Memory(), "run") if kind == "store" else tmp_path
     keep = Keep(last=4, optimizer_last=2, model_every=5)
     with holdfast.CheckpointManager(
         root, every=1, keep=keep, name="step-{step}", worker="thread", incremental=incremental, journal=False
@@ -274,7 +274,7 @@ def test_steps_that_a_restore_passed_over_are_made_again(tiers: bool, tmp_path: 
     for step in (3, 2):
         holdfast.drop(root / f"step-{step}", "optimizer")
     home: dict[str, Any] = (
-        {"root": Place(Memory(), "run"), "fast": root, "keep_fast": Keep(last=9)} if tiers else {"root": root}
+        {"root": StorePlace(Memory(), "run"), "fast": root, "keep_fast": Keep(last=9)} if tiers else {"root": root}
     )
     with holdfast.CheckpointManager(**home, every=1, name="step-{step}", keep=Keep(last=9), worker="none") as manager:
         loaded = manager.restore(state_of(0))

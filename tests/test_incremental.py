@@ -23,7 +23,7 @@ import holdfast
 from holdfast.commit import save_work
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.incremental import borrow as module
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.testing import Failing, Memory
 from holdfast.write import write
 from tests import format_reader, pool
@@ -363,13 +363,13 @@ def test_every_operation_of_a_store_fails_in_turn(when: str) -> None:
     while True:
         nth += 1
         store = Memory()
-        first = holdfast.save(_state(1), Place(store, "run/1"))
+        first = holdfast.save(_state(1), StorePlace(store, "run/1"))
         failing = Failing(store, nth, when=when)
         with suppress(holdfast.SaveFailed):
-            holdfast.save(_state(2), Place(failing, "run/2"), base=Place(failing, "run/1"))
+            holdfast.save(_state(2), StorePlace(failing, "run/2"), base=StorePlace(failing, "run/1"))
         _is(first.path, _state(1), reader=False)
         if store.size("run/2/manifest.json") is not None:
-            _is(Place(store, "run/2"), _state(2), reader=False)
+            _is(StorePlace(store, "run/2"), _state(2), reader=False)
         if failing.count < nth:
             break
     assert nth > 5
@@ -377,17 +377,17 @@ def test_every_operation_of_a_store_fails_in_turn(when: str) -> None:
 
 def test_in_a_store_files_are_cited_where_they_lie() -> None:
     store = Memory()
-    previous = holdfast.save(_state(0), Place(store, "run/0"))
+    previous = holdfast.save(_state(0), StorePlace(store, "run/0"))
     lender = previous.manifest.data_files[0]
     for step in range(1, 4):
-        previous = holdfast.save(_state(step), Place(store, f"run/{step}"), base=previous)
+        previous = holdfast.save(_state(step), StorePlace(store, f"run/{step}"), base=previous)
         borrowed = [file for file in previous.manifest.data_files if file.save is not None]
         assert [file.path for file in borrowed] == [f"../0/{lender.path}"]
         into = {key: {k: torch.zeros_like(v) for k, v in _state(step)[key].items()} for key in ("model", "optim")}
-        holdfast.load(Place(store, f"run/{step}"), {**into, "step": 0})
+        holdfast.load(StorePlace(store, f"run/{step}"), {**into, "step": 0})
         assert _equal(into["model"], _state(step)["model"])
     for step in range(4):
-        _is(Place(store, f"run/{step}"), _state(step), reader=False)
+        _is(StorePlace(store, f"run/{step}"), _state(step), reader=False)
 
 
 CRASH = """
@@ -637,9 +637,9 @@ def test_a_saver_cites_in_a_store() -> None:
     with holdfast.Saver(worker="thread") as saver:
         saving = None
         for step in range(3):
-            saving = saver.save({**same, "step": step}, Place(store, f"run/{step}"), base=saving)
+            saving = saver.save({**same, "step": step}, StorePlace(store, f"run/{step}"), base=saving)
     for step in range(3):
-        _is(Place(store, f"run/{step}"), {**same, "step": step}, reader=False)
+        _is(StorePlace(store, f"run/{step}"), {**same, "step": step}, reader=False)
     below = [entry.key for entry in store.list("run", deep=True).files]
     assert sum(key.endswith(".safetensors") for key in below) == 1 and not any("/parts/" in key for key in below)
 

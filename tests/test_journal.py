@@ -24,7 +24,7 @@ from holdfast.run.journaling import Journal, thin, thinned
 from holdfast.run.steps import Steps
 from holdfast.storage.local import disk
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import JOURNAL
 from holdfast.testing import disk_faults
 from tests import pool
@@ -144,7 +144,7 @@ def test_a_killed_run_leaves_what_was_written(tmp_path: Path) -> None:
 
 
 def test_the_backlog_of_uploads(tmp_path: Path) -> None:
-    store = Place(Memory(), "run")
+    store = StorePlace(Memory(), "run")
     upload = holdfast.Upload(newest=False, every=100)
     with CheckpointManager(store, fast=tmp_path, every=1, upload=upload, worker="none") as manager:
         manager.step(1, state_of(1))
@@ -156,7 +156,7 @@ def test_the_backlog_of_uploads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["disk", "store"])
 def test_nobody_takes_it_for_a_step(kind: str, tmp_path: Path) -> None:
-    root: Location = Place(Memory(), "run") if kind == "store" else tmp_path / "run"
+    root: Place = StorePlace(Memory(), "run") if kind == "store" else tmp_path / "run"
     with CheckpointManager(root, every=1, worker="none", keep=Keep(last=2)) as manager:
         for step in (1, 2, 3):
             manager.step(step, state_of(step))
@@ -220,7 +220,7 @@ def test_a_store_that_hangs_keeps_no_save_waiting(tmp_path: Path, caplog: pytest
                 free.wait(60)
             super().put(key, chunks, nbytes)
 
-    store = Place(Hanging(), "run")
+    store = StorePlace(Hanging(), "run")
     manager = CheckpointManager(store, every=1, worker="thread")
     for step in (1, 2, 3):
         manager.save(step, state_of(step))
@@ -418,7 +418,7 @@ def test_a_reader_reads_what_is_new(kept: Path) -> None:
 
 def test_a_full_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "CHUNK", 3)
-    for root in (tmp_path, Place(Memory(), "run")):
+    for root in (tmp_path, StorePlace(Memory(), "run")):
         kept = Journal(root)
         for step in range(8):
             kept.add(entry(step))
@@ -432,7 +432,7 @@ def test_a_full_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.
 def test_old_entries_are_thinned(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "FILES", 10)
     monkeypatch.setattr(journal, "CHUNK", 4)
-    root: Location = Place(Memory(), "run") if kind == "store" else tmp_path
+    root: Place = StorePlace(Memory(), "run") if kind == "store" else tmp_path
     kept = Journal(root)
     for step in range(400):
         kept.add(entry(step, "failed" if step == 17 else "saved"))

@@ -21,7 +21,7 @@ import holdfast
 from holdfast.ondisk import manifest, part
 from holdfast.state.structure import heard, kinds_of, told
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.testing import faults
 from tests import pool
 
@@ -161,7 +161,7 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_a_run_that_began_afresh_beside_an_older_one(
     where: str, tmp_path: Path, _new_process: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = tmp_path if where == "disk" else Place(Local(tmp_path), "")
+    root = tmp_path if where == "disk" else StorePlace(Local(tmp_path), "")
     old = _run(root, range(98, 101), 1.0)
     assert "another run" not in caplog.text
     _new_process()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.storage.local import disk
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests.damaging import contents_of, flip, spots, state_of
 
 
@@ -210,11 +210,11 @@ def test_what_is_written_wrong_is_not_taken_for_mended(saved: Path, copied: Path
 
 
 def test_stores_give_and_take(saved: Path, copied: Path) -> None:
-    store = Place(Memory(), "run/step-1")
+    store = StorePlace(Memory(), "run/step-1")
     holdfast.copy(saved, store)
     for spot in list(spots(holdfast.open(copied)))[::2]:
         flip(spot.file, spot.begin)
-    broken = Place(Memory(), "x/step-1")
+    broken = StorePlace(Memory(), "x/step-1")
     for path, data in contents_of(copied).items():
         broken.store.put((broken / path).key, [data], len(data))
     assert holdfast.repair(copied, sources=[store]).whole and contents_of(copied) == contents_of(saved)

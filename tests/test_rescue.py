@@ -16,7 +16,7 @@ from holdfast.ondisk import part
 from holdfast.run.keep import Keep
 from holdfast.run.steps import Steps
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests import pool
 from tests.damaging import contents_of, flip
 from tests.test_format import thread_save
@@ -222,7 +222,7 @@ def test_what_the_first_rank_left(tmp_path: Path) -> None:
 
 
 def test_in_a_store(run: Path) -> None:
-    place = Place(Memory(), "run/step-2")
+    place = StorePlace(Memory(), "run/step-2")
     holdfast.copy(run / "step-2", place)
     place.store.delete([(place / "manifest.json").key])
     done = holdfast.rescue(place, like=run / "step-1")

@@ -25,7 +25,7 @@ from holdfast.policies.signing.keys import Signer, signer
 from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests import pool
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -285,7 +285,7 @@ def test_it_goes_where_a_copy_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("waves", [False, True])
 def test_a_store_holds_signed_checkpoints(waves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the header goes first: sums are taken before anything is sent, or as the slot fills."""
-    place = Place(Local(tmp_path), "c")
+    place = StorePlace(Local(tmp_path), "c")
     if waves:
         monkeypatch.setattr("holdfast.write.write.room_for", lambda sizes, window: 1 << 60)
     with holdfast.Saver(worker="thread", sign=KEY) as saver:

@@ -22,7 +22,7 @@ import holdfast
 from holdfast.run.steps import Steps
 from holdfast.storage import storage
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.write.arena import WINDOW
 from holdfast.write.ring import PART, PARTS
 from tests import pool
@@ -352,12 +352,12 @@ def test_a_path_that_is_wrong(bucket: Bucket) -> None:
 
 
 def test_a_store_that_lives_in_one_process_is_saved_to_by_threads() -> None:
-    place = Place(Memory(), "run/c")
+    place = StorePlace(Memory(), "run/c")
     with holdfast.Saver(worker="thread") as saver:
         saver.save(state_of(1), place).wait()
     is_whole(place, state_of(1))
     with holdfast.Saver() as saver:
-        saving = saver.save(state_of(2), Place(place.store, "run/d"))
+        saving = saver.save(state_of(2), StorePlace(place.store, "run/d"))
         with pytest.raises(holdfast.SaveFailed, match='in this process alone: save there with Saver.worker="thread"'):
             saving.wait()
 
@@ -418,7 +418,7 @@ class _Meddling(Memory):
 @pytest.mark.parametrize("per_rank", [False, True])
 def test_what_changes_while_it_is_sent_from_where_it_lies_is_not_committed(per_rank: bool) -> None:
     tensor = torch.arange(1 << 16, dtype=torch.float32)
-    place = Place(_Meddling(tensor), "run/c")
+    place = StorePlace(_Meddling(tensor), "run/c")
     state = {"model": {"w": holdfast.PerRank({"t": tensor}) if per_rank else tensor}}
     with pytest.raises(holdfast.SaveFailed, match="model/w changed during a save"):
         holdfast.save(state, place)
@@ -428,7 +428,7 @@ def test_what_changes_while_it_is_sent_from_where_it_lies_is_not_committed(per_r
 def test_what_was_too_young_to_be_swept_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Memory()
     store.create("run/step-000000001/model/00000-of-00001.0123456789abcdef.safetensors", b"left by a dead save")
-    steps = Steps(Place(store, "run"), "step-{step:09d}")
+    steps = Steps(StorePlace(store, "run"), "step-{step:09d}")
     steps.clean(())
     assert store.list("", deep=True).files, "a living save may still need it"
     monkeypatch.setattr(storage, "LIVING", 0.0)
@@ -455,7 +455,7 @@ class _Flipping(Memory):
 
 
 def test_a_header_that_came_wrong_is_not_taken_from_the_cache_again(tmp_path: Path) -> None:
-    place, state = Place(_Flipping(), "run/c"), state_of(1)
+    place, state = StorePlace(_Flipping(), "run/c"), state_of(1)
     holdfast.save(state, place)
     into = empty_like(state)
     holdfast.load(place, into, cache=tmp_path / "cache")

@@ -26,7 +26,7 @@ from holdfast.run.keep import Upload
 from holdfast.run.tiers import uploader
 from holdfast.run.tiers.home import Durability
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.wrappers import throttled
 from holdfast.testing import Failing, Memory
@@ -158,7 +158,7 @@ def test_uploads_are_checked(bad: dict[str, Any]) -> None:
 @pytest.mark.parametrize("worker", ["process", "thread", "none"])
 def test_every_save_is_fast_and_the_newest_follows(worker: str, tmp_path: Path) -> None:
     store = Moody()
-    fast, root = tmp_path / "fast", Place(store, "run")
+    fast, root = tmp_path / "fast", StorePlace(store, "run")
     options = {"worker": worker, "files": {"config.txt": b"width 3"}, "keep": Keep(last=3)}
     with _manager(root, fast, **options) as manager:
         assert manager.restore(_state()) is None and manager.latest() is None
@@ -179,7 +179,7 @@ def test_every_save_is_fast_and_the_newest_follows(worker: str, tmp_path: Path) 
 
 def test_older_steps_are_passed_over_while_one_is_under_way(tmp_path: Path) -> None:
     store = Moody()
-    with _manager(Place(store, "run"), tmp_path / "fast") as manager:
+    with _manager(StorePlace(store, "run"), tmp_path / "fast") as manager:
         store.free.clear()
         _train(manager, 1)
         wait_until(lambda: manager.durability(1).uploading)
@@ -194,7 +194,7 @@ def test_multiples_go_in_order_with_the_newest_in_between(tmp_path: Path) -> Non
     store = Moody()
     store.free.clear()
     upload = Upload(every=2)
-    with _manager(Place(store, "run"), tmp_path / "fast", upload=upload, keep=Keep(last=99)) as manager:
+    with _manager(StorePlace(store, "run"), tmp_path / "fast", upload=upload, keep=Keep(last=99)) as manager:
         _train(manager, 1)
         wait_until(lambda: manager.durability(1).uploading)
         _train(manager, *range(2, 8))
@@ -208,7 +208,9 @@ def test_each_tier_has_its_own_retention(tmp_path: Path) -> None:
     store = Moody()
     upload, keep = Upload(every=1, newest=False), Keep(last=1, every=4, best=1)
     losses = {step: float(abs(step - 3)) for step in range(1, 11)}
-    with _manager(Place(store, "run"), tmp_path / "fast", upload=upload, keep=keep, keep_fast=Keep(last=3)) as manager:
+    with _manager(
+        StorePlace(store, "run"), tmp_path / "fast", upload=upload, keep=keep, keep_fast=Keep(last=3)
+    ) as manager:
         for step, loss in losses.items():
             manager.step(step, _state(step), metric=loss)
     assert store.commits == list(range(1, 11))
@@ -220,15 +222,15 @@ def test_bandwidth_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     pauses: list[float] = []
     monkeypatch.setattr(throttled, "sleep", pauses.append)
     store = Moody()
-    with _manager(Place(store, "run"), tmp_path / "fast", upload=Upload(bandwidth=10_000.0)) as manager:
+    with _manager(StorePlace(store, "run"), tmp_path / "fast", upload=Upload(bandwidth=10_000.0)) as manager:
         _train(manager, 1)
-    nbytes = holdfast.open(Place(store, "run/step-000000001")).nbytes
+    nbytes = holdfast.open(StorePlace(store, "run/step-000000001")).nbytes
     assert store.commits == [1] and max(pauses) > nbytes / 10_000.0 * 0.8, "the last byte is told to wait for the rest"
 
 
 def test_a_step_that_is_made_again_replaces_the_older_one(tmp_path: Path) -> None:
     store = Moody()
-    root = Place(store, "run")
+    root = StorePlace(store, "run")
     with _manager(root, tmp_path / "fast") as manager:
         _train(manager, 1)
         wait_until(lambda: manager.durability(1).store)
@@ -252,7 +254,7 @@ def test_a_store_that_is_down_for_a_while(tmp_path: Path, caplog: pytest.LogCapt
     store.down = True
     fast = tmp_path / "fast"
     upload = Upload(every=2)
-    with _manager(Place(store, "run"), fast, upload=upload, keep=Keep(last=9), keep_fast=Keep(last=1)) as manager:
+    with _manager(StorePlace(store, "run"), fast, upload=upload, keep=Keep(last=9), keep_fast=Keep(last=1)) as manager:
         _train(manager, *range(1, 8))
         assert _steps(fast) == [2, 4, 6, 7], "what is due stays until it is safe"
         assert manager.durability(6) == Durability(6, True, None, False)
@@ -273,7 +275,7 @@ def test_a_store_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.
     store = Moody()
     store.free.clear()
     fast = tmp_path / "fast"
-    manager = _manager(Place(store, "run"), fast, grace=0.2)
+    manager = _manager(StorePlace(store, "run"), fast, grace=0.2)
     _train(manager, 1, 2, 3)
     os.kill(os.getpid(), signal.SIGTERM)
     saving = manager.step(4, _state(4))
@@ -292,7 +294,7 @@ def test_a_store_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.
 def test_close_gives_up_when_nothing_moves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Moody()
     store.down = True
-    manager = _manager(Place(store, "run"), tmp_path / "fast", upload=Upload(every=2), keep=Keep(last=9))
+    manager = _manager(StorePlace(store, "run"), tmp_path / "fast", upload=Upload(every=2), keep=Keep(last=9))
     _train(manager, 1, 2, 3)
     manager._home._deadline = 0.2
     manager.close()
@@ -305,7 +307,7 @@ def test_close_gives_up_when_nothing_moves(tmp_path: Path, caplog: pytest.LogCap
 def test_training_that_fails_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Moody()
     store.free.clear()
-    with pytest.raises(ZeroDivisionError), _manager(Place(store, "run"), tmp_path / "fast") as manager:
+    with pytest.raises(ZeroDivisionError), _manager(StorePlace(store, "run"), tmp_path / "fast") as manager:
         _train(manager, 1)
         raise ZeroDivisionError
     store.free.set()
@@ -320,10 +322,10 @@ def test_an_upload_goes_on_after_any_fault(when: Any, tmp_path: Path) -> None:
         nth += 1
         store = Moody()
         failing = Failing(store, nth, when=when)
-        with _manager(Place(failing, "run"), tmp_path / f"fast-{nth}") as manager:
+        with _manager(StorePlace(failing, "run"), tmp_path / f"fast-{nth}") as manager:
             _train(manager, 1)
             wait_until(lambda: 1 in store.commits)
-        opened = holdfast.open(Place(store, "run/step-000000001"))
+        opened = holdfast.open(StorePlace(store, "run/step-000000001"))
         opened.verify()
         _check(opened.state_dict(), 1)
         data = [key for key in store.sent if key.endswith(".safetensors")]
@@ -335,7 +337,7 @@ def test_an_upload_goes_on_after_any_fault(when: Any, tmp_path: Path) -> None:
 
 def test_a_half_uploaded_step_is_no_step_and_is_continued(tmp_path: Path) -> None:
     store = Moody()
-    root, fast = Place(store, "run"), tmp_path / "fast"
+    root, fast = StorePlace(store, "run"), tmp_path / "fast"
 
     def state(step: int) -> dict[str, Any]:
         return {name: {"w": torch.full((1000,), float(step))} for name in ("a", "b", "c")} | {"step": step}
@@ -344,7 +346,7 @@ def test_a_half_uploaded_step_is_no_step_and_is_continued(tmp_path: Path) -> Non
         manager.save(1, state(1))
         wait_until(lambda: store.commits == [1])
     broken = Failing(store, 14, times=10**6)
-    broken_manager = _manager(Place(broken, "run"), fast)
+    broken_manager = _manager(StorePlace(broken, "run"), fast)
     broken_manager.save(2, state(2))
     broken_manager._home.leave()
     broken_manager.close()
@@ -364,7 +366,7 @@ def test_a_damaged_file_is_not_brought_to_the_store(tmp_path: Path, caplog: pyte
     store = Moody()
     store.down = True
     fast = tmp_path / "fast"
-    with _manager(Place(store, "run"), fast) as manager:
+    with _manager(StorePlace(store, "run"), fast) as manager:
         _train(manager, 1)
         _flip(next((fast / "step-000000001").rglob("*.safetensors")))
         store.down = False
@@ -402,7 +404,7 @@ def _restored(root: Any, fast: Path, step: int, tier: Any) -> CheckpointManager:
 def test_the_newest_step_of_both_tiers(tmp_path: Path) -> None:
     """Of the fast one while it is there, of the store when it is gone, also if either is lost altogether."""
     store, fast = tmp_path / "store", tmp_path / "fast"
-    root = Place(Local(store), "run")
+    root = StorePlace(Local(store), "run")
     _run(root, fast, 1, 2, 3, upload=Upload(every=2, newest=False))
     assert _steps(fast) == [2, 3] and _steps(store / "run") == [2]
     shutil.copytree(fast, tmp_path / "aside")
@@ -422,7 +424,7 @@ def test_the_newest_step_of_both_tiers(tmp_path: Path) -> None:
 
 def test_a_manager_that_saved_nothing_leaves_no_uploader_behind(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    with _manager(Place(Local(tmp_path / "store"), "run"), tmp_path / "fast") as manager:
+    with _manager(StorePlace(Local(tmp_path / "store"), "run"), tmp_path / "fast") as manager:
         assert manager.restore(_state()) is None
         assert {thread.name for thread in set(threading.enumerate()) - before} >= {"holdfast-uploader"}
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "holdfast-uploader"]
@@ -442,7 +444,7 @@ def test_a_root_on_local_disk(tmp_path: Path) -> None:
 
 def test_a_store_that_is_down_at_the_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Moody()
-    root, fast = Place(store, "run"), tmp_path / "fast"
+    root, fast = StorePlace(store, "run"), tmp_path / "fast"
     _run(root, fast, 1, 2)
     store.down = True
     manager = _restored(root, fast, 2, fast)
@@ -462,7 +464,7 @@ def test_a_store_that_is_down_at_the_restart(tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped", "manifest"])
 def test_what_the_fast_tier_has_lost_comes_from_the_store(how: str, tmp_path: Path) -> None:
     store = Moody()
-    root, fast = Place(store, "run"), tmp_path / "fast"
+    root, fast = StorePlace(store, "run"), tmp_path / "fast"
     _run(root, fast, 1, 2)
     file = next((fast / "step-000000002").rglob("*.safetensors"))
     if how == "missing":
@@ -478,7 +480,7 @@ def test_what_the_fast_tier_has_lost_comes_from_the_store(how: str, tmp_path: Pa
 @pytest.mark.parametrize("how", ["missing", "flipped"])
 def test_a_damaged_step_that_is_nowhere_else_is_passed_over(how: str, tmp_path: Path) -> None:
     store = Moody()
-    root, fast = Place(store, "run"), tmp_path / "fast"
+    root, fast = StorePlace(store, "run"), tmp_path / "fast"
     _run(root, fast, 1, 2)
     store.down = True
     manager = _manager(root, fast)
@@ -499,7 +501,7 @@ def test_a_damaged_step_that_is_nowhere_else_is_passed_over(how: str, tmp_path: 
 
 def test_everything_is_damaged(tmp_path: Path) -> None:
     store = Moody()
-    root, fast = Place(store, "run"), tmp_path / "fast"
+    root, fast = StorePlace(store, "run"), tmp_path / "fast"
     _run(root, fast, 1)
     _flip(next((fast / "step-000000001").rglob("*.safetensors")))
     key = next(key for key in _keys(store) if key.endswith(".safetensors"))
@@ -515,7 +517,7 @@ def test_everything_is_damaged(tmp_path: Path) -> None:
 def test_two_saves_of_a_step_are_never_mixed(tmp_path: Path) -> None:
     """The run goes on from an older step, as the newest one is out of reach; of the two the one made last counts."""
     store = Moody()
-    root, fast = Place(store, "run"), tmp_path / "fast"
+    root, fast = StorePlace(store, "run"), tmp_path / "fast"
     _run(root, fast, 1, 2)
     first = holdfast.open(root / "step-000000002").manifest.save
     shutil.rmtree(fast / "step-000000002")
@@ -534,7 +536,7 @@ def test_two_saves_of_a_step_are_never_mixed(tmp_path: Path) -> None:
 
 def test_another_run_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Moody()
-    root = Place(store, "run")
+    root = StorePlace(store, "run")
     holdfast.save(_state(1), root / "step-000000001", run="0123456789abcdef")
     there = holdfast.open(root / "step-000000001").manifest.save
     with _manager(root, tmp_path / "fast") as manager:
@@ -546,15 +548,15 @@ def test_another_run_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 def test_a_fast_folder_belongs_to_one_root(tmp_path: Path) -> None:
     store = Moody()
-    _run(Place(store, "one"), tmp_path / "fast", 1)
+    _run(StorePlace(store, "one"), tmp_path / "fast", 1)
     with pytest.raises(holdfast.Mismatch, match="belongs to memory://.*/one"):
-        _manager(Place(store, "two"), tmp_path / "fast")
+        _manager(StorePlace(store, "two"), tmp_path / "fast")
     for fast in ("s3://bucket/fast", "run", "run/fast", "."):
         with pytest.raises(ValueError, match="fast="):
             _manager(tmp_path / "run", fast if "://" in fast else tmp_path / fast)
     with pytest.raises(holdfast.StorageError):
         (tmp_path / "file").write_text("")
-        _manager(Place(store, "two"), tmp_path / "file" / "fast")
+        _manager(StorePlace(store, "two"), tmp_path / "file" / "fast")
 
 
 def test_durability_without_a_fast_tier(tmp_path: Path) -> None:
@@ -607,7 +609,7 @@ def run_on_nodes(base: str, nodes: list[str], steps: list[int], options: dict[st
     store.failures = options.get("failures", 0) if rank == options.get("failing") else 0
     seen: dict[str, Any] = {}
     chosen = {"keep": Keep(last=9), "upload": Upload(**options.get("upload", {})), "slots": options.get("slots", 1)}
-    with _manager(Place(store, "run"), fast, worker=options.get("worker", "thread"), **chosen) as manager:
+    with _manager(StorePlace(store, "run"), fast, worker=options.get("worker", "thread"), **chosen) as manager:
         seen["leaders"] = manager._home._nodes.leaders
         if options.get("hard of hearing") and rank:
             ordered = manager._home._nodes.ordered
@@ -749,7 +751,7 @@ def _files_of(store: Memory, root: str) -> set[str]:
 
 def test_a_step_brings_to_the_store_only_what_it_lacks(tmp_path: Path) -> None:
     store = Moody()
-    root = Place(store, "run")
+    root = StorePlace(store, "run")
     options = {"incremental": True, "keep": Keep(last=2, every=4), "upload": Upload(every=1)}
     with _manager(root, tmp_path / "fast", **options) as manager:
         _save_all(manager, *range(1, 8))
@@ -778,7 +780,7 @@ def test_a_step_brings_to_the_store_only_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_a_file_that_a_fast_step_lacks_comes_from_where_the_store_has_it(tmp_path: Path) -> None:
-    root = Place(Moody(), "run")
+    root = StorePlace(Moody(), "run")
     options = {"incremental": True, "keep": Keep(last=3), "upload": Upload(every=1)}
     with _manager(root, tmp_path / "fast", **options) as manager:
         _save_all(manager, 1, 2)
@@ -793,7 +795,7 @@ def test_a_file_that_a_fast_step_lacks_comes_from_where_the_store_has_it(tmp_pat
 
 def test_what_the_store_lost_is_sent_again(tmp_path: Path) -> None:
     store = Moody()
-    root = Place(store, "run")
+    root = StorePlace(store, "run")
     options = {"incremental": True, "keep": Keep(last=3), "upload": Upload(every=1)}
     with _manager(root, tmp_path / "fast", **options) as manager:
         _save_all(manager, 1)
@@ -804,7 +806,7 @@ def test_what_the_store_lost_is_sent_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fast_drops", [True, False])
 def test_each_tier_drops_what_its_own_rule_says(fast_drops: bool, tmp_path: Path) -> None:
-    root, drops = Place(Moody(), "run"), Keep(last=4, optimizer_last=1)
+    root, drops = StorePlace(Moody(), "run"), Keep(last=4, optimizer_last=1)
     keeps = {"keep_fast": drops, "keep": Keep(last=4)} if fast_drops else {"keep": drops, "keep_fast": Keep(last=4)}
     with _manager(root, tmp_path / "fast", upload=Upload(every=1), **keeps) as manager:
         _save_all(manager, 1, 2, 3)
@@ -825,7 +827,7 @@ def test_each_tier_drops_what_its_own_rule_says(fast_drops: bool, tmp_path: Path
 def test_what_is_to_be_uploaded_is_uploaded_whole(tmp_path: Path) -> None:
     store = Moody()
     store.down = True
-    root = Place(store, "run")
+    root = StorePlace(store, "run")
     options = {"keep_fast": Keep(last=1, optimizer_last=1), "keep": Keep(last=9), "upload": Upload(every=2)}
     with _manager(root, tmp_path / "fast", **options) as manager:
         for step in range(1, 6):

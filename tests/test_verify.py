@@ -17,7 +17,7 @@ import holdfast
 from holdfast.commit.transfer import home
 from holdfast.storage.local import disk
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests import pool
 from tests.damaging import contents_of, flip, spots, state_of
 
@@ -150,12 +150,12 @@ def test_ranks_share_the_work_and_the_verdict(copied: Path) -> None:
 
 
 def test_in_a_store(copied: Path) -> None:
-    place = Place(Memory(), "run/step-1")
+    place = StorePlace(Memory(), "run/step-1")
     holdfast.copy(copied, place)
     assert holdfast.verify(place).whole
     spot = next(s for s in spots(holdfast.open(copied)) if s.tensor == "model/w")
     flip(spot.file, spot.begin + 7)
-    broken = Place(Memory(), "run/step-1")
+    broken = StorePlace(Memory(), "run/step-1")
     for path, data in contents_of(copied).items():
         broken.store.put((broken / path).key, [data], len(data))
     assert {(d.tensor, d.begin) for d in holdfast.verify(broken, raises=False).damages} == {("model/w", spot.begin)}

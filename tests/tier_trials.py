@@ -27,7 +27,7 @@ from holdfast import manager as manager_module
 from holdfast.run.keep import Upload
 from holdfast.run.tiers import uploader
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests.kill_trials import forked, read_line, serve_store
 
 ROWS, WIDTH = 6144, 128  # 3 MB a tensor; with the bandwidth below an upload takes long enough to be hit
@@ -53,8 +53,8 @@ def joined(rank: int, world: int, port: int) -> None:
 
 def manager_of(base: Path, nodes: list[str], worker: Any, bandwidth: float | None) -> CheckpointManager:
     return CheckpointManager(
-        Place(Local(base / "store"), "run"), every=1, fast=base / nodes[dist.get_rank()], worker=worker, signals=(),
-        keep=Keep(last=2), keep_fast=Keep(last=2), upload=Upload(every=3, bandwidth=bandwidth), deadline=20,
+        StorePlace(Local(base / "store"), "run"), every=1, fast=base / nodes[dist.get_rank()], worker=worker,
+        signals=(), keep=Keep(last=2), keep_fast=Keep(last=2), upload=Upload(every=3, bandwidth=bandwidth), deadline=20,
     )  # fmt: skip
 
 

@@ -17,10 +17,10 @@ from holdfast.doctor import checkpoints, folders, machine, stores
 from holdfast.doctor.finding import Finding
 from holdfast.errors import StorageError
 from holdfast.ondisk import manifest
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.urls import location
 
-Here = TypeVar("Here", Path, Place)
+Here = TypeVar("Here", Path, StorePlace)
 
 _CODES = {
     "damaged": Code.DAMAGED, "no checkpoint": Code.NOT_A_CHECKPOINT, "storage": Code.STORAGE, "mismatch": Code.MISMATCH,
@@ -55,7 +55,7 @@ def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Fi
     if path is None:
         return
     place = location(path)
-    if isinstance(place, Place):
+    if isinstance(place, StorePlace):
         found = list(stores.findings(_around(place), write=write))
         yield "store", found
         if any(one.verdict == "fail" for one in found):
@@ -63,7 +63,9 @@ def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Fi
     else:
         yield "folder", folders.findings(_around(place), write=write)
     try:
-        if isinstance(place, Place) or not place.is_dir() or any(place.iterdir()):  # else a folder for what is to come
+        if (
+            isinstance(place, StorePlace) or not place.is_dir() or any(place.iterdir())
+        ):  # else a folder for what is to come
             yield "checkpoint", checkpoints.diagnose(path)
     except OSError as error:
         mend = "docs/stores.md lists the rights that are needed"

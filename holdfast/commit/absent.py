@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.errors import StorageError
 from holdfast.ondisk import datafile, manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 LEVELS = 3
 """Levels of a folder that tell what it is: of a root, the files of its steps. Data sets may lie beside a run."""
@@ -40,7 +40,7 @@ def what_is_there(folder: Path) -> str:
     return _uncommitted(folder, storage.files_near(folder, levels=LEVELS))
 
 
-def what_is_in_store(folder: Place) -> str:
+def what_is_in_store(folder: StorePlace) -> str:
     """The same with few requests: what a folder is called tells enough."""
     try:
         files = storage.files_below(folder)
@@ -68,7 +68,7 @@ def what_is_lent(names: Sequence[str]) -> str:
     return f"no checkpoint any more: its files stay since {told} borrow{'s' if len(names) == 1 else ''} them"
 
 
-def _uncommitted(folder: Location, files: Sequence[str]) -> str:
+def _uncommitted(folder: Place, files: Sequence[str]) -> str:
     if any(path.startswith("parts/") for path in files):
         return f"{folder} holds a save that never committed; holdfast.recover commits it if all its ranks had finished"
     if any(datafile.save_of(path) for path in files):

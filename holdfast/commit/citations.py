@@ -20,7 +20,7 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
 from holdfast.storage.inside import inside
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 Cited = dict[str, set[str]]
 """By the name of a folder, the paths in it that are cited from elsewhere."""
@@ -51,7 +51,7 @@ class Citations:
     Each manifest is read once: on disk again when it has changed, in a store again after `forget`.
     """
 
-    def __init__(self, root: Location) -> None:
+    def __init__(self, root: Place) -> None:
         self._root = root
         self._known: dict[str, tuple[object, Cited]] = {}
 
@@ -59,7 +59,7 @@ class Citations:
         """What the checkpoints of these names cite, all together. Raises StorageError, Unsupported."""
         stamps = {name: self._stamp(name) for name in names}
         lacking = [name for name, stamp in stamps.items() if self._known.get(name, (_NONE,))[0] != stamp]
-        if isinstance(self._root, Place) and len(lacking) > 1:
+        if isinstance(self._root, StorePlace) and len(lacking) > 1:
             with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-cited") as pool:
                 found = list(pool.map(self._read, lacking))
         else:
@@ -80,7 +80,7 @@ class Citations:
         return _citations_at(self._root / name)
 
     def _stamp(self, name: str) -> object:
-        if isinstance(self._root, Place):
+        if isinstance(self._root, StorePlace):
             return None
         try:
             found = disk.stat(self._root / name / manifest.FILE_NAME)
@@ -92,7 +92,7 @@ class Citations:
 _NONE = object()
 
 
-def _citations_at(folder: Location) -> Cited:
+def _citations_at(folder: Place) -> Cited:
     target = folder / manifest.FILE_NAME
     try:
         data = storage.read_small(target)
@@ -101,7 +101,7 @@ def _citations_at(folder: Location) -> Cited:
         try:
             return citations_of(manifest.decode(data, str(target)))
         except Damaged:
-            if not isinstance(folder, Place):
+            if not isinstance(folder, StorePlace):
                 raise
             return citations_of(manifest.decode(storage.read_small(target), str(target)))  # on the way a bit may flip
     except (FileNotFoundError, NotACheckpoint):
@@ -115,13 +115,13 @@ def _citations_at(folder: Location) -> Cited:
         return {}
 
 
-def root_of(folder: Location) -> tuple[Location, str]:
+def root_of(folder: Place) -> tuple[Place, str]:
     """Where the siblings of a checkpoint lie, and what it is called there; links are followed as `..` follows them."""
     real = Path(os.path.realpath(folder)) if isinstance(folder, Path) else folder
     return real.parent, real.name
 
 
-def cited_beside(folder: Location) -> Cited:
+def cited_beside(folder: Place) -> Cited:
     """What all checkpoints beside this one cite: every manifest there is read.
 
     Raises StorageError, and Unsupported for a manifest that a newer holdfast wrote.
@@ -136,7 +136,7 @@ def cited_beside(folder: Location) -> Cited:
     return Citations(root).by(kin)
 
 
-def borrowers(folder: Location, files: Collection[str], citations: Citations | None = None) -> list[str]:
+def borrowers(folder: Place, files: Collection[str], citations: Citations | None = None) -> list[str]:
     """The checkpoints beside ``folder`` that cite ``files`` of it, if they cite every one; else none.
 
     Then these files are neither a save under way nor a dead one's leavings: what a swept step has lent. ``citations``
@@ -153,12 +153,12 @@ def borrowers(folder: Location, files: Collection[str], citations: Citations | N
         return []
 
 
-def cited_in(folder: Location) -> set[str]:
+def cited_in(folder: Place) -> set[str]:
     """Paths in ``folder`` that other checkpoints cite; raises as `cited_beside` does."""
     return cited_beside(folder).get(root_of(folder)[1], set())
 
 
-def let_go(root: Location, loose: Cited, cited: Cited, spare: Collection[Location] = ()) -> None:
+def let_go(root: Place, loose: Cited, cited: Cited, spare: Collection[Place] = ()) -> None:
     """Delete of the ``loose`` files what nobody needs any more: what is neither ``cited`` nor of a checkpoint there.
 
     Folders that are empty then go too, but for those to ``spare``, where saves are under way. Raises StorageError.
@@ -175,7 +175,7 @@ def let_go(root: Location, loose: Cited, cited: Cited, spare: Collection[Locatio
                 storage.delete_empty_folders(folder)
 
 
-def _unnamed(folder: Location, paths: set[str]) -> set[str]:
+def _unnamed(folder: Place, paths: set[str]) -> set[str]:
     """Those of ``paths`` that the folder's own checkpoint does not name, if it is one; none if it cannot be read."""
     target = folder / manifest.FILE_NAME
     try:

@@ -37,7 +37,7 @@ from holdfast.state.structure import KEY, told
 from holdfast.storage import storage
 from holdfast.storage.cloud.conditions import STALE
 from holdfast.storage.inside import inside
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.wrappers.retrying import is_transient
 from holdfast.version import __version__
 
@@ -104,7 +104,7 @@ def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:
     return msgspec.structs.replace(drafted, files=[manifest.file_row(written[path]) for path in planned])
 
 
-def commit(folder: Location, record: Manifest, *, replaces: bool, signed: bytes | None = None) -> None:
+def commit(folder: Place, record: Manifest, *, replaces: bool, signed: bytes | None = None) -> None:
     """Create the manifest, or replace the one that is there; what only the replaced one named is deleted after.
 
     ``signed`` is the signature, which is there before the manifest is.
@@ -122,7 +122,7 @@ def commit(folder: Location, record: Manifest, *, replaces: bool, signed: bytes 
         raise
 
 
-def standing(folder: Location, save: str) -> Manifest | None:
+def standing(folder: Place, save: str) -> Manifest | None:
     """The manifest in a folder if it is that of this save; None also if it cannot be read."""
     target = folder / manifest.FILE_NAME
     try:
@@ -132,13 +132,13 @@ def standing(folder: Location, save: str) -> Manifest | None:
     return found if found.save == save else None
 
 
-def place_signature(folder: Location, record: Manifest, signed: bytes) -> None:
+def place_signature(folder: Place, record: Manifest, signed: bytes) -> None:
     """Put a signature beside the manifest that it is of, or that is to come; whole or not at all, and durable."""
     name = signature.file_name(record)
     storage.replace_small(folder / name, signed, f".{name}.{secrets.token_hex(4)}.tmp")
 
 
-def _commit(folder: Location, record: Manifest, replaces: bool) -> None:
+def _commit(folder: Place, record: Manifest, replaces: bool) -> None:
     target, data = folder / manifest.FILE_NAME, manifest.encode(record)
     # Two processes may commit one save late, at once: each has a name of its own for the moments before.
     temporary = f".manifest.{record.save}.{secrets.token_hex(4)}.tmp"
@@ -258,7 +258,7 @@ def place_attachments(
     return records, [(f"{below}/{name}", data) for name, data in attachments.items()]
 
 
-def _previous(target: Location) -> Manifest | None:
+def _previous(target: Place) -> Manifest | None:
     """The checkpoint to be replaced, or None if it can no longer be read: what it named is then left to a sweep."""
     try:
         return manifest.decode(storage.read_small(target), str(target))
@@ -267,7 +267,7 @@ def _previous(target: Location) -> Manifest | None:
         return None
 
 
-def remove_old_files(folder: Location, old: Manifest, new: Manifest, cited: Cited | None = None) -> bool:
+def remove_old_files(folder: Place, old: Manifest, new: Manifest, cited: Cited | None = None) -> bool:
     """Delete what only the replaced checkpoint needed: its files, and those that it cited elsewhere.
 
     What other checkpoints cite stays: ``cited`` if the caller knows, else they are all asked. The new one is committed,

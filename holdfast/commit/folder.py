@@ -15,7 +15,7 @@ from holdfast.events import log
 from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 HINT = ".metadata"
 HINT_BEGINS = b"\x80\x04\x8c\x2csaved by holdfast: load it with holdfast.dcp0"
@@ -29,9 +29,9 @@ ASIDE = "manifest.json.damaged"
 TAKEN = "already holds a committed checkpoint"
 
 
-def prepare(folder: Location, *, overwrite: bool) -> None:
+def prepare(folder: Place, *, overwrite: bool) -> None:
     """Create the folder, or make sure that it may take a save; leavings of dead saves are removed."""
-    if not isinstance(folder, Place) and folder.exists() and not folder.is_dir():
+    if not isinstance(folder, StorePlace) and folder.exists() and not folder.is_dir():
         raise taken(f"{folder} is a file")
     found = storage.files_below(folder)  # of a store the one request that tells everything
     if manifest.FILE_NAME in found:
@@ -43,7 +43,7 @@ def prepare(folder: Location, *, overwrite: bool) -> None:
     if foreign:
         raise taken(f"{folder} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
     if storage.living(folder, [f for f in ours if datafile.save_of(f)]):
-        if isinstance(folder, Place):
+        if isinstance(folder, StorePlace):
             return  # a dead save's or a living one's, who can tell: names hold save ids, and the commit has one winner
         raise taken(f"another save is writing to {folder} right now")
     if ours and storage.is_file(folder / manifest.FILE_NAME):
@@ -70,12 +70,12 @@ def is_leaving(path: str) -> bool:
     )
 
 
-def goes_along(folder: Location, path: str) -> bool:
+def goes_along(folder: Place, path: str) -> bool:
     """Whether a file that is no leaving goes with those that are: by its name alone nobody tells whose it is."""
     return path.startswith("attachments/") or path == ASIDE or (path == HINT and is_our_hint(folder))
 
 
-def is_our_hint(folder: Location) -> bool:
+def is_our_hint(folder: Place) -> bool:
     """Whether the `HINT` in a folder is one that holdfast wrote, and no file of torch's own."""
     try:
         return storage.read_start(folder / HINT, len(HINT_BEGINS))[0] == HINT_BEGINS
@@ -83,7 +83,7 @@ def is_our_hint(folder: Location) -> bool:
         return False
 
 
-def copy_hint(source: Location, target: Location, save: str) -> None:
+def copy_hint(source: Place, target: Place, save: str) -> None:
     """Copy the `HINT` of a checkpoint that is committed at ``target``, if it has one. What goes wrong is logged."""
     try:
         if is_our_hint(source):
@@ -92,7 +92,7 @@ def copy_hint(source: Location, target: Location, save: str) -> None:
         log.warning("%s is copied, but programs that look for %s do not see it: %s", target, HINT, error)
 
 
-def delete_hint(folder: Location) -> None:
+def delete_hint(folder: Place) -> None:
     """Delete the `HINT` of a checkpoint that was replaced. Raises StorageError."""
     if is_our_hint(folder):
         storage.delete(folder / HINT)
@@ -115,7 +115,7 @@ def taken(text: str) -> StorageError:
     return error
 
 
-def refuse_cited(folder: Location) -> None:
+def refuse_cited(folder: Place) -> None:
     """Raises StorageError (EEXIST) if other checkpoints cite files of the folder: whoever replaces all of it asks."""
     if cited_in(folder):
         error = StorageError(
@@ -126,7 +126,7 @@ def refuse_cited(folder: Location) -> None:
         raise error
 
 
-def withdraw(paths: Sequence[Location], folder: Location) -> None:
+def withdraw(paths: Sequence[Place], folder: Place) -> None:
     """Delete what this rank wrote for a save that did not commit; the last rank to do so takes the folder away.
 
     Never raises an OSError: the failure of the save is what its caller has to hear of.
@@ -134,21 +134,21 @@ def withdraw(paths: Sequence[Location], folder: Location) -> None:
     try:
         storage.delete(*paths)
         # A writer that was killed may have left a small file under the name that it has before it is whole.
-        local = [path for path in paths if not isinstance(path, Place)]
+        local = [path for path in paths if not isinstance(path, StorePlace)]
         storage.delete(*(half for path in local for half in path.parent.glob(f".{path.name}.*.tmp")))
         storage.delete_empty_folders(folder)
     except OSError as error:
         log.warning("a failed save leaves files behind, to be swept later: %s", error)
 
 
-def delete_checkpoint(path: Location) -> None:
+def delete_checkpoint(path: Place) -> None:
     """Delete a checkpoint; see `delete_checkpoints`."""
     root, name = root_of(path)
     delete_checkpoints(root, [name], cited_beside(path), Citations(root).by([name]))
 
 
 def delete_checkpoints(
-    root: Location, names: Sequence[str], cited: Cited, loose: Cited, spare: Collection[Location] = ()
+    root: Place, names: Sequence[str], cited: Cited, loose: Cited, spare: Collection[Place] = ()
 ) -> None:
     """Delete the checkpoints of these ``names``: their manifests first, so that none is one from that moment on.
 
@@ -171,7 +171,7 @@ def delete_checkpoints(
     let_go(root, {name: paths for name, paths in loose.items() if name not in names}, cited, spare)
 
 
-def standing_save(folder: Location) -> str | None:
+def standing_save(folder: Place) -> str | None:
     """The save that is committed in a folder now; None if there is none, or it cannot be read.
 
     Who found that no living process holds a lock there asks again what is a leaving: a save may have ended meanwhile.
@@ -183,7 +183,7 @@ def standing_save(folder: Location) -> str | None:
         return None
 
 
-def sweep_dead(path: Location, cited: Callable[[Location], Collection[str]] = cited_in) -> bool:
+def sweep_dead(path: Place, cited: Callable[[Place], Collection[str]] = cited_in) -> bool:
     """Delete what a save that never committed left in ``path``; False if a living save may write there.
 
     What is ``cited`` stays: `cited_in` unless the caller knows it cheaper.
@@ -200,7 +200,7 @@ def sweep_dead(path: Location, cited: Callable[[Location], Collection[str]] = ci
     return True
 
 
-def sweep_beside(path: Location, record: Manifest, cited: Callable[[Location], Collection[str]] = cited_in) -> bool:
+def sweep_beside(path: Place, record: Manifest, cited: Callable[[Place], Collection[str]] = cited_in) -> bool:
     """Delete leavings of dead saves beside a committed checkpoint: data files that no manifest names.
 
     False if a living save may need them.
@@ -219,7 +219,7 @@ def sweep_beside(path: Location, record: Manifest, cited: Callable[[Location], C
     return True
 
 
-def _delete_ours(path: Location, kept: Collection[str]) -> None:
+def _delete_ours(path: Place, kept: Collection[str]) -> None:
     ours = [f for f in storage.files_below(path) if is_leaving(f) or goes_along(path, f)]
     storage.delete(*(path / f for f in ours if f not in kept))
     storage.delete_empty_folders(path)

@@ -17,7 +17,7 @@ from holdfast.ondisk.signature import SignedFile
 from holdfast.policies.incremental.borrow import Previous
 from holdfast.ranks.ranks import Ranks
 from holdfast.state import Recall
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.write.arena import Slot
 
 REHEARSAL = "prepare"
@@ -53,7 +53,7 @@ class Order:
     """
 
     ranks: Ranks
-    folder: Location | None
+    folder: Place | None
     step: int | None
     overwrite: bool
     run_id: str
@@ -67,7 +67,7 @@ class Order:
     degraded: bool = False
     compared: Callable[[str], bool] | None = None
     sign: Callable[[], Signing] | None = None
-    committed: Callable[[Location, Manifest], None] | None = None
+    committed: Callable[[Place, Manifest], None] | None = None
 
     def check(self) -> None:
         """Raise Unsupported for what cannot be had together."""
@@ -83,7 +83,7 @@ class Order:
             )
 
     @property
-    def place(self) -> Location:
+    def place(self) -> Place:
         """Where the save goes. Raises HoldfastError for a rehearsal."""
         if self.folder is None:
             raise HoldfastError("a rehearsal was to write; this is a fault of holdfast")

@@ -18,10 +18,10 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.part import Part
 from holdfast.storage import storage
 from holdfast.storage.inside import Inside
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 
-def commit_late(folder: Location, *, patience: float = 0.0, strict: bool = False) -> Manifest | None:
+def commit_late(folder: Place, *, patience: float = 0.0, strict: bool = False) -> Manifest | None:
     """Commit what lies finished in ``folder``; None if nothing does.
 
     Writer processes may outlive their trainers for a while: waits up to ``patience`` seconds for them to end. A disk
@@ -52,7 +52,7 @@ def commit_late(folder: Location, *, patience: float = 0.0, strict: bool = False
     return None
 
 
-def finished(folder: Location) -> str | None:
+def finished(folder: Place) -> str | None:
     """The save in ``folder`` that all its ranks had finished, and that `commit_late` would commit; None if none is.
 
     Raises StorageError.
@@ -70,7 +70,7 @@ def finished(folder: Location) -> str | None:
     return None
 
 
-def sizes_of_save(folder: Location) -> dict[str, int]:
+def sizes_of_save(folder: Place) -> dict[str, int]:
     """`sizes_below` of a folder with files of a save of ours; empty for one without, which on disk is not walked.
 
     A data set beside a run may be millions of files. Raises StorageError.
@@ -82,13 +82,13 @@ def sizes_of_save(folder: Location) -> dict[str, int]:
     return storage.sizes_below(folder)
 
 
-def _is_written_to(folder: Location) -> bool:
-    if isinstance(folder, Place):
+def _is_written_to(folder: Place) -> bool:
+    if isinstance(folder, StorePlace):
         return False  # a store shows whole files alone; a later look finds the parts that are missing now
     return bool(storage.living(folder, [path for path in storage.files_below(folder) if path.endswith(".safetensors")]))
 
 
-def _prove(folder: Location, save: str) -> Manifest | None:
+def _prove(folder: Place, save: str) -> Manifest | None:
     """The whole manifest of a save, if every part is there and every file is what its part says."""
     found: dict[int, Part] = {}
     for path in storage.files_below(folder):
@@ -113,14 +113,14 @@ def _prove(folder: Location, save: str) -> Manifest | None:
     return joined(first.manifest, [Did(found[rank].records, found[rank].cites) for rank in sorted(found)])
 
 
-def _prove_file(path: Location, nbytes: int, header_bytes: int, digest: str) -> None:
+def _prove_file(path: Place, nbytes: int, header_bytes: int, digest: str) -> None:
     # As much as a commit in time would know: the sums in the header prove every block when it is read.
     header, size = storage.read_start(path, header_bytes)
     if size != nbytes or blocks.digest(header) != digest:
         raise Damaged(f"{path} is not what its rank wrote")
 
 
-def take_away(folder: Location, save: str, rank: int | None = None) -> None:
+def take_away(folder: Place, save: str, rank: int | None = None) -> None:
     """Delete the parts of a save, or that of one rank, once it is committed or given up."""
     below = folder / "parts"
     try:

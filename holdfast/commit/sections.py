@@ -18,7 +18,7 @@ from holdfast.ondisk import manifest, names
 from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 DROPPED = "dropped"
 """The key of ``producer`` under which a manifest tells what it has lost: sections, joined by ``/``."""
@@ -94,7 +94,7 @@ def lost_files(old: Manifest, new: Manifest) -> list[tuple[str, int]]:
 
 
 def replace(
-    folder: Location, old: Manifest, new: Manifest, cited: Cited | None = None, *, signed: bytes | None = None
+    folder: Place, old: Manifest, new: Manifest, cited: Cited | None = None, *, signed: bytes | None = None
 ) -> None:  # fmt: skip
     """Put ``new`` in the place of ``old`` in one step, then delete what nobody needs any more.
 
@@ -104,7 +104,7 @@ def replace(
     any more: a save or a delete came in between.
     """
     target, data = folder / manifest.FILE_NAME, manifest.encode(new)
-    marks = [folder / MARK] if isinstance(folder, Place) else []
+    marks = [folder / MARK] if isinstance(folder, StorePlace) else []
     for mark in marks:  # by their names what is left of a drop in a store cannot be told from the files that stay
         storage.write_small(mark, b"sections are being dropped, or were when a process died\n")
     try:
@@ -119,7 +119,7 @@ def replace(
         storage.delete(*marks)
 
 
-def _refuse_another(target: Location, old: Manifest) -> None:
+def _refuse_another(target: Place, old: Manifest) -> None:
     # A store has no condition for a replacement; on disk nobody else should be at it. So the gap is kept short.
     try:
         found = manifest.decode(storage.read_small(target), str(target))

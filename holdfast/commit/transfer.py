@@ -22,7 +22,7 @@ from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.read.proved import PART, Parts, ProvedFile, damaged
 from holdfast.storage import storage
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.store import Buffer
 from holdfast.storage.wrappers.retrying import is_transient
 
@@ -76,16 +76,16 @@ def sharing(record: Manifest, name: str, lender: Manifest, at: str, absent: Cont
     return msgspec.structs.replace(record, files=[manifest.file_row(file) for file in files])
 
 
-def home(path: Location) -> Place:
+def home(path: Place) -> StorePlace:
     """A location as a place in a store; of a local path with its siblings, from which it may have borrowed."""
-    if isinstance(path, Place):
+    if isinstance(path, StorePlace):
         return path
     real = Path(os.path.realpath(path))
-    return Place(Local(real.parent), real.name)
+    return StorePlace(Local(real.parent), real.name)
 
 
 def copy_files(
-    source: Location, target: Location, record: Manifest, *, into: Manifest | None = None,
+    source: Place, target: Place, record: Manifest, *, into: Manifest | None = None,
     only: Callable[[str], bool] = lambda path: True, progress: Callable[[int], None] = lambda nbytes: None,
     landed: Callable[[str], None] = lambda path: None,
 ) -> CopyStats:  # fmt: skip
@@ -123,7 +123,7 @@ class _Work:
     """One run of `copy_files`."""
 
     def __init__(
-        self, source: Place, target: Place, stats: CopyStats, progress: Callable[[int], None],
+        self, source: StorePlace, target: StorePlace, stats: CopyStats, progress: Callable[[int], None],
         landed: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.source, self.target, self.stats, self.progress, self.landed = source, target, stats, progress, landed
@@ -205,7 +205,7 @@ class _Work:
         self.progress(nbytes)
         self.landed(own)
 
-    def _create(self, place: Place, data: bytes) -> bool:
+    def _create(self, place: StorePlace, data: bytes) -> bool:
         with storage.naming(place, "create"):
             return place.store.create(place.key, data)
 

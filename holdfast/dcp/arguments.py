@@ -18,7 +18,7 @@ from holdfast.dcp.reader import Reader
 from holdfast.dcp.writer import Writer
 from holdfast.errors import Unsupported
 from holdfast.read.ranges import Verify
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 
 _TORCH = "torch.distributed.checkpoint"
@@ -34,14 +34,14 @@ PathLike = str | os.PathLike[str] | Place
 class Destination(NamedTuple):
     """Where a save goes, and whether it may replace what is there."""
 
-    folder: Location
+    folder: Place
     overwrite: bool
 
 
 class Origin(NamedTuple):
     """Where a load comes from, and how it is checked."""
 
-    path: Location
+    path: Place
     verify: Verify
 
 
@@ -105,7 +105,7 @@ def _say_whose(kind: str) -> None:
 
 def id_for_torch(checkpoint_id: PathLike | None) -> str | os.PathLike[str] | None:
     """A path as torch's engine takes it."""
-    return str(checkpoint_id) if isinstance(checkpoint_id, Place) else checkpoint_id
+    return str(checkpoint_id) if isinstance(checkpoint_id, StorePlace) else checkpoint_id
 
 
 def plans_itself(planner: Any) -> bool:
@@ -140,7 +140,7 @@ def staging_of(stager: Any) -> Literal["at once", "later", "by itself"]:
     return "later" if stager._config.use_async_staging else "at once"
 
 
-def _given(checkpoint_id: PathLike | None, storage: Any, name: str) -> Location:
+def _given(checkpoint_id: PathLike | None, storage: Any, name: str) -> Place:
     if checkpoint_id is None and storage is None:
         raise Unsupported(f"`checkpoint_id` must be specified if {name} is None: the path of the checkpoint")
     path = storage.path if checkpoint_id is None else checkpoint_id

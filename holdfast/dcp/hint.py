@@ -16,13 +16,13 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _WHERE = "no file of torch.distributed.checkpoint: load this checkpoint with holdfast.dcp.load or holdfast.load"
 """The file that torch's reader would open for anything: its error says what is to be done."""
 
 
-def leave_hint(folder: Location, record: Manifest) -> None:
+def leave_hint(folder: Place, record: Manifest) -> None:
     """Write the hint beside a committed checkpoint. What goes wrong is logged: the checkpoint is there without it."""
     try:
         data = HINT_BEGINS + _metadata(folder, record)
@@ -31,7 +31,7 @@ def leave_hint(folder: Location, record: Manifest) -> None:
         log.warning("%s is committed, but programs that look for %s do not see it: %s", folder, HINT, error)
 
 
-def _metadata(folder: Location, record: Manifest) -> bytes:
+def _metadata(folder: Place, record: Manifest) -> bytes:
     checkpoint = Checkpoint(folder)
     vars(checkpoint)["manifest"] = record
     described = describe(checkpoint).metadata

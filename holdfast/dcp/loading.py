@@ -40,7 +40,7 @@ from holdfast.ondisk.patterns import near
 from holdfast.ranks.ranks import Ranks, ranks_of
 from holdfast.read.shared.share import Choice, Offer, who_shares
 from holdfast.state import collect
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _SHOWN = 100
 
@@ -117,7 +117,7 @@ class _Fit(msgspec.Struct, array_like=True):
 
 
 def _compare(
-    path: Location, state_dict: dict[str, Any], group: Ranks, meeting: Ranks, *, keep: bool
+    path: Place, state_dict: dict[str, Any], group: Ranks, meeting: Ranks, *, keep: bool
 ) -> tuple[Target, Match, _Fit]:
     """Match every leaf of the target with the checkpoint; nothing is read or changed."""
     if not isinstance(state_dict, dict):

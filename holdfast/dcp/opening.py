@@ -18,13 +18,13 @@ from holdfast.formats.assemble import Found, assemble
 from holdfast.formats.dcp.dcp import read_folder
 from holdfast.ondisk import containers, manifest, names, packing, values
 from holdfast.ondisk.containers import Note
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 
 
-def as_torch_has_it(path: Location) -> str | os.PathLike[str]:
+def as_torch_has_it(path: Place) -> str | os.PathLike[str]:
     """A path as torch's own objects hold it."""
-    return str(path) if isinstance(path, Place) else path
+    return str(path) if isinstance(path, StorePlace) else path
 
 
 def may_be_a_path(path: str | os.PathLike[str]) -> bool:
@@ -49,7 +49,7 @@ def open_by_key(path: str | os.PathLike[str] | Place) -> Checkpoint:
     return Checkpoint(folder, foreign=assemble(found, folder))
 
 
-def is_of_torch(folder: Location) -> bool:
+def is_of_torch(folder: Place) -> bool:
     """Whether torch's own engine saved what lies in a folder: a save of ours leaves `.metadata` there as well."""
     if not any((folder / name).is_file() for name in (HINT, "__0.metadata")):
         return False

@@ -37,7 +37,7 @@ from holdfast.ranks.ranks import Ranks
 from holdfast.save import RUN
 from holdfast.state import Collected
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.write.image import Image, OpenFiles
 from holdfast.write.images import images_of
@@ -181,7 +181,7 @@ class Writer(StorageWriter):
         metadata.version = VERSION
 
 
-def _write(images: list[Image], target: Location, save: str, rank: int) -> list[FileRecord]:
+def _write(images: list[Image], target: Place, save: str, rank: int) -> list[FileRecord]:
     """The data files, durable. What could not be written whole is taken away."""
     if not images:
         return []
@@ -212,7 +212,7 @@ def _check_keys(metadata: Metadata, results: list[list[WriteResult]]) -> None:
         raise Mismatch(f"{lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''} was planned and not written")
 
 
-def _check_files(target: Location, files: list[FileRecord]) -> None:
+def _check_files(target: Place, files: list[FileRecord]) -> None:
     for file in files:
         try:
             size = (target / file.path).stat().st_size

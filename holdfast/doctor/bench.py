@@ -29,7 +29,7 @@ from holdfast.run.leavings import BENCH
 from holdfast.saver import Saver
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -77,7 +77,7 @@ class Benched:
 
 
 def bench(
-    root: str | Path | Place, nbytes: int, *, rounds: int = 2, tell: Callable[[Row], None] = lambda row: None
+    root: str | Path | StorePlace, nbytes: int, *, rounds: int = 2, tell: Callable[[Row], None] = lambda row: None
 ) -> Benched:
     """Write and read about ``nbytes`` below ``root``, bare and as a checkpoint, in a folder that is gone afterwards.
 
@@ -109,9 +109,9 @@ def bench(
     return Benched(str(place), nbytes, tuple(rows), stall, raw.direct)
 
 
-def str_of(path: Location) -> str | Place:
+def str_of(path: Place) -> str | StorePlace:
     """A location as users give it."""
-    return path if isinstance(path, Place) else str(path)
+    return path if isinstance(path, StorePlace) else str(path)
 
 
 def _timed(do: Callable[[], object]) -> float:
@@ -120,7 +120,7 @@ def _timed(do: Callable[[], object]) -> float:
     return perf_counter() - began
 
 
-def _check_room(place: Location, nbytes: int) -> None:
+def _check_room(place: Place, nbytes: int) -> None:
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if memory < 2.2 * nbytes:
         raise _too_small(f"{memory} bytes of memory are free, and {int(2.2 * nbytes)} are needed", errno.ENOMEM)
@@ -138,9 +138,9 @@ def _too_small(text: str, number: int) -> StorageError:
 
 
 @contextmanager
-def _folder(place: Location) -> Iterator[Location]:
+def _folder(place: Place) -> Iterator[Place]:
     """A folder of its own, which is gone afterwards, and those above that were made for it."""
-    made = [] if isinstance(place, Place) else [path for path in [place, *place.parents] if not path.exists()]
+    made = [] if isinstance(place, StorePlace) else [path for path in [place, *place.parents] if not path.exists()]
     work = place / f"{BENCH}{secrets.token_hex(4)}"
     storage.make_folder(work)
     storage.write_small(work / "lock", b"a benchmark is under way\n")
@@ -206,7 +206,7 @@ class _Store:
 
     direct = True
 
-    def __init__(self, work: Place, nbytes: int) -> None:
+    def __init__(self, work: StorePlace, nbytes: int) -> None:
         self._file, self._nbytes, self._data = work / "raw", nbytes, secrets.token_bytes(CHUNK)
 
     def write(self) -> None:
@@ -231,7 +231,7 @@ class _Store:
         storage.delete(self._file)
 
 
-def _each(name: str, path: Location, nbytes: int, do: Callable[[int], None], threads: int = THREADS) -> None:
+def _each(name: str, path: Place, nbytes: int, do: Callable[[int], None], threads: int = THREADS) -> None:
     """``do`` for each chunk, in threads; an interrupt ends it after the chunks that are under way."""
     stop = threading.Event()
     with events.task(name, str(path), total=nbytes) as task, ThreadPoolExecutor(threads) as pool:
@@ -249,12 +249,12 @@ def _each(name: str, path: Location, nbytes: int, do: Callable[[int], None], thr
             raise
 
 
-def _write_small(work: Location) -> None:
+def _write_small(work: Place) -> None:
     """Small files, each durable before it counts; in a store many at once, as holdfast writes them there."""
     storage.make_folder(work / "small")
     paths = [work / "small" / f"{number:04d}" for number in range(SMALL_FILES)]
     data = secrets.token_bytes(SMALL)
-    with ThreadPoolExecutor(ASKERS if isinstance(work, Place) else 1) as pool:
+    with ThreadPoolExecutor(ASKERS if isinstance(work, StorePlace) else 1) as pool:
         list(pool.map(lambda path: storage.write_small(path, data), paths))
 
 
@@ -270,7 +270,7 @@ def _state(nbytes: int) -> dict[str, dict[str, torch.Tensor]]:
     return state
 
 
-def _saved(state: dict[str, dict[str, torch.Tensor]], work: Location, rounds: int) -> tuple[float, float]:
+def _saved(state: dict[str, dict[str, torch.Tensor]], work: Place, rounds: int) -> tuple[float, float]:
     """Seconds until training may go on, and until a save is committed."""
     best = (float("inf"), float("inf"))
     with Saver() as saver:

@@ -23,7 +23,7 @@ from holdfast.ondisk import datafile, manifest, part
 from holdfast.repair.rescue import rescuable
 from holdfast.run.steps import Steps, fault_of, lacking_files
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded
 
@@ -35,7 +35,7 @@ FEW = 5
 """Steps, files or neighbours that are named."""
 
 
-def diagnose(path: str | Path | Place) -> list[Finding]:
+def diagnose(path: str | Path | StorePlace) -> list[Finding]:
     """What is at ``path``, and what is wrong with it. Raises StorageError."""
     place = bounded(location(path), DEADLINE)
     above = _checkpoint_around(place)
@@ -63,7 +63,9 @@ def diagnose(path: str | Path | Place) -> list[Finding]:
 def advice(path: str) -> str:
     """What to do about a local ``path`` that does not open; empty if that cannot be told."""
     try:
-        found = [] if isinstance(location(path), Place) else diagnose(path)  # in a store looking around costs requests
+        found = (
+            [] if isinstance(location(path), StorePlace) else diagnose(path)
+        )  # in a store looking around costs requests
     except (HoldfastError, OSError, ValueError):
         return ""
     return next((one.mend for one in found if one.mend), "")
@@ -77,7 +79,7 @@ def _damaged(text: str, mend: str) -> Finding:
     return Finding(NAME, "fail", text, mend, "damaged")
 
 
-def _checkpoint_around(place: Location) -> Location | None:
+def _checkpoint_around(place: Place) -> Place | None:
     """The checkpoint that a file or folder is a part of."""
     for above in (place.parent, place.parent.parent):
         if place != above and storage.is_file(above / manifest.FILE_NAME):
@@ -109,7 +111,7 @@ def _nothing_at(place: Path) -> Finding:
 # Ours
 
 
-def _ours(place: Location) -> list[Finding]:
+def _ours(place: Place) -> list[Finding]:
     try:
         record = read_manifest(place)
     except Damaged as error:
@@ -139,7 +141,7 @@ def _ours(place: Location) -> list[Finding]:
     return found
 
 
-def _run(root: Location, steps: Sequence[Location]) -> list[Finding]:
+def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
     newest = steps[-1]
     told = f"{root} is the folder of a run, with {len(steps)} checkpoints: the newest is {newest.name}"
     found = [Finding(NAME, "ok", told, f"{command('ls', root)} lists them")]
@@ -160,7 +162,7 @@ def _run(root: Location, steps: Sequence[Location]) -> list[Finding]:
     return found
 
 
-def _other_runs(root: Location, steps: Sequence[Location]) -> list[Finding]:
+def _other_runs(root: Place, steps: Sequence[Place]) -> list[Finding]:
     """Steps of another run that were saved after the newest, with which a restore does not know where to go on."""
     try:
         Steps(root, "{step}").refuse_another_run(steps[-1], among=steps)
@@ -171,7 +173,7 @@ def _other_runs(root: Location, steps: Sequence[Location]) -> list[Finding]:
     return []
 
 
-def _before_the_first(root: Location, begun: Sequence[str]) -> list[Finding]:
+def _before_the_first(root: Place, begun: Sequence[str]) -> list[Finding]:
     """The folder of a run that has not saved yet, or whose saves all died."""
     found = [_uncommitted(root / name, storage.files_below(root / name)) for name in begun[-FEW:]]
     told = f"no step was saved here yet: {root} is the folder of a run"
@@ -183,8 +185,8 @@ def _before_the_first(root: Location, begun: Sequence[str]) -> list[Finding]:
     return [_missing(f"{told}, and none of its saves has committed", found[-1].mend), *found]
 
 
-def _empty(place: Location) -> Finding:
-    if isinstance(place, Place):
+def _empty(place: Place) -> Finding:
+    if isinstance(place, StorePlace):
         return _missing(f"there is nothing at {place}", f"{command('ls', place.parent)} lists what is beside it")
     told = f"no step was saved here yet: {place} is empty"
     return _missing(
@@ -192,13 +194,13 @@ def _empty(place: Location) -> Finding:
     )
 
 
-def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
+def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
     lent_to = borrowers(place, [path for path in files if is_leaving(path)])
     if lent_to:
         told = f"{place} is {what_is_lent(lent_to)}"
         return _missing(told, f"take one of these, and leave its files where they are; {command('ls', place.parent)}")
     if storage.living(place, [path for path in files if datafile.save_of(path)]):
-        if isinstance(place, Place):
+        if isinstance(place, StorePlace):
             told = f"{place} holds no manifest.json, and files younger than six hours: a save may be under way"
         else:
             told = f"a save to {place} is under way"
@@ -218,7 +220,7 @@ def _uncommitted(place: Location, files: Sequence[str]) -> Finding:
     return _missing(f"{place}: {told}", mend)
 
 
-def _rescue(place: Location) -> tuple[str, str]:
+def _rescue(place: Place) -> tuple[str, str]:
     """What can be made of data files without a manifest (empty if nothing can), and the command that does it."""
     older = neighbours(place)
     for like in [None, *older[-1:]]:
@@ -243,11 +245,11 @@ def _rescue(place: Location) -> tuple[str, str]:
     return "", f"{_take_older(older)}; or, if there is a copy of this one: {command('rescue', place)} --like COPY"
 
 
-def _take_older(older: Sequence[Location]) -> str:
+def _take_older(older: Sequence[Place]) -> str:
     return f"take an older step ({older[-1]}), as a restore of the run does" if older else "take another checkpoint"
 
 
-def _absent(place: Location, files: Sequence[str]) -> str:
+def _absent(place: Place, files: Sequence[str]) -> str:
     """Which ranks never finished, if others left word of it."""
     there: set[int] = set()
     world = 0
@@ -269,7 +271,7 @@ def _absent(place: Location, files: Sequence[str]) -> str:
 # Other formats
 
 
-def _foreign(place: Location, files: Sequence[str]) -> list[Finding]:
+def _foreign(place: Place, files: Sequence[str]) -> list[Finding]:
     formats = "docs/formats.md says what its reader expects"
     try:
         opened = open_checkpoint(str(place) if isinstance(place, Path) else place)
@@ -288,7 +290,7 @@ def _foreign(place: Location, files: Sequence[str]) -> list[Finding]:
     return [Finding(NAME, "ok", f"{told}; {command('verify', place)} reads every byte")]
 
 
-def _elsewhere(place: Location, told: str) -> Finding:
+def _elsewhere(place: Place, told: str) -> Finding:
     """A checkpoint of another format may lie one folder up, or down."""
     near = [place.parent, *(place / name for name in (storage.folders_in(place) if not _is_file(place) else [])[:FEW])]
     for other in near:
@@ -302,5 +304,5 @@ def _elsewhere(place: Location, told: str) -> Finding:
     return _missing(told, "docs/formats.md lists what can be read; convert others with the program that wrote them")
 
 
-def _is_file(place: Location) -> bool:
+def _is_file(place: Place) -> bool:
     return storage.is_file(place)

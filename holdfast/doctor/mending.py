@@ -13,7 +13,7 @@ from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, St
 from holdfast.ondisk import manifest
 from holdfast.repair.rescue import IN_NO_FILE, rescuable
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 
 
@@ -21,7 +21,7 @@ def not_by_headers(path: str) -> str:
     """Why `rescue` is not to go by headers alone at a local ``path``: a step beside it tells more. Else empty."""
     try:
         place = location(path)
-        older = [] if isinstance(place, Place) else neighbours(place)
+        older = [] if isinstance(place, StorePlace) else neighbours(place)
         if older and not storage.is_file(place / manifest.FILE_NAME) and rescuable(place)[0] == "headers":
             if gone := lacking(place, older[-1]):
                 return f"{place} is not all there: {gone}. Name a copy of it with --like"
@@ -40,7 +40,7 @@ def mending(path: str, asked: Sequence[str] = ()) -> str:
     """
     try:
         place = location(path)
-        if isinstance(place, Place):
+        if isinstance(place, StorePlace):
             return ""
         if asked:
             return _mend_elsewhere(place)
@@ -52,13 +52,13 @@ def mending(path: str, asked: Sequence[str] = ()) -> str:
 BRING_BACK = "bring back that file from where it was copied, or take another checkpoint"
 
 
-def _mend_elsewhere(place: Location) -> str:
+def _mend_elsewhere(place: Place) -> str:
     older = neighbours(place)
     go_on = f"go on from {older[-1].name}, as a restore of the run does" if older else "take another checkpoint"
     return f"none of these sources has what is left: name a copy by --from COPY; or {go_on}"
 
 
-def mend(place: Location) -> str:
+def mend(place: Place) -> str:
     """What to do about bytes that are damaged."""
     older = neighbours(place)
     if not older:
@@ -73,9 +73,9 @@ def command(word: str, *paths: object) -> str:
     return " ".join(["holdfast", word, *(shlex.quote(str(path)) for path in paths)])
 
 
-def steps_in(root: Location) -> list[Location]:
+def steps_in(root: Place) -> list[Place]:
     """The checkpoints in a folder, the latest by their numbers last."""
-    names = storage.folders_in(root) if isinstance(root, Place) or root.is_dir() else []
+    names = storage.folders_in(root) if isinstance(root, StorePlace) or root.is_dir() else []
     return [root / name for name in sorted(names, key=_order) if storage.is_file(root / name / manifest.FILE_NAME)]
 
 
@@ -84,7 +84,7 @@ def _order(name: str) -> tuple[int, str]:
     return (int(number[1]) if number else -1), name
 
 
-def neighbours(place: Location) -> list[Location]:
+def neighbours(place: Place) -> list[Place]:
     """Checkpoints beside one, the newest last."""
     try:
         return [path for path in steps_in(place.parent) if path != place]
@@ -92,7 +92,7 @@ def neighbours(place: Location) -> list[Location]:
         return []
 
 
-def lacking(place: Location, like: Location) -> str:
+def lacking(place: Place, like: Place) -> str:
     """What a step has that is in no file of ``place``, whose headers by themselves are whole; else empty."""
     try:
         rescuable(place, like)
@@ -106,7 +106,7 @@ def lacking(place: Location, like: Location) -> str:
     return ""
 
 
-def fits(place: Location, like: Location) -> bool:
+def fits(place: Place, like: Place) -> bool:
     try:
         rescuable(place, like)
     except (Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported):

@@ -17,7 +17,7 @@ from holdfast.storage.cloud.credentials_azure import azure
 from holdfast.storage.cloud.credentials_google import google
 from holdfast.storage.cloud.profiles import NoCredentials
 from holdfast.storage.cloud.wiring import asked_clock
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.wrappers.deadline import Deadline
 
 DEADLINE = 30.0
@@ -29,12 +29,12 @@ _WHO = "docs/stores.md has a page for each cloud, which tells where credentials 
 _PUBLIC = {"gs": "https://storage.googleapis.com", "s3": "https://s3.amazonaws.com"}
 
 
-def findings(place: Place, *, write: bool = True) -> Iterator[Finding]:
+def findings(place: StorePlace, *, write: bool = True) -> Iterator[Finding]:
     """What is found at ``place``; what follows on a failure is not tried."""
     spec = _spec_of(place)
     scheme, options = str(spec.get("scheme", "")), spec.get("options", {})
     endpoint = str(options.get("endpoint_url") or _PUBLIC.get(scheme, ""))
-    patient = Place(Deadline(place.store, DEADLINE), place.key)
+    patient = StorePlace(Deadline(place.store, DEADLINE), place.key)
     if scheme in ("http", "https"):
         tried = _verb("reading", patient.is_file)
     else:
@@ -51,7 +51,7 @@ def findings(place: Place, *, write: bool = True) -> Iterator[Finding]:
         yield from _tried(patient)
 
 
-def _spec_of(place: Place) -> Mapping[str, Any]:
+def _spec_of(place: StorePlace) -> Mapping[str, Any]:
     store: Any = place.store
     while (inside := getattr(store, "store", None)) is not None:
         store = inside
@@ -92,7 +92,7 @@ def _verb(name: str, do: Callable[[], object]) -> Finding:
     return Finding(name, "ok", "works")
 
 
-def _tried(place: Place) -> Iterator[Finding]:
+def _tried(place: StorePlace) -> Iterator[Finding]:
     store, key = place.store, (place / f".holdfast-doctor-{secrets.token_hex(8)}").key
     data = b"holdfast doctor was here; this can be deleted at any time\n"
     made = _verb("writing", lambda: store.put(key, [data], len(data)))
@@ -112,7 +112,7 @@ def _same(found: bytes, written: bytes) -> None:
         raise OSError("what was written is not what is read")
 
 
-def _condition(place: Place) -> Finding:
+def _condition(place: StorePlace) -> Finding:
     honoured: list[bool] = []
     tried = _verb("conditional writes", lambda: honoured.append(honours_conditions(place.store, place.key)))
     if tried.verdict == "ok" and not honoured[0]:

@@ -19,7 +19,7 @@ from holdfast.ondisk import blocks, manifest
 from holdfast.storage import storage
 from holdfast.storage.local import disk
 from holdfast.storage.local.private import private_folder
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 
 PART = 8 << 20
 
@@ -27,7 +27,7 @@ MARK = ".holdfast-converting"
 """Stands beside what is uploaded until all of it is: what an upload that broke off has left may be replaced."""
 
 
-def grown_at(place: Place) -> Path:
+def grown_at(place: StorePlace) -> Path:
     """The local folder or file in which a target for ``place`` grows: the same one for a call that is repeated.
 
     Nobody else can write there. Raises StorageError if that cannot be had.
@@ -36,7 +36,7 @@ def grown_at(place: Place) -> Path:
         return private_folder(f"convert-{blocks.digest(str(place).encode())[:12]}") / (place.name or "root")
 
 
-def check_free(place: Place, *, overwrite: bool) -> None:
+def check_free(place: StorePlace, *, overwrite: bool) -> None:
     """Raises StorageError if something is at ``place`` already and may not be replaced."""
     found = storage.files_below(place) or ([place.name] if storage.is_file(place) else [])
     if MARK in found:
@@ -66,7 +66,7 @@ def check_one_machine(hosts: list[str]) -> str:
     return ""
 
 
-def upload(grown: Path, place: Place) -> int:
+def upload(grown: Path, place: StorePlace) -> int:
     """Upload a target that is whole, then take the local one away; the bytes of all its files.
 
     A checkpoint of ours that was at ``place`` is there until the new one is: no file of theirs has the same name but
@@ -91,7 +91,7 @@ def upload(grown: Path, place: Place) -> int:
     return nbytes
 
 
-def _put(path: Path, place: Place) -> None:
+def _put(path: Path, place: StorePlace) -> None:
     with storage.naming(place, "upload"):
         place.store.put(place.key, _parts(path), path.stat().st_size)
 

@@ -29,7 +29,7 @@ from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, selector
 from holdfast.ranks.ranks import Ranks
 from holdfast.read.ranges import Verify
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 
 To = Literal["holdfast", "huggingface", "torch", "dcp"]
 
@@ -50,7 +50,7 @@ class Converted:
     call.
     """
 
-    path: Location
+    path: Place
     to: str
     nbytes: int = 0
     tensors: list[str] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Note(msgspec.Struct, array_like=True):
     rows: list[Row]
 
 
-def _real(path: Location) -> str:
+def _real(path: Place) -> str:
     """A path by which the same place is known, whatever links lead to it."""
     return os.path.realpath(path) if isinstance(path, Path) else str(path)
 
@@ -113,7 +113,7 @@ class ConvertWork:
     """One conversion on one rank: `plan`, `begin` on the first rank, `copy`, `finish` on the first rank."""
 
     def __init__(
-        self, source: str | os.PathLike[str] | Place | Checkpoint, target: Location, asked: Asked, ranks: Ranks,
+        self, source: str | os.PathLike[str] | Place | Checkpoint, target: Place, asked: Asked, ranks: Ranks,
         partial: Partial,
     ) -> None:  # fmt: skip
         self.asked, self.ranks, self.partial = asked, ranks, partial

@@ -16,7 +16,7 @@ from typing import TypeVar
 from holdfast.errors import HoldfastError
 from holdfast.formats.sources import Stretch, file
 from holdfast.read.read import ASKERS
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 BATCH = 64
 """Files that are glanced at together: what is read of them is kept until they are opened."""
@@ -30,7 +30,7 @@ class Ahead:
     """Stretches in the order in which they are likely to be wanted."""
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
-        found = (s for s in stretches if type(s) is not Stretch and isinstance(s.source.path, Place))
+        found = (s for s in stretches if type(s) is not Stretch and isinstance(s.source.path, StorePlace))
         self._order = [*dict.fromkeys(found)]
         self._at = {stretch: i for i, stretch in enumerate(self._order)}
         self._asked: set[int] = set()
@@ -61,17 +61,17 @@ def _try_to_locate(stretch: Stretch) -> None:
         stretch.located()
 
 
-def glanced(items: Iterable[T], path_of: Callable[[T], Location]) -> Iterator[T]:
+def glanced(items: Iterable[T], path_of: Callable[[T], Place]) -> Iterator[T]:
     """The items; of the files of those in a store both ends are read before, of many at once."""
     waiting = iter(items)
     while batch := [*islice(waiting, BATCH)]:
-        if len(batch) > 1 and isinstance(path_of(batch[0]), Place):
+        if len(batch) > 1 and isinstance(path_of(batch[0]), StorePlace):
             with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-look") as pool:
                 list(pool.map(_glance, map(path_of, batch)))
         yield from batch
 
 
-def _glance(path: Location) -> None:
+def _glance(path: Place) -> None:
     with suppress(HoldfastError, OSError):  # whoever opens it is told
         found = file(path)
         for begin in (0, found.nbytes - 1):

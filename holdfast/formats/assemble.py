@@ -31,7 +31,7 @@ from holdfast.ondisk.containers import Note
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import Manifest
 from holdfast.read.source import Descriptors, ReadStats
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 MAX_LEAVES = 4_000_000
 """More than any state has; what claims more refers to itself."""
@@ -62,7 +62,7 @@ class Found:
     world_size: int = 1
     producer: Mapping[str, str] = field(default_factory=dict)
     reading: str = ""
-    attachments: Mapping[str, Location] = field(default_factory=dict)
+    attachments: Mapping[str, Place] = field(default_factory=dict)
 
 
 class ForeignFiles:
@@ -74,7 +74,7 @@ class ForeignFiles:
         self._unpacked: dict[Source, int] = {}
         self._lock = threading.Lock()
 
-    def path(self, index: int) -> Location:
+    def path(self, index: int) -> Place:
         return self.sources[index].path
 
     def plain(self, index: int) -> Path | None:
@@ -104,7 +104,7 @@ class ForeignFiles:
         """One of the stretches at its true place."""
         return self._ahead.located(stretch)
 
-    def opened(self, index: int) -> AbstractContextManager[Descriptors | Place]:
+    def opened(self, index: int) -> AbstractContextManager[Descriptors | StorePlace]:
         return opened(self.sources[index])
 
 
@@ -117,11 +117,11 @@ class Foreign:
     manifest: Manifest
     files: ForeignFiles
     per_rank: Mapping[str, tuple[Any, ...]]
-    attachments: Mapping[str, Location]
+    attachments: Mapping[str, Place]
     left_out: Mapping[str, str]
 
 
-def assemble(found: Found, path: Location) -> Foreign:
+def assemble(found: Found, path: Place) -> Foreign:
     """Join what a reader found. Raises Damaged if a tensor has holes, overlaps or bytes outside of its file."""
     if expanded(dict(found.state), MAX_LEAVES) is None:  # told at once, where walking so far would take minutes
         raise Damaged(f"{path}: it claims more than {MAX_LEAVES} leaves: it contains itself over and over")
@@ -164,7 +164,7 @@ def assemble(found: Found, path: Location) -> Foreign:
     )  # fmt: skip
 
 
-def _merged_memory(tensors: Mapping[str, Stored], path: Location) -> dict[int, Any]:
+def _merged_memory(tensors: Mapping[str, Stored], path: Place) -> dict[int, Any]:
     """Thousands of step counters are one source, not thousands: how a stretch of each moves into it."""
     data = bytearray()
     begins: dict[int, tuple[Memory, int]] = {}
@@ -187,7 +187,7 @@ def _merged_memory(tensors: Mapping[str, Stored], path: Location) -> dict[int, A
 class _Flat:
     """Leaves by name, as a manifest lists them."""
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         self.tensors: dict[str, Stored] = {}
         self.aliases: dict[str, str] = {}
@@ -251,7 +251,7 @@ class _Flat:
             self.aliases[at] = first
 
 
-def simplified(node: Any, path: Location) -> Any:
+def simplified(node: Any, path: Place) -> Any:
     """A leaf or container as our formats know them: what stands in a record, without the record.
 
     An enum is its value, a namespace its attributes, a set a list, a time its text, a duration its seconds.
@@ -307,7 +307,7 @@ def _time(node: Record) -> Any:
     return list(args)
 
 
-def materialized(value: Any, path: Location) -> Any:
+def materialized(value: Any, path: Place) -> Any:
     """A value of one rank with its tensors read."""
     left = MAX_LEAVES
 

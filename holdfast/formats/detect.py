@@ -12,7 +12,7 @@ from importlib import import_module
 from holdfast.buffers.memory import no_collection
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.formats.assemble import Foreign, assemble
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import storage_error
 from holdfast.storage.wrappers.listed import Listed
 
@@ -29,13 +29,13 @@ _READERS = (
 _UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 
-def open_foreign(path: Location) -> Foreign | None:
+def open_foreign(path: Place) -> Foreign | None:
     """The foreign checkpoint at ``path``, or None if there is none that is known.
 
     ``path``: a folder, a file, or a template with ``{rank}``. Raises Damaged, Unsupported, StorageError.
     """
-    if isinstance(path, Place):
-        path = Place(Listed(path.store, _above_templates(path.key)), path.key)
+    if isinstance(path, StorePlace):
+        path = StorePlace(Listed(path.store, _above_templates(path.key)), path.key)
     # A large one is hundreds of thousands of objects, of which none is garbage.
     with no_collection(), _telling(path):
         for name in _READERS:
@@ -51,7 +51,7 @@ def _above_templates(key: str) -> str:
 
 
 @contextmanager
-def _telling(path: Location) -> Iterator[None]:
+def _telling(path: Place) -> Iterator[None]:
     try:
         yield
     except HoldfastError as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast.formats.stored import Stored, float_scalar
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_forward_module.")
 
@@ -41,7 +41,7 @@ def model_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {called[key]: value for key, value in state.items()}
 
 
-def optimizer_state(found: Mapping[Any, Any], where: Location, ids: Mapping[int, str] | None = None) -> dict[str, Any]:
+def optimizer_state(found: Mapping[Any, Any], where: Place, ids: Mapping[int, str] | None = None) -> dict[str, Any]:
     """An optimizer's state dict as ours: ``state`` by FQN, ``param_groups`` with the FQNs as ``params``.
 
     Integer ids become names if ``ids`` or the groups' ``param_names`` tell them, else stay integers (a live optimizer
@@ -69,7 +69,7 @@ def optimizer_state(found: Mapping[Any, Any], where: Location, ids: Mapping[int,
     }
 
 
-def _own_step(state: Any, where: Location) -> Any:
+def _own_step(state: Any, where: Place) -> Any:
     if not isinstance(state, Mapping) or type(state.get("step")) not in (int, float):
         return state
     return {**state, "step": float_scalar(float(state["step"]), where)}

@@ -19,7 +19,7 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, runs, whole
 from holdfast.read.source import Descriptors
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import naming
 
 TILE = 32 << 20
@@ -79,7 +79,9 @@ def _tiles(shape: Sequence[int], strides: Sequence[int], size: int) -> Iterator[
         yield Box(starts, tuple(min(t, n - o) for t, n, o in zip(tile, shape, starts, strict=True)))
 
 
-def _fill(dense: torch.Tensor, strides: Sequence[int], source: Descriptors | Place, begin: int, path: Location) -> None:
+def _fill(
+    dense: torch.Tensor, strides: Sequence[int], source: Descriptors | StorePlace, begin: int, path: Place
+) -> None:
     size, extent = dense.itemsize, 1 + sum((n - 1) * s for n, s in zip(dense.shape, strides, strict=True))
     if extent * size <= SHORT or (extent * size <= READ and extent <= 4 * dense.numel()):
         wide = torch.frombuffer(_read(source, begin, extent * size, path), dtype=torch.uint8).view(dense.dtype)
@@ -91,8 +93,8 @@ def _fill(dense: torch.Tensor, strides: Sequence[int], source: Descriptors | Pla
     _fill(dense.narrow(d, half, dense.shape[d] - half), strides, source, begin + half * strides[d] * size, path)
 
 
-def _read(source: Descriptors | Place, begin: int, nbytes: int, path: Location) -> bytearray:
-    if isinstance(source, Place):
+def _read(source: Descriptors | StorePlace, begin: int, nbytes: int, path: Place) -> bytearray:
+    if isinstance(source, StorePlace):
         with naming(path, "read"):
             data = bytearray(source.store.get(source.key, begin, begin + nbytes).data)
         at = len(data)

@@ -17,14 +17,14 @@ from holdfast.formats.assemble import Found
 from holdfast.formats.machine.torch_files import is_torch_file, load_file
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored, from_flat
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 VERSION = "2.0.0"
 _PART = re.compile(r"PART_(\d{3,})\.pt")
 _COUNT, _VERSION = "__nshards__", "__version__"
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint at ``path``, a folder (whatever its name ends with) or one of its parts; None if it is no such."""
     folder = path.parent if _PART.fullmatch(path.name) and path.is_file() else path
     if not folder.is_dir():
@@ -56,7 +56,7 @@ def read(path: Location) -> Found | None:
     )  # fmt: skip
 
 
-def _load(folder: Location, name: str) -> Any:
+def _load(folder: Place, name: str) -> Any:
     data = all_of(file(members.member(folder, name)))
     if not is_torch_file(data):
         raise Damaged(f"{folder / name} is no file of torch.save")
@@ -66,7 +66,7 @@ def _load(folder: Location, name: str) -> Any:
 # Whether all parts are there and of one save
 
 
-def _proved(folder: Location, first: Mapping[str, Any], files: Mapping[int, str]) -> int:
+def _proved(folder: Place, first: Mapping[str, Any], files: Mapping[int, str]) -> int:
     """How many parts there are, all of which are there."""
     _check_version(folder, first)
     count = first[_COUNT]
@@ -86,13 +86,13 @@ def _proved(folder: Location, first: Mapping[str, Any], files: Mapping[int, str]
     return count
 
 
-def _check_version(path: Location, part: Mapping[str, Any]) -> None:
+def _check_version(path: Place, part: Mapping[str, Any]) -> None:
     version = part.get(_VERSION, "1.0.0")
     if version != VERSION:
         raise Unsupported(f"{path} is of version {str(version)[:40]} of hfai.checkpoint; version {VERSION} is read")
 
 
-def _check(path: Location, part: Any, count: int) -> None:
+def _check(path: Place, part: Any, count: int) -> None:
     """Raise Damaged or Unsupported unless this is a part of a save in ``count`` parts."""
     if not isinstance(part, dict):
         raise Damaged(f"{path} is no part of a checkpoint of hfai")
@@ -112,7 +112,7 @@ def _is_pair(value: Any) -> bool:
 # Joining
 
 
-def _model(folder: Location, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def _model(folder: Place, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rank, (small, _) in enumerate(pairs):
         _take(folder, rank, found, small)
@@ -123,7 +123,7 @@ def _model(folder: Location, pairs: list[tuple[dict[str, Any], dict[str, Any]]])
     return fqns.model_state(found)
 
 
-def _optimizer(folder: Location, pairs: list[tuple[dict[str, Any], dict[Any, Any]]]) -> dict[str, Any]:
+def _optimizer(folder: Place, pairs: list[tuple[dict[str, Any], dict[Any, Any]]]) -> dict[str, Any]:
     first = pairs[0][0]
     state: dict[Any, Any] = {}
     for rank, (small, _) in enumerate(pairs):
@@ -145,14 +145,14 @@ def _members(groups: list[Any]) -> list[Any]:
     return [group.get("params") if isinstance(group, dict) else None for group in groups]
 
 
-def _take(folder: Location, rank: int, into: dict[Any, Any], more: Mapping[Any, Any]) -> None:
+def _take(folder: Place, rank: int, into: dict[Any, Any], more: Mapping[Any, Any]) -> None:
     twice = into.keys() & more.keys()
     if twice:
         raise Damaged(f"{_part(folder, rank)} holds {min(map(str, twice))}, which a part before it holds too")
     into.update(more)
 
 
-def _large(folder: Location, each: list[dict[Any, Any]]) -> dict[Any, Stored]:
+def _large(folder: Place, each: list[dict[Any, Any]]) -> dict[Any, Stored]:
     """Tensors that were flattened and cut among the ranks; if that gave fewer chunks than ranks, the last have none."""
     chunks: dict[Any, list[tuple[int, tuple[int, ...], Stored]]] = {}
     for rank, held in enumerate(each):
@@ -164,7 +164,7 @@ def _large(folder: Location, each: list[dict[Any, Any]]) -> dict[Any, Stored]:
     return {key: _whole(folder, key, held) for key, held in chunks.items()}
 
 
-def _whole(folder: Location, key: Any, held: list[tuple[int, tuple[int, ...], Stored]]) -> Stored:
+def _whole(folder: Place, key: Any, held: list[tuple[int, tuple[int, ...], Stored]]) -> Stored:
     _, shape, first = held[0]
     if any(other != shape or chunk.dtype != first.dtype for _, other, chunk in held):
         raise Damaged(f"{folder}: its parts say different shapes or types of {key}: parts of two saves are mixed")
@@ -178,5 +178,5 @@ def _whole(folder: Location, key: Any, held: list[tuple[int, tuple[int, ...], St
     return from_flat(first.dtype, shape, [(start, chunk) for start, (_, _, chunk) in zip(starts, held, strict=True)])
 
 
-def _part(folder: Location, rank: int) -> Location:
+def _part(folder: Place, rank: int) -> Place:
     return folder / f"PART_{rank:03d}.pt"

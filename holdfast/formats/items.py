@@ -13,12 +13,12 @@ from holdfast.formats import fqns
 from holdfast.formats.assemble import PerRank
 from holdfast.formats.dcp.names import own_names, step_of
 from holdfast.formats.stored import Stored
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _STEPS = ("step", "global_step", "iteration")
 
 
-def own_items(items: Mapping[str, Any], where: Location) -> tuple[dict[str, Any], list[str]]:
+def own_items(items: Mapping[str, Any], where: Place) -> tuple[dict[str, Any], list[str]]:
     """The items with the only model as ``model`` and the only optimizer as ``optimizer``, and what was taken for which.
 
     Several models or optimizers keep the names that they have. Items that are neither stay as they are.
@@ -51,7 +51,7 @@ def step_in(state: Mapping[str, Any]) -> int | None:
     return found
 
 
-def prove_joined(state: Mapping[str, Any], where: Location, instead: str) -> None:
+def prove_joined(state: Mapping[str, Any], where: Place, instead: str) -> None:
     """Raise Unsupported if most tensors of a joined state are others for each rank, and none says where it belongs.
 
     ``instead``: how to save so that they do. What counts are floating point tensors: generators differ rightly.

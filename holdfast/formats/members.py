@@ -12,7 +12,7 @@ from pathlib import Path
 
 from holdfast.errors import Damaged
 from holdfast.events import log
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import naming
 
 MAX_ATTACHMENT = 64 << 20
@@ -28,24 +28,24 @@ _HEX = re.compile(r"[0-9a-f]{40,128}")
 _REPOSITORY = re.compile(r"[a-z]+--.+")
 
 
-def names(folder: Location) -> list[str]:
+def names(folder: Place) -> list[str]:
     """Names of all that is in a folder, hidden or not, sorted. Raises StorageError."""
     with naming(folder, "list"):
         return sorted(path.name for path in folder.iterdir())
 
 
-def listed(folder: Location) -> list[str]:
+def listed(folder: Place) -> list[str]:
     """Names of the files in a folder that are not hidden, sorted; links count. Raises StorageError."""
-    if isinstance(folder, Place):
+    if isinstance(folder, StorePlace):
         with naming(folder, "list"):
             return _seen(entry.key for entry in folder.store.list(folder.key, deep=False).files)
     with naming(folder, "list"), os.scandir(folder) as entries:
         return _seen(entry.name for entry in entries if entry.is_symlink() or entry.is_file())
 
 
-def folders(folder: Location) -> list[str]:
+def folders(folder: Place) -> list[str]:
     """Names of the folders in a folder that are not hidden, sorted."""
-    if isinstance(folder, Place):
+    if isinstance(folder, StorePlace):
         with naming(folder, "list"):
             return _seen(folder.store.list(folder.key, deep=False).folders)
     with naming(folder, "list"), os.scandir(folder) as entries:
@@ -57,19 +57,19 @@ def _seen(paths: Iterable[str]) -> list[str]:
     return sorted(name for name in found if not name.startswith("."))
 
 
-def real(path: Location) -> Location:
+def real(path: Place) -> Place:
     """Where links lead; in a store there are none."""
     return path.resolve() if isinstance(path, Path) else path
 
 
-def lies_in(path: Location, folder: Location) -> bool:
+def lies_in(path: Place, folder: Place) -> bool:
     """Whether a path, links followed, is a folder or below it."""
-    if isinstance(path, Place) or isinstance(folder, Place):
+    if isinstance(path, StorePlace) or isinstance(folder, StorePlace):
         return str(path) == str(folder) or str(path).startswith(f"{folder}/")
     return path.resolve().is_relative_to(folder.resolve())
 
 
-def modified(path: Location) -> float:
+def modified(path: Place) -> float:
     """When a file was last written, in seconds since the epoch; 0.0 if a store does not tell."""
     if isinstance(path, Path):
         return path.stat().st_mtime
@@ -77,7 +77,7 @@ def modified(path: Location) -> float:
     return next((entry.modified for entry in beside if entry.key == path.key), 0.0)
 
 
-def member(folder: Location, name: str, said_by: str = "") -> Location:
+def member(folder: Place, name: str, said_by: str = "") -> Place:
     """The file ``name`` of a folder, where it really lies. Raises Damaged if it is missing or lies elsewhere.
 
     ``said_by``: which file names it, for the error.
@@ -88,7 +88,7 @@ def member(folder: Location, name: str, said_by: str = "") -> Location:
         raise Damaged(f"{name[:200]!r}{by} is no path inside of {folder}: nothing outside of it is read")
     path = folder / name
     with naming(path, "open"):
-        found = path if isinstance(path, Place) or isinstance(folder, Place) else _followed(path, folder, by)
+        found = path if isinstance(path, StorePlace) or isinstance(folder, StorePlace) else _followed(path, folder, by)
         if not found.is_file():
             raise Damaged(f"{path}{by} is missing; bring it back, or fetch the checkpoint again")
     return found
@@ -116,7 +116,7 @@ def _in_store(real: Path, home: Path) -> bool:
     return False
 
 
-def snapshot(folder: Location) -> Location | None:
+def snapshot(folder: Place) -> Place | None:
     """The snapshot of ``main`` in the folder that a Hugging Face cache keeps for a repository, or None."""
     reference = folder / "refs" / "main"
     if not _REPOSITORY.fullmatch(folder.name) or not reference.is_file():
@@ -127,7 +127,7 @@ def snapshot(folder: Location) -> Location | None:
     return found if _HEX.fullmatch(revision) and found.is_dir() else None
 
 
-def attachments(folder: Location, names: Iterable[str]) -> dict[str, Location]:
+def attachments(folder: Place, names: Iterable[str]) -> dict[str, Place]:
     """Those of the files that say how the weights are to be used: configurations, tokenizers, model code."""
     found = {}
     for name in names:

@@ -17,7 +17,7 @@ from holdfast.formats.machine import arrays
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.sharded import is_sharded, share_of
 from holdfast.formats.stored import Opaque, Stored, joined
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 # What trainers call the weights. The second row counts only where there is nothing of the first.
 _MODEL_KEYS = (
@@ -63,7 +63,7 @@ def is_optimizer_state(value: object) -> bool:
     )
 
 
-def arranged(tree: Any, where: Location) -> Arranged:
+def arranged(tree: Any, where: Place) -> Arranged:
     """What a torch file holds, as a state under our names. Raises Unsupported for a whole module or one rank's part.
 
     The only model becomes ``model`` and the only optimizer ``optimizer``; several keep their own keys one level below.
@@ -94,17 +94,17 @@ def arranged(tree: Any, where: Location) -> Arranged:
     return Arranged(state, step_of(tree))
 
 
-def model(state: Mapping[Any, Any], where: Location) -> dict[Any, Any]:
+def model(state: Mapping[Any, Any], where: Place) -> dict[Any, Any]:
     """A module's state dict under plain names. Raises Unsupported where it holds only one rank's part of a tensor."""
     return fqns.model_state(whole_tensors(state, where))
 
 
-def whole_tensors(state: Mapping[Any, Any], where: Location) -> dict[Any, Any]:
+def whole_tensors(state: Mapping[Any, Any], where: Place) -> dict[Any, Any]:
     """A module's state dict under its own names. Raises Unsupported where it holds one rank's part of a tensor."""
     return {key: _whole(value, f"{where}: {key}") for key, value in state.items()}
 
 
-def optimizer(state: Mapping[Any, Any], where: Location) -> dict[str, Any]:
+def optimizer(state: Mapping[Any, Any], where: Place) -> dict[str, Any]:
     """An optimizer's state dict as ours. Raises Unsupported where it holds only one rank's part of a tensor."""
     leaves = {
         key: {k: _whole(v, f"{where}: {key}/{k}") for k, v in leaf.items()} if isinstance(leaf, dict) else leaf
@@ -124,7 +124,7 @@ def step_of(tree: Mapping[Any, Any]) -> int | None:
     return None
 
 
-def _models(tree: Mapping[Any, Any], where: Location) -> dict[str, Any]:
+def _models(tree: Mapping[Any, Any], where: Place) -> dict[str, Any]:
     """Top keys under which a model's weights lie, with those."""
     for keys in _MODEL_KEYS:
         for key in keys:
@@ -139,13 +139,13 @@ def _models(tree: Mapping[Any, Any], where: Location) -> dict[str, Any]:
     return {}
 
 
-def _each_model(value: Any, where: Location) -> Any:
+def _each_model(value: Any, where: Place) -> Any:
     if isinstance(value, (list, tuple)):
         return [_each_model(one, where) for one in value]
     return model(value, where) if isinstance(value, dict) else value
 
 
-def _optimizers(tree: Mapping[Any, Any], where: Location) -> dict[str, Any]:
+def _optimizers(tree: Mapping[Any, Any], where: Place) -> dict[str, Any]:
     """Top keys under which state of optimizers lies, with that: one, a list or a dict of several."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -170,7 +170,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 # Modules and sharded tensors
 
 
-def _refuse_module(value: Any, key: str, where: Location) -> None:
+def _refuse_module(value: Any, key: str, where: Place) -> None:
     held = value.state if isinstance(value, Record) else None
     if isinstance(value, Record) and isinstance(held, dict) and "_parameters" in held and "_modules" in held:
         raise Unsupported(

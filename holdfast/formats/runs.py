@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from holdfast.errors import NotACheckpoint
 from holdfast.formats import members
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def newest(run: Location, is_complete: Callable[[Location], bool]) -> tuple[Location, str] | None:
+def newest(run: Place, is_complete: Callable[[Place], bool]) -> tuple[Place, str] | None:
     """The folder with the highest numbers in its name that is complete, and why it was taken; None if there is none.
 
     Names that differ in more than their numbers belong to several runs. Raises NotACheckpoint if more than one of them
@@ -26,7 +26,7 @@ def newest(run: Location, is_complete: Callable[[Location], bool]) -> tuple[Loca
         numbers = tuple(map(int, _NUMBER.findall(name)))
         if numbers:
             series.setdefault(_NUMBER.sub("#", name), []).append((numbers, name))
-    found: list[tuple[Location, str]] = []
+    found: list[tuple[Place, str]] = []
     for steps in series.values():
         skipped: list[str] = []
         for _, name in sorted(steps, reverse=True):

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 from holdfast.errors import Damaged, HoldfastError, StorageError
 from holdfast.read.source import Descriptors
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import naming, naming_unless_missing, open_to_read
 
 KEPT_FILES, KEPT_BYTES = 64, 8 << 30
@@ -31,12 +31,12 @@ class Source(Protocol):
     """Bytes that can be opened; ``path`` names them in errors, ``nbytes`` is their length."""
 
     @property
-    def path(self) -> Location: ...
+    def path(self) -> Place: ...
 
     @property
     def nbytes(self) -> int: ...
 
-    def open(self) -> Descriptors | Place:
+    def open(self) -> Descriptors | StorePlace:
         """Descriptors, cached and (where it can be had) direct, that the caller closes; or the place in a store."""
 
     def read(self, begin: int, nbytes: int) -> bytes:
@@ -47,16 +47,16 @@ class Source(Protocol):
 class File:
     """A file as it lies on disk or in a store. Equal to any other of the same path."""
 
-    path: Location
+    path: Place
     nbytes: int = field(compare=False)
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> StorePlace | None:
         """Where it lies in a store, if it does."""
-        return self.path if isinstance(self.path, Place) else None
+        return self.path if isinstance(self.path, StorePlace) else None
 
-    def open(self) -> Descriptors | Place:
-        if isinstance(self.path, Place):
+    def open(self) -> Descriptors | StorePlace:
+        if isinstance(self.path, StorePlace):
             return self.path
         try:
             return open_to_read(self.path)
@@ -66,7 +66,7 @@ class File:
     def read(self, begin: int, nbytes: int) -> bytes:
         try:
             with naming_unless_missing(self.path, "read"):
-                if isinstance(self.path, Place):
+                if isinstance(self.path, StorePlace):
                     return bytes(self.path.store.get(self.path.key, begin, begin + nbytes).data)
                 fd = disk.open_regular(self.path)
                 try:
@@ -83,18 +83,18 @@ class File:
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[Descriptors | Place]:
+def opened(source: Source) -> Iterator[Descriptors | StorePlace]:
     """What to read a source from; descriptors are closed at the end."""
     found = source.open()
     try:
         yield found
     finally:
-        for descriptor in () if isinstance(found, Place) else found:
+        for descriptor in () if isinstance(found, StorePlace) else found:
             if descriptor is not None:
                 os.close(descriptor)
 
 
-def file(path: Location) -> File:
+def file(path: Place) -> File:
     """The file at ``path``. Raises FileNotFoundError, StorageError (for what is no regular file, too)."""
     with naming_unless_missing(path, "open"):
         found = path.stat()
@@ -107,7 +107,7 @@ def file(path: Location) -> File:
 class Memory:
     """Bytes that the format keeps inside of its metadata, or that follow from it (a step counter, say)."""
 
-    path: Location
+    path: Place
     data: bytes = field(repr=False)
 
     @property
@@ -126,7 +126,7 @@ class Memory:
 class _Scratch(io.FileIO):
     """A file without a name that takes ``limit`` bytes at most."""
 
-    def __init__(self, fd: int, limit: int, path: Location) -> None:
+    def __init__(self, fd: int, limit: int, path: Place) -> None:
         super().__init__(fd, "r+b")
         self.limit, self.path = limit, path
 
@@ -151,7 +151,7 @@ class Unpacked:
     ``unpack`` writes all ``nbytes`` to the file that it is given, each time the same.
     """
 
-    path: Location
+    path: Place
     nbytes: int
     unpack: Callable[[BinaryIO], None]
     _file: _Scratch | None = field(default=None, repr=False)
@@ -225,7 +225,7 @@ def _keep(latest: Unpacked) -> None:
         old.close()
 
 
-def _read(fd: int, path: Location, begin: int, nbytes: int) -> bytes:
+def _read(fd: int, path: Place, begin: int, nbytes: int) -> bytes:
     parts = []
     while nbytes and (got := disk.read_bytes(fd, min(nbytes, 1 << 30), begin, path)):
         parts.append(got)

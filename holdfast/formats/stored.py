@@ -19,7 +19,7 @@ from holdfast.formats.gather import View, carrier, gather
 from holdfast.formats.sources import Memory, Stretch, Unpacked, all_of
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, flat_boxes, intersect, tiling_fault, whole
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 MAX_AXES = 64
 """As many as NumPy allows; nobody has more."""
@@ -79,7 +79,7 @@ class Stored:
         return result.view(dtypes.torch_dtype(self.dtype))
 
 
-def _shape(shape: Iterable[Any], path: Location) -> tuple[int, ...]:
+def _shape(shape: Iterable[Any], path: Place) -> tuple[int, ...]:
     found = tuple(shape)
     if len(found) > MAX_AXES or not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in found):
         told = [n if isinstance(n, int) and n.bit_length() < 100 else type(n).__name__ for n in found[:5]]
@@ -87,7 +87,7 @@ def _shape(shape: Iterable[Any], path: Location) -> tuple[int, ...]:
     return found
 
 
-def _itemsize(dtype: str, path: Location) -> int:
+def _itemsize(dtype: str, path: Place) -> int:
     if not dtypes.known(dtype):
         raise Unsupported(f"{path}: this torch has no type {dtype[:60]!r}; a newer one may")
     return dtypes.itemsize(dtype)
@@ -100,12 +100,12 @@ def plain(dtype: str, shape: Sequence[int], stretch: Stretch) -> Stored:
     return Stored(dtype, shape, () if 0 in shape else ((whole(shape), stretch.part(0, prod(shape) * size)),))
 
 
-def of_bytes(dtype: str, shape: Sequence[int], data: bytes, path: Location) -> Stored:
+def of_bytes(dtype: str, shape: Sequence[int], data: bytes, path: Place) -> Stored:
     """A tensor whose bytes are at hand; ``path`` names in errors where they came from."""
     return plain(dtype, shape, all_of(Memory(path, data)))
 
 
-def float_scalar(value: float, path: Location) -> Stored:
+def float_scalar(value: float, path: Place) -> Stored:
     """A 0-dimensional float32: how torch's optimizers keep their step."""
     try:
         data = struct.pack("<f", value)

@@ -19,14 +19,12 @@ from holdfast.ondisk.box import Box
 from holdfast.read.damage import Damage
 from holdfast.read.read import ASKERS
 from holdfast.read.source import ReadStats
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 SPAN = 8 << 20
 
 
-def verify_foreign(
-    foreign: Foreign, path: Location, stats: ReadStats, *, share: tuple[int, int] = (0, 1)
-) -> list[Damage]:
+def verify_foreign(foreign: Foreign, path: Place, stats: ReadStats, *, share: tuple[int, int] = (0, 1)) -> list[Damage]:
     """Read all that the tensors need, or the r-th of n even parts of it (``share``); what is wrong of each tensor.
 
     Bytes of archive members with a CRC-32 (torch's own files) are checked, others count as ``unverified``.
@@ -36,7 +34,7 @@ def verify_foreign(
 
     def is_right(whole: Stretch, crc32: int) -> bool:
         # On the way from a store a bit may flip: what is wrong is read once more.
-        tries = 2 if isinstance(path, Place) else 1
+        tries = 2 if isinstance(path, StorePlace) else 1
         return any(_read(whole, stats) == crc32 for _ in range(tries))
 
     def check(name: str, box: Box, place: Stretch) -> tuple[Damage | None, int]:
@@ -65,7 +63,7 @@ def verify_foreign(
             return Damage(str(place.source.path), f"{name}: {error}", name, box), 0
 
     places = _part_of(foreign.files.places, *share)
-    threads = ASKERS if isinstance(path, Place) else 1
+    threads = ASKERS if isinstance(path, StorePlace) else 1
     found: list[Damage] = []
     with (
         events.task("verify", str(path), total=sum(stretch.nbytes for _, _, stretch in places)) as task,

@@ -24,7 +24,7 @@ from holdfast.ondisk import datafile, manifest, part
 from holdfast.run.steps import metric_of
 from holdfast.run.tiers.nodes import root_of_fast
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -102,7 +102,7 @@ class Past:
                 raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
             if refused:
                 raise StorageError(refused[min(refused)])
-            raise NotACheckpoint(what_is_in_store(root) if isinstance(root, Place) else what_is_there(root))
+            raise NotACheckpoint(what_is_in_store(root) if isinstance(root, StorePlace) else what_is_there(root))
         return History(
             time.time(), joined([*told.entries, *others]), dict(sorted(there.items())), told.now, saving,
             dict(sorted(refused.items())), self._fast_of() if told.now is None else None,
@@ -114,7 +114,7 @@ class Past:
 
     def _refuses(self, name: str, error: OSError, refused: dict[str, str]) -> None:
         """Note a folder of a disk that cannot be looked into: the others still can. Of a store the next look tells."""
-        if isinstance(self.root, Place):
+        if isinstance(self.root, StorePlace):
             raise error
         refused[name] = str(error)
 
@@ -181,8 +181,8 @@ class Past:
             found.append(Underway("", now.saving, now.since, 0, 0, ranks))  # nothing is on the disk yet, or to be seen
         return found
 
-    def _lives(self, folder: Location, files: list[str]) -> bool:
-        if isinstance(folder, Place):
+    def _lives(self, folder: Place, files: list[str]) -> bool:
+        if isinstance(folder, StorePlace):
             return False  # a store does not tell who still writes; training does
         try:
             return bool(storage.living(folder, files))

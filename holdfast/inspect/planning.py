@@ -28,7 +28,7 @@ from holdfast.read.shared.pass_on import LONGEST, Line, Lines, line_of, wanted_o
 from holdfast.read.shared.relay import seat_of
 from holdfast.read.shared.share import Choice, Offer, Sharing, is_worth_it, who_shares
 from holdfast.read.source import ReadStats
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class _Tally:
                 header = self.headers[index] if index < len(self.headers) else 0  # of what needs unpacking, none
                 self.read += header
                 self.requests += header > 0
-            stored = isinstance(files.path(index), Place)
+            stored = isinstance(files.path(index), StorePlace)
             gap = 16 * GAP if stored else GAP
             for job in jobs_for(some, verify, round_up=round_up, gap=gap, straight=not stored):
                 self.read += job[-1].begin + job[-1].nbytes - job[0].begin

@@ -33,7 +33,7 @@ from holdfast.run.steps import lacking_files, metric_of
 from holdfast.run.tiers.nodes import MARK
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded
 
@@ -97,7 +97,7 @@ def survey(
     none at all, saying what is there instead, and StorageError if the root cannot be listed.
     """
     home = bounded(location(root), DEADLINE)
-    tiers: list[tuple[str, Location]] = [("store" if fast is not None else "", home)]
+    tiers: list[tuple[str, Place]] = [("store" if fast is not None else "", home)]
     if fast is not None:
         tiers.append(("fast", there := location(fast)))
         if isinstance(there, Path) and not there.is_dir():  # a slip of the pen must not read like "nothing there"
@@ -105,11 +105,11 @@ def survey(
     found = [step for tier, folder in tiers for step in _look(folder, tier, headers=headers)]
     if not found:
         open_checkpoint(home)  # it says best what is there instead
-        raise NotACheckpoint(what_is_in_store(home) if isinstance(home, Place) else what_is_there(home))
+        raise NotACheckpoint(what_is_in_store(home) if isinstance(home, StorePlace) else what_is_there(home))
     return sorted(found, key=lambda s: (s.step is None, s.step or 0, s.name, s.tier))
 
 
-def _look(root: Location, tier: str, *, headers: bool) -> list[Step]:
+def _look(root: Place, tier: str, *, headers: bool) -> list[Step]:
     if storage.is_file(root / manifest.FILE_NAME) or (isinstance(root, Path) and root.is_file()):
         return [_seen(root, "", tier, headers=headers)]
     asked = [name for name in storage.folders_in(root) if not name.startswith(".")]
@@ -137,8 +137,8 @@ def _is_of_a_run(found: Step, folders: list[str]) -> bool:
     return any(name in found.reading for name in folders if re.search(r"\d", name))
 
 
-def _files_in(root: Location) -> list[str]:
-    if isinstance(root, Place):
+def _files_in(root: Place) -> list[str]:
+    if isinstance(root, StorePlace):
         with storage.naming(root, "list"):
             listed = root.store.list(root.key, deep=False).files
         names = [entry.key.rpartition("/")[2] for entry in listed]
@@ -148,17 +148,17 @@ def _files_in(root: Location) -> list[str]:
     return [name for name in sorted(names) if not name.startswith(".")][:MOST_FILES]
 
 
-def _seen(path: Location, name: str, tier: str, *, headers: bool) -> Step:
+def _seen(path: Place, name: str, tier: str, *, headers: bool) -> Step:
     found = _ours(path, name, tier, headers=headers) or _foreign(path, name, tier)
     if found is None:
-        raise NotACheckpoint(what_is_in_store(path) if isinstance(path, Place) else what_is_there(path))
+        raise NotACheckpoint(what_is_in_store(path) if isinstance(path, StorePlace) else what_is_there(path))
     return found
 
 
 # Ours
 
 
-def _ours(path: Location, name: str, tier: str, *, headers: bool) -> Step | None:
+def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
     """A step of ours, whatever state it is in; None if nothing there is ours."""
     if isinstance(path, Path) and not path.is_dir():
         return None
@@ -189,7 +189,7 @@ def _ours(path: Location, name: str, tier: str, *, headers: bool) -> Step | None
         return replace(found, fault=str(error))
 
 
-def _health(path: Location, record: Manifest, *, headers: bool) -> tuple[Health, str]:
+def _health(path: Place, record: Manifest, *, headers: bool) -> tuple[Health, str]:
     lacking = lacking_files(path, record)
     if lacking:
         fault = next(iter(lacking.values()))
@@ -207,7 +207,7 @@ def _health(path: Location, record: Manifest, *, headers: bool) -> tuple[Health,
     return "whole", ""
 
 
-def _uncommitted(path: Location, blank: Step) -> Step | None:
+def _uncommitted(path: Place, blank: Step) -> Step | None:
     """A save that nobody committed; None if no file there is one of a save of ours."""
     try:
         sizes = sizes_of_save(path)
@@ -217,7 +217,7 @@ def _uncommitted(path: Location, blank: Step) -> Step | None:
         nbytes = sum(sizes[name] for name in ours if datafile.save_of(name))
         found = replace(blank, created=_newest(path, ours), nbytes=nbytes, own=nbytes)
         written = bool(storage.living(path, [name for name in ours if datafile.save_of(name)]))
-        if written and not isinstance(path, Place):
+        if written and not isinstance(path, StorePlace):
             return replace(found, health="writing", fault="a living process writes it")
         if finished(path) is not None:
             return replace(found, health="pending", fault=_FINISHED.format(path=shlex.quote(str(path))))
@@ -232,7 +232,7 @@ _FINISHED = "all its ranks had finished: holdfast rescue {path} commits it"
 _DEAD = "it never committed, or its manifest was deleted: holdfast doctor tells; the run's next start sweeps it"
 
 
-def _or_lent(path: Location, found: Step, citations: Citations | None = None) -> Step:
+def _or_lent(path: Place, found: Step, citations: Citations | None = None) -> Step:
     """A save that nobody committed, or what a step that was swept has lent to others."""
     if found.health not in ("writing", "unfinished"):
         return found
@@ -248,7 +248,7 @@ def _or_lent(path: Location, found: Step, citations: Citations | None = None) ->
 # Other people's
 
 
-def _foreign(path: Location, name: str, tier: str) -> Step | None:
+def _foreign(path: Place, name: str, tier: str) -> Step | None:
     """A checkpoint of another format; None if there is none."""
     blank = Step(name, str(path), tier, "", "unreadable", step=_number_of(path.name))
     try:
@@ -276,8 +276,8 @@ def _number_of(name: str) -> int | None:
     return int(found["step"]) if found else None
 
 
-def _newest(path: Location, files: list[str]) -> str | None:
-    return None if isinstance(path, Place) else _newest_of([str(path / file) for file in files])
+def _newest(path: Place, files: list[str]) -> str | None:
+    return None if isinstance(path, StorePlace) else _newest_of([str(path / file) for file in files])
 
 
 def _newest_of(files: list[str]) -> str | None:

@@ -25,7 +25,7 @@ from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded
 
@@ -138,7 +138,7 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
         steps = [name for name in folders if manifest.FILE_NAME in found[name]]
         needs = dict(zip(steps, pool.map(lambda name: _needs(home, name, found), steps), strict=True))
     if not steps:
-        raise NotACheckpoint(what_is_in_store(home) if isinstance(home, Place) else what_is_there(home))
+        raise NotACheckpoint(what_is_in_store(home) if isinstance(home, StorePlace) else what_is_there(home))
     nbytes = {file: n for files in found.values() for file, n in files.values()}
     needed: dict[Hashable, set[str]] = {}
     for step, files in needs.items():
@@ -159,10 +159,10 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
     return RootUsage(str(home), sum(nbytes.values()), leavings, tuple(told))
 
 
-def _files(folder: Location) -> dict[str, tuple[Hashable, int]]:
+def _files(folder: Place) -> dict[str, tuple[Hashable, int]]:
     """The files of a folder: what tells each from all others, whatever names it has, and its bytes."""
     sizes = storage.sizes_below(folder)
-    if isinstance(folder, Place):
+    if isinstance(folder, StorePlace):
         return {path: (f"{folder}/{path}", n) for path, n in sizes.items()}
     found: dict[str, tuple[Hashable, int]] = {}
     for path, n in sizes.items():
@@ -172,7 +172,7 @@ def _files(folder: Location) -> dict[str, tuple[Hashable, int]]:
     return found
 
 
-def _needs(root: Location, name: str, found: Mapping[str, Mapping[str, tuple[Hashable, int]]]) -> set[Hashable]:
+def _needs(root: Place, name: str, found: Mapping[str, Mapping[str, tuple[Hashable, int]]]) -> set[Hashable]:
     """The files that a step needs: its data files wherever they lie, and the rest of its folder."""
     own = found[name]
     try:

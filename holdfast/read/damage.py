@@ -14,7 +14,7 @@ from holdfast.errors import Damaged
 from holdfast.ondisk import datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box, flat_boxes
 from holdfast.ondisk.manifest import Manifest
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 TOLD = 12
 """Tensors that a line of an error names at the most; the report has all of them."""
@@ -110,7 +110,7 @@ def contents(record: Manifest, files: Container[int]) -> dict[int, Contents]:
     return found
 
 
-def damages(record: Manifest, faults: Iterable[Fault], path_of: Callable[[int], Location]) -> list[Damage]:
+def damages(record: Manifest, faults: Iterable[Fault], path_of: Callable[[int], Place]) -> list[Damage]:
     """What faults mean for tensors, in the order of files and bytes."""
     ordered = sorted(set(faults))
     held = contents(record, {fault.file for fault in ordered})

@@ -19,7 +19,7 @@ from holdfast.ondisk.box import whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.read.ranges import Verify
 from holdfast.read.read import DataFiles, Wanted, read_boxes
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _SECTION = "state"  # any section: a piece's key is its name without one
 
@@ -58,7 +58,7 @@ def value_of_rank(files: DataFiles, of_ranks: str, path: str, rank: int, *, veri
         raise Damaged(f"{where} holds no value at {base}: {error}") from None
 
 
-def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str], where: Location) -> tuple[int, ...]:
+def _stored_shape(piece: datafile.Piece, metadata: Mapping[str, str], where: Place) -> tuple[int, ...]:
     # A number of a type that safetensors cannot name looks like one row of bytes; its true shape is noted.
     try:
         noted = msgspec.json.decode(metadata.get("shapes", "{}"), type=dict[str, tuple[int, ...]])

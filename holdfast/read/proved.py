@@ -16,7 +16,7 @@ from holdfast.events import log
 from holdfast.ondisk import blocks, datafile
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.storage import storage
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 
 PART = blocks.BLOCK
 """What is read at once: neighbouring blocks up to so many bytes."""
@@ -40,7 +40,7 @@ class _Block(NamedTuple):
 class ProvedFile:
     """A data file at the source, read in parts that are proved."""
 
-    def __init__(self, folder: Place, record: FileRecord, stop: threading.Event) -> None:
+    def __init__(self, folder: StorePlace, record: FileRecord, stop: threading.Event) -> None:
         self.record, self.unverified, self._stop = record, 0, stop
         above, sibling = folder.parent, record.path.removeprefix("../")
         self.place = above / sibling if record.path.startswith("../") else folder / record.path
@@ -142,7 +142,7 @@ class Parts:
             self._ahead.append(self._readers.submit(self._source.part, self._left.popleft()))
 
 
-def damaged(place: Place, what: str) -> Damaged:
+def damaged(place: StorePlace, what: str) -> Damaged:
     """The error that names the file, what is wrong with it, and what to do."""
     error = Damaged(f"{place} {what}; nothing was committed: bring this file back from a copy, or copy another step")
     error.file = str(place)

@@ -31,7 +31,7 @@ from holdfast.ondisk.signature import Signature, SignedFile
 from holdfast.read.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.read.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of
 from holdfast.storage.inside import Inside
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import open_to_read, read_small, read_start, size_of
 
 STRIDE = 1 << 20
@@ -59,7 +59,7 @@ class Wanted(NamedTuple):
 class Files(Protocol):
     """Where the pieces of a checkpoint lie: what the reader asks of our data files, and of foreign ones."""
 
-    def path(self, index: int) -> Location:
+    def path(self, index: int) -> Place:
         """The file of that number, for errors."""
 
     def plain(self, index: int) -> Path | None:
@@ -79,7 +79,7 @@ class Files(Protocol):
         With the number of the file that they are in: not ``index`` where they turn out to need unpacking.
         """
 
-    def opened(self, index: int) -> AbstractContextManager[Descriptors | Place]:
+    def opened(self, index: int) -> AbstractContextManager[Descriptors | StorePlace]:
         """What a file is read from: its descriptors, or its place in a store."""
 
 
@@ -93,18 +93,18 @@ class DataFiles:
     """
 
     def __init__(
-        self, folder: Location, records: Sequence[FileRecord], beside: Location | None = None, *,
+        self, folder: Place, records: Sequence[FileRecord], beside: Place | None = None, *,
         signature: Signature | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.records, self._beside = folder, records, beside
         self._signature = signature
         self._inside = Inside(folder)
         self._headers: dict[int, Header] = {}
-        self._elsewhere: dict[int, Location] = {}
-        self._proved: dict[int, Location] = {}
+        self._elsewhere: dict[int, Place] = {}
+        self._proved: dict[int, Place] = {}
         self._named_beside: dict[str, str] | None = None
 
-    def path(self, index: int) -> Location:
+    def path(self, index: int) -> Place:
         record = self.records[index]
         if self._beside is None:
             return self._paths(index)
@@ -113,11 +113,11 @@ class DataFiles:
             self._elsewhere[index] = own if size_of(own) == record.bytes else self._in(self._beside, record)
         return self._elsewhere[index]
 
-    def named(self, index: int) -> Location:
+    def named(self, index: int) -> Place:
         """Where the file of that number is said to lie, to name it: nothing is looked at, and nothing refused."""
         return self.folder / self.records[index].path
 
-    def _paths(self, index: int) -> Location:
+    def _paths(self, index: int) -> Place:
         found = self._proved.get(index)
         if found is None:
             found = self._proved[index] = self._inside.path(self.records[index].path)
@@ -125,9 +125,9 @@ class DataFiles:
 
     def plain(self, index: int) -> Path | None:
         path = self.path(index)
-        return None if isinstance(path, Place) else path
+        return None if isinstance(path, StorePlace) else path
 
-    def _in(self, beside: Location, record: FileRecord) -> Location:
+    def _in(self, beside: Place, record: FileRecord) -> Place:
         # What lies in the one folder may be cited from the other.
         if self._named_beside is None:
             try:
@@ -140,9 +140,9 @@ class DataFiles:
         return beside / self._named_beside.get(own, own)
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
-        if not isinstance(self.folder, Place) and not isinstance(self._beside, Place):
+        if not isinstance(self.folder, StorePlace) and not isinstance(self._beside, StorePlace):
             return
-        lacking = sorted(i for i in set(indices) - set(self._headers) if isinstance(self.path(i), Place))
+        lacking = sorted(i for i in set(indices) - set(self._headers) if isinstance(self.path(i), StorePlace))
         if len(lacking) > 1:
             with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-read") as pool:
                 for index, header in zip(lacking, pool.map(self._read_header, lacking), strict=True):
@@ -154,7 +154,7 @@ class DataFiles:
         self.prepare(unknown, ReadStats())
         for index in unknown:
             path = self.path(index)
-            if isinstance(path, Place):
+            if isinstance(path, StorePlace):
                 self.header(index)
                 continue
             size = size_of(path)
@@ -188,7 +188,7 @@ class DataFiles:
                 raise self._of_size(index, size)
             if blocks.digest(data) == record.header_digest:
                 break
-            if last or not isinstance(path, Place):  # on the way from a store a bit may flip
+            if last or not isinstance(path, StorePlace):  # on the way from a store a bit may flip
                 raise damaged(path, f"{_whose(data, record)}{origin_of(record, self.folder.name)}")
             forget(path, 0, record.header_bytes)
         try:
@@ -208,9 +208,9 @@ class DataFiles:
         return index, piece, header.sums.get(key, ())
 
     @contextmanager
-    def opened(self, index: int) -> Iterator[Descriptors | Place]:
+    def opened(self, index: int) -> Iterator[Descriptors | StorePlace]:
         path = self.path(index)
-        if isinstance(path, Place):
+        if isinstance(path, StorePlace):
             yield path
             return
         try:
@@ -330,7 +330,7 @@ def jobs_for(
 
 def threads_for(files: Files, indices: Iterable[int]) -> int:
     """How many threads read these files best."""
-    return ASKERS if any(isinstance(files.path(index), Place) for index in indices) else READERS
+    return ASKERS if any(isinstance(files.path(index), StorePlace) for index in indices) else READERS
 
 
 def _shares(files: Files, want: Wanted, stats: ReadStats) -> list[Share]:
@@ -422,6 +422,6 @@ def is_right(r: Range, data: memoryview) -> bool:
     return r.sum is None or blocks.is_sum(data, r.sum)
 
 
-def altered(path: Location, r: Range) -> Damaged:
+def altered(path: Place, r: Range) -> Damaged:
     """The error of a block whose bytes have another sum."""
     return damaged(path, f"is altered: bytes {r.begin}:{r.begin + r.nbytes}, in {r.key}, have another sum")

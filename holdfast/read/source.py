@@ -15,7 +15,7 @@ from holdfast.errors import Damaged
 from holdfast.read.ranges import GAP, SPAN
 from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import is_cached, naming, naming_unless_missing
 from holdfast.storage.wrappers.cached import Cached
 
@@ -59,7 +59,7 @@ class Source(Protocol):
     """One file to read from, by several threads at once."""
 
     @property
-    def path(self) -> Location: ...
+    def path(self) -> Place: ...
 
     @property
     def gap(self) -> int:
@@ -86,21 +86,21 @@ class Source(Protocol):
         """Fill ``memory`` (at ``address``) from the file. Raises Damaged if it ends before, StorageError."""
 
 
-def source_of(path: Location, opened: Descriptors | Place, stats: ReadStats) -> Source:
+def source_of(path: Place, opened: Descriptors | StorePlace, stats: ReadStats) -> Source:
     """What reads an opened file; ``path`` names it in errors."""
-    if isinstance(opened, Place):
+    if isinstance(opened, StorePlace):
         return _Object(path, opened, stats, _paces.setdefault(opened.store.url, _Pace()))
     return _OpenFile(path, *opened, stats)
 
 
-def damaged(path: Location, what: str) -> Damaged:
+def damaged(path: Place, what: str) -> Damaged:
     """The error of a file that is not what was written."""
     error = Damaged(f"{path} {what}; restore another step, or bring this file back from a copy")
     error.file = str(path)
     return error
 
 
-def forget(place: Place, begin: int, nbytes: int) -> None:
+def forget(place: StorePlace, begin: int, nbytes: int) -> None:
     """Bytes came with a wrong sum: let them come from the store itself when they are asked for again."""
     if isinstance(place.store, Cached):
         place.store.forget(place.key, begin, begin + nbytes)
@@ -122,7 +122,7 @@ def _buffer(name: str, nbytes: int) -> Buffer:
 class _OpenFile:
     """A local file: pages that are cached from there, cold ones directly."""
 
-    path: Location
+    path: Place
     cached: int
     direct: int | None
     stats: ReadStats
@@ -213,8 +213,8 @@ _paces: dict[str, _Pace] = {}
 class _Object:
     """An object of a store: each range is a request."""
 
-    path: Location
-    place: Place
+    path: Place
+    place: StorePlace
     stats: ReadStats
     pace: _Pace
     tries: int = 2  # a bit may flip on the way, and only our own sums find it

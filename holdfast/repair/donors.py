@@ -19,7 +19,7 @@ from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats, source_of
 from holdfast.storage import storage
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 ALIKE = 4
 """So many places of one checkpoint are tried for a block: a block of zeros may lie there thousands of times."""
@@ -29,7 +29,7 @@ ALIKE = 4
 class Donor:
     """A checkpoint that may have what another lacks."""
 
-    where: Location
+    where: Place
     record: Manifest
     files: DataFiles
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

@@ -17,7 +17,7 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.patterns import Patterns, matcher, patterns_in, quoted, unfit
 from holdfast.policies.signing.keys import Key, found_signature, read_signature, signer
 from holdfast.ranks.ranks import DEADLINE
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -64,7 +64,7 @@ def drop(
 
 
 def drop_from(
-    folder: Location, sections: Patterns, *, dry_run: bool = False, cited: Cited | None = None,
+    folder: Place, sections: Patterns, *, dry_run: bool = False, cited: Cited | None = None,
     sign: Key | None = None,
 ) -> Dropped | list[str]:  # fmt: skip
     """`drop`; where no section fits, nor has ever, the names of those that there are.
@@ -79,7 +79,7 @@ def drop_from(
 
 
 def _drop(
-    folder: Location, record: Manifest, sections: Patterns, cited: Cited | None, sign: Key | None, *, dry_run: bool
+    folder: Place, record: Manifest, sections: Patterns, cited: Cited | None, sign: Key | None, *, dry_run: bool
 ) -> Dropped:  # fmt: skip
     gone = list(filter(matcher(sections), parts.sections_of(record)))
     if not gone:  # they went before
@@ -95,7 +95,7 @@ def _drop(
     return dropped
 
 
-def _signed(folder: Location, record: Manifest, rest: Manifest, sign: Key | None) -> bytes | None:
+def _signed(folder: Place, record: Manifest, rest: Manifest, sign: Key | None) -> bytes | None:
     """The signature of what stays, made from sums that were signed before: nothing is believed that lies there."""
     key = signer(sign)
     if key is None:

@@ -32,7 +32,7 @@ from holdfast.read.damage import Fault
 from holdfast.repair.donors import Donors, Gift
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.store import Buffer
 
 READERS = 4
@@ -65,7 +65,7 @@ class Mending:
 
 
 def mend_file(
-    at: Place, path: Location, index: int, file: FileRecord, header: Header | None, faults: Sequence[Fault],
+    at: StorePlace, path: Place, index: int, file: FileRecord, header: Header | None, faults: Sequence[Fault],
     donors: Donors, *, dry_run: bool,
 ) -> Mending:  # fmt: skip
     """Mend one data file, which lies at ``path`` and, as a place in a store, ``at``.
@@ -125,7 +125,7 @@ class _Work:
                 elif gift.source != self.name:  # else it is right where it lies
                     self._take(block.begin, gift, write)
 
-    def anew(self, at: Place, path: Location, header: Header, *, fits: bool, dry_run: bool) -> None:
+    def anew(self, at: StorePlace, path: Place, header: Header, *, fits: bool, dry_run: bool) -> None:
         """Write the whole file again under its name; if it is not there in its size, only when nothing lacks."""
         chunks = self._chunks(path, header, fits=fits)
         try:
@@ -144,7 +144,7 @@ class _Work:
             self.done.mended.clear()
             self.done.left.append(Fault(self.index, what=str(lacking)))
 
-    def _chunks(self, path: Location, header: Header, *, fits: bool) -> Generator[Buffer, None, None]:
+    def _chunks(self, path: Place, header: Header, *, fits: bool) -> Generator[Buffer, None, None]:
         first = self.donors.header(self.file)
         if first is None:  # it was there a moment ago
             raise _Lacking(f"{path} has no header any more")

@@ -28,7 +28,7 @@ from holdfast.read.source import ReadStats
 from holdfast.repair.donors import Donor, Donors
 from holdfast.repair.mend import Mended, Mending, mend_file
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -125,7 +125,7 @@ def _refuse_without_manifest(checkpoint: Checkpoint) -> None:
         raise Damaged(f"{error}; holdfast.rescue may make its manifest anew, then it can be repaired") from None
 
 
-def _donors(sources: Iterable[Source], target: Location, record: Manifest) -> list[Donor]:
+def _donors(sources: Iterable[Source], target: Place, record: Manifest) -> list[Donor]:
     found: list[Donor] = []
     for source in sources:
         place = patiently(location(source), DEADLINE)
@@ -135,7 +135,7 @@ def _donors(sources: Iterable[Source], target: Location, record: Manifest) -> li
     return found
 
 
-def _checkpoints(place: Location) -> list[tuple[Location, Manifest]]:
+def _checkpoints(place: Place) -> list[tuple[Place, Manifest]]:
     """The checkpoint at a place, or those in a folder. Raises NotACheckpoint if there is none."""
     try:
         return [(place, read_manifest(place))]
@@ -144,7 +144,7 @@ def _checkpoints(place: Location) -> list[tuple[Location, Manifest]]:
     except (Damaged, Unsupported) as error:
         events.log.warning("%s is no source: %s", place, error)
         return []
-    found: list[tuple[Location, Manifest]] = []
+    found: list[tuple[Place, Manifest]] = []
     for name in storage.folders_in(place):
         with suppress(NotACheckpoint, Damaged, Unsupported):  # what cannot be read can give nothing
             found.append((place / name, read_manifest(place / name)))

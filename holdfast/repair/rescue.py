@@ -35,7 +35,7 @@ from holdfast.read.rebuild import DataFile, Rebuilt, described, rebuilt
 from holdfast.read.source import ReadStats
 from holdfast.storage import storage
 from holdfast.storage.inside import Inside
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 from holdfast.version import __version__
@@ -111,7 +111,7 @@ def rescue(
 
 
 def rescuable(
-    folder: Location, like: Location | None = None
+    folder: Place, like: Place | None = None
 ) -> tuple[Literal["parts", "copy", "headers"], list[str]]:  # fmt: skip
     """What `rescue` would make a manifest of, and what would be lost. Changes nothing; raises what `rescue` raises."""
     neighbour = None if like is None else read_manifest(like)
@@ -120,7 +120,7 @@ def rescuable(
 
 
 def _told(
-    target: Location, record: Manifest, origin: Literal["parts", "copy", "headers"], lost: list[str]
+    target: Place, record: Manifest, origin: Literal["parts", "copy", "headers"], lost: list[str]
 ) -> Rescued:  # fmt: skip
     files = DataFiles(target, record.data_files)
     hurt = damages(record, examine(files, record, ReadStats()), files.named)
@@ -128,7 +128,7 @@ def _told(
     return Rescued(str(target), record.save, record.step, origin, len(record.tensors), nbytes, tuple(lost), tuple(hurt))
 
 
-def _damaged_manifest(target: Location) -> bytes | None:
+def _damaged_manifest(target: Place) -> bytes | None:
     """The bytes of a manifest that cannot be read; None if there is none. Raises StorageError if it can be."""
     try:
         read_manifest(target)
@@ -144,7 +144,7 @@ def _damaged_manifest(target: Location) -> bytes | None:
 
 
 def _chosen(
-    target: Location, paths: list[str], like: Manifest | None, save: str | None, step: int | None
+    target: Place, paths: list[str], like: Manifest | None, save: str | None, step: int | None
 ) -> tuple[Manifest, Literal["parts", "copy", "headers"], list[str]]:
     """The manifest to be committed, what it was made from, and what is lost."""
     found, unread = _data_files(target, paths)
@@ -193,7 +193,7 @@ def _chosen(
     return whole[0]
 
 
-def _data_files(target: Location, paths: list[str]) -> tuple[dict[str, list[DataFile]], dict[str, list[str]]]:
+def _data_files(target: Place, paths: list[str]) -> tuple[dict[str, list[DataFile]], dict[str, list[str]]]:
     """The data files in a folder by their saves; and what is said of those whose headers cannot be read."""
     found: dict[str, list[DataFile]] = {}
     unread: dict[str, list[str]] = {}
@@ -215,7 +215,7 @@ def _data_files(target: Location, paths: list[str]) -> tuple[dict[str, list[Data
 
 
 def _known(
-    target: Location, paths: list[str], save: str, like: Manifest | None
+    target: Place, paths: list[str], save: str, like: Manifest | None
 ) -> tuple[Manifest, Literal["parts", "copy"]] | None:
     """The manifest of that very save, as its first rank left it or a copy has it; sizes and digests may lack."""
     if like is not None and like.save == save:
@@ -231,7 +231,7 @@ def _known(
     return None if left is None else (_filled(target, left), "parts")
 
 
-def _filled(target: Location, drafted: Manifest) -> Manifest:
+def _filled(target: Place, drafted: Manifest) -> Manifest:
     rows = []
     for file in drafted.data_files:
         try:
@@ -250,7 +250,7 @@ def _lacking(record: Manifest, found: list[DataFile]) -> list[str]:
 
 
 def _from_headers(
-    target: Location, save: str, made: Rebuilt, like: Manifest | None, step: int | None
+    target: Place, save: str, made: Rebuilt, like: Manifest | None, step: int | None
 ) -> Manifest:  # fmt: skip
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     order = {} if like is None else {name: at for at, name in enumerate(like.tensors)}
@@ -307,7 +307,7 @@ def _losses(made: Rebuilt, like: Manifest | None) -> list[str]:
     return told
 
 
-def _attachments(target: Location, save: str) -> list[tuple[str, int, str]]:
+def _attachments(target: Place, save: str) -> list[tuple[str, int, str]]:
     found, home = [], Inside(target)
     for path in storage.files_below(target):
         above, _, rest = path.partition("/")

@@ -24,7 +24,7 @@ from holdfast.policies.signing.keys import Key, ed25519, private_key, public_key
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.proved import ProvedFile
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -68,7 +68,7 @@ def sign(path: str | os.PathLike[str] | Place, key: Key, *, deadline: float = DE
     return open_checkpoint(folder, require=bytes.fromhex(made.public))
 
 
-def _sums_of(folder: Location, file: FileRecord) -> SignedFile:
+def _sums_of(folder: Place, file: FileRecord) -> SignedFile:
     """SHA-256 of a file's header and blocks, all proved by the sums of the format."""
     source = ProvedFile(home(folder), file, threading.Event())
     head, parts = source.header()

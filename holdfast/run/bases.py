@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from holdfast.run.steps import Steps
 from holdfast.saving import Saving
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 
 class Bases:
@@ -23,7 +23,7 @@ class Bases:
     def __init__(self, steps: Steps, slots: int, recent: Callable[[], Iterable[Saving]]) -> None:
         self._steps, self._slots, self._recent = steps, slots, recent
         self._bases: tuple[Saving, ...] = ()  # what coming saves may cite, the first one next
-        self._held: set[Location] = set()  # steps that must stay for it
+        self._held: set[Place] = set()  # steps that must stay for it
         self._holding = threading.Lock()
 
     @property
@@ -36,7 +36,7 @@ class Bases:
         self._bases = (*self._bases, saving)[-self._slots :]
         self._hold(saving.path)
 
-    def start_from(self, path: Location, step: int | None) -> None:
+    def start_from(self, path: Place, step: int | None) -> None:
         """The step that was restored is the first base. With tiers it may lie in the store: then there is none."""
         self._bases = ()
         if path.parent == self._steps.root and self._hold(path):
@@ -52,7 +52,7 @@ class Bases:
                 self._steps.free(path)
             self._held &= needed
 
-    def _hold(self, path: Location) -> bool:
+    def _hold(self, path: Place) -> bool:
         """Keep a step that a later save may cite from being swept."""
         with self._holding:
             if path not in self._held and self._steps.hold(path):

@@ -16,7 +16,7 @@ from holdfast.policies.incremental.borrow import Previous
 from holdfast.policies.signing.keys import Key
 from holdfast.save import save
 from holdfast.saving import Saving
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 
 class Foreground:
@@ -33,7 +33,7 @@ class Foreground:
         """There is nothing that could be done before."""
 
     def save(
-        self, state: Mapping[str, Any], path: Location, *, step: int | None, base: Saving | Previous | None,
+        self, state: Mapping[str, Any], path: Place, *, step: int | None, base: Saving | Previous | None,
         files: Attached, overwrite: bool, run: str | None, label: str | None,
     ) -> Saving:  # fmt: skip
         """Save ``state`` to ``path``; the outcome is known when this returns."""
@@ -48,7 +48,7 @@ class Foreground:
         )  # fmt: skip
         return saving
 
-    def under_way(self, path: Location) -> Saving | None:
+    def under_way(self, path: Place) -> Saving | None:
         """None: an interrupted `save` is over."""
         return None
 

@@ -28,7 +28,7 @@ from holdfast.journal import Entry, Now
 from holdfast.saving import Saving
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.wrappers.around import patiently
 
@@ -70,11 +70,11 @@ def entry_of(
 class Journal:
     """What the first rank writes. Each start writes files of its own, so no two processes ever change the same one."""
 
-    def __init__(self, root: Location) -> None:
+    def __init__(self, root: Place) -> None:
         self.root = root
         self.start = secrets.token_hex(4)
         self._folder = patiently(root, journal.ASK) / JOURNAL
-        self._beat = journal.BEAT_IN_STORE if isinstance(root, Place) else journal.BEAT
+        self._beat = journal.BEAT_IN_STORE if isinstance(root, StorePlace) else journal.BEAT
         self._changed = threading.Condition()
         self._pending: list[Entry] = []
         self._where: Callable[[], Now] | None = None
@@ -82,7 +82,7 @@ class Journal:
         self._thread: threading.Thread | None = None
         self._warned = self._closed = self._forked = False
         # Of the thread alone.
-        self._file: Location | None = None
+        self._file: Place | None = None
         self._lines: list[bytes] = []
         self._torn = False
         _open.add(self)
@@ -169,7 +169,7 @@ class Journal:
             lines = [msgspec.json.encode(entry) + b"\n" for entry in entries[at : at + journal.CHUNK]]
             if self._file is None or len(self._lines) + len(lines) > journal.CHUNK:
                 self._file, self._lines, self._torn = self._folder / _new_name(), [], False
-            if isinstance(self._file, Place):
+            if isinstance(self._file, StorePlace):
                 storage.write_small(self._file, b"".join([*self._lines, *lines]))
             else:
                 self._append(self._file, b"".join(lines))
@@ -191,9 +191,9 @@ class Journal:
             finally:
                 os.close(fd)
 
-    def _put(self, path: Location, data: bytes) -> None:
+    def _put(self, path: Place, data: bytes) -> None:
         """Replace a file in one step; on disk without waiting until it is durable."""
-        if isinstance(path, Place):
+        if isinstance(path, StorePlace):
             storage.write_small(path, data)
             return
         half = path.with_name(f".{path.name}.tmp")
@@ -211,7 +211,7 @@ def _new_name(ms: int | None = None) -> str:
     return f"{int(time.time() * 1000) if ms is None else ms:013d}-{secrets.token_hex(4)}.jsonl"
 
 
-def thin(folder: Location) -> None:
+def thin(folder: Place) -> None:
     """Join the older files of a journal that has too many, two to one, and leave out what is too much for one.
 
     A crash in its middle leaves entries twice, never lost; readers take each once. Raises StorageError.

@@ -27,7 +27,7 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.repair.rescue import rescuable
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -71,7 +71,7 @@ class Collected:
     nbytes: int
 
 
-def collect(root: str | Path | Place, *, dry_run: bool = True, deadline: float = DEADLINE) -> Collected:
+def collect(root: str | Path | StorePlace, *, dry_run: bool = True, deadline: float = DEADLINE) -> Collected:
     """Delete what dead processes left at ``root``, a checkpoint or a folder of them; with ``dry_run`` only tell it.
 
     Whatever a living process has locked stays, in a store whatever is younger than six hours. A save that all its ranks
@@ -79,7 +79,7 @@ def collect(root: str | Path | Place, *, dry_run: bool = True, deadline: float =
     """
     place = patiently(location(root), deadline)
     if not (storage.files_below(place) or (isinstance(place, Path) and place.is_dir())):
-        raise NotACheckpoint(what_is_in_store(place) if isinstance(place, Place) else what_is_there(place))
+        raise NotACheckpoint(what_is_in_store(place) if isinstance(place, StorePlace) else what_is_there(place))
     leavings: list[Leaving] = []
     spared: list[Spared] = []
     for look in _looks(place):
@@ -99,11 +99,11 @@ def collect(root: str | Path | Place, *, dry_run: bool = True, deadline: float =
     return Collected(str(place), not dry_run, tuple(leavings), tuple(spared), sum(one.nbytes for one in leavings))
 
 
-Found = tuple[list[Location], Leaving] | Spared | None
+Found = tuple[list[Place], Leaving] | Spared | None
 """Files (or whole folders) that can go and what is said of them; or why they stay; or nothing."""
 
 
-def _looks(place: Location) -> Iterator[Callable[[], Found]]:
+def _looks(place: Place) -> Iterator[Callable[[], Found]]:
     """A look into each folder, made when it is called: right before what it finds is deleted."""
     if isinstance(place, Path) and place.name.endswith(".partial") and (place / "lock").is_file():
         yield partial(_conversion, place)
@@ -129,12 +129,12 @@ def _cited(citations: Citations, names: Collection[str], name: str) -> Collectio
     return citations.by(other for other in names if other != name).get(name, set())
 
 
-def _is_step(place: Location) -> bool:
+def _is_step(place: Place) -> bool:
     """Whether a folder without a manifest is what a save left, and not the root of a run."""
     return any(datafile.save_of(path) and path.count("/") == 1 for path in storage.files_below(place))
 
 
-def _step(folder: Location, cited: Callable[[], Collection[str]], citations: Citations) -> Found:
+def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Citations) -> Found:
     try:
         record: Manifest | None = read_manifest(folder)
     except NotACheckpoint:
@@ -144,7 +144,7 @@ def _step(folder: Location, cited: Callable[[], Collection[str]], citations: Cit
     except Unsupported as error:
         return Spared(str(folder), str(error))
     except StorageError as error:
-        if isinstance(folder, Place):
+        if isinstance(folder, StorePlace):
             raise
         return Spared(str(folder), str(error))
     sizes = storage.sizes_below(folder)
@@ -179,7 +179,7 @@ def _step(folder: Location, cited: Callable[[], Collection[str]], citations: Cit
     return _found(folder, what, going, sizes, warning="" if record is not None else _warning(folder))
 
 
-def _warning(folder: Location) -> str:
+def _warning(folder: Place) -> str:
     """What is said of a dead save that may be a step whose manifest was deleted by hand."""
     try:
         rescuable(folder)
@@ -198,7 +198,7 @@ def _is_of_save(path: str) -> bool:
 
 
 def _found(
-    folder: Location, what: str, going: Collection[str], sizes: dict[str, int], *, warning: str = ""
+    folder: Place, what: str, going: Collection[str], sizes: dict[str, int], *, warning: str = ""
 ) -> Found:  # fmt: skip
     nbytes = sum(sizes[path] for path in going)
     return [folder / path for path in going], Leaving(str(folder), what, len(going), nbytes, warning)
@@ -221,7 +221,7 @@ def _conversion(folder: Path) -> Found:
     return [folder], Leaving(str(folder), told, len(sizes), sum(sizes.values()))
 
 
-def _bench(folder: Location) -> Found:
+def _bench(folder: Place) -> Found:
     sizes = storage.sizes_below(folder)
     if storage.living(folder, ["lock"]):
         return Spared(str(folder), "a benchmark is under way, or was a short while ago")
@@ -230,7 +230,7 @@ def _bench(folder: Location) -> Found:
     return _found(folder, "a benchmark that was killed", list(sizes), sizes)
 
 
-def _delete(folder: Location, paths: list[Location]) -> None:
+def _delete(folder: Place, paths: list[Place]) -> None:
     log.info("%s: deleting %d leavings", folder, len(paths))
     if isinstance(folder, Path) and folder.name.endswith(".partial") and paths == [folder]:
         Partial(folder.with_name(folder.name.removesuffix(".partial"))).give_up()

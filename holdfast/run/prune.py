@@ -21,7 +21,7 @@ from holdfast.run.steps import Steps, fault_of
 from holdfast.run.tiers.nodes import MARK
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -62,7 +62,12 @@ class Pruned:
 
 
 def prune(
-    root: str | Path | Place, keep: Keep, *, name: str | None = None, dry_run: bool = True, deadline: float = DEADLINE
+    root: str | Path | StorePlace,
+    keep: Keep,
+    *,
+    name: str | None = None,
+    dry_run: bool = True,
+    deadline: float = DEADLINE,
 ) -> Pruned:
     """Delete of the steps below ``root`` what ``keep`` does not keep; with ``dry_run`` only tell what would go.
 
@@ -95,12 +100,12 @@ def prune(
     return Pruned(str(place), not dry_run, fates, sum(fate.freed for fate in fates), others)
 
 
-def name_of(root: Location) -> str:
+def name_of(root: Place) -> str:
     """What the steps below ``root`` are called, as a template.
 
     Raises NotACheckpoint if there are none, ValueError if they are called in several ways.
     """
-    names = storage.folders_in(root) if isinstance(root, Place) or root.is_dir() else []
+    names = storage.folders_in(root) if isinstance(root, StorePlace) or root.is_dir() else []
     if storage.is_file(root / manifest.FILE_NAME):
         raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
     found = [name for name in names if storage.is_file(root / name / manifest.FILE_NAME)]
@@ -122,11 +127,11 @@ def _shape(name: str) -> str | None:
     return f"{before}{{step}}{after}"
 
 
-def _told_of(root: Location) -> str:
-    return what_is_in_store(root) if isinstance(root, Place) else what_is_there(root)
+def _told_of(root: Place) -> str:
+    return what_is_in_store(root) if isinstance(root, StorePlace) else what_is_there(root)
 
 
-def _looked_at(committed: dict[int, Location]) -> tuple[dict[int, str], set[int]]:
+def _looked_at(committed: dict[int, Place]) -> tuple[dict[int, str], set[int]]:
     """What is wrong with which step; and those that have lost sections."""
     faults: dict[int, str] = {}
     lost: set[int] = set()
@@ -170,7 +175,7 @@ def _best(keep: Keep, rated: dict[int, float | None]) -> set[int]:
 
 
 def _fates(
-    root: Location, committed: dict[int, Location], keep: Keep, kept: Kept, rated: dict[int, float | None],
+    root: Place, committed: dict[int, Place], keep: Keep, kept: Kept, rated: dict[int, float | None],
     faults: dict[int, str], others: Collection[str],
 ) -> tuple[Fate, ...]:  # fmt: skip
     going = [committed[step].name for step in committed if step not in kept.steps]
@@ -194,7 +199,7 @@ def _fates(
     return tuple(fates)
 
 
-def _loose(root: Location, going: Sequence[str]) -> dict[str, Cited]:
+def _loose(root: Place, going: Sequence[str]) -> dict[str, Cited]:
     """What the steps that go cite in folders that are no steps any more: each file at the last one that cites it."""
     citations = Citations(root)
     citations.by(going)  # all at once
@@ -211,14 +216,14 @@ def _loose(root: Location, going: Sequence[str]) -> dict[str, Cited]:
     return found
 
 
-def _sizes_of(folder: Location, paths: Iterable[str]) -> dict[str, int]:
+def _sizes_of(folder: Place, paths: Iterable[str]) -> dict[str, int]:
     if storage.is_file(folder / manifest.FILE_NAME):  # a checkpoint still: all of it stays
         return {}
     sizes = storage.sizes_below(folder)
     return {path: sizes[path] for path in paths if path in sizes}
 
 
-def _without_optimizer(path: Location, kept: Kept, cited: Cited) -> Dropped | None:
+def _without_optimizer(path: Place, kept: Kept, cited: Cited) -> Dropped | None:
     """What a step loses, if it loses anything."""
     try:
         done = drop_from(path, kept.loses, dry_run=True, cited=cited)
@@ -230,7 +235,7 @@ def _without_optimizer(path: Location, kept: Kept, cited: Cited) -> Dropped | No
 class _Account:
     """Bytes that deleting frees: a file that is cited stays, and one with several names is free with its last name."""
 
-    def __init__(self, root: Location, cited: Cited) -> None:
+    def __init__(self, root: Place, cited: Cited) -> None:
         self._root, self._cited = root, cited
         self._names_left: dict[tuple[int, int], int] = {}
 
@@ -240,7 +245,7 @@ class _Account:
         return sum(nbytes for path, nbytes in sizes.items() if path not in stays and self._is_last(name, path))
 
     def _is_last(self, name: str, path: str) -> bool:
-        if isinstance(self._root, Place):
+        if isinstance(self._root, StorePlace):
             return True
         try:
             found = disk.stat(self._root / name / path)

@@ -25,7 +25,7 @@ from holdfast.repair.repair import Source, mended_of
 from holdfast.run.steps import Steps
 from holdfast.storage import storage
 from holdfast.storage.lowly import Pace, Stopped, be_lowly
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 NOTE = ".holdfast-scrub.json"
 """In the root, beside the steps: what was checked when, and what came of it."""
@@ -87,7 +87,7 @@ class Scrubbing:
         """What it has checked so far, newest step first."""
         return tuple(sorted(self._checked.values(), key=lambda one: -one.step))
 
-    def damaged(self, root: Location) -> list[str]:
+    def damaged(self, root: Place) -> list[str]:
         """Names of steps that were found damaged, could not be mended, and have not been saved again since."""
         found = []
         for name, save in self._damaged.items():
@@ -160,7 +160,7 @@ class Scrubbing:
         age = datetime.now(timezone.utc) - datetime.fromisoformat(known.checked)
         return self._every is not None and known.whole and age.total_seconds() < self._every
 
-    def _check(self, step: int, path: Location, record: Manifest) -> Checked | None:
+    def _check(self, step: int, path: Place, record: Manifest) -> Checked | None:
         """What there is to say of a step; None if it was deleted or replaced meanwhile."""
         began, checkpoint, stats = monotonic(), Checkpoint(path), ReadStats()
         files = DataFiles(path, record.data_files)
@@ -188,14 +188,14 @@ def _told(tensors: Sequence[str], hurt: Sequence[Damage]) -> str:
     return f"{hurt[0].what} (hits {hit})" if hit else hurt[0].what
 
 
-def _is_still(path: Location, record: Manifest) -> bool:
+def _is_still(path: Place, record: Manifest) -> bool:
     try:
         return read_manifest(path) == record
     except (NotACheckpoint, Damaged):
         return False
 
 
-def _read(root: Location) -> _Note:
+def _read(root: Place) -> _Note:
     try:
         return msgspec.json.decode(storage.read_small(root / NOTE), type=_Note)
     except (FileNotFoundError, StorageError, msgspec.MsgspecError) as error:

@@ -43,7 +43,7 @@ from holdfast.policies.signing.keys import Signer
 from holdfast.repair.drop import Dropped, drop_from
 from holdfast.run.keep import Keep, Kept
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 FEW = 16
 """Folders of a store that are looked into one by one."""
@@ -74,7 +74,7 @@ class Steps:
     ``sign`` gives what signs steps anew that lose sections.
     """
 
-    def __init__(self, root: Location, name: str, *, sign: Callable[[], Signer] | None = None) -> None:
+    def __init__(self, root: Place, name: str, *, sign: Callable[[], Signer] | None = None) -> None:
         self.root, self._name, self._pattern = root, name, _pattern_of(name)
         self.broken: set[str] = set()
         self.passed: set[str] = set()
@@ -92,21 +92,21 @@ class Steps:
         self._warned = False
         self._thin: set[str] = set()  # names of steps that have lost what they are to lose
 
-    def path(self, step: int) -> Location:
+    def path(self, step: int) -> Place:
         """Where a step lies, or will."""
         return self.root / self._name.format(step=step)
 
-    def folders(self) -> list[Location]:
+    def folders(self) -> list[Place]:
         """All folders that are called like a step."""
         found = storage.folders_in(self.root)
         self._others = [name for name in found if not self._pattern.fullmatch(name) and name != storage.JOURNAL]
         return [self.root / name for name in found if self._pattern.fullmatch(name)]
 
-    def committed(self) -> dict[int, Location]:
+    def committed(self) -> dict[int, Place]:
         """The committed steps, oldest first."""
         folders = {path.name: path for path in self.folders()}
         # On disk looking costs nothing. Several threads may look at once.
-        known = self._known & set(folders) if isinstance(self.root, Place) else set()
+        known = self._known & set(folders) if isinstance(self.root, StorePlace) else set()
         known |= self._find_manifests([name for name in folders if name not in known])
         self._known = known
         return dict(sorted((self.step_of(name), folders[name]) for name in known))
@@ -117,13 +117,13 @@ class Steps:
 
     def _find_manifests(self, folders: list[str]) -> set[str]:
         """Which of these folders hold a manifest. In a store, many are looked for in one listing."""
-        if isinstance(self.root, Place) and len(folders) > FEW:
+        if isinstance(self.root, StorePlace) and len(folders) > FEW:
             found = storage.files_below(self.root)
             named = {path.partition("/")[0] for path in found if path.endswith(f"/{manifest.FILE_NAME}")}
             return named & set(folders)
         return {name for name in folders if storage.is_file(self.root / name / manifest.FILE_NAME)}
 
-    def made_by(self, path: Location) -> Made | None:
+    def made_by(self, path: Place) -> Made | None:
         """Which run made a committed step, and when, from the first bytes of its manifest; None if that is not told.
 
         Raises StorageError: what cannot be read now is not said to be of another run.
@@ -136,7 +136,7 @@ class Steps:
         return None if found is None else Made(found["run"].decode(), found["created"].decode())
 
     def refuse_another_run(
-        self, chosen: Location, refused: Container[str] = (), *, among: Iterable[Location] | None = None
+        self, chosen: Place, refused: Container[str] = (), *, among: Iterable[Place] | None = None
     ) -> None:
         """Raise Mismatch if a step of another run was saved after ``chosen``, although it is called earlier.
 
@@ -149,7 +149,7 @@ class Steps:
             if path != chosen and path.name not in refused and path.name not in self.broken
         }
 
-        def look(path: Location) -> Made | None:
+        def look(path: Place) -> Made | None:
             try:
                 return self.made_by(path)
             except StorageError as error:  # a step that nobody asked for keeps no other from being loaded
@@ -169,12 +169,12 @@ class Steps:
 
     def newest(
         self, refused: Container[str] = (), *, complete: bool = False, run: str | None = None
-    ) -> Location | None:  # fmt: skip
+    ) -> Place | None:  # fmt: skip
         """The newest whole step that was not refused; why one is passed over is logged. Raises StorageError.
 
         ``complete``: rather an older one than one that has lost sections, if there is one. ``run``: of this run alone.
         """
-        partial: list[Location] = []
+        partial: list[Place] = []
         # From the newest name on: in a store the first whole one ends the search, however many steps there are.
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
             if path.name in refused or not storage.is_file(path / manifest.FILE_NAME):
@@ -185,7 +185,7 @@ class Steps:
                 continue
             lost: list[str] = []
             fault = fault_of(path, lost)
-            if fault is not None and isinstance(path, Place):
+            if fault is not None and isinstance(path, StorePlace):
                 fault = fault_of(path, lost)  # on the way a bit may have flipped
             if fault is None and complete and lost:
                 log.info("%s is passed over: it has no %s any more", path, ", ".join(lost))
@@ -222,22 +222,22 @@ class Steps:
         folders = sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True)
         # A manager in a store commits late only what no newer commit has overtaken: old steps are many there.
         for path in folders:
-            if isinstance(self.root, Place) and storage.is_file(path / manifest.FILE_NAME):
+            if isinstance(self.root, StorePlace) and storage.is_file(path / manifest.FILE_NAME):
                 break
             try:
                 commit_late(path, patience=max(until - time.monotonic(), 0.0))
             except (HoldfastError, OSError) as error:
                 log.warning("%s cannot be looked at: %s", path, error)
 
-    def metric(self, path: Location) -> float | None:
+    def metric(self, path: Place) -> float | None:
         """The metric that a step was saved with; None if it was saved without."""
-        if path.name not in self._metrics or not isinstance(path, Place):
+        if path.name not in self._metrics or not isinstance(path, StorePlace):
             self._metrics[path.name] = metric_of(path)
         return self._metrics[path.name]
 
     # What saves under way need
 
-    def hold(self, path: Location) -> bool:
+    def hold(self, path: Place) -> bool:
         """Let a step be the base of a save that begins: it stays as it is until `free`. False if it is on its way out.
 
         Never waits for a sweep.
@@ -248,7 +248,7 @@ class Steps:
             self._held[path.name] += 1
             return True
 
-    def free(self, path: Location) -> None:
+    def free(self, path: Place) -> None:
         """A save that had this step as its base has ended, and all that sweeps here knows what it cites."""
         with self._holding:
             self._held[path.name] -= 1
@@ -273,7 +273,7 @@ class Steps:
 
     # What goes
 
-    def sweep(self, keep: Keep, just_saved: int | None, spare: Collection[Location]) -> None:
+    def sweep(self, keep: Keep, just_saved: int | None, spare: Collection[Place]) -> None:
         """Delete committed steps, and sections of them, that no rule keeps (after a save), and what dead saves left.
 
         Not in the folders to ``spare``, where saves are under way. Failures cost space alone.
@@ -311,17 +311,17 @@ class Steps:
             committed = {step: path for step, path in self.committed().items() if step in among}
             self._retire(committed, kept, max(committed, default=0), ())
 
-    def clean(self, spare: Container[Location]) -> None:
+    def clean(self, spare: Container[Place]) -> None:
         """Delete what dead saves left, but not in the folders to ``spare``. Failures cost space alone."""
         with self._gently():
             self._clean(spare)
 
-    def _rated(self, keep: Keep, committed: dict[int, Location]) -> dict[int, float | None]:
+    def _rated(self, keep: Keep, committed: dict[int, Place]) -> dict[int, float | None]:
         rated = keep.best and len(committed) > keep.last
         metrics = {step: self.metric(path) for step, path in committed.items()} if rated else {}
         return {step: metrics.get(step) for step in committed}
 
-    def _retire(self, committed: dict[int, Location], kept: Kept, upto: int, spare: Collection[Location]) -> None:
+    def _retire(self, committed: dict[int, Place], kept: Kept, upto: int, spare: Collection[Place]) -> None:
         steps = {step: path.name for step, path in committed.items() if step <= upto}
         with self._leave(name for step, name in steps.items() if step not in kept.steps) as going:
             if going:
@@ -342,11 +342,11 @@ class Steps:
         Looked for now: a save may just have been committed, and its base be held no more.
         """
         names = [path.name for path in self.committed().values() if path.name not in but]
-        if isinstance(self.root, Place):
+        if isinstance(self.root, StorePlace):
             self._citations.forget(self._others)  # nobody tells when they change
         return self._citations.by([*names, *self._others])
 
-    def _lose(self, path: Location, sections: str | tuple[str, ...]) -> None:
+    def _lose(self, path: Place, sections: str | tuple[str, ...]) -> None:
         try:
             key = self._sign() if self._sign is not None else None
             done = drop_from(path, sections, cited=self._cited(but=[path.name]), sign=key)
@@ -367,10 +367,10 @@ class Steps:
         for name in names:
             self._swept.pop(name, None)
 
-    def _clean(self, spare: Container[Location]) -> None:
+    def _clean(self, spare: Container[Place]) -> None:
         now = time.monotonic()
         found = self.folders()
-        folders = [path for path in found if not isinstance(path, Place) or now >= self._swept.get(path.name, now)]
+        folders = [path for path in found if not isinstance(path, StorePlace) or now >= self._swept.get(path.name, now)]
         littered = self._littered(folders)
         cited = cache(self._cited)
         for path in folders:
@@ -381,9 +381,9 @@ class Steps:
                 self._swept[path.name] = math.inf if done else now + storage.LIVING
         self._swept = {path.name: self._swept[path.name] for path in found if path.name in self._swept}
 
-    def _littered(self, folders: list[Location]) -> set[str]:
+    def _littered(self, folders: list[Place]) -> set[str]:
         """Names of those folders that may hold what dead saves left. In a store, many are looked at in one listing."""
-        if not isinstance(self.root, Place) or len(folders) <= FEW:
+        if not isinstance(self.root, StorePlace) or len(folders) <= FEW:
             return {path.name for path in folders}
         files: dict[str, list[str]] = {path.name: [] for path in folders}
         for found in storage.files_below(self.root):
@@ -407,7 +407,7 @@ def note_of(metric: float | None) -> bytes:
     return msgspec.json.encode(_Notes(None if metric is None else float(metric)))
 
 
-def _sweep_folder(path: Location, cited: Callable[[Location], Collection[str]]) -> bool:
+def _sweep_folder(path: Place, cited: Callable[[Place], Collection[str]]) -> bool:
     """Whether nothing was left for later: what a living save may still need is."""
     try:
         record = read_manifest(path)
@@ -428,7 +428,7 @@ def _pattern_of(name: str) -> re.Pattern[str]:
     return re.compile("".join(re.escape(text) + (r"(?P<step>\d+)" if field else "") for text, field, _, _ in parts))
 
 
-def fault_of(path: Location, lost: list[str] | None = None) -> str | None:
+def fault_of(path: Place, lost: list[str] | None = None) -> str | None:
     """Why a committed checkpoint is not whole, by its manifest and its files' sizes; None if it is.
 
     ``lost`` takes the sections that it has lost since it was saved, which is no fault. Raises StorageError if a store
@@ -442,12 +442,12 @@ def fault_of(path: Location, lost: list[str] | None = None) -> str | None:
     except (Damaged, NotACheckpoint, Unsupported) as error:
         return str(error)
     except (HoldfastError, OSError) as error:
-        if isinstance(path, Place):
+        if isinstance(path, StorePlace):
             raise
         return str(error)
 
 
-def lacking_files(folder: Location, record: Manifest) -> dict[int, str]:
+def lacking_files(folder: Place, record: Manifest) -> dict[int, str]:
     """Numbers of the data files that a checkpoint does not have as its manifest says, each with what is wrong.
 
     In a store that is one listing, and one more for each folder that it cites. Raises StorageError.
@@ -467,7 +467,7 @@ def lacking_files(folder: Location, record: Manifest) -> dict[int, str]:
     return found
 
 
-def metric_of(path: Location) -> float | None:
+def metric_of(path: Place) -> float | None:
     """The metric that a manager noted with a step; None if it noted none, or it cannot be read."""
     try:
         return msgspec.json.decode(Checkpoint(path).attachment(NOTES), type=_Notes).metric

@@ -9,15 +9,15 @@ import os
 from pathlib import Path
 
 from holdfast.errors import Damaged
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 
 class Inside:
     """The folder of a checkpoint, links followed once: it may itself be reached through any."""
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Place) -> None:
         self._folder = folder
-        self._home = "" if isinstance(folder, Place) else os.path.realpath(folder)
+        self._home = "" if isinstance(folder, StorePlace) else os.path.realpath(folder)
         self._folders: dict[str, str] = {}
 
     def leads_out(self, path: str) -> str | None:
@@ -25,7 +25,7 @@ class Inside:
 
         A cited file (``../step-5/model/x``) has to lie in one of the folders beside this one.
         """
-        if isinstance(self._folder, Place):  # a store has no links, and keys have no way up
+        if isinstance(self._folder, StorePlace):  # a store has no links, and keys have no way up
             return None
         home = os.path.dirname(self._home) if path.startswith("../") else self._home
         real = self._real(path)
@@ -39,7 +39,7 @@ class Inside:
         found = f"{self._folders[above]}/{name}"
         return os.path.realpath(found) if os.path.islink(found) else found
 
-    def path(self, path: str) -> Location:
+    def path(self, path: str) -> Place:
         """Where the file lies, for opening it. Raises Damaged if a link leads out."""
         found = self._folder / path
         real = self.leads_out(path)
@@ -53,7 +53,7 @@ class Inside:
         return found
 
 
-def inside(folder: Location, paths: list[str]) -> list[Location]:
+def inside(folder: Place, paths: list[str]) -> list[Place]:
     """Those of ``paths`` that lie in the folder, links followed: what may be deleted with it."""
     if isinstance(folder, Path):
         home = Inside(folder)

@@ -1,6 +1,6 @@
 """A place in a store: what a path is to a local disk, with the part of pathlib's words that readers use.
 
-Every story takes a `Location`: a local path or a place. Never keeps what it has seen of the store.
+Every story takes a `Place`: a local path or a place. Never keeps what it has seen of the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.storage.store import Store
 
 @total_ordering
 @dataclass(frozen=True, eq=False)
-class Place:
+class StorePlace:
     """A file or folder of a ``store``, by its ``key`` (without ``/`` at either end; empty for all of the store)."""
 
     store: Store
@@ -33,9 +33,9 @@ class Place:
         return f"Place({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and str(self) == str(other)
+        return isinstance(other, StorePlace) and str(self) == str(other)
 
-    def __lt__(self, other: Place) -> bool:
+    def __lt__(self, other: StorePlace) -> bool:
         return str(self) < str(other)
 
     def __hash__(self) -> int:
@@ -43,14 +43,14 @@ class Place:
 
     # What follows from the key alone
 
-    def __truediv__(self, below: str | PurePosixPath) -> Place:
+    def __truediv__(self, below: str | PurePosixPath) -> StorePlace:
         parts: list[str] = []
         for part in [*self.key.split("/"), *str(below).split("/")]:
             if part == "..":
                 del parts[-1:]
             elif part not in ("", "."):
                 parts.append(part)
-        return Place(self.store, "/".join(parts))
+        return StorePlace(self.store, "/".join(parts))
 
     joinpath = __truediv__
 
@@ -79,16 +79,16 @@ class Place:
         return self._pure.parts
 
     @property
-    def parent(self) -> Place:
-        return Place(self.store, self.key.rpartition("/")[0])
+    def parent(self) -> StorePlace:
+        return StorePlace(self.store, self.key.rpartition("/")[0])
 
-    def with_name(self, name: str) -> Place:
+    def with_name(self, name: str) -> StorePlace:
         return self.parent / name
 
-    def with_suffix(self, suffix: str) -> Place:
-        return Place(self.store, str(self._pure.with_suffix(suffix)))
+    def with_suffix(self, suffix: str) -> StorePlace:
+        return StorePlace(self.store, str(self._pure.with_suffix(suffix)))
 
-    def relative_to(self, above: Place) -> PurePosixPath:
+    def relative_to(self, above: StorePlace) -> PurePosixPath:
         """The way from ``above`` to here. Raises ValueError if this does not lie below it."""
         if self.store.url != above.store.url:
             raise ValueError(f"{self} does not lie below {above}: it is in another store")
@@ -119,18 +119,18 @@ class Place:
             return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
         raise FileNotFoundError(f"there is nothing at {self}")
 
-    def iterdir(self) -> Iterator[Place]:
+    def iterdir(self) -> Iterator[StorePlace]:
         found = self.store.list(self.key, deep=False)
         for key in [*found.folders, *(entry.key for entry in found.files)]:
-            yield Place(self.store, key)
+            yield StorePlace(self.store, key)
 
-    def rglob(self, pattern: str) -> Iterator[Place]:
+    def rglob(self, pattern: str) -> Iterator[StorePlace]:
         """Files below, at any depth, whose name fits ``pattern``."""
         for entry in self.store.list(self.key, deep=True).files:
             if fnmatchcase(entry.key.rpartition("/")[2], pattern):
-                yield Place(self.store, entry.key)
+                yield StorePlace(self.store, entry.key)
 
-    def glob(self, pattern: str) -> Iterator[Place]:
+    def glob(self, pattern: str) -> Iterator[StorePlace]:
         """Files and folders below that fit ``pattern``, component by component (no ``**``)."""
         first, _, rest = pattern.partition("/")
         for found in self.iterdir():
@@ -154,14 +154,14 @@ class Place:
         return cast(BinaryIO, raw if buffering == 0 else io.BufferedReader(raw, max(buffering, 1 << 16)))
 
 
-Location = Path | Place
+Place = Path | StorePlace
 """Where a checkpoint may lie: a local path, or a place in a store."""
 
 
 class _Reader(io.RawIOBase):
     """A file of a store as a stream."""
 
-    def __init__(self, place: Place, nbytes: int) -> None:
+    def __init__(self, place: StorePlace, nbytes: int) -> None:
         super().__init__()
         self._place, self._nbytes, self._at = place, nbytes, 0
 

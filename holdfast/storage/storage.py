@@ -20,7 +20,7 @@ from holdfast.events import log
 from holdfast.storage.cloud.conditions import create_once
 from holdfast.storage.local import disk, durable
 from holdfast.storage.local.disk import SECTOR
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free space or prune old steps",
@@ -68,23 +68,23 @@ def storage_error(doing: str, file: str, number: int | None, text: str) -> Stora
     return named
 
 
-def make_folder(path: Location) -> None:
+def make_folder(path: Place) -> None:
     """Create a folder and its parents, durably: each new entry is synced into its own parent. A store has none."""
-    if isinstance(path, Place):
+    if isinstance(path, StorePlace):
         return
     with naming(path, "create the folder"):
         durable.make_folder(os.fspath(path))
 
 
-def make_folders(above: Location, names: Iterable[str]) -> None:
+def make_folders(above: Place, names: Iterable[str]) -> None:
     """`make_folder` for many folders below one, which is synced once."""
-    if isinstance(above, Place):
+    if isinstance(above, StorePlace):
         return
     with naming(above, "create folders in"):
         durable.make_folders(os.fspath(above / name) for name in names)
 
 
-def make_home(path: Location) -> None:
+def make_home(path: Place) -> None:
     """`make_folder` for a checkpoint. One that is there may be of a process that died before it was durable."""
     there = isinstance(path, Path) and path.is_dir()
     make_folder(path)
@@ -96,30 +96,30 @@ def make_home(path: Location) -> None:
                 raise
 
 
-def sync_folder(path: Location) -> None:
+def sync_folder(path: Place) -> None:
     """Make the entries of a folder durable."""
-    if isinstance(path, Place):
+    if isinstance(path, StorePlace):
         return
     with naming(path, "sync the folder"):
         disk.sync_folder(path)
 
 
-def write_small(path: Location, data: bytes) -> None:
+def write_small(path: Place, data: bytes) -> None:
     """Write a small file whole and durably under its final name. An older one of that name is replaced in one step."""
     with naming(path, "write"):
-        if isinstance(path, Place):
+        if isinstance(path, StorePlace):
             path.store.put(path.key, [data], len(data))
             return
         durable.write_small(os.fspath(path), data)
 
 
-def create_small(path: Location, data: bytes, temporary: str) -> bool:
+def create_small(path: Place, data: bytes, temporary: str) -> bool:
     """Create a small file whole and durably, only if there is none: False if the name is taken.
 
     ``temporary`` is a name in the same folder for the moments before, which nobody else uses. A crash leaves either
     nothing, the temporary file, or the whole file.
     """
-    if isinstance(path, Place):
+    if isinstance(path, StorePlace):
         with naming(path, "create"):
             return create_once(path.store, path.key, data, temporary)
     return _create_on_disk(path, data, path.with_name(temporary))
@@ -183,9 +183,9 @@ def _clear(path: Path) -> None:
         log.warning("%s stays, to be swept later: %s", path, error)
 
 
-def replace_small(path: Location, data: bytes, temporary: str) -> None:
+def replace_small(path: Place, data: bytes, temporary: str) -> None:
     """Replace a small file in one durable step, so that at any moment either the old or the new one is there."""
-    if isinstance(path, Place):
+    if isinstance(path, StorePlace):
         write_small(path, data)
         return
     half = path.with_name(temporary)
@@ -202,16 +202,16 @@ def replace_small(path: Location, data: bytes, temporary: str) -> None:
     sync_folder(path.parent)
 
 
-def read_small(path: Location) -> bytes:
+def read_small(path: Place) -> bytes:
     """All bytes of a small file. Raises FileNotFoundError as it is, anything else as StorageError."""
     with naming_unless_missing(path, "read"):
-        return path.read_bytes() if isinstance(path, Place) else disk.read_file(path)
+        return path.read_bytes() if isinstance(path, StorePlace) else disk.read_file(path)
 
 
-def read_start(path: Location, nbytes: int) -> tuple[bytes, int]:
+def read_start(path: Place, nbytes: int) -> tuple[bytes, int]:
     """The first bytes of a file, and how long all of it is. Raises FileNotFoundError, StorageError."""
     with naming_unless_missing(path, "read"):
-        if isinstance(path, Place):
+        if isinstance(path, StorePlace):
             got = path.store.get(path.key, 0, nbytes)
             return bytes(got.data), got.nbytes
         fd = disk.open_regular(path)
@@ -223,7 +223,7 @@ def read_start(path: Location, nbytes: int) -> tuple[bytes, int]:
 
 
 @contextmanager
-def naming_unless_missing(path: Location, doing: str) -> Iterator[None]:
+def naming_unless_missing(path: Place, doing: str) -> Iterator[None]:
     """`naming`, but a missing file stays a FileNotFoundError: the caller knows what that means."""
     try:
         with naming(path, doing):
@@ -236,27 +236,27 @@ def naming_unless_missing(path: Location, doing: str) -> Iterator[None]:
         raise
 
 
-def is_file(path: Location) -> bool:
+def is_file(path: Place) -> bool:
     """Whether there is a file of this name. Raises StorageError if a store does not tell."""
     with naming(path, "look for"):
         return path.is_file()
 
 
-def size_of(path: Location) -> int | None:
+def size_of(path: Place) -> int | None:
     """Bytes of a file; None if there is none. Raises StorageError."""
     try:
         with naming_unless_missing(path, "look for"):
-            return (path.stat() if isinstance(path, Place) else disk.stat(path)).st_size
+            return (path.stat() if isinstance(path, StorePlace) else disk.stat(path)).st_size
     except FileNotFoundError:
         return None
 
 
-def delete(*paths: Location) -> None:
+def delete(*paths: Place) -> None:
     """Delete files, those that are there. Raises StorageError for the first that cannot be, once all were tried."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[StorePlace]] = {}
     failed: StorageError | None = None
     for path in paths:
-        if isinstance(path, Place):
+        if isinstance(path, StorePlace):
             places.setdefault(id(path.store), []).append(path)
             continue
         try:
@@ -279,14 +279,14 @@ def _delete(path: Path) -> None:
         disk.delete(path)
 
 
-def is_link(path: Location) -> bool:
+def is_link(path: Place) -> bool:
     """Whether a path is a symbolic link, which a store does not have."""
     return isinstance(path, Path) and path.is_symlink()
 
 
-def delete_if_empty(path: Location) -> None:
+def delete_if_empty(path: Place) -> None:
     """Delete a folder that holds nothing; leave one that does."""
-    if isinstance(path, Place):
+    if isinstance(path, StorePlace):
         return
     try:
         disk.remove_folder(path)
@@ -295,9 +295,9 @@ def delete_if_empty(path: Location) -> None:
             log.debug("cannot remove %s: %s", path, error)
 
 
-def delete_empty_folders(path: Location) -> None:
+def delete_empty_folders(path: Place) -> None:
     """Delete every folder at or below ``path`` that holds nothing."""
-    if isinstance(path, Place):
+    if isinstance(path, StorePlace):
         return
     with naming_unless_missing(path, "list"), suppress(FileNotFoundError):
         for entry in disk.listed(path):
@@ -306,17 +306,17 @@ def delete_empty_folders(path: Location) -> None:
     delete_if_empty(path)
 
 
-def folders_in(path: Location) -> list[str]:
+def folders_in(path: Place) -> list[str]:
     """Names of the folders in a folder; empty if there is none. In a store one request for a thousand of them."""
     with naming(path, "list"):
-        if isinstance(path, Place):
+        if isinstance(path, StorePlace):
             return [key.rpartition("/")[2] for key in path.store.list(path.key, deep=False).folders]
         return [entry.name for entry in disk.listed(path) if _is_folder(entry)] if path.is_dir() else []
 
 
-def files_below(folder: Location) -> list[str]:
+def files_below(folder: Place) -> list[str]:
     """Relative paths (with ``/``) of all files in a folder, sorted; empty if there is no folder."""
-    return list(sizes_below(folder)) if isinstance(folder, Place) else sorted(_walk(folder))
+    return list(sizes_below(folder)) if isinstance(folder, StorePlace) else sorted(_walk(folder))
 
 
 def files_near(folder: Path, *, levels: int, most: int = 5000, each: int = 1000) -> list[str]:
@@ -354,9 +354,9 @@ def files_near(folder: Path, *, levels: int, most: int = 5000, each: int = 1000)
     return found + near
 
 
-def sizes_below(folder: Location) -> dict[str, int]:
+def sizes_below(folder: Place) -> dict[str, int]:
     """Relative paths of all files in a folder with their bytes."""
-    if isinstance(folder, Place):
+    if isinstance(folder, StorePlace):
         return {path: nbytes for path, nbytes, _ in _entries(folder)}
     found = {}
     for path in sorted(_walk(folder)):
@@ -387,32 +387,32 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False  # a link that leads back to itself is like one that leads nowhere
 
 
-def _entries(folder: Place) -> list[tuple[str, int, float]]:
+def _entries(folder: StorePlace) -> list[tuple[str, int, float]]:
     skip = len(folder.key) + 1 if folder.key else 0
     with naming(folder, "list"):
         listed = folder.store.list(folder.key, deep=True).files
     return [(entry.key[skip:], entry.nbytes, entry.modified) for entry in listed]
 
 
-def living(folder: Location, paths: list[str]) -> list[str]:
+def living(folder: Place, paths: list[str]) -> list[str]:
     """Which of these files of a folder belong to a save under way: locked, or in a store too young to tell."""
     if not paths:
         return []
-    if isinstance(folder, Place):
+    if isinstance(folder, StorePlace):
         since = time.time() - LIVING
         young = {path for path, _, modified in _entries(folder) if modified > since}
         return [path for path in paths if path in young]
     return [path for path in paths if in_use(folder / path)]
 
 
-def may_live(folder: Location, paths: list[str]) -> bool:
+def may_live(folder: Place, paths: list[str]) -> bool:
     """Whether a save under way may need these files of a folder: for whoever would delete them.
 
     Where a disk has no locks, only what is old is known to be dead, as in a store.
     """
     if living(folder, paths):
         return True
-    if not paths or isinstance(folder, Place) or _has_locks(folder / paths[0]):
+    if not paths or isinstance(folder, StorePlace) or _has_locks(folder / paths[0]):
         return False
     since = time.time() - LIVING
     with suppress(FileNotFoundError):  # then somebody else sweeps here

@@ -1,6 +1,6 @@
 """The seam to whatever keeps files: six verbs, no more than every object store has.
 
-`Place`, the wrappers beside this file and a user's own backend speak it. Never a tensor, a rank or a format.
+`StorePlace`, the wrappers beside this file and a user's own backend speak it. Never a tensor, a rank or a format.
 """
 
 from __future__ import annotations

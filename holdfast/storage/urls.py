@@ -1,4 +1,4 @@
-"""From what a user writes to a `Location`: a local path, or a place in the store that a URL names.
+"""From what a user writes to a `Place`: a local path, or a place in the store that a URL names.
 
 Every public verb that takes a path calls it. Never connects to anything, and never shows a secret.
 """
@@ -20,7 +20,7 @@ from holdfast.storage.cloud.cloud import Cloud
 from holdfast.storage.cloud.options import checked
 from holdfast.storage.cloud.profiles import NoCredentials, profile_name, profile_settings
 from holdfast.storage.cloud.refusals import no_credentials
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.store import Store
 from holdfast.storage.wrappers.retrying import Retrying
 
@@ -48,12 +48,12 @@ _stores: dict[tuple[object, ...], Store] = {}
 _lock = threading.Lock()
 
 
-def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | None = None) -> Location:
-    """Where ``path`` is: an absolute local path, or a place in the store that a URL names; a `Place` is passed through.
+def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | None = None) -> Place:
+    """Where ``path`` is: an absolute local path, or a place in the store that a URL names.
 
     Raises ValueError for a URL or an option that cannot be meant, Unsupported if the client for stores is missing.
     """
-    if isinstance(path, Place):
+    if isinstance(path, StorePlace):
         if options:
             raise ValueError(f"{path} is a place in a store already: options belong to holdfast.at")
         return path
@@ -75,7 +75,7 @@ def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | 
     return Path(os.path.abspath(os.path.expanduser(text)))
 
 
-def at(url: str, options: Mapping[str, Any] | None = None) -> Place:
+def at(url: str, options: Mapping[str, Any] | None = None) -> StorePlace:
     """The place that ``url`` names, for every function of holdfast that takes a path; what may be said of its store
     besides goes in ``options``.
 
@@ -92,7 +92,7 @@ def at(url: str, options: Mapping[str, Any] | None = None) -> Place:
     Raises ValueError for a local path, a URL or an option that cannot be meant.
     """
     found = location(url, options)
-    if isinstance(found, Place):
+    if isinstance(found, StorePlace):
         return found
     raise ValueError(f"{url} is a local path, not a URL: pass it as it is")
 
@@ -104,7 +104,7 @@ def _of_file_url(rest: str, text: str) -> str:
     return unquote(slash + path)
 
 
-def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> Place:
+def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> StorePlace:
     if scheme not in SCHEMES:
         near = get_close_matches(scheme, SCHEMES, n=1, cutoff=0.5)
         meant = f" (did you mean {near[0]}://?)" if near else ""
@@ -137,7 +137,7 @@ def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> Place:
     parts = [part for part in path.split("/") if part]
     if "." in parts or ".." in parts:
         raise ValueError(f"{plain} has a part '.' or '..', which mean nothing in a store")
-    return Place(_store(kind, host, given), "/".join(parts))
+    return StorePlace(_store(kind, host, given), "/".join(parts))
 
 
 def _of_account(host: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from holdfast.policies.signing.keys import Key, Keys
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.run.keep import Keep, Upload
 from holdfast.state import RNG, PerRank
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.storage.storage import is_file
 from holdfast.storage.urls import location
 from holdfast.trainers.afresh import refuse_old_steps
@@ -95,11 +95,11 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._event = ""
         self._metric: tuple[int, float] | None = None
         self._folder, self._expected = "", -1
-        self._source: Location | None = None  # a step of another folder that this run begins from
-        self._best: Location | None = None  # the best step of the state that was restored, if its folder has moved
+        self._source: Place | None = None  # a step of another folder that this run begins from
+        self._best: Place | None = None  # the best step of the state that was restored, if its folder has moved
         self._keep, self._keep_fast, self._deadline = keep, keep_fast, deadline
         self._given_roots, self._name = (root,) if fast is None else (fast, root), name
-        self._roots: list[Location] = []  # where saves go to comes first
+        self._roots: list[Place] = []  # where saves go to comes first
         self._only_best, self._best_saves = False, BestSaves(None)
         self._rng: dict[str, Any] | None = None
         self._draws = Draws()
@@ -198,7 +198,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             )
         return found
 
-    def _load(self, path: Location, into: dict[str, Any], *, only: Patterns = "*") -> Loaded:
+    def _load(self, path: Place, into: dict[str, Any], *, only: Patterns = "*") -> Loaded:
         run = None if self._run == "any" else self._run
         return load(
             path, into, only=only, deadline=self._deadline, require=self._require, run=run,

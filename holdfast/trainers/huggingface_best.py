@@ -17,7 +17,7 @@ from holdfast.policies.signing.keys import Keys
 from holdfast.ranks.ranks import ranks_of
 from holdfast.run.keep import Keep
 from holdfast.saving import Saving
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import is_file
 
 NOT_GIVEN = Keep()
@@ -68,7 +68,7 @@ def retention(args: Any, keep: Keep, keep_fast: Keep) -> Retention:
 
 
 def load_best(
-    model: Any, places: Sequence[Location], otherwise: Callable[[], None], *, deadline: float, require: Keys | None,
+    model: Any, places: Sequence[Place], otherwise: Callable[[], None], *, deadline: float, require: Keys | None,
     other_model: bool,
 ) -> None:  # fmt: skip
     """Load the best step into the live ``model``, sharded or not, from the first of ``places`` that holds it.

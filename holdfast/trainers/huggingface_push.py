@@ -18,13 +18,13 @@ from holdfast.copy import copy
 from holdfast.events import log
 from holdfast.saving import Saving
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _FOLDER = "_holdfast-push"
 """In the output folder: what begins so is not pushed with it."""
 
 
-def refuse_to_push_steps(args: Any, roots: Sequence[Location]) -> None:
+def refuse_to_push_steps(args: Any, roots: Sequence[Place]) -> None:
     """Raise ValueError if Trainer would push the steps of a run with its output folder."""
     output = Path(args.output_dir).absolute()
     for root in roots if args.push_to_hub else ():

@@ -30,7 +30,7 @@ from holdfast.ranks.ranks import Call, Ranks
 from holdfast.save import label_of
 from holdfast.saving import Saving
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming, sync_folder
 
 SUFFIX = ".ckpt"
@@ -42,7 +42,7 @@ _SPAN = 8 << 20
 _READERS = 4
 
 
-def is_file_path(path: Location) -> bool:
+def is_file_path(path: Place) -> bool:
     """Whether a checkpoint at this path is one file. In a store every checkpoint is a folder."""
     return isinstance(path, Path) and path.name.endswith(SUFFIX)
 

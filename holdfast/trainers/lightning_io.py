@@ -24,7 +24,7 @@ from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import delete, delete_empty_folders, files_below, naming
 from holdfast.storage.urls import location
 from holdfast.trainers.lightning_files import FileSaver, check_file, is_file_path
@@ -109,7 +109,7 @@ class HoldfastCheckpointIO(CheckpointIO):
             self._files = FileSaver(self._deadline)
         self._last = self._files.save(state, path, step)
 
-    def _save_folder(self, state: dict[str, Any], folder: Location, step: int | None, *, beside: bool) -> None:
+    def _save_folder(self, state: dict[str, Any], folder: Place, step: int | None, *, beside: bool) -> None:
         aside = _set_aside(folder)
         try:
             if beside:
@@ -164,7 +164,7 @@ class HoldfastCheckpointIO(CheckpointIO):
         if last is not None and last.failed is not None and not last.heard:
             last.wait()  # raises its failure
 
-    def _save_beside(self, state: dict[str, Any], folder: Location, step: int | None) -> Saving:
+    def _save_beside(self, state: dict[str, Any], folder: Place, step: int | None) -> Saving:
         if self._saver is None:
             self._saver = Saver(worker=self._worker, deadline=self._deadline, group=Ranks(0, 1))
         self._last = self._saver.save(state, folder, overwrite=True, step=step)
@@ -184,16 +184,16 @@ class HoldfastCheckpointIO(CheckpointIO):
         return False
 
 
-def _is_there(place: Location) -> bool:
+def _is_there(place: Place) -> bool:
     return isinstance(place, Path) and place.exists()
 
 
-def _linked(folder: Location) -> str | None:
+def _linked(folder: Place) -> str | None:
     """Where a link at this name points to; None if there is something else, or nothing."""
     return os.readlink(folder) if isinstance(folder, Path) and folder.is_symlink() else None
 
 
-def _set_aside(folder: Location) -> Path | None:
+def _set_aside(folder: Place) -> Path | None:
     """Rename a link at the place of a checkpoint that is to be saved; None if there is no link."""
     if not isinstance(folder, Path) or not folder.is_symlink():
         return None
@@ -203,7 +203,7 @@ def _set_aside(folder: Location) -> Path | None:
     return aside
 
 
-def _settle_link(folder: Location, aside: Path | None, *, saved: bool) -> None:
+def _settle_link(folder: Place, aside: Path | None, *, saved: bool) -> None:
     """Delete a link that a checkpoint has replaced. If the save failed, give the link its name back."""
     if aside is None:
         return
@@ -216,14 +216,14 @@ def _settle_link(folder: Location, aside: Path | None, *, saved: bool) -> None:
         log.warning("the link that was at %s stays as %s: %s", folder, aside, error)
 
 
-def _remove_after(folder: Location, link: str | None, saving: Saving) -> None:
+def _remove_after(folder: Place, link: str | None, saving: Saving) -> None:
     if saving.failed is None:
         _remove(folder, link)
     else:
         log.warning("%s is kept: what was to replace it, %s, has failed", folder, saving.path)
 
 
-def _remove(folder: Location, link: str | None) -> None:
+def _remove(folder: Place, link: str | None) -> None:
     """Remove a checkpoint, or the link that was at this name when it was to be removed."""
     if _linked(folder) != link:
         return  # another one has taken the name

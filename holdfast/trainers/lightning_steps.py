@@ -16,7 +16,7 @@ from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.run.steps import Steps
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import is_file
 from holdfast.storage.urls import location
 
@@ -28,7 +28,7 @@ _HOOKS = "callbacks"
 class Rated:
     """A committed step, and the metric that it was saved with."""
 
-    path: Location
+    path: Place
     metric: float | None
 
 

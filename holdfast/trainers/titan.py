@@ -31,7 +31,7 @@ from holdfast.run.keep import Keep
 from holdfast.run.steps import Steps
 from holdfast.save import save
 from holdfast.state import RNG, PerRank
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.trainers.titan_futures import Staging, upload_of
 
@@ -265,14 +265,14 @@ class CheckpointManager(BaseCheckpointManager):
             self._take_weights(hugging_face.read(self._adapter, self._weights(), path, quantized=quantized))
         return True
 
-    def _load_from(self, path: Location, *, model_only: bool, newest: bool = False) -> None:
+    def _load_from(self, path: Place, *, model_only: bool, newest: bool = False) -> None:
         """Load one checkpoint. ``newest``: it is the newest step of this run, and damage leads to the one before."""
         begin = time.monotonic()
         logger.info("Loading the checkpoint from %s.", path)
         self._read(path, model_only=model_only, newest=newest)
         logger.info("Finished loading the checkpoint in %.2f seconds.", time.monotonic() - begin)
 
-    def _read(self, path: Location, *, model_only: bool, newest: bool) -> None:
+    def _read(self, path: Place, *, model_only: bool, newest: bool) -> None:
         if is_of_torch(path) or not any(name.startswith(f"{MODEL}/") for name in holdfast_open(path).tensors):
             states = self._as_torchtitan(model_only=model_only)
             dcp.load(states, checkpoint_id=path)

@@ -17,7 +17,7 @@ from holdfast.inspect.survey import Step, survey
 from holdfast.journal import Entry
 from holdfast.ondisk import manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place
 from holdfast.view.page import page
 
 SCRIPTS = ("table.js", "linked.js", "run.js")
@@ -34,7 +34,7 @@ _KINDS = {
 }
 
 
-def is_run(root: Location) -> bool:
+def is_run(root: Place) -> bool:
     """Whether this is a folder of steps, and not a checkpoint itself. Raises StorageError."""
     if storage.is_file(root / manifest.FILE_NAME):
         return False

@@ -14,7 +14,7 @@ import torch
 from holdfast.errors import HoldfastError
 from holdfast.ondisk import blocks, datafile
 from holdfast.ondisk.datafile import Piece
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ the save lives, so the rest of them are opened as they are needed: there may be 
 class OpenFiles:
     """The files of a save, and descriptors of the first of them, kept open until its outcome is known."""
 
-    paths: list[Location] = field(default_factory=list)
+    paths: list[Place] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
 
     def close(self) -> None:

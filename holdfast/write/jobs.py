@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.errors import HoldfastError
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import storage_error
 from holdfast.storage.store import Store
 from holdfast.write.courier import Fault
 
-Small = tuple[Location, bytes]
+Small = tuple[Place, bytes]
 """A small file: where it goes, and its bytes."""
 
 
@@ -37,7 +37,7 @@ class Worker(Protocol):
     def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
         """The number of a file from now on; the descriptor stays the caller's. Without one it is opened as needed."""
 
-    def begin(self, place: Place, header: bytes, size: int) -> int:
+    def begin(self, place: StorePlace, header: bytes, size: int) -> int:
         """Start to upload a file; its number. What follows the header is written in order."""
 
     def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
@@ -52,7 +52,7 @@ class Worker(Protocol):
     def finish(self, file: int, header: bytes, size: int) -> Future[None]:
         """After all writes of a file: its header, its end, its bytes durable."""
 
-    def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
+    def leave(self, after: Sequence[int], folders: Sequence[Place], small: Sequence[Small]) -> Future[None]:
         """Once the files ``after`` are finished: make their folders durable, then write small files."""
 
     def drop(self, files: Sequence[int]) -> None:
@@ -97,9 +97,9 @@ class Futures:
             future.set_exception(HoldfastError(why))
 
 
-def in_one_store(folders: Sequence[Location], small: Sequence[Small]) -> tuple[Store | None, list[str], list[str]]:
+def in_one_store(folders: Sequence[Place], small: Sequence[Small]) -> tuple[Store | None, list[str], list[str]]:
     """The store of small files and their keys; or None, local folders and paths. A save lies in one place."""
-    places = [path for path, _ in small if isinstance(path, Place)]
+    places = [path for path, _ in small if isinstance(path, StorePlace)]
     if places:
         return places[0].store, [], [place.key for place in places]
-    return None, [str(f) for f in folders if not isinstance(f, Place)], [str(path) for path, _ in small]
+    return None, [str(f) for f in folders if not isinstance(f, StorePlace)], [str(path) for path, _ in small]

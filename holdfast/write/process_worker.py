@@ -21,7 +21,7 @@ from holdfast import events
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.events import log
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.store import Store
 from holdfast.storage.wrappers.shipping import spec_of
 from holdfast.write import writer_process
@@ -92,7 +92,7 @@ class ProcessWorker:
         self._send({"verb": "finish", "job": job, "file": file, "size": size}, [header])
         return future
 
-    def begin(self, place: Place, header: bytes, size: int) -> int:
+    def begin(self, place: StorePlace, header: bytes, size: int) -> int:
         file = self._futures.file()
         store = self._know(place.store)
         self._send({"verb": "begin", "file": file, "store": store, "key": place.key, "size": size}, [header])
@@ -117,7 +117,7 @@ class ProcessWorker:
             self._send({"verb": "store", "store": self._stores[told], "made": made})
         return self._stores[told]
 
-    def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
+    def leave(self, after: Sequence[int], folders: Sequence[Place], small: Sequence[Small]) -> Future[None]:
         job, future = self._futures.new()
         store, to_sync, paths = in_one_store(folders, small)
         head = {"verb": "leave", "job": job, "after": list(after), "folders": to_sync, "paths": paths}

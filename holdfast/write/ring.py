@@ -12,7 +12,7 @@ from holdfast.buffers.device import Moments, devices_of
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.storage import storage
 from holdfast.storage.local.disk import SECTOR
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.write.arena import WINDOW, Slot, room_for
 from holdfast.write.image import Image, OpenFiles
 from holdfast.write.worker import ThreadWorker
@@ -54,7 +54,7 @@ class Ring:
 
 
 def write_at_once(
-    images: Sequence[Image], folder: Location, *, save: str, rank: int, files: OpenFiles,
+    images: Sequence[Image], folder: Place, *, save: str, rank: int, files: OpenFiles,
     progress: Callable[[int], None], small: Sequence[tuple[str, bytes]] = (),
 ) -> list[FileRecord]:  # fmt: skip
     """Write data files and then ``small`` ones, by relative path, and wait until all are durable.
@@ -65,7 +65,7 @@ def write_at_once(
     storage.make_folders(folder, (image.section for image in images))
     sources = [tensor for image in images for tensor in image.sources]
     pinned = any(tensor.device.type != "cpu" for tensor in sources)
-    with Ring(remote=isinstance(folder, Place)) as ring:
+    with Ring(remote=isinstance(folder, StorePlace)) as ring:
         writing = Writing(
             images, folder, save=save, rank=rank, files=files, progress=progress,
             slot=ring.take([image.nbytes for image in images], pinned=pinned), after=Moments.now(devices_of(sources)),

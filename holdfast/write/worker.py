@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast import events
 from holdfast.errors import StorageError
 from holdfast.ranks.interrupts import interrupts_wait
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.write.courier import Courier
 from holdfast.write.jobs import Futures, Small, Worker, in_one_store
 from holdfast.write.process_worker import ProcessWorker
@@ -52,7 +52,7 @@ class ThreadWorker:
         self._courier.finish(job, file, header, size)
         return future
 
-    def begin(self, place: Place, header: bytes, size: int) -> int:
+    def begin(self, place: StorePlace, header: bytes, size: int) -> int:
         self._courier.told = events.told if events.observed() else None
         file = self._futures.file()
         self._courier.begin(file, place.store, place.key, header, size)
@@ -66,7 +66,7 @@ class ThreadWorker:
     def give_up(self, files: Sequence[int]) -> None:
         self._courier.give_up(files)
 
-    def leave(self, after: Sequence[int], folders: Sequence[Location], small: Sequence[Small]) -> Future[None]:
+    def leave(self, after: Sequence[int], folders: Sequence[Place], small: Sequence[Small]) -> Future[None]:
         job, future = self._futures.new()
         store, to_sync, paths = in_one_store(folders, small)
         data = [(path, data) for path, (_, data) in zip(paths, small, strict=True)]

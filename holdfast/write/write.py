@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast.buffers.device import Copier, Moments
 from holdfast.ondisk import blocks, datafile
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import open_to_write
 from holdfast.write.arena import Slot, room_for
 from holdfast.write.image import KEPT, Image, OpenFiles, Written, header_of
@@ -37,7 +37,7 @@ class Writing:
     """
 
     def __init__(
-        self, images: Sequence[Image], folder: Location, *, save: str, rank: int, slot: Slot, files: OpenFiles,
+        self, images: Sequence[Image], folder: Place, *, save: str, rank: int, slot: Slot, files: OpenFiles,
         progress: Callable[[int], None], after: Moments, still: bool = False, strong: bool = False,
     ) -> None:  # fmt: skip
         self.images, self.folder, self.slot = list(images), folder, slot
@@ -110,7 +110,7 @@ class Writing:
         image = stream.image
         header = self._headers[image.path] = datafile.with_sums(self._headers[image.path], *sums.texts())
         path = self.folder / image.path
-        if stream.file is None and isinstance(path, Place):
+        if stream.file is None and isinstance(path, StorePlace):
             stream.begin(self.slot.worker.begin(path, header, len(header) + image.nbytes))
         self._written[image.path] = Written(
             image.path, len(header) + image.nbytes, len(header), blocks.digest(header),
@@ -130,7 +130,7 @@ class Writing:
         """What will stand on disk once all is done; known when every image is staged and landed."""
         return [self._written[image.path] for image in self.images]
 
-    def leave(self, small: Sequence[tuple[Location, bytes]]) -> None:
+    def leave(self, small: Sequence[tuple[Place, bytes]]) -> None:
         """After the data files: their folders durable, then small files (a part, attachments) in this order."""
         folders = list(dict.fromkeys((self.folder / image.path).parent for image in self.images))
         files = [stream.number for stream in self._streams.values()]

@@ -26,7 +26,7 @@ from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import standing
 from holdfast.journal import Entry, Now
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.storage import JOURNAL
 from tests.cli.test_terminal import run_here
 from tests.rights import refused
@@ -139,7 +139,7 @@ def test_failures_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("kind", ["disk", "store"])
 def test_a_root_without_a_journal(kind: str, tmp_path: Path) -> None:
-    root: Any = Place(Memory(), "run") if kind == "store" else tmp_path
+    root: Any = StorePlace(Memory(), "run") if kind == "store" else tmp_path
     with CheckpointManager(root, every=1, keep=Keep(last=4), journal=False, worker="none") as manager:
         for step in (1, 2, 3):
             manager.step(step, state_of(step), metric=float(step))
@@ -164,7 +164,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
             asked.append(key)
             return super().size(key)
 
-    root = Place(Counting(), "run")
+    root = StorePlace(Counting(), "run")
     with trained(root):
         past = Past(root)
         past.look()

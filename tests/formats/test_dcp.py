@@ -29,7 +29,7 @@ import holdfast
 from holdfast.formats.dcp.dcp import read_folder
 from holdfast.formats.sources import File
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests import pool
 from tests.formats.truth import GOLDEN, NAMES, check, same
 
@@ -174,7 +174,7 @@ def test_strides(tmp_path: Path) -> None:
     images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     state = {"turned": torch.arange(12.0).view(3, 4).t(), "plain": torch.ones(2), "images": images}
     save({"model": state}, tmp_path / "a")
-    for path in (tmp_path / "a", Place(Local(tmp_path), "a")):
+    for path in (tmp_path / "a", StorePlace(Local(tmp_path), "a")):
         checkpoint = holdfast.open(path)
         assert equal(checkpoint.state_dict()["model"], state)
         assert torch.equal(checkpoint.read("model/turned", [(1, 3)]), state["turned"][1:3])

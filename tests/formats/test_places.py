@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Got, Listing, Store
 from tests.formats.truth import GOLDEN, NAMES, Truth, check, same
 
@@ -62,9 +62,9 @@ class Counting:
         return sum(nbytes for _, _, nbytes in self.asked)
 
 
-def place(folder: Path, key: str = "", *, lists: bool = True) -> tuple[Place, Counting]:
+def place(folder: Path, key: str = "", *, lists: bool = True) -> tuple[StorePlace, Counting]:
     store = Counting(Local(folder), lists=lists)
-    return Place(store, key), store
+    return StorePlace(store, key), store
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 
 import holdfast
 from holdfast.ondisk import names
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BUFFERS = ("pos_scale", "seen")
@@ -74,7 +74,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def check(name: str, path: Location | None = None) -> holdfast.Checkpoint:
+def check(name: str, path: Place | None = None) -> holdfast.Checkpoint:
     """Open a golden checkpoint and compare all that the truth tells of it; returns it for more."""
     truth = Truth(name)
     checkpoint = holdfast.open(truth.path if path is None else path)

@@ -21,7 +21,7 @@ from holdfast.plan import share_plan
 from holdfast.plan.spread import WHOLE, boxes_held
 from holdfast.read.shared import pass_on, share
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests import pool
 from tests.formats.truth import GOLDEN
 from tests.inspect import plan_trials
@@ -154,7 +154,7 @@ def test_other_formats(name: str) -> None:
 
 
 def test_in_a_store(tmp_path: Path) -> None:
-    place = Place(Memory(), "run/step-1")
+    place = StorePlace(Memory(), "run/step-1")
     holdfast.save({"model": {"w": torch.zeros(100, 100)}}, place)
     found = plan(holdfast.open(place), parse_mesh("fsdp=4"))
     assert [rank.needed for rank in found.ranks] == [10_000] * 4 and found.requests == 8

@@ -22,7 +22,7 @@ from holdfast.ondisk.part import Part
 from holdfast.storage import storage
 from holdfast.storage.local import disk
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.storage import open_locked
 from tests.citing import save_on, state_of
 from tests.damaging import contents_of, flip
@@ -231,18 +231,18 @@ def test_in_a_store(run: Path, tmp_path: Path) -> None:
             if file.is_file():
                 data = file.read_bytes()
                 store.put(f"runs/{file.relative_to(run)}", [data], len(data))
-    root = Place(store, "runs")
+    root = StorePlace(store, "runs")
     found = by_name(root)
     # In a store nobody can tell a save that died a moment ago from one that is under way.
     assert {n: s.health for n, s in found.items()} == {"step-1": "whole", "step-6": "writing", "step-7": "whole"}
     assert by_name(root, headers=True)["step-7"].health == "damaged"
     assert [s.name for s in survey(root / "step-1")] == [""]
     with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
-        survey(Place(store, "elsewhere"))
+        survey(StorePlace(store, "elsewhere"))
 
 
 def test_a_swept_step_whose_files_others_borrow_is_neither_dead_nor_written(tmp_path: Path) -> None:
-    for root in (tmp_path, Place(Memory(), "run")):
+    for root in (tmp_path, StorePlace(Memory(), "run")):
         save_on(state_of(1), root / "step-1")
         for step in (2, 3):
             save_on(state_of(step, model=step), root / f"step-{step}", root / "step-1")
@@ -255,4 +255,4 @@ def test_a_swept_step_whose_files_others_borrow_is_neither_dead_nor_written(tmp_
         assert by_name(root / "step-1")[""].health == "lent"
         stray = next(iter(save_on(state_of(1, model=9), root / "other").data_files)).path
         storage.write_small(root / "step-1" / stray, b"x")  # a save there, of whichever kind, is told as before
-        assert by_name(root)["step-1"].health == ("writing" if isinstance(root, Place) else "unfinished")
+        assert by_name(root)["step-1"].health == ("writing" if isinstance(root, StorePlace) else "unfinished")

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import holdfast
 from holdfast.state.tensors import FlatShard
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests import meshes, pool
 from tests.golden import make
 
@@ -153,7 +153,7 @@ def write(case: str, folder: str) -> None:
     state = STATES[case][1]() if case in STATES else of_mesh(case)
     options: dict[str, Any] = {"step": 3, "run": RUN, "files": {"config.json": b"{}", "text/a.txt": "é".encode()}}
     for way in WAYS:
-        place = Place(Local(folder), way) if way.startswith("store") else Path(folder) / way
+        place = StorePlace(Local(folder), way) if way.startswith("store") else Path(folder) / way
         worker = way.rpartition(" ")[2]
         with save_id(FIRST):
             if worker in ("thread", "process"):

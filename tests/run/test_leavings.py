@@ -21,7 +21,7 @@ from holdfast.commit import folder as folders
 from holdfast.run.leavings import BENCH, collect
 from holdfast.storage import storage
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests.citing import save_on, state_of
 from tests.damaging import contents_of
 
@@ -134,7 +134,7 @@ def test_cited_files_are_no_leavings(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_in_a_store_what_is_young_stays() -> None:
-    place = Place(Memory(), "run")
+    place = StorePlace(Memory(), "run")
     for step in (1, 2):
         holdfast.save({"model": {"w": torch.arange(900.0)}}, place / f"step-{step}")
     place.store.delete([(place / "step-2" / "manifest.json").key])
@@ -224,7 +224,7 @@ def test_what_is_called_like_a_conversion_and_is_none_stays(root: Path) -> None:
 
 
 def test_what_tells_that_an_upload_broke_off_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(Memory(), "models")
+    place = StorePlace(Memory(), "models")
     place.store.put((place / "mine" / ".holdfast-converting").key, [b"x"], 1)
     monkeypatch.setattr(storage, "LIVING", -1.0)
     done = collect(place, dry_run=False)
@@ -232,7 +232,7 @@ def test_what_tells_that_an_upload_broke_off_stays(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_swept_step_has_lent_is_no_save_under_way() -> None:
-    root = Place(Memory(), "run")
+    root = StorePlace(Memory(), "run")
     save_on(state_of(1), root / "step-1")
     save_on(state_of(2, model=2), root / "step-2", root / "step-1")
     folders.delete_checkpoint(root / "step-1")

@@ -15,7 +15,7 @@ import torch
 import holdfast
 from holdfast.commit.sections import dropped_of
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests.soak.content import Mark, shapes, whole
 from tests.soak.model import Model
 from tests.soak.plan import Run
@@ -91,7 +91,7 @@ def interrupted(root: Path) -> bool:
     return False
 
 
-def read_back(root: Path, run: Run, spoiled: Spoiled, *, place: Place | None = None) -> Found:
+def read_back(root: Path, run: Run, spoiled: Spoiled, *, place: StorePlace | None = None) -> Found:
     """Every committed step, read and compared with what was saved. Raises Violation."""
     found = Found()
     for step, folder in folders(root).items():
@@ -199,5 +199,5 @@ def _cited(folder: Path) -> list[Path]:
     return [path for path in named(folder) if path.parts[: len(folder.parts)] != folder.parts]
 
 
-def store_of(base: Path) -> Place:
-    return Place(Local(base / "store"), "run")
+def store_of(base: Path) -> StorePlace:
+    return StorePlace(Local(base / "store"), "run")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import holdfast
 import holdfast.saver
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from tests.soak import faults
 from tests.soak.content import State
 from tests.soak.plan import Episode, metric_of
@@ -42,7 +42,7 @@ ATTEMPTS = 3
 def homes(base: Path, episode: Episode) -> dict[str, Any]:
     """Where the checkpoints of a run lie, as arguments of the manager."""
     if episode.run.tiers:
-        return {"root": Place(Local(base / "store"), "run"), "fast": base / "root"}
+        return {"root": StorePlace(Local(base / "store"), "run"), "fast": base / "root"}
     return {"root": base / "root"}
 
 

@@ -1,4 +1,4 @@
-"""Place: that it answers as a Path does, for whatever tree of files; reading in any order."""
+"""A store place: that it answers as a Path does, for whatever tree of files; reading in any order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Store
 from holdfast.testing import Failing, Memory
 
@@ -34,7 +34,7 @@ def filled(store: Store, *there: str) -> Store:
 
 @given(keys, keys)
 def test_words_about_the_key_are_those_of_a_path(key: str, other: str) -> None:
-    place, path = Place(Memory(), key), PurePosixPath(key)
+    place, path = StorePlace(Memory(), key), PurePosixPath(key)
     for word in ("name", "stem", "suffix", "suffixes", "parts"):
         assert getattr(place, word) == getattr(path, word), word
     assert (place / other).key == place.joinpath(other).key == str(path / other)
@@ -49,11 +49,11 @@ def test_words_about_the_key_are_those_of_a_path(key: str, other: str) -> None:
     ("below", "key"), [("", "a"), (".", "a"), ("b/", "a/b"), ("/b", "a/b"), ("b//c/./d", "a/b/c/d"), ("../b", "b")]
 )
 def test_joined_keys_are_keys(below: str, key: str) -> None:
-    assert (Place(Memory(), "a") / below).key == key
+    assert (StorePlace(Memory(), "a") / below).key == key
 
 
 def test_the_top_of_a_store() -> None:
-    top = Place(filled(Memory(), "a/f"), "")
+    top = StorePlace(filled(Memory(), "a/f"), "")
     assert str(top) == top.store.url and str(top / "a") == f"{top.store.url}/a"
     assert top.parent == top and top.name == "" and (top / "a").parent == top
     assert top.is_dir() and not top.is_file() and top.exists()
@@ -62,9 +62,9 @@ def test_the_top_of_a_store() -> None:
 
 def test_places_are_equal_where_they_are_the_same_file() -> None:
     store = Memory()
-    a, b = Place(store, "a"), Place(store, "b")
-    assert a == Place(store, "a") == Place(Failing(store), "a") and hash(a) == hash(Place(store, "a"))
-    assert a != b and a != Place(Memory(), "a") and a != "a" and len({a, b, Place(store, "a")}) == 2
+    a, b = StorePlace(store, "a"), StorePlace(store, "b")
+    assert a == StorePlace(store, "a") == StorePlace(Failing(store), "a") and hash(a) == hash(StorePlace(store, "a"))
+    assert a != b and a != StorePlace(Memory(), "a") and a != "a" and len({a, b, StorePlace(store, "a")}) == 2
     assert sorted([b, a]) == [a, b] and a < b <= b
     with pytest.raises(ValueError):
         a.relative_to(b)
@@ -84,7 +84,7 @@ def test_it_answers_as_a_path_does(tmp_path_factory: pytest.TempPathFactory, the
     root = tmp_path_factory.mktemp("tree")
     for store in (filled(Local(root), *there), filled(Memory(), *there)):
         for key in ["", *there, *also, *(str(PurePosixPath(key).parent) for key in there)]:
-            place, path = Place(store, "") / key, root / key
+            place, path = StorePlace(store, "") / key, root / key
             assert place.is_file() == path.is_file()
             assert place.is_dir() == (path.is_dir() and any(path.iterdir())), "a store has no empty folders"
             assert place.exists() == (place.is_file() or place.is_dir())
@@ -120,7 +120,7 @@ def _below(root: Path, paths: Any) -> list[str]:
 
 def test_it_keeps_nothing_that_it_has_seen() -> None:
     store = Memory()
-    place = Place(store, "a/f")
+    place = StorePlace(store, "a/f")
     assert not place.exists()
     filled(store, "a/f")
     assert place.exists() and place.parent.is_dir()
@@ -137,7 +137,7 @@ def test_a_stream_reads_and_seeks_as_one_of_a_file(buffering: int) -> None:
     store = Memory()
     store.put("f", [content], len(content))
     numbers = random.Random(buffering)
-    with Place(store, "f").open(buffering=buffering) as stream, io.BytesIO(content) as model:
+    with StorePlace(store, "f").open(buffering=buffering) as stream, io.BytesIO(content) as model:
         assert stream.readable() and stream.seekable() and not stream.writable()
         for _ in range(300):
             do: Callable[[Any], object] = numbers.choice(_steps(numbers))
@@ -169,7 +169,7 @@ def test_small_reads_are_few_requests() -> None:
     store = Failing(Memory())
     store.put("f", [bytes(100_000)], 100_000)
     before = store.count
-    with Place(store, "f").open() as stream:
+    with StorePlace(store, "f").open() as stream:
         while stream.read(100):
             pass
     assert store.count - before == 2, "the size, and one get"
@@ -179,5 +179,5 @@ def test_small_reads_are_few_requests() -> None:
 def test_a_stream_is_for_reading_alone(mode: str) -> None:
     store = filled(Memory(), "f")
     with pytest.raises(ValueError, match="can be opened with mode 'rb' only"):
-        Place(store, "f").open(mode)
+        StorePlace(store, "f").open(mode)
     assert store.get("f").nbytes == 1

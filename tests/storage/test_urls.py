@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.storage.cloud.cloud import Cloud
 from holdfast.storage.cloud.options import OPTIONS
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.urls import at, location
 from holdfast.storage.wrappers.retrying import Retrying
 from holdfast.testing import Memory
@@ -32,7 +32,7 @@ def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def client(place: Any) -> Cloud:
-    assert isinstance(place, Place)
+    assert isinstance(place, StorePlace)
     assert isinstance(place.store, Retrying)
     inside = place.store.store
     assert isinstance(inside, Cloud)
@@ -80,7 +80,7 @@ def test_options_of_a_local_path_are_refused() -> None:
 
 
 def test_a_place_is_passed_through() -> None:
-    place = Place(Memory(), "run")
+    place = StorePlace(Memory(), "run")
     assert location(place) is place
     with pytest.raises(ValueError, match="holdfast.at"):
         location(place, {"region": "x"})

@@ -15,7 +15,7 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.ondisk.box import Box
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Got
 from holdfast.view.checkpoint import checkpoint_page
 from holdfast.view.traces import Timeline
@@ -293,18 +293,18 @@ class Counting(Memory):
 def test_a_page_reads_only_what_it_shows(tmp_path: Path) -> None:
     store = Counting()
     holdfast.save(
-        {"model": {"big": torch.ones(1 << 20), "small": torch.ones(9)}, "step": 1}, Place(store, "run/step-1")
+        {"model": {"big": torch.ones(1 << 20), "small": torch.ones(9)}, "step": 1}, StorePlace(store, "run/step-1")
     )
     files = {entry.key: entry.nbytes for entry in store.list("run", deep=True).files}
     written_bytes, store.read = sum(files.values()), 0
-    checkpoint_page(holdfast.open(Place(store, "run/step-1")), look=False)
+    checkpoint_page(holdfast.open(StorePlace(store, "run/step-1")), look=False)
     manifest = next(n for key, n in files.items() if key.endswith("manifest.json"))
     assert store.read == manifest
     store.read = 0
-    checkpoint_page(holdfast.open(Place(store, "run/step-1")))
+    checkpoint_page(holdfast.open(StorePlace(store, "run/step-1")))
     assert manifest < store.read < manifest + 16_384 < written_bytes
     store.read = 0
-    checkpoint_page(holdfast.open(Place(store, "run/step-1")), stats="model/small")
+    checkpoint_page(holdfast.open(StorePlace(store, "run/step-1")), stats="model/small")
     assert store.read < manifest + 2 * 16_384
 
 

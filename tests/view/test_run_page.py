@@ -18,7 +18,7 @@ from holdfast.cli.codes import Code
 from holdfast.journal import Now
 from holdfast.run.journaling import Journal
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.storage import JOURNAL
 from holdfast.view.run import is_run, run_page
 from tests.view.browser import Tab, script
@@ -188,7 +188,7 @@ def test_what_is_in_the_page(tmp_path: Path) -> None:
 
 
 def test_what_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = Place(Memory(), "run")
+    store = StorePlace(Memory(), "run")
     for root in (tmp_path / "run", store):
         assert not is_run(root)
         holdfast.save({"w": torch.zeros(3)}, root / "step-1", step=1)

@@ -21,7 +21,7 @@ from holdfast.formats.machine.torch_files import is_torch_file, load_file
 from holdfast.formats.machine.zips import Archive, is_zip
 from holdfast.formats.members import real
 from holdfast.formats.sources import Stretch, all_of, file
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming
 
 _STATES = "composer_states.pt"
@@ -40,7 +40,7 @@ _SECTIONS = frozenset(["model", "module", "optimizer", "rng"])
 Members = dict[str, Stretch]
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint of Composer at ``path``: a rank's file or archive, a template with ``{rank}``, or a folder."""
     if is_template(path) and not path.exists():
         return _newest(path, matching(path))
@@ -52,7 +52,7 @@ def read(path: Location) -> Found | None:
     return None if members is None else _read(path, members, "")
 
 
-def _newest(path: Location, saves: list[Save]) -> Found | None:
+def _newest(path: Place, saves: list[Save]) -> Found | None:
     """The newest of several saves that is one of Composer's."""
     count = len({real(save.files[0]) for save in saves})
     for save in saves:
@@ -73,7 +73,7 @@ def _newest(path: Location, saves: list[Save]) -> Found | None:
 # Files and archives
 
 
-def _members(path: Location) -> Members | None:
+def _members(path: Place) -> Members | None:
     """The files of Composer's in an archive by name; a file that is no archive counts as one of its states."""
     whole = all_of(file(path))
     if is_zip(whole):
@@ -116,7 +116,7 @@ def _begins_as_states(data: Stretch) -> bool:
     return b"state" in start.read(0, min(64, start.nbytes))
 
 
-def _read(path: Location, members: Members, reading: str, save: Save | None = None) -> Found | None:
+def _read(path: Place, members: Members, reading: str, save: Save | None = None) -> Found | None:
     """The save that a file is of, which has ``members``. None if it only looked like one of Composer's."""
     ranks = {path: members}
     if any(name != _STATES for name in members):
@@ -158,7 +158,7 @@ def _read(path: Location, members: Members, reading: str, save: Save | None = No
     )  # fmt: skip
 
 
-def _ranks(files: Members, path: Location, archives: list[Location]) -> Found:
+def _ranks(files: Members, path: Place, archives: list[Place]) -> Found:
     try:
         return read_ranks(files, path)
     except Damaged as error:
@@ -172,7 +172,7 @@ def _ranks(files: Members, path: Location, archives: list[Location]) -> Found:
 # Shards of DCP
 
 
-def _shards(folder: Location, reading: str = "") -> Found | None:
+def _shards(folder: Place, reading: str = "") -> Found | None:
     """A sharded save: a folder of DCP whose keys are Composer's."""
     metadata = folder / ".metadata"
     if not metadata.is_file():
@@ -198,7 +198,7 @@ def _is_states(tree: Any) -> bool:
     )
 
 
-def _found(tree: Mapping[str, Any], where: Location, reading: str) -> Found:
+def _found(tree: Mapping[str, Any], where: Place, reading: str) -> Found:
     """Composer's own tree as ours: model and optimizer under our names, the rest of `state` and `rng` beside them."""
     held = dict(tree["state"])
     state: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def _found(tree: Mapping[str, Any], where: Location, reading: str) -> Found:
     )
 
 
-def _whole(model: Any, where: Location) -> Mapping[str, Any]:
+def _whole(model: Any, where: Place) -> Mapping[str, Any]:
     if not isinstance(model, Mapping):
         raise Damaged(f"{where}: its model is no state dict")
     for name, value in model.items():
@@ -237,7 +237,7 @@ def _whole(model: Any, where: Location) -> Mapping[str, Any]:
     return model
 
 
-def _step(held: Mapping[str, Any], where: Location) -> int | None:
+def _step(held: Mapping[str, Any], where: Place) -> int | None:
     """The batch that the timestamp (formerly timer) tells, by version in it or one deeper; else the file's name."""
     for key in ("timestamp", "timer"):
         told = held.get(key)

@@ -11,7 +11,7 @@ from string import Formatter
 from typing import NamedTuple
 
 from holdfast.formats import members
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _RANKS = ("rank", "local_rank", "node_rank")
 _ARCHIVE = r"(?:\.tar(?:\.(?:gz|bz2|xz|lzma|zst))?|\.tgz)"
@@ -23,15 +23,15 @@ class Save(NamedTuple):
     """The files (of shards: the folder) of one save by rank, and its name without ranks."""
 
     name: str
-    files: tuple[Location, ...]
+    files: tuple[Place, ...]
 
 
-def is_template(path: Location) -> bool:
+def is_template(path: Place) -> bool:
     """Whether a path has places for values, ``{rank}`` above all."""
     return "{" in str(path)
 
 
-def matching(template: Location) -> list[Save]:
+def matching(template: Place) -> list[Save]:
     """The saves whose files fit a template, the newest first. Places for other values than ranks fit anything."""
     first = next(i for i, part in enumerate(template.parts) if "{" in part)
     try:
@@ -41,10 +41,10 @@ def matching(template: Location) -> list[Save]:
     above = template
     for _ in parts:
         above = above.parent
-    found: dict[str, list[tuple[list[int], Location]]] = {}
+    found: dict[str, list[tuple[list[int], Place]]] = {}
 
     def descend(
-        folder: Location, rest: list[list[tuple[str, str | None, str | None, str | None]]], name: str, ranks: list[int]
+        folder: Place, rest: list[list[tuple[str, str | None, str | None, str | None]]], name: str, ranks: list[int]
     ) -> None:
         if not rest:
             found.setdefault(name, []).append((ranks, folder))
@@ -79,9 +79,9 @@ def _without(entry: str, match: re.Match[str]) -> str:
     return entry
 
 
-def saves_in(folder: Location) -> list[Save]:
+def saves_in(folder: Place) -> list[Save]:
     """What may be saves in a folder, by name: the newest first, before them what links named `latest` lead to."""
-    found: dict[str, list[tuple[int, Location]]] = {}
+    found: dict[str, list[tuple[int, Place]]] = {}
     for entry in _listed(folder):
         if _SAVE.search(entry) and (folder / entry).exists():
             name, rank = _of_all_ranks(entry)
@@ -90,7 +90,7 @@ def saves_in(folder: Location) -> list[Save]:
     return sorted(saves, key=lambda save: (not save.name.startswith("latest"), *_age(save)))
 
 
-def siblings(file: Location) -> Save:
+def siblings(file: Place) -> Save:
     """The files of all ranks of the save that one rank's file is of."""
     name, _ = _of_all_ranks(file.name)
     found = sorted(
@@ -116,6 +116,6 @@ def _age(save: Save) -> tuple[float, ...]:
     return (*(-n for n in numbers[::-1][:1]), *(-n for n in numbers), -members.modified(save.files[0]))
 
 
-def _listed(folder: Location) -> Iterator[str]:
+def _listed(folder: Place) -> Iterator[str]:
     if folder.is_dir():
         yield from members.names(folder)

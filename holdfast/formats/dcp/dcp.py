@@ -24,14 +24,14 @@ from holdfast.formats.dcp.names import own_names, step_of
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.stored import Opaque
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming
 
 MAX_HOLES = 10_000
 """How many places of a list in a row may hold nothing: empty containers leave no trace."""
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint of DCP at ``path``: its folder, a file in it, or a run folder with torchtitan's ``step-<n>``."""
     folder, reading = _folder(path)
     if folder is None:
@@ -59,7 +59,7 @@ class DcpState:
     metadata: tuple[Record, ...] = field(repr=False)
 
 
-def read_folder(folder: Location) -> DcpState:
+def read_folder(folder: Place) -> DcpState:
     """All that ``folder`` holds, its tensors unread. Raises NotACheckpoint, Damaged, Unsupported, StorageError."""
     paths = dcp_metadata.metadata_files(folder)
     if not paths:
@@ -85,7 +85,7 @@ def read_folder(folder: Location) -> DcpState:
 # The path
 
 
-def _folder(path: Location) -> tuple[Location | None, str]:
+def _folder(path: Place) -> tuple[Place | None, str]:
     """The folder that a path means, and why it is that one."""
     if path.suffix == ".distcp" or path.name.endswith(".metadata"):
         return (path.parent, f"the checkpoint that {path.name} is part of") if path.is_file() else (None, "")
@@ -110,7 +110,7 @@ def _folder(path: Location) -> tuple[Location | None, str]:
     return None, ""
 
 
-def _is_metadata(path: Location) -> bool:
+def _is_metadata(path: Place) -> bool:
     if not path.is_file():
         return False
     with naming(path, "read"), path.open("rb") as target:
@@ -118,7 +118,7 @@ def _is_metadata(path: Location) -> bool:
     return b"torch.distributed.checkpoint.metadata" in start and not start.startswith(HINT_BEGINS)
 
 
-def _beside(folder: Location, tree: Mapping[str, Any]) -> dict[str, Any]:
+def _beside(folder: Place, tree: Mapping[str, Any]) -> dict[str, Any]:
     """What Lightning keeps in a file of its own: epoch, step, loops, schedulers, callbacks."""
     path = folder / "meta.pt"
     if not path.is_file():
@@ -133,7 +133,7 @@ def _beside(folder: Location, tree: Mapping[str, Any]) -> dict[str, Any]:
 # Objects beside the tensors
 
 
-def _values(places: Mapping[str, Mapping[int, Spot]], ranks: int, folder: Location) -> dict[str, Any]:
+def _values(places: Mapping[str, Mapping[int, Spot]], ranks: int, folder: Place) -> dict[str, Any]:
     """The objects by key; all of them where each rank wrote its own and they differ."""
     data = distcp.blobs([(place, key) for key, told in places.items() for place in told.values()])
     alike: dict[bytes, Any] = {}
@@ -154,7 +154,7 @@ def _values(places: Mapping[str, Mapping[int, Spot]], ranks: int, folder: Locati
 # The tree
 
 
-def _key_paths(record: Record, path: Location) -> dict[str, tuple[Any, ...]]:
+def _key_paths(record: Record, path: Place) -> dict[str, tuple[Any, ...]]:
     """The key path of each flat key, if the planner flattened the state."""
     told = record.get("planner_data") or {}
     if not isinstance(told, dict) or not all(
@@ -165,7 +165,7 @@ def _key_paths(record: Record, path: Location) -> dict[str, tuple[Any, ...]]:
     return {key: tuple(steps) for key, steps in told.items()}
 
 
-def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], folder: Location) -> dict[str, Any]:
+def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], folder: Place) -> dict[str, Any]:
     """Flat keys back to dicts and lists: a number in a path is a place in a list."""
     root: dict[str, Any] = {}
     for key, value in flat.items():

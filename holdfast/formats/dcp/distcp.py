@@ -22,7 +22,7 @@ from holdfast.formats.stored import Stored
 from holdfast.ondisk import dtypes
 from holdfast.read.source import Descriptors
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 MAX_VALUE = 1 << 30
 """More than any compressed object unpacks to."""
@@ -133,14 +133,14 @@ class _Ends:
     tail: bytes = field(repr=False)
 
     @property
-    def path(self) -> Location:
+    def path(self) -> Place:
         return self.file.path
 
     @property
     def nbytes(self) -> int:
         return self.file.nbytes
 
-    def open(self) -> Descriptors | Place:
+    def open(self) -> Descriptors | StorePlace:
         return self.file.open()
 
     def read(self, begin: int, nbytes: int) -> bytes:
@@ -162,7 +162,7 @@ def _ends(source: File, begin: int, nbytes: int) -> _Ends:
 class _Nameless:
     """A file without a name."""
 
-    path: Location
+    path: Place
     nbytes: int
     file: BinaryIO
 
@@ -247,7 +247,7 @@ def _packed(place: Spot) -> Iterator[bytes]:
         yield place.source.read(place.begin + at, min(1 << 20, place.nbytes - at))
 
 
-def _zstd(packed: Iterable[bytes], path: Location, key: str) -> Iterator[bytes]:
+def _zstd(packed: Iterable[bytes], path: Place, key: str) -> Iterator[bytes]:
     try:
         zstandard: Any = importlib.import_module("zstandard")
     except ImportError:

@@ -21,7 +21,7 @@ from holdfast.formats.sources import File, Stretch, file
 from holdfast.formats.stored import Stored
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, inside, whole
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 MAX_METADATA = 4 << 30
@@ -31,7 +31,7 @@ MAX_COMPARED = 64 << 10
 _OF_TRAINING = frozenset(["model", "module", "optim", "optimizer", "model_state_dict", "state_dict", "state"])
 
 
-def metadata_files(folder: Location) -> list[Location]:
+def metadata_files(folder: Place) -> list[Place]:
     """`.metadata`, or that of each rank where the save ran without collectives; none if there is none.
 
     Raises Damaged if that of a rank is missing.
@@ -50,7 +50,7 @@ def metadata_files(folder: Location) -> list[Location]:
     return [folder / f"__{rank}.metadata" for rank in sorted(ranks)]
 
 
-def load(path: Location) -> Record:
+def load(path: Place) -> Record:
     """One metadata file. Raises Damaged, Unsupported."""
     source = file(path)
     if source.nbytes > MAX_METADATA:
@@ -67,7 +67,7 @@ def load(path: Location) -> Record:
 class Files:
     """The data files of a folder, each looked at once."""
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
         self._files: dict[str, File] = {}
 
@@ -116,7 +116,7 @@ class Tensor:
 
 
 def collect(
-    record: Record, path: Location, files: Files, rank: int, tensors: dict[str, Tensor],
+    record: Record, path: Place, files: Files, rank: int, tensors: dict[str, Tensor],
     objects: dict[str, dict[int, Spot]],
 ) -> None:  # fmt: skip
     """Add what one metadata file tells. Chunks that several ranks wrote (replicas) count once."""
@@ -148,7 +148,7 @@ def collect(
                     tensor.of_rank[rank] = stretch
 
 
-def _infos(record: Record, path: Location) -> dict[tuple[Any, tuple[int, ...] | None], Any]:
+def _infos(record: Record, path: Place) -> dict[tuple[Any, tuple[int, ...] | None], Any]:
     """Where each entry lies, by its key and, for a chunk of a tensor, its offsets."""
     found: dict[tuple[Any, tuple[int, ...] | None], Any] = {}
     for index, info in _mapping(record, "storage_data", path).items():
@@ -160,7 +160,7 @@ def _infos(record: Record, path: Location) -> dict[tuple[Any, tuple[int, ...] | 
     return found
 
 
-def _place(info: Any, key: str, path: Location, files: Files) -> Spot:
+def _place(info: Any, key: str, path: Place, files: Files) -> Spot:
     if not isinstance(info, Record):
         raise Damaged(f"{path} does not say where {key} lies")
     begin, nbytes, transforms = info.get("offset"), info.get("length"), info.get("transform_descriptors") or ()
@@ -177,7 +177,7 @@ def _place(info: Any, key: str, path: Location, files: Files) -> Spot:
     return Spot(source, begin, nbytes, tuple(map(str, transforms)))
 
 
-def _dtype(told: Record, path: Location, key: str) -> str:
+def _dtype(told: Record, path: Place, key: str) -> str:
     # Properties are pickled as a row, the dtype first.
     properties = told.get("properties")
     state = properties.state if isinstance(properties, Record) else None
@@ -187,18 +187,18 @@ def _dtype(told: Record, path: Location, key: str) -> str:
     return dtype.text.removeprefix("torch.")
 
 
-def _mapping(record: Record, name: str, path: Location) -> dict[Any, Any]:
+def _mapping(record: Record, name: str, path: Place) -> dict[Any, Any]:
     found = record.get(name)
     if not isinstance(found, dict):
         raise Damaged(f"{path} has no {name}")
     return found
 
 
-def _attribute(chunk: Any, name: str, path: Location, key: str) -> tuple[int, ...]:
+def _attribute(chunk: Any, name: str, path: Place, key: str) -> tuple[int, ...]:
     return _numbers(chunk.get(name) if isinstance(chunk, Record) else None, path, f"{name} of a chunk of {key}")
 
 
-def _numbers(value: Any, path: Location, what: str) -> tuple[int, ...]:
+def _numbers(value: Any, path: Place, what: str) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
         raise Damaged(f"{path}: {what} is {str(value)[:100]}, no row of sizes")
     return tuple(value)

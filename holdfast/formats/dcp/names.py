@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.formats import fqns
 from holdfast.formats.stored import Stored
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _MODELS = ("model", "model_state_dict", "module", "state_dict")
 _BY_NAME = "param_to_group_meta"
@@ -24,7 +24,7 @@ _TRAINERS = ("train_state", "trainer_state", "trainer", "train")
 _NO_PARAMETERS = frozenset(["rng", "rng_state", "torch_rng_state", "cuda_rng_state", *_STEPS])
 
 
-def own_names(tree: Mapping[str, Any], where: Location) -> tuple[dict[str, Any], list[str]]:
+def own_names(tree: Mapping[str, Any], where: Place) -> tuple[dict[str, Any], list[str]]:
     """The state under our names, and what was taken for what wherever the keys do not say it themselves.
 
     ``model`` and ``optimizer`` are the only ones of their kind; several keep their own keys.
@@ -127,7 +127,7 @@ def _is_flattened(value: Mapping[Any, Any]) -> bool:
     return bool(value) and all(isinstance(key, str) and key.startswith(("param_groups.", "state.")) for key in value)
 
 
-def _optimizer(found: Mapping[str, Any], model: Any, where: Location) -> dict[str, Any]:
+def _optimizer(found: Mapping[str, Any], model: Any, where: Place) -> dict[str, Any]:
     if _is_flattened(found):
         found = _unflattened(found, model if isinstance(model, dict) else {})
     elif "param_groups" not in found:

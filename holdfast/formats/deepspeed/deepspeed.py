@@ -17,7 +17,7 @@ from holdfast.formats.deepspeed.ranks import is_rank_file, read_ranks
 from holdfast.formats.deepspeed.universal import is_universal, read_universal
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.torch_save.training_files import beside
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming
 
 _LATEST = ("latest", "latest_universal")
@@ -26,7 +26,7 @@ MAX_TAG = 4096
 """Bytes of a file that names a tag; longer ones are something else."""
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint of DeepSpeed at ``path``: a run folder, or the folder of a tag. None if it is neither."""
     if not path.is_dir():
         return None
@@ -36,14 +36,14 @@ def read(path: Location) -> Found | None:
     return None if chosen is None else _with_trainer(path, _read_tag(*chosen))
 
 
-def _read_tag(folder: Location, reading: str) -> Found:
+def _read_tag(folder: Place, reading: str) -> Found:
     files: dict[str, Stretch] = {}
     for name in glanced(filter(is_rank_file, _listed(folder)), lambda name: folder / name):
         files[name] = all_of(file(folder / name))
     return read_universal(folder, files, reading) if is_universal(folder) else read_ranks(files, folder, reading)
 
 
-def _with_trainer(run: Location, found: Found) -> Found:
+def _with_trainer(run: Place, found: Found) -> Found:
     """What Hugging Face's Trainer or Accelerate leaves beside `latest`: scheduler, RNG states, its own state."""
     names = members.listed(run)
     more = beside(run, names)
@@ -56,15 +56,15 @@ def _with_trainer(run: Location, found: Found) -> Found:
     return replace(found, state=state, reading=reading, attachments=attached)
 
 
-def _listed(folder: Location) -> list[str]:
+def _listed(folder: Place) -> list[str]:
     return members.names(folder)
 
 
-def _is_tag(folder: Location) -> bool:
+def _is_tag(folder: Place) -> bool:
     return folder.is_dir() and (is_universal(folder) or any(map(is_rank_file, _listed(folder))))
 
 
-def _chosen(run: Location) -> tuple[Location, str] | None:
+def _chosen(run: Place) -> tuple[Place, str] | None:
     """The tag of a run folder that is to be read, and why that one. None if the folder is no run of DeepSpeed's."""
     tags = {name: tag for name in _LATEST if (tag := _tag_in(run / name)) is not None}
     for name, tag in tags.items():
@@ -88,7 +88,7 @@ def _chosen(run: Location) -> tuple[Location, str] | None:
     return None
 
 
-def _tag_in(source: Location) -> str | None:
+def _tag_in(source: Place) -> str | None:
     """What a file `latest` names; None if it is no such file."""
     if not source.is_file() or source.stat().st_size > MAX_TAG:
         return None
@@ -101,7 +101,7 @@ def _is_named(tag: str) -> bool:
     return Path(tag).name.startswith("global_step")
 
 
-def _tags_beside(run: Location) -> list[str]:
+def _tags_beside(run: Place) -> list[str]:
     """Folders of tags. Only those with DeepSpeed's own names are looked into, unless its recovery script is there."""
     names = _listed(run)
     ours = "zero_to_fp32.py" in names

@@ -16,13 +16,13 @@ from holdfast.formats.sources import Memory, Stretch
 from holdfast.formats.stored import Stored
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import flat_boxes
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 Shapes = Mapping[str, Sequence[int]]
 """Parameters of a group with their shapes, in the order in which they lie in the flat group."""
 
 
-def proper(shapes: Shapes, where: Location) -> dict[str, tuple[int, ...]]:
+def proper(shapes: Shapes, where: Place) -> dict[str, tuple[int, ...]]:
     """Shapes that are shapes. Raises Damaged."""
     found = {name: tuple(shape) for name, shape in shapes.items()}
     for name, shape in found.items():

@@ -17,12 +17,12 @@ from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.sharded import join_ranks
 from holdfast.formats.sources import Stretch
 from holdfast.formats.stored import Stored, concatenated, cut
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _TIED = "tied_modules."
 
 
-def join_slices(slices: Sequence[Slice], layers: Mapping[int, Mapping[int, Stretch]], where: Location) -> Slice:
+def join_slices(slices: Sequence[Slice], layers: Mapping[int, Mapping[int, Stretch]], where: Place) -> Slice:
     """All slices as one: stages of a pipeline side by side, shards of tensors joined. ``layers``: files of pipelines.
 
     Raises Damaged if ranks are missing, Unsupported for tensor parallelism that no file describes.
@@ -37,7 +37,7 @@ def join_slices(slices: Sequence[Slice], layers: Mapping[int, Mapping[int, Stret
     return columns[0] if tensors == 1 else _tensor_parallel(columns, where)
 
 
-def _degrees(slices: Sequence[Slice], layers: Mapping[int, Mapping[int, Stretch]], where: Location) -> tuple[int, int]:
+def _degrees(slices: Sequence[Slice], layers: Mapping[int, Mapping[int, Stretch]], where: Place) -> tuple[int, int]:
     """How many pipeline stages and how many tensor-parallel ranks."""
     first = slices[0].others[0]
     told = first.get("mp_world_size")
@@ -59,7 +59,7 @@ def _degrees(slices: Sequence[Slice], layers: Mapping[int, Mapping[int, Stretch]
 # Pipelines: each stage has other layers, and files of their own hold these as the module does
 
 
-def _pipeline(stages: Sequence[Slice], files: Mapping[int, Stretch], where: Location) -> Slice:
+def _pipeline(stages: Sequence[Slice], files: Mapping[int, Stretch], where: Place) -> Slice:
     model: dict[str, Any] = {}
     for stage in reversed(stages):  # of tied weights, which several stages hold, the first stage's
         model.update(stage.model)
@@ -104,7 +104,7 @@ def _prefix(index: int, layer: Mapping[str, Any], known: set[str]) -> str:
     return f"{_TIED}{fitting[0]}." if len(fitting) == 1 else own
 
 
-def _side_by_side(parts: Sequence[Partitioned], where: Location) -> Partitioned | None:
+def _side_by_side(parts: Sequence[Partitioned], where: Place) -> Partitioned | None:
     if not parts:
         return None
     masters: dict[str, Stored] = {}
@@ -124,7 +124,7 @@ def _side_by_side(parts: Sequence[Partitioned], where: Location) -> Partitioned 
 # Tensor parallelism: the run may tell in patterns of names how the shards make up each parameter
 
 
-def _tensor_parallel(columns: Sequence[Slice], where: Location) -> Slice:
+def _tensor_parallel(columns: Sequence[Slice], where: Place) -> Slice:
     info = columns[0].others[0].get("universal_checkpoint_info")
     if info is None and columns[0].optimizer is not None:
         info = columns[0].optimizer.wrapper.get("universal_checkpoint_info")
@@ -170,7 +170,7 @@ def _has_axes(value: Any) -> bool:
 class _Joining:
     """How shards become parameters, by the patterns that DeepSpeed's own converter goes by."""
 
-    def __init__(self, info: Mapping[str, Any], where: Location) -> None:
+    def __init__(self, info: Mapping[str, Any], where: Place) -> None:
         self.where = where
         self.replicated = self._patterns(info, "tp_replicated_parameter_patterns")
         self.rows = self._patterns(info, "parameter_with_row_parallelism_patterns")
@@ -221,7 +221,7 @@ _REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
 """A repetition of what may itself repeat: such a pattern can take longer than the universe for one name."""
 
 
-def _pattern(text: Any, where: Location) -> re.Pattern[str]:
+def _pattern(text: Any, where: Place) -> re.Pattern[str]:
     if not isinstance(text, str) or len(text) > 500 or _REPEATED_GROUP.search(text):
         raise Unsupported(f"{where}: the pattern {str(text)[:100]!r} of parameter names is not one that is tried")
     try:

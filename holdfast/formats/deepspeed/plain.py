@@ -18,7 +18,7 @@ from holdfast.formats.deepspeed.flat import cut_vector
 from holdfast.formats.deepspeed.zero import Partitioned, spread
 from holdfast.formats.stored import Stored, flat
 from holdfast.ondisk import dtypes
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _END = 16
 """So many elements of a tensor's beginning and end are read to tell it from others."""
@@ -32,7 +32,7 @@ class Named(NamedTuple):
 
 
 def named(
-    saved: Mapping[str, Any], module: Mapping[str, Any], buffers: Sequence[str] | frozenset[str], where: Location
+    saved: Mapping[str, Any], module: Mapping[str, Any], buffers: Sequence[str] | frozenset[str], where: Place
 ) -> Named | None:
     """The optimizer that DeepSpeed wraps for fp16 or bf16, by parameter; None if it is another, or cannot be told."""
     inner, vectors = saved.get("optimizer_state_dict"), saved.get("fp32_groups_flat")

@@ -19,7 +19,7 @@ from holdfast.formats.fqns import optimizer_state, unwrapped
 from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.sharded import join_ranks
 from holdfast.formats.sources import Stretch
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _OPTIM = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d{1,7})_mp_rank_(\d{1,7})_?optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,7})_)?mp_rank_(\d{1,7})_model_states\.pt")
@@ -41,7 +41,7 @@ def is_model_file(name: str) -> bool:
     return bool(_MODEL.fullmatch(name))
 
 
-def read_ranks(files: Mapping[str, Stretch], where: Location, reading: str = "") -> Found:
+def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") -> Found:
     """What the files of one save hold. ``where``: their folder, for errors. Raises Damaged, Unsupported."""
     with as_written(where):
         optims, models, layers = sorted_files(files, where)
@@ -61,7 +61,7 @@ def read_ranks(files: Mapping[str, Stretch], where: Location, reading: str = "")
 
 
 @contextmanager
-def as_written(where: Location) -> Iterator[None]:
+def as_written(where: Place) -> Iterator[None]:
     """Turn what a file of another shape than DeepSpeed's leads to, a missing key say, into Damaged that names it."""
     try:
         yield
@@ -82,7 +82,7 @@ def load(stretch: Stretch, key: str) -> Mapping[str, Any]:
 # Which files there are
 
 
-def sorted_files(files: Mapping[str, Stretch], where: Location) -> tuple[ByRank, ByRank, ByRank]:
+def sorted_files(files: Mapping[str, Stretch], where: Place) -> tuple[ByRank, ByRank, ByRank]:
     """Optimizer files, model files and layer files, each counted and found complete."""
     optims: ByRank = {}
     models: ByRank = {}
@@ -123,13 +123,13 @@ def sorted_files(files: Mapping[str, Stretch], where: Location) -> tuple[ByRank,
     return optims, models, layers
 
 
-def _put(into: ByRank, outer: int, inner: int, stretch: Stretch, name: str, where: Location) -> None:
+def _put(into: ByRank, outer: int, inner: int, stretch: Stretch, name: str, where: Place) -> None:
     if inner in into.setdefault(outer, {}):
         raise Damaged(f"{where} holds two files for the same rank, one of them {name}: move one of them away")
     into[outer][inner] = stretch
 
 
-def _complete(found: Iterable[int], where: Location, name: str) -> None:
+def _complete(found: Iterable[int], where: Place, name: str) -> None:
     """That ranks 0, 1, … are there, up to the highest."""
     there = set(found)
     for rank in range(max(there)):
@@ -137,7 +137,7 @@ def _complete(found: Iterable[int], where: Location, name: str) -> None:
             raise Damaged(f"{where}/{name.format(rank)} is missing, of ranks 0 to {max(there)}: bring it back")
 
 
-def _check_ranks(models: Sequence[Mapping[str, Any]], optims: Sequence[Mapping[str, Any]], where: Location) -> None:
+def _check_ranks(models: Sequence[Mapping[str, Any]], optims: Sequence[Mapping[str, Any]], where: Place) -> None:
     """That there are as many files as ranks saved, and that all are of the same save."""
     stages = {_stage(optim["optimizer_state_dict"]) for optim in optims}
     if len(stages) > 1:
@@ -177,7 +177,7 @@ def _number(model: Mapping[str, Any], key: str) -> int | None:
 # The state
 
 
-def found_of(whole: Slice, world_size: int, where: Location, reading: str, version: Any) -> Found:
+def found_of(whole: Slice, world_size: int, where: Place, reading: str, version: Any) -> Found:
     """A checkpoint from all slices joined: names without wrappers, sections under our names."""
     part = whole.optimizer
     named = [*whole.model, *whole.module, *(part.states if part else ())]
@@ -213,7 +213,7 @@ def found_of(whole: Slice, world_size: int, where: Location, reading: str, versi
     )  # fmt: skip
 
 
-def _plain(saved: Mapping[str, Any], where: Location) -> tuple[dict[str, Any], dict[str, Any]]:
+def _plain(saved: Mapping[str, Any], where: Place) -> tuple[dict[str, Any], dict[str, Any]]:
     """The optimizer of a run without ZeRO: torch's own, or DeepSpeed's for fp16 around one."""
     inner = saved.get("optimizer_state_dict")
     if isinstance(inner, Mapping):

@@ -18,7 +18,7 @@ from holdfast.formats.deepspeed.plain import named
 from holdfast.formats.deepspeed.zero import Partitioned, partitioned
 from holdfast.formats.sharded import join_ranks
 from holdfast.formats.stored import Stored
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _CONSUMED = frozenset(
     ["module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -47,7 +47,7 @@ class Slice:
 
 def slice_of(
     mp: int, models: Sequence[Mapping[str, Any]], optims: Sequence[Mapping[str, Any]], shared: Mapping[str, str],
-    where: Location,
+    where: Place,
 ) -> Slice:  # fmt: skip
     """The slice of model-parallel rank ``mp`` from what its model and its optimizer files hold, by data-parallel rank.
 
@@ -88,7 +88,7 @@ def others(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key not in _CONSUMED}
 
 
-def _shapes_told_by(optims: Sequence[Mapping[str, Any]], module: Mapping[str, Any], where: Location) -> list[Shapes]:
+def _shapes_told_by(optims: Sequence[Mapping[str, Any]], module: Mapping[str, Any], where: Place) -> list[Shapes]:
     # The BF16 optimizer without ZeRO: the model's file tells no shapes, but each rank which fragments of which
     # parameters it has, in their order.
     mappings = [optim["optimizer_state_dict"].get("param_slice_mappings") for optim in optims]
@@ -102,7 +102,7 @@ def _shapes_told_by(optims: Sequence[Mapping[str, Any]], module: Mapping[str, An
 
 
 def weights(
-    models: Sequence[Mapping[str, Any]], masters: Mapping[str, Stored], shared: Mapping[str, str], where: Location, *,
+    models: Sequence[Mapping[str, Any]], masters: Mapping[str, Stored], shared: Mapping[str, str], where: Place, *,
     sharded: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The model's parameters and buffers, in its order. ``sharded``: the module's own are placeholders (ZeRO 3)."""
@@ -128,7 +128,7 @@ def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, Stored) else None
 
 
-def _frozen(models: Sequence[Mapping[str, Any]], where: Location, *, sharded: bool) -> dict[str, Any]:
+def _frozen(models: Sequence[Mapping[str, Any]], where: Place, *, sharded: bool) -> dict[str, Any]:
     shapes = proper(models[0].get("frozen_param_shapes") or {}, where)
     fragments = [model.get("frozen_param_fragments") or {} for model in models]
     if not sharded:  # each rank has them whole, and the module too

@@ -22,19 +22,19 @@ from holdfast.formats.deepspeed.zero import GEOMETRY, Partitioned, saved_order, 
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.stored import Stored, cut, reshaped
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _COMMON = "optimizer_state.pt"
 _MASTER = "fp32.pt"
 _STEP = "step.pt"
 
 
-def is_universal(folder: Location) -> bool:
+def is_universal(folder: Place) -> bool:
     """Whether a folder is a universal checkpoint."""
     return (folder / "zero" / _COMMON).is_file()
 
 
-def read_universal(folder: Location, files: Mapping[str, Stretch], reading: str = "") -> Found:
+def read_universal(folder: Place, files: Mapping[str, Stretch], reading: str = "") -> Found:
     """The universal checkpoint in ``folder``, whose own files are ``files``. Raises Damaged, Unsupported."""
     with as_written(folder):
         _, by_rank, _ = sorted_files(files, folder)
@@ -59,7 +59,7 @@ def read_universal(folder: Location, files: Mapping[str, Stretch], reading: str 
         return found_of(whole, world_size, folder, reading, first.get("ds_version"))
 
 
-def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Location) -> list[Shapes]:
+def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Place) -> list[Shapes]:
     """The parameters of each group, of all pipeline stages; of parallel tensors the shapes of the first rank."""
     if any(model.get("param_shapes") is None for model in models):
         raise Damaged(f"{folder}: a model file does not tell which parameters there are")
@@ -72,7 +72,7 @@ def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Location) -> list[S
 
 
 def _parameters(
-    folder: Location, shapes: Sequence[Shapes], module: Mapping[str, Any], common: Mapping[str, Any]
+    folder: Place, shapes: Sequence[Shapes], module: Mapping[str, Any], common: Mapping[str, Any]
 ) -> tuple[dict[str, Stored], dict[str, dict[str, Any]]]:
     """Masters and optimizer state of every parameter, from its own folder."""
     root = folder / "zero"
@@ -102,11 +102,11 @@ def _parameters(
     return masters, {name: state for name, state in states.items() if state}
 
 
-def _listed(folder: Location) -> list[str]:
+def _listed(folder: Place) -> list[str]:
     return [name for name in members.names(folder) if name.endswith(".pt")]
 
 
-def _tensor(path: Location, shape: Sequence[int] | None) -> Stored:
+def _tensor(path: Place, shape: Sequence[int] | None) -> Stored:
     """A parameter's file: a dict with the tensor as it is, or from ZeRO 3 only its elements."""
     found = load_path(path)
     if isinstance(found, dict):
@@ -123,7 +123,7 @@ def _tensor(path: Location, shape: Sequence[int] | None) -> Stored:
 
 
 def _add_steps(
-    states: Mapping[str, dict[str, Any]], shapes: Sequence[Shapes], common: Mapping[str, Any], folder: Location
+    states: Mapping[str, dict[str, Any]], shapes: Sequence[Shapes], common: Mapping[str, Any], folder: Place
 ) -> None:
     """The step, where the parameters' folders do not have it."""
     flat = common.get("optimizer_state_dict") or {}
@@ -145,7 +145,7 @@ def _hyper(common: Mapping[str, Any], id_: Any) -> Mapping[str, Any]:
 
 
 def _groups(
-    common: Mapping[str, Any], shapes: Sequence[Shapes], model: Mapping[str, Any], folder: Location
+    common: Mapping[str, Any], shapes: Sequence[Shapes], model: Mapping[str, Any], folder: Place
 ) -> list[dict[str, Any]]:
     """The param_groups, each with the names of its flat groups' parameters."""
     told = common.get("partition_count")
@@ -163,7 +163,7 @@ def _groups(
 
 
 def _check_replicas(
-    models: Sequence[Mapping[str, Any]], masters: Mapping[str, Any], shared: Mapping[str, str], folder: Location
+    models: Sequence[Mapping[str, Any]], masters: Mapping[str, Any], shared: Mapping[str, str], folder: Place
 ) -> None:
     """That what no folder holds is the same on all model-parallel ranks: nothing tells how to join it else."""
     for name, value in (models[0].get("module") or {}).items():

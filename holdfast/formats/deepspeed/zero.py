@@ -16,7 +16,7 @@ from holdfast.formats.assemble import PerRank, simplified
 from holdfast.formats.deepspeed.flat import Shapes, cut_shares, cut_vector, proper
 from holdfast.formats.sharded import join_ranks
 from holdfast.formats.stored import Stored, float_scalar, of_bytes
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 GEOMETRY = frozenset(
     ["base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "fp32_flat_groups",
@@ -54,7 +54,7 @@ class _Flat(NamedTuple):
 
 
 def partitioned(
-    optims: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes], config: Any, where: Location
+    optims: Sequence[Mapping[str, Any]], shapes: Sequence[Shapes], config: Any, where: Place
 ) -> Partitioned:
     """What the optimizers of ranks 0, 1, … hold. ``shapes``: of each flat group; ``config``: DeepSpeed's.
 
@@ -119,7 +119,7 @@ def saved_order(names: list[str], ranks: int, config: Any) -> list[str]:
 
 
 def _stage_1_2(
-    optims: Sequence[Mapping[str, Any]], base: Sequence[Any], shapes: Sequence[Shapes], where: Location
+    optims: Sequence[Mapping[str, Any]], base: Sequence[Any], shapes: Sequence[Shapes], where: Place
 ) -> list[_Flat]:
     flats = []
     for g, group in enumerate(shapes):
@@ -152,7 +152,7 @@ def _state_of(base: Mapping[str, Any], key: Any) -> Mapping[str, Any]:
 
 def _stage_3(
     optims: Sequence[Mapping[str, Any]], base: Sequence[Any], hyper: Sequence[Mapping[str, Any]],
-    shapes: Sequence[Shapes], where: Location,
+    shapes: Sequence[Shapes], where: Place,
 ) -> list[_Flat]:  # fmt: skip
     if any(optim.get("ds_zero_partition_groups") for optim in optims):
         raise Unsupported(f"{where}: its experts are partitioned over other ranks than the rest (AutoEP), {_UNIVERSAL}")
@@ -179,7 +179,7 @@ _UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py and open what that 
 # Either
 
 
-def _vector(groups: Any, index: int, count: int, where: Location) -> Stored:
+def _vector(groups: Any, index: int, count: int, where: Place) -> Stored:
     if not isinstance(groups, (list, tuple)) or len(groups) != count:
         raise Damaged(f"{where}: a rank does not have the {count} flat groups that the model's file tells of")
     found = groups[index]
@@ -188,7 +188,7 @@ def _vector(groups: Any, index: int, count: int, where: Location) -> Stored:
     return found
 
 
-def _states(flat: _Flat, group_step: Any, where: Location) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+def _states(flat: _Flat, group_step: Any, where: Place) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """The optimizer state of each parameter of a group, and what of it cannot be cut at parameters."""
     keys = list(flat.states[0])
     for rank, state in enumerate(flat.states):
@@ -221,7 +221,7 @@ def _fits(value: Any, lengths: tuple[int, ...]) -> bool:
     return isinstance(value, Stored) and len(value.shape) == 1 and value.shape[0] in lengths
 
 
-def spread(states: Mapping[str, dict[str, Any]], key: str, value: Any, where: Location) -> None:
+def spread(states: Mapping[str, dict[str, Any]], key: str, value: Any, where: Place) -> None:
     """Give what a flat group has once to each of its parameters: a step, a number.
 
     A tensor is one of its own for each: were it one and the same, a fused optimizer would count it up for every

@@ -26,7 +26,7 @@ from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored
 from holdfast.formats.torch_save import full, training_files
 from holdfast.ondisk import datafile
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming
 
 MAX_INDEX = 1 << 30
@@ -38,7 +38,7 @@ class _Index(msgspec.Struct):
     metadata: dict[str, Any] | None = None
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The weights at ``path`` and what a trainer left beside them, or None if there are none of this kind.
 
     ``path``: a file of weights, an index, a folder of either (one in a Hugging Face cache, too), or the folder of a
@@ -56,7 +56,7 @@ def read(path: Location) -> Found | None:
     return _read_set(path.parent, [index], "") if index else _read_file(path)
 
 
-def _read_file(path: Location) -> Found | None:
+def _read_file(path: Place) -> Found | None:
     data = all_of(file(path))
     safe = path.suffix == ".safetensors" or safetensors_files.is_safetensors(data)
     count = weight_sets.shard_count(path.name)
@@ -76,7 +76,7 @@ def _read_file(path: Location) -> Found | None:
     return Found("safetensors" if safe else "Hugging Face", state, producer=producer, reading=reading)
 
 
-def _read_folder(folder: Location, reading: str) -> Found | None:
+def _read_folder(folder: Place, reading: str) -> Found | None:
     names = members.listed(folder)
     found = weight_sets.sets(names)
     below = folder / "sharded"
@@ -93,7 +93,7 @@ def _read_folder(folder: Location, reading: str) -> Found | None:
     return _read_set(folder, [first, *(s for s in found[1:] if s.further and s.kind == first.kind)], reading)
 
 
-def _newest(folder: Location, names: Sequence[str]) -> Found | None:
+def _newest(folder: Place, names: Sequence[str]) -> Found | None:
     """The newest checkpoint in the folder of a run."""
     if "model_index.json" in names:
         models = ", ".join(members.folders(folder)[:20])
@@ -103,7 +103,7 @@ def _newest(folder: Location, names: Sequence[str]) -> Found | None:
     return found and newest and replace(found, reading="; ".join(filter(None, [newest[1], found.reading])))
 
 
-def _read_set(folder: Location, chosen: Sequence[WeightSet], reading: str) -> Found:
+def _read_set(folder: Place, chosen: Sequence[WeightSet], reading: str) -> Found:
     """Weights of a folder and what lies beside them."""
     parts: list[Part] = []
     models: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def _read_set(folder: Location, chosen: Sequence[WeightSet], reading: str) -> Fo
 # Files and indexes
 
 
-def _load(path: Location, *, safe: bool) -> Contents:
+def _load(path: Place, *, safe: bool) -> Contents:
     data = all_of(file(path))
     if not safe:
         safetensors_files.refuse_pointer(data)
@@ -159,7 +159,7 @@ def _load(path: Location, *, safe: bool) -> Contents:
     return contents
 
 
-def _parts(folder: Location, weights: WeightSet, index: _Index | None) -> list[Part]:
+def _parts(folder: Place, weights: WeightSet, index: _Index | None) -> list[Part]:
     files: Iterable[str] = weights.files if index is None else sorted(set(index.weight_map.values()))
     if index is None and weights.form == SHARDS and weights.missing():
         raise Damaged(
@@ -172,7 +172,7 @@ def _parts(folder: Location, weights: WeightSet, index: _Index | None) -> list[P
     return [(path, _load(real, safe=safe)) for path, real in glanced(found, lambda pair: pair[1])]
 
 
-def _read_index(path: Location) -> _Index:
+def _read_index(path: Place) -> _Index:
     with naming(path, "read"):
         data = path.read_bytes() if path.stat().st_size <= MAX_INDEX else b""
     try:
@@ -184,7 +184,7 @@ def _read_index(path: Location) -> _Index:
     return index
 
 
-def _check_index(path: Location, index: _Index, parts: Sequence[Part]) -> None:
+def _check_index(path: Place, index: _Index, parts: Sequence[Part]) -> None:
     """Raise Damaged where the index and the headers of its files tell other names."""
     held = dict(zip(sorted(set(index.weight_map.values())), (contents.tensors for _, contents in parts), strict=True))
     lost = [(name, where) for name, where in index.weight_map.items() if name not in held[where]]
@@ -212,7 +212,7 @@ def _metadata(parts: Sequence[Part], told: Mapping[str, Any]) -> dict[str, Any]:
     return {"metadata": found} if found else {}
 
 
-def _mend_numbers(sharded: Location, tensors: dict[str, Any]) -> None:
+def _mend_numbers(sharded: Place, tensors: dict[str, Any]) -> None:
     """Take 0-dimensional tensors from the files of the ranks: torch (2.13) leaves them zero where it joins those."""
     numbers = [name for name, tensor in tensors.items() if isinstance(tensor, Stored) and tensor.shape == ()]
     ranks = weight_sets.of_ranks(members.listed(sharded)) if numbers and sharded.is_dir() else None

@@ -16,7 +16,7 @@ from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.stored import Stored, plain
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.datafile import MAX_HEADER
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 # torch's name of each type and its bits. Types of less than a byte are packed; torch has a name for pairs of 4 bits,
 # and none for 6 (such tensors are told and left out).
@@ -56,7 +56,7 @@ def is_safetensors(data: Stretch) -> bool:
     return int.from_bytes(head[:8], "little") <= min(data.nbytes - 8, MAX_HEADER) and head[8:] == b"{"
 
 
-def load_path(path: Location) -> Contents:
+def load_path(path: Place) -> Contents:
     """What the file at ``path`` holds."""
     return load_file(all_of(file(path)))
 
@@ -103,7 +103,7 @@ def refuse_pointer(data: Stretch) -> None:
         raise Damaged(f"{where} is only the pointer of Git LFS to a file; fetch the file itself: git lfs pull")
 
 
-def _tensor(where: Location, name: str, entry: _Entry, stretch: Stretch) -> Stored:
+def _tensor(where: Place, name: str, entry: _Entry, stretch: Stretch) -> Stored:
     if entry.dtype not in _TYPES:
         raise Unsupported(f"{where}: {name!r} is of type {entry.dtype[:40]!r}, which is not known; update holdfast")
     dtype, bits = _TYPES[entry.dtype]
@@ -117,7 +117,7 @@ def _tensor(where: Location, name: str, entry: _Entry, stretch: Stretch) -> Stor
     return plain(dtype, shape, stretch) if dtypes.known(dtype) else Stored(dtype, shape, ())
 
 
-def _damaged(where: Location, what: str) -> Damaged:
+def _damaged(where: Place, what: str) -> Damaged:
     error = Damaged(f"{where}: {what}: it is truncated, was altered, or is no safetensors file; fetch it again")
     error.file = str(where)
     return error

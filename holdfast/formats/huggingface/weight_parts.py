@@ -13,13 +13,13 @@ import msgspec
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.huggingface.safetensors_files import Contents
 from holdfast.formats.stored import Stored, joined
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 SPAN = 8 << 20
 OFFSETS, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 """What DCP notes in the header of a file: where each tensor of it begins in the whole, and a version."""
 
-Part = tuple[Location, Contents]
+Part = tuple[Place, Contents]
 """A file of weights and what it holds."""
 
 
@@ -32,7 +32,7 @@ class _Piece(NamedTuple):
 
     tensor: Any
     offsets: tuple[int, ...] | None
-    path: Location
+    path: Place
 
 
 def united(parts: Sequence[Part]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -51,7 +51,7 @@ def united(parts: Sequence[Part]) -> tuple[dict[str, Any], dict[str, str]]:
     return {name: _whole(name, found) for name, found in pieces.items()}, producer
 
 
-def _offsets(path: Location, contents: Contents) -> dict[str, tuple[int, ...]]:
+def _offsets(path: Place, contents: Contents) -> dict[str, tuple[int, ...]]:
     """Where each tensor of a file that DCP wrote begins in the whole."""
     text = contents.metadata.get(OFFSETS)
     if text is None:

@@ -16,7 +16,7 @@ from holdfast.formats.machine.pickles import Calls, Name, Record
 from holdfast.formats.sources import Memory, all_of
 from holdfast.formats.stored import Opaque, Stored, of_bytes, strided
 from holdfast.ondisk import dtypes
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _DTYPES = {
     "b1": "bool", "i1": "int8", "u1": "uint8", "i2": "int16", "u2": "uint16", "i4": "int32", "u4": "uint32",
@@ -38,7 +38,7 @@ def is_array(value: object) -> bool:
     return isinstance(value, Record) and value.name in _ARRAYS
 
 
-def array_of(value: Record, where: Location) -> Stored | list[Any]:
+def array_of(value: Record, where: Place) -> Stored | list[Any]:
     """The array that a record stands for, as a tensor, or nested lists where it holds objects or texts.
 
     The same record gives the same tensor each time. Raises Unsupported for types that torch does not have.
@@ -49,7 +49,7 @@ def array_of(value: Record, where: Location) -> Stored | list[Any]:
     return found
 
 
-def _array_of(value: Record, where: Location) -> Any:
+def _array_of(value: Record, where: Place) -> Any:
     if not isinstance(value.state, tuple) or len(value.state) != 5:
         raise Damaged(f"{where}: an array of NumPy without its parts: the file was altered")
     _, shape, dtype, order, data = value.state
@@ -76,7 +76,7 @@ def _array_of(value: Record, where: Location) -> Any:
     return _transposed(name, shape, axes, data, where)
 
 
-def _transposed(name: str, shape: tuple[int, ...], axes: Any, data: bytes, where: Location) -> Stored:
+def _transposed(name: str, shape: tuple[int, ...], axes: Any, data: bytes, where: Place) -> Stored:
     """An array whose bytes are row-major with its axes in another order: axis ``axes[d]`` of those bytes is axis d."""
     if not isinstance(axes, tuple) or not all(isinstance(d, int) for d in axes):
         raise Damaged(f"{where}: an array of NumPy with its axes in no order")
@@ -89,7 +89,7 @@ def _transposed(name: str, shape: tuple[int, ...], axes: Any, data: bytes, where
     return strided(name, shape, strides, all_of(Memory(where, data)), 0)
 
 
-def _nested(flat: list[Any], shape: Sequence[int], where: Location) -> Any:
+def _nested(flat: list[Any], shape: Sequence[int], where: Place) -> Any:
     if prod(shape) != len(flat) or (not flat and prod(filter(None, shape)) > MAX_EMPTY):
         raise Damaged(f"{where}: an array of NumPy of shape {tuple(shape)} with {len(flat)} elements")
     return _rows(flat, tuple(shape))
@@ -131,7 +131,7 @@ def _text(code: str, big: bool, data: bytes) -> str | bytes:
     return data.decode("utf-32-be" if big else "utf-32-le").rstrip("\0")
 
 
-def _texts(code: str, big: bool, data: bytes, size: int, where: Location) -> list[Any]:
+def _texts(code: str, big: bool, data: bytes, size: int, where: Place) -> list[Any]:
     try:
         return [_text(code, big, data[at : at + size]) for at in range(0, len(data), size)] if size else []
     except UnicodeDecodeError as error:

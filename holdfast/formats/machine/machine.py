@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import Unsupported
 from holdfast.formats.machine import inert
 from holdfast.formats.machine.inert import Calls, Name, Record
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 MAX_DIGITS = 4300
 """Of a number in decimal; reading more takes Python quadratic time."""
@@ -38,7 +38,7 @@ NOTHING = object()
 class Machine:
     """The stack, the memo and the position, in one pickle."""
 
-    def __init__(self, data: bytes, where: Location, calls: Calls, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(self, data: bytes, where: Place, calls: Calls, persistent: Callable[[Any], Any] | None) -> None:
         self.data, self.where, self.persistent = data, where, persistent
         self.calls = {**inert.CALLS, **calls}
         self.stack: list[Any] = []

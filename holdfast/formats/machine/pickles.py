@@ -14,7 +14,7 @@ from holdfast.errors import Damaged, HoldfastError
 from holdfast.formats.machine.inert import Calls, Name, Record
 from holdfast.formats.machine.machine import NOTHING, Machine
 from holdfast.formats.machine.opcodes import OPERATIONS
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 __all__ = ["Calls", "EndsEarly", "Name", "Record", "load"]
 
@@ -24,7 +24,7 @@ class EndsEarly(Damaged):
 
 
 def load(
-    data: bytes, where: Location, *, calls: Calls | None = None, persistent: Callable[[Any], Any] | None = None,
+    data: bytes, where: Place, *, calls: Calls | None = None, persistent: Callable[[Any], Any] | None = None,
     start: int = 0,
 ) -> tuple[Any, int]:  # fmt: skip
     """The value pickled in ``data`` from byte ``start`` on, and where it ends. ``where`` is named in errors.

@@ -29,7 +29,7 @@ from holdfast.formats.machine.compressed import Unpacking, kind_of
 from holdfast.formats.members import modified
 from holdfast.formats.sources import File, Stretch, all_of, file
 from holdfast.storage.local.private import private_folder
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.storage import naming, open_to_read
 
 LIMIT = "HOLDFAST_SCRATCH_LIMIT"
@@ -59,7 +59,7 @@ class Lease:
 class Scratched:
     """A member of an archive, unpacked. ``path`` names archive and member in errors."""
 
-    path: Location = field(compare=False)
+    path: Place = field(compare=False)
     nbytes: int = field(compare=False)
     file: Path
     lease: Lease = field(compare=False, repr=False)
@@ -76,7 +76,7 @@ class Scratched:
         return self.file
 
 
-def first_member(path: Location) -> str | None:
+def first_member(path: Place) -> str | None:
     """The name of the first file in a compressed tar archive; "" for another compressed file, None if it is neither."""
     packed = all_of(file(path))
     kind = kind_of(packed.read(0, min(8, packed.nbytes)))
@@ -88,7 +88,7 @@ def first_member(path: Location) -> str | None:
     return next((entry.name for entry in tars.entries(stream, path)), None)
 
 
-def unpacked(path: Location, wanted: Callable[[str], bool]) -> dict[str, Stretch]:
+def unpacked(path: Place, wanted: Callable[[str], bool]) -> dict[str, Stretch]:
     """The members of a compressed tar archive that are ``wanted``, by name; any other compressed file whole, as "".
 
     ``wanted`` must be the same for all who open ``path``. Raises StorageError if it unpacks to too much, Damaged or
@@ -102,7 +102,7 @@ def unpacked(path: Location, wanted: Callable[[str], bool]) -> dict[str, Stretch
     }
 
 
-def _unpack(path: Location, folder: Path, limit: int, wanted: Callable[[str], bool]) -> None:
+def _unpack(path: Place, folder: Path, limit: int, wanted: Callable[[str], bool]) -> None:
     """Write the wanted members into ``folder`` under numbers, and at last which is which."""
     packed = all_of(file(path))
     kind = kind_of(packed.read(0, min(8, packed.nbytes)))
@@ -139,9 +139,9 @@ _leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def _lease(path: Location, wanted: Callable[[str], bool]) -> Lease:
+def _lease(path: Place, wanted: Callable[[str], bool]) -> Lease:
     with naming(path, "open"):
-        identity = _in_store(path) if isinstance(path, Place) else _on_disk(Path(os.path.realpath(path)))
+        identity = _in_store(path) if isinstance(path, StorePlace) else _on_disk(Path(os.path.realpath(path)))
     key = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
     with _lock:
         lease = _leases.get(key)
@@ -158,7 +158,7 @@ def _on_disk(real: Path) -> list[Any]:
     return [str(real), told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns]
 
 
-def _in_store(place: Place) -> list[Any]:
+def _in_store(place: StorePlace) -> list[Any]:
     # Not every store tells when a file was written; compressed files end with a sum of what is in them.
     packed = file(place)
     ends = packed.read(0, _END) + packed.read(max(packed.nbytes - _END, 0), _END)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.sources import Stretch
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 BLOCK = 512
 MAX_MEMBERS = 1_000_000
@@ -74,7 +74,7 @@ def members(archive: Stretch) -> dict[str, Stretch]:
     return found
 
 
-def entries(stream: Stream, where: Location) -> Iterator[Entry]:
+def entries(stream: Stream, where: Place) -> Iterator[Entry]:
     """The regular files of an archive, in order; of each the caller may read its bytes before asking for the next.
 
     Raises Damaged for what is no archive, is cut off, or names something outside of itself; Unsupported for links,
@@ -112,7 +112,7 @@ def entries(stream: Stream, where: Location) -> Iterator[Entry]:
         stream.skip(-nbytes % BLOCK)
 
 
-def _header(stream: Stream, where: Location) -> bytes:
+def _header(stream: Stream, where: Place) -> bytes:
     """The next header; none at the mark of the end."""
     header = stream.read(BLOCK)
     if len(header) < BLOCK:
@@ -133,7 +133,7 @@ def _sum_fits(header: bytes) -> bool:
     return int(told[1], 8) in (sum(rest), signed)
 
 
-def _number(field: bytes, where: Location) -> int:
+def _number(field: bytes, where: Place) -> int:
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     told = re.fullmatch(rb"[ \0]*([0-7]*)[ \0]*", field)
@@ -142,7 +142,7 @@ def _number(field: bytes, where: Location) -> int:
     return int(told[1] or b"0", 8)
 
 
-def _size(extended: dict[str, str], nbytes: int, where: Location) -> int:
+def _size(extended: dict[str, str], nbytes: int, where: Place) -> int:
     told = extended.get("size")
     if told is None:
         return nbytes
@@ -161,7 +161,7 @@ def _name(header: bytes) -> str:
     return f"{prefix}/{name}" if prefix else name
 
 
-def _extension(stream: Stream, nbytes: int, where: Location) -> bytes:
+def _extension(stream: Stream, nbytes: int, where: Place) -> bytes:
     if nbytes > MAX_EXTENSION:
         raise Damaged(f"{where}: a name or attributes of {nbytes} bytes")
     data = stream.read(nbytes)
@@ -171,7 +171,7 @@ def _extension(stream: Stream, nbytes: int, where: Location) -> bytes:
     return data
 
 
-def _attributes(data: bytes, where: Location) -> dict[str, str]:
+def _attributes(data: bytes, where: Place) -> dict[str, str]:
     """Extended attributes: each is its own length, a space, key=value and a line's end."""
     found, at = {}, 0
     while at < len(data) and data[at]:
@@ -184,7 +184,7 @@ def _attributes(data: bytes, where: Location) -> dict[str, str]:
     return found
 
 
-def _inside(name: str, where: Location) -> str:
+def _inside(name: str, where: Place) -> str:
     while name.startswith("./"):
         name = name[2:]
     if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
@@ -192,7 +192,7 @@ def _inside(name: str, where: Location) -> str:
     return name
 
 
-def _skip_to(stream: Stream, end: int, where: Location) -> None:
+def _skip_to(stream: Stream, end: int, where: Place) -> None:
     if stream.at > end:
         raise Damaged(f"{where}: more of a member was read than it has")
     stream.skip(end - stream.at)

@@ -15,7 +15,7 @@ from holdfast.formats.machine.pickles import Calls, EndsEarly, Record
 from holdfast.formats.machine.torch_tensors import Storage, legacy_storage, zip_storage
 from holdfast.formats.machine.zips import Archive, is_zip
 from holdfast.formats.sources import Memory, Stretch, all_of, file
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 __all__ = ["Storage", "is_torch_file", "load_file", "load_path", "load_pickle"]
 
@@ -37,7 +37,7 @@ def is_torch_file(data: Stretch) -> bool:
     return is_zip(data) or _head(data).startswith(_HEADS) or _is_tar(data)
 
 
-def load_path(path: Location) -> Any:
+def load_path(path: Place) -> Any:
     """What the file at ``path`` holds."""
     return load_file(all_of(file(path)))
 
@@ -50,7 +50,7 @@ def load_file(data: Stretch) -> Any:
     return _load(data, _calls(data.source.path))
 
 
-def load_pickle(data: bytes, where: Location) -> Any:
+def load_pickle(data: bytes, where: Place) -> Any:
     """A bare pickle that names torch's types but has no storages beside it."""
     return pickles.load(data, where, calls=_calls(where))[0]
 
@@ -110,7 +110,7 @@ def _load_zip(data: Stretch, calls: Calls) -> Any:
     return pickles.load(pickled, where, calls=calls, persistent=lambda key: zip_storage(key, storage, where))[0]
 
 
-def _check_order(archive: Archive, name: str, where: Location) -> None:
+def _check_order(archive: Archive, name: str, where: Place) -> None:
     if name in archive and (archive.nbytes(name) > 10 or archive.member(name).read() != b"little"):
         raise Unsupported(f"{where} was written on a big-endian machine; load and save it again with torch")
 
@@ -181,12 +181,12 @@ def _unread(*_: Any) -> Record:
 # Storages that a plain pickle holds as files of their own
 
 
-def _nested(where: Location, data: Any) -> Any:
+def _nested(where: Place, data: Any) -> Any:
     # A storage that a plain pickle holds as a file of its own. There is none within that.
     if not isinstance(data, bytes):
         raise TypeError(f"a storage of a {type(data).__name__}")
     return _load(all_of(Memory(where, data)), torch_tensors.calls(where))
 
 
-def _calls(where: Location) -> Calls:
+def _calls(where: Place) -> Calls:
     return {**torch_tensors.calls(where), "torch.storage._load_from_bytes": partial(_nested, where)}

@@ -20,7 +20,7 @@ from holdfast.formats.sources import Stretch
 from holdfast.formats.stored import Opaque, Stored, of_bytes, strided
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import whole
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _LIMIT = 1 << 63
 
@@ -48,7 +48,7 @@ def _storage(dtype: str, stretch: Stretch) -> Storage:
 # Storages
 
 
-def _storage_id(key: Any, where: Location) -> tuple[str, str, int, Any]:
+def _storage_id(key: Any, where: Place) -> tuple[str, str, int, Any]:
     """Dtype, key, number of elements and what follows, of a persistent id."""
     if not isinstance(key, tuple) or len(key) < 5 or key[0] not in ("storage", b"storage"):
         raise ValueError("a persistent id that is no storage")
@@ -63,13 +63,13 @@ def _storage_id(key: Any, where: Location) -> tuple[str, str, int, Any]:
     return dtype, key[2], key[4], key[5] if len(key) > 5 else None
 
 
-def zip_storage(key: Any, storage: Callable[[str, int], Stretch], where: Location) -> Storage:
+def zip_storage(key: Any, storage: Callable[[str, int], Stretch], where: Place) -> Storage:
     """What a persistent id of the zip container stands for; ``storage`` finds a key's bytes, so many at least."""
     dtype, name, numel, _ = _storage_id(key, where)
     return _storage(dtype, storage(name, numel * dtypes.itemsize(dtype)))
 
 
-def legacy_storage(key: Any, storage: Callable[[str, int, int], Stretch], where: Location) -> Any:
+def legacy_storage(key: Any, storage: Callable[[str, int, int], Stretch], where: Place) -> Any:
     """What one of the container before it stands for; ``storage`` finds a key's bytes, so many of so wide elements."""
     if isinstance(key, tuple) and len(key) == 4 and key[0] in ("module", b"module"):
         return key[1]  # a module's class, with its source code
@@ -141,7 +141,7 @@ def _from_cpu(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
     return data
 
 
-def _from_numpy(where: Location, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
+def _from_numpy(where: Place, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
     # NumPy lacks some types: what was bfloat16 is kept as float32, and goes back without loss.
     name = _dtype(dtype)
     found = arrays.array_of(data, where) if arrays.is_array(data) else None
@@ -159,7 +159,7 @@ _PLAIN = frozenset(
 
 
 def _from_type(
-    where: Location, calls: Calls, seen: set[str], function: Any, cls: Any, args: Any, state: Any = None
+    where: Place, calls: Calls, seen: set[str], function: Any, cls: Any, args: Any, state: Any = None
 ) -> Any:
     if not isinstance(function, Name) or "._rebuild_" not in function.text or function.text not in calls:
         raise TypeError("a tensor made by no function that makes tensors")
@@ -237,7 +237,7 @@ _CALLS: Calls = {
 }
 
 
-def calls(where: Location) -> Calls:
+def calls(where: Place) -> Calls:
     """Functions of ours for the names that torch's files hold; ``where`` is named in errors."""
     made: Calls = {
         **_CALLS,

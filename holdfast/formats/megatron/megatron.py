@@ -20,7 +20,7 @@ from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.megatron import shards as shards
 from holdfast.formats.stored import Opaque, Stored, float_scalar
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -32,7 +32,7 @@ _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint at ``path``: the folder of an iteration, or a run folder, whose latest iteration is taken."""
     folder, reading = _folder(path)
     if folder is None:
@@ -61,7 +61,7 @@ def read(path: Location) -> Found | None:
 # The path
 
 
-def _folder(path: Location) -> tuple[Location | None, str]:
+def _folder(path: Place) -> tuple[Place | None, str]:
     """The folder of one iteration that a path means, and why it is that one."""
     if path.name in (_LATEST, _CONFIG) and path.is_file():
         path = path.parent
@@ -81,7 +81,7 @@ def _folder(path: Location) -> tuple[Location | None, str]:
     return path / name, f"the latest iteration, {name}"
 
 
-def _config(folder: Location) -> dict[str, Any] | None:
+def _config(folder: Place) -> dict[str, Any] | None:
     """`metadata.json`, if it is Megatron's."""
     path = folder / _CONFIG
     if not path.is_file() or path.stat().st_size > 1 << 20:
@@ -94,7 +94,7 @@ def _config(folder: Location) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "sharded_backend" in found else None
 
 
-def _without_config(folder: Location, reading: str) -> Found | None:
+def _without_config(folder: Place, reading: str) -> Found | None:
     if any(folder.glob("mp_rank_*")):
         raise Unsupported(
             f"{folder} is in Megatron's old format, one file for each model-parallel rank; load it with Megatron and "
@@ -109,7 +109,7 @@ def _without_config(folder: Location, reading: str) -> Found | None:
     )  # fmt: skip
 
 
-def _common(folder: Location) -> dict[Any, Any]:
+def _common(folder: Place) -> dict[Any, Any]:
     path = folder / "common.pt"
     if not path.is_file():
         raise Damaged(f"{path} is missing; bring it back from a copy")
@@ -125,7 +125,7 @@ def _common(folder: Location) -> dict[Any, Any]:
 # The state
 
 
-def _state(state: DcpState, common: dict[Any, Any], folder: Location) -> tuple[dict[str, Any], list[str]]:
+def _state(state: DcpState, common: dict[Any, Any], folder: Place) -> tuple[dict[str, Any], list[str]]:
     tensors, objects = _split(state, folder)
     own: dict[str, Stored] = {}
     of_optimizer: dict[str, dict[str, Stored]] = {}
@@ -163,7 +163,7 @@ def _state(state: DcpState, common: dict[Any, Any], folder: Location) -> tuple[d
     return result, how
 
 
-def _split(state: DcpState, folder: Location) -> tuple[dict[str, Stored], dict[str, shards.Grid]]:
+def _split(state: DcpState, folder: Place) -> tuple[dict[str, Stored], dict[str, shards.Grid]]:
     """Tensors in their true shapes, and objects by name."""
     told = state.metadata[0].get("mcore_data")
     tensors: dict[str, Stored] = {}
@@ -180,9 +180,9 @@ def _split(state: DcpState, folder: Location) -> tuple[dict[str, Stored], dict[s
     return tensors, objects
 
 
-def _objects_beside(folder: Location) -> dict[str, Any]:
+def _objects_beside(folder: Place) -> dict[str, Any]:
     """Objects that older versions kept in files of their own: ``<key>/shard_<offsets>_<shape>.pt``."""
-    paths: list[Location] = [*folder.glob("*/shard_*.pt")]
+    paths: list[Place] = [*folder.glob("*/shard_*.pt")]
     return {f"{path.parent.name}/{path.stem}": [load_path(path)] for path in sorted(paths, key=str)}
 
 
@@ -198,7 +198,7 @@ def _models(module: dict[str, Any], parameters: dict[str, dict[str, Any]]) -> di
 
 
 def _optimizer(
-    parameters: dict[str, dict[str, Any]], buckets: dict[str, Any], common: Any, folder: Location
+    parameters: dict[str, dict[str, Any]], buckets: dict[str, Any], common: Any, folder: Place
 ) -> dict[str, Any]:
     """The optimizer, or several that are chained, as one: each parameter is in one of them."""
     parts = _parts(common)

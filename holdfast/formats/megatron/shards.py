@@ -14,21 +14,21 @@ from holdfast.formats.sources import Stretch
 from holdfast.formats.stored import Stored, concatenated
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, flat_boxes, inside
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _LAYERS = frozenset(["layers", "blocks", "h"])
 """What models call a list of layers. In an FQN a number follows, but not in the key of a stack of them."""
 
-Place = tuple[tuple[int, ...], tuple[int, ...]]
+ShardPlace = tuple[tuple[int, ...], tuple[int, ...]]
 """Where an object stands in a grid of such, and the grid's shape."""
 
-Grid = dict[Place, Any]
+Grid = dict[ShardPlace, Any]
 
 
 # Tensors
 
 
-def unflattened(key: str, tensor: Stored, shape: Any, folder: Location) -> Stored:
+def unflattened(key: str, tensor: Stored, shape: Any, folder: Place) -> Stored:
     """A tensor of ``shape``, of whose local shards flat ranges were saved.
 
     On disk it is a grid of shards with one axis more: the elements of each, flattened and cut among ranks.
@@ -82,7 +82,7 @@ def _experts_in(names: Sequence[str]) -> int | None:
     return None
 
 
-def apart(key: str, tensor: Stored, folder: Location) -> dict[str, Stored]:
+def apart(key: str, tensor: Stored, folder: Place) -> dict[str, Stored]:
     """The layers of a stack by FQN, and the experts of each; the tensor itself if it is none."""
     stack = stack_of(key, tensor)
     found = {key: tensor}
@@ -103,7 +103,7 @@ def _numbered(names: Sequence[str], at: int, number: int) -> str:
     return ".".join([*names[: at + 1], str(number), *names[at + 1 :]])
 
 
-def _rows(key: str, tensor: Stored, folder: Location) -> list[Stored]:
+def _rows(key: str, tensor: Stored, folder: Place) -> list[Stored]:
     """Every row of a tensor, each without the first axis."""
     if tensor.shape[0] > sum(box.lengths[0] for box, _ in tensor.pieces):
         raise Damaged(f"{folder}: {key} of shape {list(tensor.shape)} is not whole: layers of it are missing")
@@ -153,7 +153,7 @@ def _whole_of(key: str, module: Mapping[str, Any]) -> str | None:
 # Objects
 
 
-def place_of(key: str) -> tuple[str, Place]:
+def place_of(key: str) -> tuple[str, ShardPlace]:
     """The name of an object and its place, of a key ``<name>/shard_<offsets>_<shape>``."""
     name, _, shard = key.partition("/shard_")
     offsets, _, shape = shard.partition("_")
@@ -167,7 +167,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")) if text else ()
 
 
-def objects_apart(name: str, grid: Grid, folder: Location) -> dict[str, Any]:
+def objects_apart(name: str, grid: Grid, folder: Place) -> dict[str, Any]:
     """The objects of a grid: of stacked layers and experts by FQN; else the only one, or lists of them."""
     cells: dict[str, dict[tuple[int, ...], Any]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -185,7 +185,7 @@ def objects_apart(name: str, grid: Grid, folder: Location) -> dict[str, Any]:
     return {called: _listed(called, cells[called], shapes[called], folder) for called in cells}
 
 
-def _listed(name: str, cells: Mapping[tuple[int, ...], Any], shape: tuple[int, ...], folder: Location) -> Any:
+def _listed(name: str, cells: Mapping[tuple[int, ...], Any], shape: tuple[int, ...], folder: Place) -> Any:
     if any(len(offsets) == len(shape) + 1 for offsets in cells):  # some versions left the last length out
         shape = (*shape, 1 + max(offsets[-1] for offsets in cells))
     order = sorted(cells)

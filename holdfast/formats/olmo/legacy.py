@@ -16,7 +16,7 @@ from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.olmo.ranks import joint, plausible, proved, rank_files
 from holdfast.formats.sharded import is_sharded, share_of
 from holdfast.formats.stored import Stored, joined
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _NOTHING: Any = object()
 
@@ -32,7 +32,7 @@ class RankStates(NamedTuple):
 class _Place(NamedTuple):
     """Where a leaf was found."""
 
-    path: Location
+    path: Place
     rank: int
 
 
@@ -45,7 +45,7 @@ class _Sharded:
     parts: list[tuple[tuple[int, ...], Stored]] = field(default_factory=list)
 
 
-def read_legacy(folder: Location) -> RankStates | None:
+def read_legacy(folder: Place) -> RankStates | None:
     """The checkpoint of the rank files in a folder, or None if they are no such states. Raises Damaged."""
     files = rank_files(folder)
     cut: dict[str, Any] = {}

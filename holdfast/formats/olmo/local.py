@@ -19,7 +19,7 @@ from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.olmo.ranks import as_written, proved, rank_files, told_world_size
 from holdfast.formats.stored import Stored, cut, flat, from_flat
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 
 class Piece(NamedTuple):
@@ -41,7 +41,7 @@ class _Cut:
         return from_flat(self.dtype, self.shape, self.pieces)
 
 
-def read_local(folder: Location) -> tuple[dict[str, Any], int] | None:
+def read_local(folder: Place) -> tuple[dict[str, Any], int] | None:
     """``model`` and ``optimizer`` of the checkpoint, and its world size; None if there are no flat parameters."""
     files = rank_files(folder / "model")
     model: dict[str, _Cut] = {}
@@ -76,13 +76,13 @@ def read_local(folder: Location) -> tuple[dict[str, Any], int] | None:
     return state, world
 
 
-def _modules(path: Location) -> list[Any] | None:
+def _modules(path: Place) -> list[Any] | None:
     found = load_path(path)
     modules = found.get("modules") if isinstance(found, dict) else None
     return modules if isinstance(modules, list) else None
 
 
-def _flat_pieces(modules: list[Any], path: Location) -> Iterator[tuple[str, tuple[int, ...], Piece, Stored]]:
+def _flat_pieces(modules: list[Any], path: Place) -> Iterator[tuple[str, tuple[int, ...], Piece, Stored]]:
     """Name, global shape, piece and the piece's elements of every parameter, those that the rank has nothing of too."""
     for module in modules:
         for handle in module["handles"] if isinstance(module, dict) else ():
@@ -105,7 +105,7 @@ def _flat_pieces(modules: list[Any], path: Location) -> Iterator[tuple[str, tupl
                 yield called, shape, piece, cut(data, offset, offset + piece.numel)
 
 
-def _table(handle: dict[str, Any], count: int, path: Location, prefix: str) -> list[tuple[int, Piece]]:
+def _table(handle: dict[str, Any], count: int, path: Place, prefix: str) -> list[tuple[int, Piece]]:
     """For each parameter of a flat one where its piece begins in the rank's data, and which piece it is."""
     try:
         if "flat_param._shard_param_infos" in handle:
@@ -146,7 +146,7 @@ def _old_table(handle: dict[str, Any], count: int) -> list[tuple[int, Piece]]:
 
 
 def _optimizer(
-    files: dict[int, Location], shapes: dict[str, tuple[int, ...]], held: list[dict[str, Piece]], folder: Location
+    files: dict[int, Place], shapes: dict[str, tuple[int, ...]], held: list[dict[str, Piece]], folder: Place
 ) -> dict[str, Any]:
     """The optimizer's state dict with whole tensors, from the ranks' own state dicts."""
     groups: list[Any] | None = None
@@ -176,7 +176,7 @@ def _optimizer(
         return fqns.optimizer_state({"state": dict(sorted(state.items())), "param_groups": groups or []}, folder)
 
 
-def _names(found: dict[str, Any], path: Location) -> dict[int, str]:
+def _names(found: dict[str, Any], path: Place) -> dict[int, str]:
     """Names of torch's integer ids: without them nobody can tell which parameter a flat piece is of."""
     names: dict[int, str] = {}
     for group in found["param_groups"]:
@@ -187,7 +187,7 @@ def _names(found: dict[str, Any], path: Location) -> dict[int, str]:
     return names
 
 
-def _added(known: Any, value: Any, shape: tuple[int, ...] | None, piece: Piece | None, path: Location, at: str) -> Any:
+def _added(known: Any, value: Any, shape: tuple[int, ...] | None, piece: Piece | None, path: Place, at: str) -> Any:
     """What is known of a value of one parameter's state by the ranks before, with what this rank adds."""
     if isinstance(value, Stored) and value.shape and shape is not None:
         numel = prod(value.shape)

@@ -23,7 +23,7 @@ from holdfast.formats.olmo.local import read_local
 from holdfast.formats.olmo.ranks import as_written, listed, plausible, rank_files, trainer_state
 from holdfast.formats.olmo.safetensors import INDEX, core_optimizer, is_encoded, read_core, read_encoded
 from holdfast.formats.stored import Stored
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 _STEP = re.compile(r"step(0|[1-9][0-9]*)(-unsharded)?")
 _LINKS = ("latest", "latest-unsharded")
@@ -40,7 +40,7 @@ class _Content(NamedTuple):
     world: int
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint at ``path``, or None if it is none of OLMo's.
 
     ``path``: a checkpoint's folder (``step1000``, ``step1000-unsharded``), the run's folder with ``latest`` links or
@@ -61,7 +61,7 @@ def read(path: Location) -> Found | None:
         return None if content is None else _found(folder, content, how)
 
 
-def _found(folder: Location, content: _Content, how: str) -> Found:
+def _found(folder: Place, content: _Content, how: str) -> Found:
     state = dict(content.state)
     for key, value in content.trainer.items():
         # A trainer has no such keys; if one had, its value must not take the place of the model.
@@ -76,10 +76,10 @@ def _found(folder: Location, content: _Content, how: str) -> Found:
 # Which path is which
 
 
-def _content(folder: Location) -> _Content | None:
+def _content(folder: Place) -> _Content | None:
     """What a folder holds, by the first layout that knows it. What it looks like is told by names, then by content."""
     names = {*listed(folder)}
-    layouts: list[tuple[bool, Callable[[Location], _Content | None]]] = [
+    layouts: list[tuple[bool, Callable[[Place], _Content | None]]] = [
         ("model_and_optim" in names, _torch_new),
         ((folder / "model" / INDEX).is_file(), _olmo_core),
         ("model" in names and bool(rank_files(folder / "model")), _local),
@@ -95,7 +95,7 @@ def _content(folder: Location) -> _Content | None:
     return None
 
 
-def _of_file(path: Location) -> Found | None:
+def _of_file(path: Place) -> Found | None:
     if is_encoded(path):
         held = read_encoded(path)
         optimizer = "param_groups" in held
@@ -110,7 +110,7 @@ def _of_file(path: Location) -> Found | None:
     return None if content is None else _found(path.parent, content, "all ranks' files beside this one")
 
 
-def _newest(run: Location) -> tuple[Location, str] | None:
+def _newest(run: Place) -> tuple[Place, str] | None:
     """The checkpoint to take of a run's folder: where its links lead, else the last step; and why.
 
     Of the two links, and of two folders of one step, the later step counts, then the sharded one, as OLMo itself takes.
@@ -134,12 +134,12 @@ def _newest(run: Location) -> tuple[Location, str] | None:
     return run / last, f"{last}, the last of {len(steps)} in the run's folder{skipped}"
 
 
-def _is_finished(folder: Location) -> bool:
+def _is_finished(folder: Place) -> bool:
     """Whether the file is there that is written last: OLMo's config.yaml, OLMo-core's .metadata.json."""
     return any((folder / name).is_file() for name in ("config.yaml", ".metadata.json"))
 
 
-def _attachments(folder: Location) -> dict[str, Location]:
+def _attachments(folder: Place) -> dict[str, Place]:
     """The other files of a checkpoint: its configuration, and OLMo-core's mark that it is whole."""
     names = [name for name in listed(folder) if not _PARTS.fullmatch(name)]
     return members.attachments(folder, [name for name in names if (folder / name).is_file()])
@@ -148,7 +148,7 @@ def _attachments(folder: Location) -> dict[str, Location]:
 # The layouts
 
 
-def _full(folder: Location) -> _Content | None:
+def _full(folder: Place) -> _Content | None:
     """FullCheckpointer and scripts/unshard.py: one file each for the model, the optimizer and the trainer."""
     names = {*listed(folder)}
     if not any(f"{part}.{kind}" in names for part in ("train", "other") for kind in ("pt", "safetensors")) and (
@@ -170,12 +170,12 @@ def _full(folder: Location) -> _Content | None:
     return _Content("full", state, trainer or {}, plausible((trainer or {}).get("world_size")) or 1)
 
 
-def _optimizer(found: dict[Any, Any], path: Location) -> dict[str, Any]:
+def _optimizer(found: dict[Any, Any], path: Place) -> dict[str, Any]:
     with as_written(path):
         return fqns.optimizer_state(found, path)
 
 
-def _part(folder: Location, part: str) -> Any:
+def _part(folder: Place, part: str) -> Any:
     """What a file holds; the safetensors one, if there are two, as OLMo prefers it. None if there is none."""
     packed, plain = folder / f"{part}.safetensors", folder / f"{part}.pt"
     if is_encoded(packed):
@@ -185,7 +185,7 @@ def _part(folder: Location, part: str) -> Any:
     return load_path(plain) if plain.is_file() else None
 
 
-def _torch_new(folder: Location) -> _Content | None:
+def _torch_new(folder: Place) -> _Content | None:
     """TorchNewStyleShardedCheckpointer, and OLMo-core since 1.0: DCP, and a trainer's file of each rank."""
     held = folder / "model_and_optim"
     try:
@@ -199,7 +199,7 @@ def _torch_new(folder: Location) -> _Content | None:
     return _Content("; ".join(["torch_new", *how]), state, trainer, world if trainer else found.world_size)
 
 
-def _torch_legacy(folder: Location) -> _Content | None:
+def _torch_legacy(folder: Place) -> _Content | None:
     """TorchLegacyShardedCheckpointer: all of a rank in one file."""
     found = read_legacy(folder)
     if found is None:
@@ -210,7 +210,7 @@ def _torch_legacy(folder: Location) -> _Content | None:
     return _Content("torch_legacy", state, found.trainer, found.world)
 
 
-def _local(folder: Location) -> _Content | None:
+def _local(folder: Place) -> _Content | None:
     """LocalShardedCheckpointer: flat parameters of FSDP1."""
     found = read_local(folder)
     if found is None:
@@ -220,7 +220,7 @@ def _local(folder: Location) -> _Content | None:
     return _Content("local", state, trainer, world)
 
 
-def _olmo_core(folder: Location) -> _Content | None:
+def _olmo_core(folder: Place) -> _Content | None:
     """OlmoCoreCheckpointer: OLMo-core 0.1's two folders of flat pieces."""
     model, optimizer = read_core(folder / "model"), read_core(folder / "optim")
     if model is None:
@@ -232,7 +232,7 @@ def _olmo_core(folder: Location) -> _Content | None:
     return _Content("olmo_core", state, trainer, world)
 
 
-def _olmo_core_part(folder: Location) -> _Content | None:
+def _olmo_core_part(folder: Place) -> _Content | None:
     """One of OLMo-core 0.1's folders alone."""
     held = read_core(folder)
     if held is None:

@@ -17,7 +17,7 @@ from holdfast.formats.ahead import glanced
 from holdfast.formats.alike import alike
 from holdfast.formats.assemble import PerRank
 from holdfast.formats.machine.torch_files import load_path
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming
 
 MAX_WORLD = 1 << 20
@@ -27,7 +27,7 @@ _RANK = re.compile(r"rank(0|[1-9][0-9]{0,6})\.pt")
 
 
 @contextmanager
-def as_written(path: Location) -> Iterator[None]:
+def as_written(path: Place) -> Iterator[None]:
     """Turn what a file of another shape than OLMo's leads to, a missing key say, into Damaged that names the file."""
     try:
         yield
@@ -37,18 +37,18 @@ def as_written(path: Location) -> Iterator[None]:
         raise Damaged(f"{path} is not as OLMo writes it: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def listed(folder: Location) -> list[str]:
+def listed(folder: Place) -> list[str]:
     """Names in a folder, sorted; none if there is no such folder."""
     return members.names(folder) if folder.is_dir() else []
 
 
-def rank_files(folder: Location) -> dict[int, Location]:
+def rank_files(folder: Place) -> dict[int, Place]:
     """``rank<N>.pt`` of a folder by N, in order."""
     found = {int(m[1]): folder / m[0] for m in map(_RANK.fullmatch, listed(folder)) if m}
     return dict(sorted(found.items()))
 
 
-def proved(files: Mapping[int, Location], told: int | None, folder: Location) -> int:
+def proved(files: Mapping[int, Place], told: int | None, folder: Place) -> int:
     """The world size, if there is exactly one file for each of its ranks. Raises Damaged, naming those that are not.
 
     ``told``: what the checkpoint says its world size is, if it does.
@@ -69,7 +69,7 @@ def proved(files: Mapping[int, Location], told: int | None, folder: Location) ->
     return world
 
 
-def told_world_size(folder: Location) -> int | None:
+def told_world_size(folder: Place) -> int | None:
     """The world size that a checkpoint tells of itself: in metadata.yaml, else in the trainer's state of rank 0.
 
     metadata.yaml holds this number and nothing else, one line, for which no YAML library is needed.
@@ -89,9 +89,7 @@ def plausible(value: Any) -> int | None:
     return value if type(value) is int and 0 < value <= MAX_WORLD else None
 
 
-def trainer_state(
-    files: Mapping[int, Location], folder: Location, world: int | None = None
-) -> tuple[dict[str, Any], int]:
+def trainer_state(files: Mapping[int, Place], folder: Place, world: int | None = None) -> tuple[dict[str, Any], int]:
     """What the trainers of all ranks kept, and the world size: equal values once, others as `PerRank`.
 
     A rank without a file has the state of rank 0: so OLMo itself resumes on more ranks than saved. ``world``: the
@@ -117,7 +115,7 @@ def _some(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if ranks[10:] else "")
 
 
-def _trainer(path: Location) -> dict[str, Any]:
+def _trainer(path: Place) -> dict[str, Any]:
     held = load_path(path)
     if not isinstance(held, dict):
         raise Damaged(f"{path} should hold a trainer's state, a dict, but holds a {type(held).__name__}")

@@ -24,7 +24,7 @@ from holdfast.formats.olmo.ranks import as_written
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored, cut, from_flat, joined, reshaped
 from holdfast.ondisk import dtypes
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 MAX_PICKLED = 1 << 28
 """Bytes of one pickled value; hyperparameters and names take some KiB."""
@@ -35,7 +35,7 @@ INDEX = "metadata.json"
 # Nested state dicts under encoded keys (FullCheckpointer, scripts/unshard.py --safe-tensors)
 
 
-def _key_of(text: str, path: Location) -> tuple[tuple[str | int, ...], bool] | None:
+def _key_of(text: str, path: Place) -> tuple[tuple[str | int, ...], bool] | None:
     """The key path, and whether the value is pickled, that a key stands for; None if it is a plain name."""
     try:
         data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
@@ -48,7 +48,7 @@ def _key_of(text: str, path: Location) -> tuple[tuple[str | int, ...], bool] | N
     return (keys, pickled) if sound and isinstance(pickled, bool) else None
 
 
-def is_encoded(path: Location) -> bool:
+def is_encoded(path: Place) -> bool:
     """Whether a file is one of these: its first key, and so all of them, is encoded."""
     if path.suffix != ".safetensors" or not path.is_file():
         return False
@@ -56,7 +56,7 @@ def is_encoded(path: Location) -> bool:
     return bool(keys) and _key_of(next(iter(keys)), path) is not None
 
 
-def read_encoded(path: Location) -> dict[Any, Any]:
+def read_encoded(path: Place) -> dict[Any, Any]:
     """The nested dict of a file. Raises Damaged."""
     tree: dict[Any, Any] = {}
     for text, tensor in load_path(path).tensors.items():
@@ -74,7 +74,7 @@ def read_encoded(path: Location) -> dict[Any, Any]:
     return tree
 
 
-def unpickled(tensor: Stored, path: Location) -> Any:
+def unpickled(tensor: Stored, path: Place) -> Any:
     """The value whose pickle a tensor of bytes is."""
     if tensor.dtype != "uint8" or len(tensor.shape) != 1 or tensor.nbytes > MAX_PICKLED:
         raise Damaged(f"{path}: a {tensor.dtype} of shape {list(tensor.shape)} is no pickled value")
@@ -109,7 +109,7 @@ class _Index(msgspec.Struct):
     tensors: dict[str, _Tensor]
 
 
-def _index_of(folder: Location) -> dict[str, _Tensor] | None:
+def _index_of(folder: Place) -> dict[str, _Tensor] | None:
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -122,7 +122,7 @@ def _index_of(folder: Location) -> dict[str, _Tensor] | None:
         raise Damaged(f"{path} is no valid index of tensors: {error}") from None
 
 
-def read_core(folder: Location) -> dict[str, Stored] | None:
+def read_core(folder: Place) -> dict[str, Stored] | None:
     """The tensors of a folder of flat pieces, joined; None if there is no index of such."""
     index = _index_of(folder)
     if index is None:
@@ -140,7 +140,7 @@ def read_core(folder: Location) -> dict[str, Stored] | None:
         return {key: _joined(key, told, held, folder / INDEX) for key, told in index.items()}
 
 
-def _joined(key: str, told: _Tensor, held: Callable[[str, str], Stored], path: Location) -> Stored:
+def _joined(key: str, told: _Tensor, held: Callable[[str, str], Stored], path: Place) -> Stored:
     dtype, shape = dtypes.name_of_code(told.dtype), tuple(told.shape)
     if dtype is None:
         raise Unsupported(f"{path}: {key} is of type {told.dtype}, which is not known")
@@ -171,7 +171,7 @@ def _joined(key: str, told: _Tensor, held: Callable[[str, str], Stored], path: L
     return from_flat(dtype, shape, runs) if runs else joined(dtype, shape, boxes)
 
 
-def core_optimizer(flat: Mapping[str, Stored], path: Location) -> dict[str, Any]:
+def core_optimizer(flat: Mapping[str, Stored], path: Place) -> dict[str, Any]:
     """An optimizer's state dict out of the tensors of an ``optim`` folder of OLMo-core 0.1.
 
     ``state.<fqn>.__<key>`` are its tensors, ``param_group<i>`` its groups, pickled; their number and the keys that
@@ -201,7 +201,7 @@ def core_optimizer(flat: Mapping[str, Stored], path: Location) -> dict[str, Any]
         return fqns.optimizer_state({"state": state, "param_groups": ordered, **rest}, path)
 
 
-def _named(group: Any, path: Location) -> dict[str, Any]:
+def _named(group: Any, path: Place) -> dict[str, Any]:
     if not isinstance(group, dict) or len(group.get("_param_names", ())) != len(group.get("params", ())):
         raise Damaged(f"{path}: a parameter group without its parameters' names")
     return {**{k: v for k, v in group.items() if k != "_param_names"}, "param_names": group["_param_names"]}

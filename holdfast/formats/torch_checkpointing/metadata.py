@@ -18,7 +18,7 @@ from holdfast.formats.shares import MAX_RANKS, Mesh, Share, part_of, placed_shar
 from holdfast.formats.stored import Stored
 from holdfast.ondisk.box import Box, inside
 from holdfast.plan.spread import Split
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming, read_small
 
 METADATA = "metadata.pkl"
@@ -65,7 +65,7 @@ class InBoxes:
         return Share(local.dtype, self.shape, tuple(parts))
 
 
-Place = OnMesh | InBoxes
+SavedPart = OnMesh | InBoxes
 
 
 @dataclass
@@ -75,10 +75,10 @@ class Metadata:
     version: str
     world_size: int
     files: dict[str, dict[int, str | None]] = field(default_factory=dict)
-    places: dict[str, dict[int, dict[Keys, Place]]] = field(default_factory=dict)
+    places: dict[str, dict[int, dict[Keys, SavedPart]]] = field(default_factory=dict)
 
 
-def read_metadata(folder: Location) -> Metadata | None:
+def read_metadata(folder: Place) -> Metadata | None:
     """The metadata in a folder; None if there is none, or a ``metadata.pkl`` of something else.
 
     Raises Damaged if it contradicts itself, Unsupported for a version that is not known.
@@ -152,7 +152,7 @@ def _paths_of_2(items: Mapping[str, Any]) -> Iterator[tuple[str, Keys, Any]]:
             yield _text(item), tuple(json.loads(text)), groups
 
 
-def _places(group: Mapping[str, Any]) -> Iterator[tuple[int, Place]]:
+def _places(group: Mapping[str, Any]) -> Iterator[tuple[int, SavedPart]]:
     """Where each rank of a group has its part of a tensor."""
     kind, told = group["sharding_metadata"]["type"], group["sharding_metadata"]["data"]
     shape = sizes_of(told["global_shape"])

@@ -22,8 +22,8 @@ from holdfast.formats.runs import newest
 from holdfast.formats.sharded import join_nodes
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored
-from holdfast.formats.torch_checkpointing.metadata import METADATA, Keys, Metadata, Place, read_metadata
-from holdfast.storage.place import Location
+from holdfast.formats.torch_checkpointing.metadata import METADATA, Keys, Metadata, SavedPart, read_metadata
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming, read_small
 
 MAX_JSON = 1 << 30
@@ -36,7 +36,7 @@ _OF_ALL = re.compile(r"(?P<item>[^/]+)\.(?:pt|json|safetensors)")
 _COUNTERS = frozenset(["batch", "checkpoint", "ckpt", "epoch", "iter", "iteration", "step"])
 """What stands before a number that is no rank."""
 
-Files = dict[str, dict[int, Location]]
+Files = dict[str, dict[int, Place]]
 """By item and rank."""
 
 
@@ -44,11 +44,11 @@ class Layout(NamedTuple):
     """Which files make up a checkpoint; ``others`` belong to no item that can be told from their names."""
 
     files: Files
-    others: dict[str, Location]
+    others: dict[str, Place]
     world_size: int
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint at ``path`` (its folder, a file beside its ``metadata.pkl``, a run's folder), or None.
 
     Raises Damaged for a missing file of a rank, Unsupported for shards of which nothing says where they belong.
@@ -81,7 +81,7 @@ def read(path: Location) -> Found | None:
 # Which files
 
 
-def _folder(path: Location) -> tuple[Location | None, str]:
+def _folder(path: Place) -> tuple[Place | None, str]:
     if path.is_file():
         part = path.name == METADATA or _OF_RANK.fullmatch(path.name) is not None
         if not part or read_metadata(path.parent) is None:
@@ -94,7 +94,7 @@ def _folder(path: Location) -> tuple[Location | None, str]:
     return newest(path, _is_complete) or (None, "")
 
 
-def _is_complete(folder: Location) -> bool:
+def _is_complete(folder: Place) -> bool:
     if folder.name.startswith("tmp_"):
         return False
     try:
@@ -104,7 +104,7 @@ def _is_complete(folder: Location) -> bool:
         return False
 
 
-def _layout(folder: Location, metadata: Metadata) -> Layout:
+def _layout(folder: Place, metadata: Metadata) -> Layout:
     """The files that the metadata names, and those of the items that it does not speak of.
 
     Raises Damaged if a file is missing that holds a part of a tensor.
@@ -118,7 +118,7 @@ def _layout(folder: Location, metadata: Metadata) -> Layout:
             found = {rank: found[rank] for rank in held}
         files[item] = {rank: members.member(folder, name, METADATA) for rank, name in found.items()}
     claimed = {path for by_rank in files.values() for path in by_rank.values()}
-    others: dict[str, Location] = {}
+    others: dict[str, Place] = {}
     for name in _names(folder):
         try:
             path = members.member(folder, name)
@@ -135,7 +135,7 @@ def _layout(folder: Location, metadata: Metadata) -> Layout:
     return Layout(files, others, metadata.world_size)
 
 
-def _names(folder: Location, below: str = "", depth: int = 0) -> list[str]:
+def _names(folder: Place, below: str = "", depth: int = 0) -> list[str]:
     names = [f"{below}{name}" for name in members.listed(folder / below)]
     for inner in members.folders(folder / below) if depth < 4 else ():
         if not (folder / below / inner).is_symlink():
@@ -152,7 +152,7 @@ def _item_of(name: str, world_size: int) -> tuple[str | None, int]:
     return (whole["item"], 0) if whole is not None else (None, 0)
 
 
-def _plain_layout(folder: Location) -> Layout | None:
+def _plain_layout(folder: Place) -> Layout | None:
     """The files of a folder in which all of torch are ``<item>_<rank>.pt``, of ranks 0 to the last; else None."""
     names = members.listed(folder)
     found = {name: m for name in names if (m := _OF_RANK.fullmatch(name)) is not None}
@@ -172,7 +172,7 @@ def _plain_layout(folder: Location) -> Layout | None:
 # One file
 
 
-def _tree(path: Location, item: str, rank: int, metadata: Metadata | None) -> Any:
+def _tree(path: Place, item: str, rank: int, metadata: Metadata | None) -> Any:
     """What a rank saved of an item; tensors of which only the metadata says where they belong are shares."""
     places = metadata.places.get(item, {}).get(rank, {}) if metadata is not None else {}
     if path.suffix == ".json":
@@ -187,7 +187,7 @@ def _tree(path: Location, item: str, rank: int, metadata: Metadata | None) -> An
     return tree
 
 
-def _json(path: Location) -> Any:
+def _json(path: Place) -> Any:
     with naming(path, "read"):
         nbytes = path.stat().st_size
     if nbytes > MAX_JSON:
@@ -198,7 +198,7 @@ def _json(path: Location) -> Any:
         raise Damaged(f"{path} is no JSON: {error}; it was truncated or altered") from None
 
 
-def _nested(tensors: Mapping[str, Stored], places: Mapping[Keys, Place], path: Location) -> dict[Any, Any]:
+def _nested(tensors: Mapping[str, Stored], places: Mapping[Keys, SavedPart], path: Place) -> dict[Any, Any]:
     """The tensors of a safetensors file, whose names are ways joined by dots, under their own keys again."""
     ways = {".".join(map(str, keys)): (keys, place) for keys, place in places.items()}
     tree: dict[Any, Any] = {}
@@ -212,7 +212,7 @@ def _nested(tensors: Mapping[str, Stored], places: Mapping[Keys, Place], path: L
     return tree
 
 
-def _place(tree: Any, keys: Keys, place: Place, path: Location) -> None:
+def _place(tree: Any, keys: Keys, place: SavedPart, path: Place) -> None:
     """Put a share in place of a tensor that is a part by the metadata alone; a DTensor says itself what it is."""
     *way, last = keys
     try:
@@ -228,7 +228,7 @@ def _place(tree: Any, keys: Keys, place: Place, path: Location) -> None:
 # Without metadata
 
 
-def _is_of_ranks(folder: Location, by_item: Mapping[str, Mapping[int, str]]) -> bool:
+def _is_of_ranks(folder: Place, by_item: Mapping[str, Mapping[int, str]]) -> bool:
     """Whether the numbers in the names are ranks, not steps or epochs."""
     item, *others = by_item
     if not others and item != "model" and (len(by_item[item]) > 1 or item in _COUNTERS):

@@ -20,7 +20,7 @@ from holdfast.formats.recognise import Arranged
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.torch_save import training_files
 from holdfast.formats.torch_save.training_files import Beside
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 MAX_FILES = 64
 """A folder with more torch files is no checkpoint of a few parts."""
@@ -33,7 +33,7 @@ _MODEL_STEMS = (
 """Which of several state dicts in a folder is the model."""
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint at ``path``, or None if no file there is one of torch's.
 
     ``path``: a file of any name, or a folder that holds one, or a few that together are one. Raises Unsupported for
@@ -57,7 +57,7 @@ def _is_ours(data: Stretch) -> bool:
     return not is_zip(data) or any(name.endswith("/data.pkl") for name in Archive(data).names)
 
 
-def _arranged(path: Location, data: Stretch) -> Arranged:
+def _arranged(path: Place, data: Stretch) -> Arranged:
     try:
         tree = load_file(data)
     except Unsupported as error:
@@ -70,7 +70,7 @@ def _arranged(path: Location, data: Stretch) -> Arranged:
 # Folders
 
 
-def _read_folder(folder: Location) -> Found | None:
+def _read_folder(folder: Place) -> Found | None:
     names = members.listed(folder)
     ours = _torch_files(folder, names)
     beside = training_files.beside(folder, names)
@@ -101,12 +101,12 @@ def _read_folder(folder: Location) -> Found | None:
     )  # fmt: skip
 
 
-def _torch_files(folder: Location, names: Sequence[str]) -> dict[str, Stretch]:
+def _torch_files(folder: Place, names: Sequence[str]) -> dict[str, Stretch]:
     """Those of the files that are torch's; one under two names counts once, under that which says it is the last."""
     candidates = [name for name in names if not name.endswith((".safetensors", *members.ATTACHED))]
     if len(candidates) > MAX_FILES:
         return {}
-    paths: dict[Location, str] = {}
+    paths: dict[Place, str] = {}
     for name in candidates:
         try:
             path = members.member(folder, name)
@@ -129,14 +129,14 @@ def _last(names: Iterable[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def _several(folder: Location, names: Iterable[str]) -> NotACheckpoint:
+def _several(folder: Place, names: Iterable[str]) -> NotACheckpoint:
     return NotACheckpoint(
         f"{folder} holds several files of one kind: open one of {', '.join(sorted(names)[:10])}. (If each is what one "
         "rank saved, they are of no format that is known.)"
     )
 
 
-def _joined(folder: Location, parts: Mapping[str, Arranged], beside: Beside) -> Arranged:
+def _joined(folder: Place, parts: Mapping[str, Arranged], beside: Beside) -> Arranged:
     """The parts of a folder as one state: bare state dicts of model and optimizer by what they are, others by name."""
     state: dict[str, Any] = dict(beside.state)
     steps = [beside.step, *(part.step for part in parts.values())]

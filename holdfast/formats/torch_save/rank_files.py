@@ -16,14 +16,14 @@ from holdfast.formats.items import prove_joined
 from holdfast.formats.machine.torch_files import is_torch_file, load_path
 from holdfast.formats.sharded import has_shards, join_ranks
 from holdfast.formats.sources import all_of, file
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 RANK = "{rank}"
 
 _NUMBER = re.compile(r"[0-9]+")
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The checkpoint of the files that a template names (``model_rank{rank}.pt``), or that a folder holds; or None.
 
     Of a folder the files of torch must be called alike but for one number, 0 to the last, and hold sharded tensors.
@@ -43,7 +43,7 @@ def read(path: Location) -> Found | None:
     return Found("torch.save", found.state, found.step, len(files), reading="" if RANK in str(path) else reading)
 
 
-def _template(path: Location) -> dict[int, Location]:
+def _template(path: Place) -> dict[int, Place]:
     """The files of a template by rank; the rank stands in one of the path's parts, with or without leading zeros."""
     at = [i for i, part in enumerate(path.parts) if RANK in part]
     if len(at) != 1 or path.parts[at[0]].count(RANK) != 1:
@@ -53,7 +53,7 @@ def _template(path: Location) -> dict[int, Location]:
     if not above.is_dir():
         return {}
     names = members.folders(above) if below else members.listed(above)
-    found: dict[int, Location] = {}
+    found: dict[int, Place] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is not None and above.joinpath(name, *below).is_file():
@@ -63,7 +63,7 @@ def _template(path: Location) -> dict[int, Location]:
     return found if all(is_torch_file(all_of(file(p))) for p in found.values()) else {}
 
 
-def _series(folder: Location) -> dict[int, Location]:
+def _series(folder: Place) -> dict[int, Place]:
     """The torch files of a folder by the only number in which their names differ, if the first holds shards."""
     names = [n for n in members.listed(folder) if not n.endswith((".safetensors", *members.ATTACHED))]
     if len(names) < 2 or len({_NUMBER.sub("#", name) for name in names}) != 1:

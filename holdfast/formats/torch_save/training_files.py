@@ -19,7 +19,7 @@ from holdfast.formats.dcp import dcp
 from holdfast.formats.machine import torch_files
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Opaque
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming
 
 TRAINER_STATE = "trainer_state.json"
@@ -41,7 +41,7 @@ class Beside(NamedTuple):
     files: frozenset[str]
 
 
-def beside(folder: Location, names: Iterable[str]) -> Beside:
+def beside(folder: Place, names: Iterable[str]) -> Beside:
     """What the files ``names`` of a folder hold that have a customary name.
 
     The only optimizer is ``optimizer``; several are ``optimizer/optimizer``, ``optimizer/optimizer_1`` and so on, and
@@ -82,7 +82,7 @@ def beside(folder: Location, names: Iterable[str]) -> Beside:
     return Beside(state, step, world_size, frozenset(taken))
 
 
-def _of_dcp(folder: Location) -> tuple[dict[str, Any], dict[str, Any], int]:
+def _of_dcp(folder: Place) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Models and optimizers that FSDP saved in parts, each a folder of DCP, and how many ranks there were."""
     found: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     world_size = 1
@@ -96,18 +96,18 @@ def _of_dcp(folder: Location) -> tuple[dict[str, Any], dict[str, Any], int]:
     return found["model"], found["optimizer"], world_size
 
 
-def is_complete(folder: Location) -> bool:
+def is_complete(folder: Place) -> bool:
     """Whether a trainer has finished a checkpoint there: these files it writes last."""
     return any((folder / name).is_file() for name in (TRAINER_STATE, "random_states_0.pkl"))
 
 
-def load(folder: Location, name: str) -> Any:
+def load(folder: Place, name: str) -> Any:
     """What a torch file of a folder holds. Raises Damaged where it is none."""
     path = members.member(folder, name)
     return torch_files.load_file(all_of(file(path)))
 
 
-def _of_ranks(folder: Location, stem: str, held: dict[int | None, Any]) -> Any:
+def _of_ranks(folder: Place, stem: str, held: dict[int | None, Any]) -> Any:
     if set(held) == {None}:
         return held[None]
     found = {rank: value for rank, value in held.items() if rank is not None}
@@ -119,7 +119,7 @@ def _of_ranks(folder: Location, stem: str, held: dict[int | None, Any]) -> Any:
     return PerRank(tuple(found[rank] for rank in sorted(found)))
 
 
-def _json(path: Location) -> Any:
+def _json(path: Place) -> Any:
     if path.stat().st_size > MAX_JSON:
         raise Damaged(f"{path} has {path.stat().st_size} bytes, which no such file has")
     with naming(path, "read"):

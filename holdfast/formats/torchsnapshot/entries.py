@@ -22,7 +22,7 @@ from holdfast.formats.sources import File, Stretch, file
 from holdfast.formats.stored import Opaque, Stored, joined, plain, reshaped
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, inside
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 Entry = dict[str, Any]
 
@@ -76,7 +76,7 @@ def _coordinates(mesh: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
 class Leaves:
     """What entries stand for, and the files of the snapshot that were asked for."""
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
         self.files: dict[str, File] = {}
 

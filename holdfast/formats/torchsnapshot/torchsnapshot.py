@@ -21,7 +21,7 @@ from holdfast.formats.runs import newest
 from holdfast.formats.sharded import join_nodes
 from holdfast.formats.shares import MAX_RANKS
 from holdfast.formats.torchsnapshot.entries import Entry, Leaves, is_everywhere, is_sharded, without_owner
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import naming, read_small
 
 METADATA = ".snapshot_metadata"
@@ -34,7 +34,7 @@ Entries = dict[str, dict[int, Entry]]
 """What each rank said of a path, by path and rank."""
 
 
-def read(path: Location) -> Found | None:
+def read(path: Place) -> Found | None:
     """The snapshot at ``path`` (its folder, its ``.snapshot_metadata``, or a run's folder), or None if there is none.
 
     Raises NotACheckpoint for a snapshot that was never committed, Damaged for one that is not whole.
@@ -54,7 +54,7 @@ def read(path: Location) -> Found | None:
     )
 
 
-def _folder(path: Location) -> tuple[Location | None, str]:
+def _folder(path: Place) -> tuple[Place | None, str]:
     if path.name == METADATA and path.is_file():
         return path.parent, ""
     if not path.is_dir():
@@ -70,7 +70,7 @@ def _folder(path: Location) -> tuple[Location | None, str]:
     return newest(path, lambda folder: (folder / METADATA).is_file()) or (None, "")
 
 
-def _entries(path: Location) -> tuple[str, int, Entries]:
+def _entries(path: Place) -> tuple[str, int, Entries]:
     """Version, world size and the manifest of a snapshot, by path and rank."""
     with naming(path, "read"):
         nbytes = path.stat().st_size
@@ -111,7 +111,7 @@ class _Place(NamedTuple):
 class _Tree:
     """The tree that the entries of all ranks make up, and the leaves in it."""
 
-    def __init__(self, folder: Location, world_size: int, entries: Entries) -> None:
+    def __init__(self, folder: Place, world_size: int, entries: Entries) -> None:
         self.where, self.world_size, self.entries = folder / METADATA, world_size, entries
         self.leaves = Leaves(folder)
         self.found: dict[str, list[tuple[int, Any]]] = {}

@@ -34,7 +34,7 @@ from holdfast.ranks.ranks import Call, Ranks
 from holdfast.state import Collected
 from holdfast.state.outline import owned_values
 from holdfast.storage import storage
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.write.image import OpenFiles
 from holdfast.write.images import images_of, memory_of
 from holdfast.write.ring import write_at_once
@@ -113,7 +113,7 @@ class Takeover:
     """
 
     call: Call
-    folder: Location
+    folder: Place
     save: str
     step: int | None
     overwrite: bool

@@ -26,7 +26,7 @@ from holdfast.policies.incremental.same import Claim, unchanged
 from holdfast.read.read import DataFiles
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.write.image import KEPT, Image, OpenFiles
 
 SMALLEST = 16 << 10
@@ -47,7 +47,7 @@ class Previous:
     If it is ``required``, one that cannot be read fails the save; else all is written, with a warning.
     """
 
-    choose: Callable[[], Location | None]
+    choose: Callable[[], Place | None]
     required: bool = False
 
 
@@ -55,7 +55,7 @@ class Previous:
 class Base:
     """An opened base."""
 
-    folder: Location
+    folder: Place
     record: Manifest
     files: DataFiles
 
@@ -74,7 +74,7 @@ class Cited:
     prints: Prints = field(default_factory=dict)
 
 
-def check_sibling(base: Location, folder: Location) -> None:
+def check_sibling(base: Place, folder: Place) -> None:
     """Raise Mismatch unless ``base`` lies beside ``folder``: only then is a citation valid wherever the root goes."""
     if _parent(base) != _parent(folder):
         raise Mismatch(f"the base {base} does not lie beside {folder}: only what is in the same folder can be cited")
@@ -82,11 +82,11 @@ def check_sibling(base: Location, folder: Location) -> None:
         raise Mismatch(f"{folder} cannot be its own base: save to another path, or without base=")
 
 
-def _parent(path: Location) -> str:
-    return str(path.parent) if isinstance(path, Place) else os.path.realpath(path.parent)
+def _parent(path: Place) -> str:
+    return str(path.parent) if isinstance(path, StorePlace) else os.path.realpath(path.parent)
 
 
-def open_base(previous: Previous, folder: Location) -> Base | None:
+def open_base(previous: Previous, folder: Place) -> Base | None:
     """The base of a save to ``folder``; None if there is none. Raises HoldfastError if it is required."""
     try:
         found = previous.choose()
@@ -102,7 +102,7 @@ def open_base(previous: Previous, folder: Location) -> Base | None:
     return Base(found, record, DataFiles(found, record.data_files))
 
 
-def _read(folder: Location) -> Manifest:
+def _read(folder: Place) -> Manifest:
     target = folder / manifest.FILE_NAME
     try:
         return manifest.decode(storage.read_small(target), str(target))
@@ -113,7 +113,7 @@ def _read(folder: Location) -> Manifest:
 
 
 def cite(
-    base: Base | None, images: Sequence[Image], plan: Plan, rank: int, folder: Location, *, opened: OpenFiles,
+    base: Base | None, images: Sequence[Image], plan: Plan, rank: int, folder: Place, *, opened: OpenFiles,
     fingerprints: Fingerprints, copier: Copier,
 ) -> Cited:  # fmt: skip
     """Find what ``images`` have in common with the base, and see to it that ``folder`` can be read without writing it.
@@ -157,7 +157,7 @@ def cite(
     return found
 
 
-def borrowed_is_there(folder: Location, cites: Sequence[Cite]) -> None:
+def borrowed_is_there(folder: Place, cites: Sequence[Cite]) -> None:
     """Raise Damaged if a cited file is not, or no longer, in its place: what is committed must be whole."""
     for record in (cite.record for cite in cites):
         size = storage.size_of(folder / record.path)
@@ -220,7 +220,7 @@ def _same(base: Base, index: int, claims: Sequence[Claim], copier: Copier) -> li
     return unchanged(claims, sums, enough, copier)
 
 
-def _bring(base: Base, index: int, section: str, folder: Location, opened: OpenFiles) -> str | None:
+def _bring(base: Base, index: int, section: str, folder: Place, opened: OpenFiles) -> str | None:
     """The path by which ``folder`` calls a file of the base from now on; None if it cannot have it."""
     record = base.file(index)
     beside = record.path if record.path.startswith("../") else f"../{base.folder.name}/{record.path}"
@@ -228,7 +228,7 @@ def _bring(base: Base, index: int, section: str, folder: Location, opened: OpenF
         return None  # it lies in the checkpoint that is being overwritten
     source, path = base.folder / record.path, f"{section}/{record.path.rpartition('/')[2]}"
     target = folder / path
-    if isinstance(source, Place) or isinstance(target, Place):
+    if isinstance(source, StorePlace) or isinstance(target, StorePlace):
         return beside
     try:
         return path if _link(source, target, record.bytes, opened) else None

@@ -16,7 +16,7 @@ from holdfast.ondisk import signature
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.signature import Signature, SignedFile
 from holdfast.storage import storage
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 Key = Any
 """A key: of `cryptography`, 32 raw bytes, the text or bytes of a PEM, or the path of a file that holds either."""
@@ -122,7 +122,7 @@ def trusted(require: Keys) -> dict[str, Any]:
     return {_raw(key).hex(): key for key in keys}
 
 
-def read_signature(folder: Location, record: Manifest, require: Keys) -> Signature:
+def read_signature(folder: Place, record: Manifest, require: Keys) -> Signature:
     """The signature of the checkpoint in ``folder``, made by one of the keys ``require`` over just this manifest.
 
     Raises Untrusted, saying what is missing or wrong, and ValueError for what is no key.
@@ -139,7 +139,7 @@ def read_signature(folder: Location, record: Manifest, require: Keys) -> Signatu
     return checked(data, str(target), record, keys)
 
 
-def found_signature(folder: Location, record: Manifest) -> bytes | None:
+def found_signature(folder: Place, record: Manifest) -> bytes | None:
     """The signature of just this manifest as it lies there, unchecked, to go where a copy goes; None if there is none.
 
     A signature of something else is left behind: readers that require one refuse what has none.

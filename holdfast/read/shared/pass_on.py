@@ -28,7 +28,7 @@ from holdfast.read.ranges import Verify
 from holdfast.read.read import Files, Wanted, read_boxes
 from holdfast.read.shared.relay import TRAILER, Lost, Relay, Seat, seat_of
 from holdfast.read.source import Descriptors, ReadStats
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 
 MEMORY = 128 << 20
 """Bytes of host memory for slices of other hosts, beside two windows of each rank that reads."""
@@ -279,7 +279,7 @@ class Lines:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def path(self, index: int) -> Location:
+    def path(self, index: int) -> Place:
         return self._files.path(index)
 
     def plain(self, index: int) -> Path | None:
@@ -298,5 +298,5 @@ class Lines:
             cell, record = record.cell, record.inside
         return self._files.piece(index, name, cell, record, stats)
 
-    def opened(self, index: int) -> AbstractContextManager[Descriptors | Place]:
+    def opened(self, index: int) -> AbstractContextManager[Descriptors | StorePlace]:
         return self._files.opened(index)

@@ -14,7 +14,7 @@ from holdfast.load import Loaded
 from holdfast.ondisk.patterns import Patterns, patterns_in
 from holdfast.policies.signing.keys import Keys
 from holdfast.run.steps import Steps
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Home(Protocol):
     def label(self, step: int) -> str | None:
         """What errors call a save of this step; None for its path."""
 
-    def committed(self, number: int, step: int, writing_to: set[Location]) -> None:
+    def committed(self, number: int, step: int, writing_to: set[Place]) -> None:
         """A save has committed: take its folder out of ``writing_to``, and delete what no rule keeps.
 
         Called on all ranks, in the thread of the save, which has the same ``number`` on each of them.
         """
 
     def restore(
-        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Location]
+        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Place]
     ) -> Loaded | None:  # fmt: skip
         """Load the newest whole step; None if there is none. Called by all ranks.
 

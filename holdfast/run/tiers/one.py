@@ -22,7 +22,7 @@ from holdfast.ranks.ranks import ranks_of
 from holdfast.run.keep import Keep
 from holdfast.run.steps import Steps
 from holdfast.run.tiers.home import Asked, Durability
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 from holdfast.storage.storage import is_file
 
 
@@ -30,7 +30,7 @@ class OneRoot:
     """A run's steps in ``root``. ``doubtful`` tells names of steps that were found damaged, to be taken last."""
 
     def __init__(
-        self, root: Location, name: str, *, keep: Keep, sign: Callable[[], Signer] | None,
+        self, root: Place, name: str, *, keep: Keep, sign: Callable[[], Signer] | None,
         doubtful: Callable[[], Collection[str]], group: dist.ProcessGroup | None, deadline: float,
     ) -> None:  # fmt: skip
         self.root = root
@@ -43,7 +43,7 @@ class OneRoot:
         """None: the path is the same on all ranks."""
         return None
 
-    def committed(self, number: int, step: int, writing_to: set[Location]) -> None:
+    def committed(self, number: int, step: int, writing_to: set[Place]) -> None:
         """Sweep after a save; see `Home.committed`."""
         writing_to.discard(self.fast.path(step))
         if self._ranks.first:
@@ -53,7 +53,7 @@ class OneRoot:
             self.fast.sweep(self._keep, self._spared[1], writing_to)
 
     def restore(
-        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Location]
+        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Place]
     ) -> Loaded | None:  # fmt: skip
         """Load the newest whole step, and sweep first; see `Home.restore`."""
         refused: list[str] = []
@@ -79,7 +79,7 @@ class OneRoot:
                 refused.append(name)
                 self.fast.broken.add(name)
 
-    def _choose(self, asked: Asked, refused: list[str], patience: float, spare: Collection[Location]) -> str:
+    def _choose(self, asked: Asked, refused: list[str], patience: float, spare: Collection[Place]) -> str:
         """On the first rank: the name of the step to load; empty if there is none."""
         steps = self.fast
         if not refused:

@@ -25,7 +25,7 @@ from holdfast.run.steps import Steps, lacking_files
 from holdfast.run.tiers.home import Asked
 from holdfast.run.tiers.nodes import Nodes, Told
 from holdfast.storage import storage
-from holdfast.storage.place import Location
+from holdfast.storage.place import Place
 
 
 class Choice(msgspec.Struct, array_like=True, frozen=True):
@@ -80,7 +80,7 @@ class Survey:
         self._restores = 0
 
     def restore(
-        self, state: dict[str, Any], asked: Asked, patience: float, spare: Container[Location]
+        self, state: dict[str, Any], asked: Asked, patience: float, spare: Container[Place]
     ) -> Loaded | None:  # fmt: skip
         """Load the newest step that is whole on the fast tier or in the store; None if there is none.
 
@@ -116,7 +116,7 @@ class Survey:
         finally:
             self._found = {}
 
-    def _gather(self, patience: float, spare: Container[Location]) -> None:
+    def _gather(self, patience: float, spare: Container[Place]) -> None:
         """See what the fast folders of all nodes hold, and sweep them.
 
         Saves that all ranks of a node had finished are committed first; manifests that some node lacks are told it.
@@ -148,7 +148,7 @@ class Survey:
                 found.append(_Seen(path.name, save, created, sorted(map(str, saves)), lost))
         return _Sight(found)
 
-    def _spread(self, held: list[_Held], spare: Container[Location]) -> list[str | None]:
+    def _spread(self, held: list[_Held], spare: Container[Place]) -> list[str | None]:
         """Tell and take manifests; then what this node lacks of each step, None if that is all of it."""
         me, lacks = self._ranks.rank, []
         for step in held:
@@ -265,7 +265,7 @@ class Survey:
             return None
         return record
 
-    def _folder(self, choice: Choice) -> Location:
+    def _folder(self, choice: Choice) -> Place:
         return (self.fast if choice.tier == "fast" else self.store).root / choice.name
 
     def _open(self, choice: Choice, require: Keys | None) -> Checkpoint:
@@ -300,7 +300,7 @@ def _lacks(one: _Seen, save: str, lost: bool) -> bool:
     return (one.save, one.lost) != (save, lost) and (one.save == save or save in one.files or not one.save)
 
 
-def bytes_of(path: Location) -> bytes:
+def bytes_of(path: Place) -> bytes:
     """The manifest of a step as it is to be told; empty if there is none."""
     try:
         return storage.read_small(path / manifest.FILE_NAME)
@@ -308,7 +308,7 @@ def bytes_of(path: Location) -> bytes:
         return b""
 
 
-def bring_manifest(path: Location, data: bytes) -> None:
+def bring_manifest(path: Place, data: bytes) -> None:
     """Write what another node has committed; this one may have an older save of the step."""
     target, temporary = path / manifest.FILE_NAME, f".manifest.{os.getpid()}.{time.monotonic_ns()}.tmp"
     storage.make_folder(path)

@@ -27,7 +27,7 @@ from holdfast.run.tiers.nodes import Told, find_nodes
 from holdfast.run.tiers.survey import Survey, bring_manifest, bytes_of
 from holdfast.run.tiers.uploader import Uploader
 from holdfast.storage import storage
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -45,11 +45,11 @@ class Tiers:
     """
 
     def __init__(
-        self, fast: str | os.PathLike[str], root: Location, name: str, *, upload: Upload, keep: Keep, keep_fast: Keep,
+        self, fast: str | os.PathLike[str], root: Place, name: str, *, upload: Upload, keep: Keep, keep_fast: Keep,
         sign: Callable[[], Signer] | None, ranks: Ranks, key: str, deadline: float,
     ) -> None:  # fmt: skip
         folder = location(fast)
-        if isinstance(folder, Place):
+        if isinstance(folder, StorePlace):
             raise ValueError(f"fast={str(fast)!r} is to be a folder on local disk")
         if isinstance(root, Path) and (folder == root or folder in root.parents or root in folder.parents):
             raise ValueError(f"fast={str(fast)!r} and the root {root} lie in each other: give each its own folder")
@@ -73,7 +73,7 @@ class Tiers:
         """The folder may be called another way on each node."""
         return f"save step {step} of {self._root}"
 
-    def committed(self, number: int, step: int, writing_to: set[Location]) -> None:
+    def committed(self, number: int, step: int, writing_to: set[Place]) -> None:
         """Spread the news of a save that has committed, sweep the fast tier, let the uploader know.
 
         See `Home.committed`.
@@ -126,7 +126,7 @@ class Tiers:
             self._uploader.start()
 
     def restore(
-        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Location]
+        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Place]
     ) -> Loaded | None:  # fmt: skip
         """`Survey.restore`; uploads begin after it, as they would take disk and network from it."""
         try:

@@ -32,7 +32,7 @@ from holdfast.run.tiers.backlog import Backlog
 from holdfast.run.tiers.nodes import Nodes, Order
 from holdfast.storage import storage
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.wrappers.throttled import Throttled
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -277,7 +277,7 @@ class Uploader:
             damaged = any(text.startswith(Damaged.__name__) for text in reports.values())
             raise (Damaged if damaged else HoldfastError)("; ".join(failed))
 
-    def _check(self, target: Location, record: Manifest, into: Manifest) -> None:
+    def _check(self, target: Place, record: Manifest, into: Manifest) -> None:
         files, absent = into.data_files, lacking_files(target, into)
         lacking = [files[index].path for index in absent]
         if into.attachments:
@@ -382,9 +382,9 @@ def _own(record: Manifest) -> Manifest:
     return msgspec.structs.replace(self_contained(record), attachments=moved)
 
 
-def _throttled(root: Location, bandwidth: float | None) -> Place:
-    place = Place(Local(root), "") if isinstance(root, Path) else root
-    return place if bandwidth is None else Place(Throttled(place.store, bandwidth), place.key)
+def _throttled(root: Place, bandwidth: float | None) -> StorePlace:
+    place = StorePlace(Local(root), "") if isinstance(root, Path) else root
+    return place if bandwidth is None else StorePlace(Throttled(place.store, bandwidth), place.key)
 
 
 _running: weakref.WeakSet[Uploader] = weakref.WeakSet()

@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import os
 
-from holdfast.storage.place import Location, Place
+from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.wrappers.cached import Cached
 from holdfast.storage.wrappers.deadline import Deadline
 from holdfast.storage.wrappers.hedged import Hedged
 
 
-def patiently(path: Location, seconds: float) -> Location:
+def patiently(path: Place, seconds: float) -> Place:
     """The same place, where nothing is waited for longer than ``seconds`` at a time, whatever limit it had before."""
-    if not isinstance(path, Place):
+    if not isinstance(path, StorePlace):
         return path
     store = path.store.store if isinstance(path.store, Deadline) else path.store
-    return Place(Deadline(store, seconds), path.key)
+    return StorePlace(Deadline(store, seconds), path.key)
 
 
-def bounded(path: Location, seconds: float) -> Location:
+def bounded(path: Place, seconds: float) -> Place:
     """The same place, where nothing is waited for without end: ``seconds`` at a time, unless it has a limit already."""
-    if isinstance(path, Place) and not isinstance(path.store, (Deadline, Cached)):
+    if isinstance(path, StorePlace) and not isinstance(path.store, (Deadline, Cached)):
         return patiently(path, seconds)
     return path
 
 
-def hedged(path: Location) -> Location:
+def hedged(path: Place) -> Place:
     """The same place, where what is unusually slow to come is asked for again."""
-    return Place(Hedged(path.store), path.key) if isinstance(path, Place) else path
+    return StorePlace(Hedged(path.store), path.key) if isinstance(path, StorePlace) else path
 
 
-def cached(path: Location, folder: str | os.PathLike[str]) -> Location:
+def cached(path: Place, folder: str | os.PathLike[str]) -> Place:
     """The same place, with what is fetched from it kept in a ``folder`` on local disk. A local path needs none."""
-    return Place(Cached(path.store, folder), path.key) if isinstance(path, Place) else path
+    return StorePlace(Cached(path.store, folder), path.key) if isinstance(path, StorePlace) else path

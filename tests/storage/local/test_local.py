@@ -17,7 +17,7 @@ import holdfast
 from holdfast.errors import StorageError
 from holdfast.storage.local.local import Local
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Buffer, Store
 
 _: Store = Local("anywhere")
@@ -42,7 +42,7 @@ def everything(folder: Path) -> set[str]:
 
 
 def test_a_place_of_it_is_called_by_its_path(store: Local, root: Path) -> None:
-    assert str(Place(store, "a/b")) == str(root / "a/b")
+    assert str(StorePlace(store, "a/b")) == str(root / "a/b")
     assert store.url == str(root)
 
 

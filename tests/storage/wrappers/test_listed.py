@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place
+from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Got, Listing
 from holdfast.storage.wrappers import listed
 from holdfast.storage.wrappers.listed import CHUNK, SMALL, Listed
@@ -64,7 +64,7 @@ def keys_in(found: Listing) -> list[str]:
 
 def test_a_flat_folder_takes_one_listing_whatever_is_asked_of_it() -> None:
     store = Counting(files("run/a", "run/b", "run/c.json", "other/x"))
-    found = Place(Listed(store, "run"), "run")
+    found = StorePlace(Listed(store, "run"), "run")
     assert found.is_dir() and not found.is_file()
     assert sorted(path.name for path in found.iterdir()) == ["a", "b", "c.json"]
     assert (found / "a").stat().st_size == 3 and not (found / "a").is_dir()
@@ -105,7 +105,7 @@ def test_it_says_what_the_store_says() -> None:
 
 def test_of_a_file_the_folder_around_it_is_listed_one_level_deep() -> None:
     store = Counting(files("models/a.pt", "models/b.pt", "models/old/1", "models/old/2"))
-    file = Place(Listed(store, "models/a.pt"), "models/a.pt")
+    file = StorePlace(Listed(store, "models/a.pt"), "models/a.pt")
     assert file.is_file() and not file.is_dir()
     assert {path.name for path in file.parent.iterdir()} == {"a.pt", "b.pt", "old"}
     assert (file.parent / "b.pt").is_file() and not (file.parent / "c.pt").is_file()
@@ -115,7 +115,7 @@ def test_of_a_file_the_folder_around_it_is_listed_one_level_deep() -> None:
 
 def test_an_empty_file_that_stands_for_a_folder_is_none() -> None:
     store = Counting({"run/sub": b"", "run/sub/a": b"1", "run/empty": b"", "run": b""})
-    found = Place(Listed(store, "run"), "run")
+    found = StorePlace(Listed(store, "run"), "run")
     assert not found.is_file() and not (found / "sub").is_file() and (found / "sub").is_dir()
     assert (found / "empty").is_file()
 
@@ -246,7 +246,7 @@ def test_where_nothing_is_listed_the_usual_names_are_tried() -> None:
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     index = json.dumps({"weight_map": {"a": shards[0], "b": shards[1], "c": "../../secret"}}).encode()
     store = of_server([*shards, "config.json", "unusual.bin"], index)
-    found = Place(Listed(store, "org/model/resolve/main"), "org/model/resolve/main")
+    found = StorePlace(Listed(store, "org/model/resolve/main"), "org/model/resolve/main")
     assert found.is_dir() and not found.is_file()
     assert {path.name for path in found.iterdir()} == {*shards, "config.json", "model.safetensors.index.json"}
     assert (found / "unusual.bin").is_file() and not (found / "sub" / "config.json").exists()
@@ -258,7 +258,7 @@ def test_where_nothing_is_listed_the_usual_names_are_tried() -> None:
 
 def test_one_file_of_a_server() -> None:
     store = of_server(["a.pt"])
-    file = Place(Listed(store, "org/model/resolve/main/a.pt"), "org/model/resolve/main/a.pt")
+    file = StorePlace(Listed(store, "org/model/resolve/main/a.pt"), "org/model/resolve/main/a.pt")
     assert file.is_file() and not file.is_dir() and file.read_bytes() == b"12345"
     assert store.counts() == {"list": 1, "size": 1, "get": 1}
 
@@ -275,7 +275,7 @@ def test_a_server_that_fails_for_folders_is_asked_for_files() -> None:
             return found
 
         store.size = size  # type: ignore[method-assign]
-        found = Place(Listed(store, "m"), "m")
+        found = StorePlace(Listed(store, "m"), "m")
         if raised:
             with pytest.raises(OSError, match="403"):
                 found.is_dir()
