@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = {value for value in told.params.values() if isinstance(value, str)} if told else set()
         if FETCHED & {*getattr(item, "fixturenames", ()), *named}:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files_go_with_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of this process, and of all that it starts, lie in pytest's folder, which is deleted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(autouse=True)

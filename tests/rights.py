@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+OPEN = tempfile.gettempdir()
+"""Where other users may enter, as they may not below pytest's folder."""
 
 _GET, _SET = 125, 126  # capget(2), capset(2) on x86-64
 _ARM = (90, 91)

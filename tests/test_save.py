@@ -21,6 +21,7 @@ from holdfast import dcp
 from holdfast.storage import storage
 from holdfast.write import courier
 from tests import pool
+from tests.rights import OPEN
 
 
 def _rank() -> int:
@@ -244,7 +245,7 @@ def test_a_path_that_holds_something_else(tmp_path: Path) -> None:
 
 
 def test_no_permission() -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=OPEN) as folder:
         holdfast.save(_state(1), Path(folder, "before"))
         Path(folder).chmod(0o555)
         libc = ctypes.CDLL(None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import tempfile
 import time
 from collections import Counter
@@ -28,16 +27,15 @@ def main() -> int:
     print(json.dumps({"seed": first}), flush=True)
     counts: Counter[str] = Counter()
     until = time.monotonic() + options.minutes * 60
-    folder = Path(tempfile.mkdtemp(prefix="any-state-"))
     seed = first
-    while time.monotonic() < until and (options.trials is None or seed - first < options.trials):
-        verdict, problems = trial(seed, folder)
-        counts[verdict] += 1
-        if verdict == "wrong":
-            print(json.dumps({"trial": described(seed), "wrong": problems[:6]}), flush=True)
-        seed += 1
-        pool.close_crowded()
-    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="any-state-") as folder:
+        while time.monotonic() < until and (options.trials is None or seed - first < options.trials):
+            verdict, problems = trial(seed, Path(folder))
+            counts[verdict] += 1
+            if verdict == "wrong":
+                print(json.dumps({"trial": described(seed), "wrong": problems[:6]}), flush=True)
+            seed += 1
+            pool.close_crowded()
     print(json.dumps({"trials": seed - first, **counts}), flush=True)
     return 1 if counts["wrong"] else 0
 

@@ -20,6 +20,7 @@ from holdfast.storage.local import disk
 from tests.cli.conftest import Run
 from tests.damaging import flip
 from tests.formats.truth import GOLDEN
+from tests.rights import OPEN
 
 Cause = Callable[[Path, pytest.MonkeyPatch], list[object]]
 
@@ -290,7 +291,7 @@ def test_what_to_do_next_names_the_checkpoint_and_no_option(steps: Path, run: Ru
 @pytest.fixture
 def foreign_user() -> Iterator[Path]:
     """A folder in which this process is not the owner of anything, and another user while it is."""
-    folder = Path(tempfile.mkdtemp())
+    folder = Path(tempfile.mkdtemp(dir=OPEN))
     folder.chmod(0o755)
     try:
         yield folder

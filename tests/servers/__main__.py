@@ -65,7 +65,8 @@ def main() -> None:
     if given.what == "fetch":
         fetch()
     elif given.what == "nginx":
-        run(partial(nginx.start, given.folder or Path(tempfile.mkdtemp())))
+        with tempfile.TemporaryDirectory() as empty:
+            run(partial(nginx.start, given.folder or Path(empty)))
     else:
         run(START[given.what])
 

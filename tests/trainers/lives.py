@@ -74,9 +74,10 @@ def _mother(pipe: Connection, modules: tuple[str, ...]) -> None:
 
 
 def _outcome(pipes: list[Connection]) -> list[Any] | str:
-    """What all ranks returned; KILLED or the trace of the first that did not."""
+    """What all ranks returned; KILLED if one was killed, else the trace of one that raised."""
     found: dict[int, Any] = {}
-    while len(found) < len(pipes):
+    trace = None
+    while len(found) < len(pipes) and trace is None:
         ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], LIMIT)
         if not ready:
             return f"ranks {sorted(set(range(len(pipes))) - set(found))} gave no answer within {LIMIT:g} s"
@@ -86,10 +87,11 @@ def _outcome(pipes: list[Connection]) -> list[Any] | str:
                 well, told = pipe.recv()
             except (EOFError, ConnectionResetError):
                 return KILLED
+            # Not returned at once: a rank raises when another one's sockets close, and that one's pipe closed before.
             if not well:
-                return str(told)
+                trace = str(told)
             found[pipes.index(pipe)] = told
-    return [found[rank] for rank in range(len(pipes))]
+    return trace or [found[rank] for rank in range(len(pipes))]
 
 
 _mothers: dict[tuple[str, ...], tuple[Any, Connection]] = {}
