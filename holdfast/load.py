@@ -269,7 +269,7 @@ def _listed(items: list[str]) -> str:
 
 def _own_names(state: Collected, into: Mapping[str, Any]) -> set[str]:
     """The names of all that the target has, and of places that may be empty: its first keys, optimizers' states."""
-    paths = (slot.path for slot in state.slots)
+    paths = (target.path for target in state.targets)
     keys = (names.escape(key) for key in into if isinstance(key, str))
     states = (names.child(path, "state") for path in state.groups)
     return {*state.entries, *state.values, *state.owned, *state.per_rank, *paths, *keys, *states}

@@ -29,13 +29,13 @@ from holdfast.policies.incremental.borrow import Previous
 from holdfast.policies.signing.keys import Key, Keys
 from holdfast.ranks.interrupts import interrupts_wait
 from holdfast.ranks.ranks import DEADLINE, ranks_of
+from holdfast.run.announcements import Announcements
 from holdfast.run.bases import Bases
 from holdfast.run.figures import Figures
 from holdfast.run.foreground import Foreground
 from holdfast.run.interval import Advice, check_mtbf
 from holdfast.run.journaling import Journal, as_number, entry_of
 from holdfast.run.keep import Keep, Upload
-from holdfast.run.notices import Notices
 from holdfast.run.recent import Recent
 from holdfast.run.scrub import RATE, Scrubbing
 from holdfast.run.signals import Signals
@@ -166,7 +166,7 @@ class CheckpointManager:
         self._at: tuple[int, float | None] = (0, None)  # the last step that was told, and its metric
         self.should_stop = False
         self._signals = Signals(signals, self._ranks, grace)
-        self._notices = Notices(self._ranks, key, poll, signals=self._signals, recent=self._recent)
+        self._announcements = Announcements(self._ranks, key, poll, signals=self._signals, recent=self._recent)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -198,7 +198,7 @@ class CheckpointManager:
                 self._saver.close(timeout=self._signals.left)
         finally:
             self._home.close(self._signals.left)
-            only_looked = not self._notices.heard and not self._recent.begun
+            only_looked = not self._announcements.heard and not self._recent.begun
             if self._journal is not None and not only_looked:
                 left = self._signals.left
                 self._journal.close(self._now, STOPS if left is None else min(left, STOPS))
@@ -227,7 +227,7 @@ class CheckpointManager:
         self._figures.arrived(step)
         self._at = (step, metric)
         try:
-            if self._notices.hear(step):
+            if self._announcements.hear(step):
                 return self._save_last(step, state, metric)
             if not due or (step == self._saved and not overwrite):
                 return None
@@ -481,7 +481,7 @@ class CheckpointManager:
         if self._ranks.first and not self.should_stop:  # a run that ends early with status 0 has to say why
             log.warning("a signal asks this run to stop: step %d is its last one", step)
         self.should_stop = True
-        stop = self._notices.stop
+        stop = self._announcements.stop
         flying = stop is not None and stop.flying
         for saving in reversed(self._recent):
             ended = self._finish(saving)

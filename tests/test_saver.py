@@ -170,7 +170,8 @@ def _resources() -> dict[str, Any]:
     found = {
         "resident": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20,
         "shared memory": smaps.count("memfd:holdfast") + len(_shared_memory()),
-        "threads": sum(t.name != "holdfast-pulse" for t in threading.enumerate()),  # one at most, and it ends by itself
+        # The heartbeat has one thread at most, which ends by itself.
+        "threads": sum(t.name != "holdfast-heartbeat" for t in threading.enumerate()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "children": sorted(_processes().values()),
         "keys": ranks_of().store.underlying_store.num_keys() if dist.is_initialized() else 0,

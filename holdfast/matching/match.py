@@ -28,7 +28,7 @@ from holdfast.read.nested import nest
 from holdfast.read.ranges import Verify
 from holdfast.read.read import Wanted, read_boxes
 from holdfast.read.shared.share import Offer, Sharing
-from holdfast.state import Collected, Entry, Saved, Slot
+from holdfast.state import Collected, Entry, Saved, Target
 from holdfast.state.ids import names_for_ids, optimizers_of
 from holdfast.state.per_rank import choose, no_rule
 
@@ -131,8 +131,8 @@ class Match:
         self.wanted: list[Wanted] = []
         self.spreads: list[Spread] = []  # of each that is wanted
         self._sharing: Sharing | None = None
-        self.slots: list[Slot] = []
-        self.early: list[Slot] = []  # of objects that are handed their state before anything else is changed
+        self.targets: list[Target] = []
+        self.early: list[Target] = []  # of objects that are handed their state before anything else is changed
         self.early_wanted: list[tuple[Wanted, Spread]] = []
         self.fresh: dict[str, Any] = {}
 
@@ -144,12 +144,12 @@ class Match:
         missing: list[str] = []
         misfits: list[str] = []
         self._match_tensors(missing, misfits)
-        for slot in self.state.slots:
-            self._match_slot(slot, missing, misfits)
+        for target in self.state.targets:
+            self._match_target(target, missing, misfits)
         for name, tensor in self.state.must_equal.items():
             self._match_equal(name, tensor, misfits)
         if not early or sum(w.box.size * dtypes.itemsize(w.record.dtype) for w, _ in self.early_wanted) > MOST_EARLY:
-            self.slots, self.early = [*self.slots, *self.early], []
+            self.targets, self.early = [*self.targets, *self.early], []
             self.wanted += [wanted for wanted, _ in self.early_wanted]
             self.spreads += [spread for _, spread in self.early_wanted]
             self.early_wanted.clear()
@@ -234,41 +234,41 @@ class Match:
         source = self.source[name]
         return self.checkpoint.saved_name(source), self.checkpoint.records[source]
 
-    def _match_slot(self, slot: Slot, missing: list[str], misfits: list[str]) -> None:
-        missing += [name for name in slot.needs if self.asked(name) and not self.saved.has(name)]
-        leaves = self._leaves(slot)
+    def _match_target(self, target: Target, missing: list[str], misfits: list[str]) -> None:
+        missing += [name for name in target.needs if self.asked(name) and not self.saved.has(name)]
+        leaves = self._leaves(target)
         if not leaves:
-            if self.asked(slot.path) and not slot.needs:
-                missing.append(slot.path)
+            if self.asked(target.path) and not target.needs:
+                missing.append(target.path)
             return
-        (self.slots if slot.undoing is None else self.early).append(slot)
+        (self.targets if target.undoing is None else self.early).append(target)
         self.claimed.update(leaves)
         self.loaded.restored += [name for name in leaves if name in self.saved.values]
-        if slot.whole:
+        if target.whole:
             for name in leaves:
                 if name in self.saved.tensors:
-                    self._make(slot, name, misfits)
-        if slot.check is not None:
+                    self._make(target, name, misfits)
+        if target.check is not None:
             try:
-                slot.check(self._tree(slot))
+                target.check(self._tree(target))
             except Mismatch as error:
                 misfits.append(str(error))
 
-    def _names(self, slot: Slot) -> Sequence[str]:
-        """The names that a slot takes, of all that was saved at or below its path."""
-        return slot.names if slot.names is not None else (slot.path, *self.saved.below(slot.path))
+    def _names(self, target: Target) -> Sequence[str]:
+        """The names that a target takes, of all that was saved at or below its path."""
+        return target.names if target.names is not None else (target.path, *self.saved.below(target.path))
 
-    def _leaves(self, slot: Slot) -> list[str]:
-        """What the checkpoint has of a slot: values, containers, and for a whole slot tensors too."""
-        names = self._names(slot)
-        held = [n for n in names if n in self.saved.values or (slot.whole and n in self.saved.tensors)]
+    def _leaves(self, target: Target) -> list[str]:
+        """What the checkpoint has of a target: values, containers, and for a whole target tensors too."""
+        names = self._names(target)
+        held = [n for n in names if n in self.saved.values or (target.whole and n in self.saved.tensors)]
         empty = [n for n in names if n in self.containers]
         return [*held, *empty] if held or any(self.asked(n) for n in empty) else []
 
-    def _make(self, slot: Slot, name: str, misfits: list[str]) -> None:
+    def _make(self, target: Target, name: str, misfits: list[str]) -> None:
         """Memory for a tensor that an object takes whole."""
         dtype, shape = self.saved.tensors[name]
-        own_dtype, own_shape = slot.expects.get(name, (dtype, None))
+        own_dtype, own_shape = target.expects.get(name, (dtype, None))
         if own_shape is not None and own_shape != shape:
             misfits.append(f"{name}: {UNLIKE_SHAPE} {list(shape)}, here {list(own_shape)}")
             return
@@ -279,10 +279,10 @@ class Match:
             self.loaded.cast[name] = (dtype, own_dtype)
         saved_name, record = self._record(name)
         self.checkpoint.prove([self.source[name]])
-        if slot.make is None:
-            raise TypeError("a slot that takes tensors has to make them")
+        if target.make is None:
+            raise TypeError("a target that takes tensors has to make them")
         try:
-            value, entries = slot.make(name, dtype, shape)
+            value, entries = target.make(name, dtype, shape)
         except Mismatch as error:
             misfits.append(str(error))
             return
@@ -290,7 +290,7 @@ class Match:
         self.loaded.restored.append(name)
         for entry in entries:
             wanted = [Wanted(saved_name, record, view.box, view.tensor) for view in entry.views]
-            if slot.undoing is not None:
+            if target.undoing is not None:
                 self.early_wanted += [(one, entry.spread) for one in wanted]
             else:
                 self.wanted += wanted
@@ -310,10 +310,10 @@ class Match:
         stats = read_boxes(self.checkpoint.files, wanted, verify=self.checkpoint.verifying(verify))
         loaded = self.loaded
         loaded.bytes_needed, loaded.bytes_read, loaded.bytes_unverified = stats.needed, stats.read, stats.unverified
-        for slot in self.early:
-            if slot.undoing is not None:
-                yield slot.undoing()
-            self._put(slot, "nothing else was changed")
+        for target in self.early:
+            if target.undoing is not None:
+                yield target.undoing()
+            self._put(target, "nothing else was changed")
 
     def read(self, verify: Verify, sharing: Sharing) -> Came:
         """Read every wanted byte, unless another rank fails meanwhile."""
@@ -340,8 +340,8 @@ class Match:
             self.state.clears[name]()
         for action in self.state.then:
             action()
-        for slot in [*self.slots, *(slot for slot in self.early if slot.again)]:
-            self._put(slot, "other objects may have been restored by then")
+        for target in [*self.targets, *(target for target in self.early if target.again)]:
+            self._put(target, "other objects may have been restored by then")
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 saved = self.per_rank[path]
@@ -354,33 +354,33 @@ class Match:
 
     def _tell_what_arrived(self) -> None:
         """What was handed to methods of an object and does not stand in its state dict as it was saved."""
-        for slot in (*self.slots, *self.early):
-            if slot.present is None:
+        for target in (*self.targets, *self.early):
+            if target.present is None:
                 continue
-            present = slot.present()
-            for name in (n for n in self._names(slot) if n in self.fresh):
+            present = target.present()
+            for name in (n for n in self._names(target) if n in self.fresh):
                 value, part = present.get(name), name.rpartition("/")[0] in present
                 if not part and not (isinstance(value, torch.Tensor) and same_bytes(value, self.fresh[name])):
                     self.loaded.restored.remove(name)
                     self.loaded.handed.append(name)
 
-    def _put(self, slot: Slot, rest: str) -> None:
-        """Hand a slot what was saved of it; should it refuse, the error says what became of the ``rest``."""
+    def _put(self, target: Target, rest: str) -> None:
+        """Hand a target what was saved of it; should it refuse, the error says what became of the ``rest``."""
         try:
-            put = slot.put_some if slot.path in self.in_part else None
-            (put or slot.put)(self._tree(slot, assemble=slot.assemble))
+            put = target.put_some if target.path in self.in_part else None
+            (put or target.put)(self._tree(target, assemble=target.assemble))
         except HoldfastError:
             raise
         except Exception as error:  # whatever the object's own method raises
             raise Mismatch(
-                f"{slot.path} refused what was saved of it ({type(error).__name__}: {error}); {rest}"
+                f"{target.path} refused what was saved of it ({type(error).__name__}: {error}); {rest}"
             ) from error
 
-    def _tree(self, slot: Slot, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:
-        """What was saved at a slot, nested as it was."""
-        below = self._names(slot)
+    def _tree(self, target: Target, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:
+        """What was saved at a target, nested as it was."""
+        below = self._names(target)
         leaves: dict[str, Any] = {}
-        if slot.whole:
+        if target.whole:
             made = {n: self.fresh[n] for n in below if n in self.fresh}
             if assemble is not None:
                 assemble(made)
@@ -391,8 +391,8 @@ class Match:
         containers = {n: self.containers[n] for n in below if n in self.containers and n not in leaves}
         root = "r"
         tree = nest(
-            {root + n[len(slot.path) :]: v for n, v in leaves.items()},
-            {root + n[len(slot.path) :]: kind for n, kind in containers.items()},
+            {root + n[len(target.path) :]: v for n, v in leaves.items()},
+            {root + n[len(target.path) :]: kind for n, kind in containers.items()},
         )
         return tree[root]
 

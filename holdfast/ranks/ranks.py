@@ -25,7 +25,7 @@ from holdfast import events
 from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
 from holdfast.events import log
 from holdfast.ondisk.blocks import digest
-from holdfast.ranks.pulse import Vigil, Watch, Work, telling
+from holdfast.ranks.heartbeat import Vigil, Watch, Work, telling
 from holdfast.ranks.rounds import Round, Verdict, Word, short, words_of
 from holdfast.ranks.tree import FAN_IN, tree_of
 

@@ -19,7 +19,7 @@ import xxhash
 
 from holdfast.errors import Failure
 from holdfast.events import log
-from holdfast.ranks.pulse import Watch, look_interval
+from holdfast.ranks.heartbeat import Watch, look_interval
 from holdfast.ranks.tree import Node, Tree
 
 _CLAIMED = b"claimed"  # the first rank is deciding; ranks listed behind it are asked for their labels in full

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from holdfast.buffers.landing import Landing
+from holdfast.buffers.scatter import RunBuffer
 from holdfast.buffers.stage import is_plain_memory
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import BLOCK
@@ -55,7 +55,7 @@ class Range(NamedTuple):
 
     They go one after the other, from byte ``start`` of the range on, to an ``address``; or they lie scattered in the
     range and go to the view of a ``share``. ``sum`` is set if the range is one whole block. ``key`` names the piece
-    for errors. ``landing`` waits for what goes to an address of its own.
+    for errors. ``buffer`` waits for what goes to an address of its own.
     """
 
     begin: int
@@ -65,7 +65,7 @@ class Range(NamedTuple):
     wanted: int = 0
     start: int = 0
     address: int = 0
-    landing: Landing | None = None
+    buffer: RunBuffer | None = None
     share: Share | None = None
 
 
@@ -169,7 +169,7 @@ def _ranges_of(share: Share, sums: Sequence[str], address: int | None, *, round_
 
 
 def _cut(
-    share: Share, start: int, spans: Spans, sums: Sequence[str], address: int | None, landing: Landing | None = None
+    share: Share, start: int, spans: Spans, sums: Sequence[str], address: int | None, buffer: RunBuffer | None = None
 ) -> Iterator[Range]:
     """One span cut at block borders; a block taken whole carries its sum."""
     piece, end = share.piece, start + spans.nbytes
@@ -181,7 +181,7 @@ def _cut(
         known = sums[block] if sums and at == low and stop == high else None
         if address is not None and spans.solid:
             there = address + at - start
-            yield Range(piece.begin + at, stop - at, known, piece.key, stop - at, 0, there, landing)
+            yield Range(piece.begin + at, stop - at, known, piece.key, stop - at, 0, there, buffer)
         else:
             yield _scattered(share, at, stop, known)
         at = stop
@@ -201,12 +201,12 @@ def _packed(share: Share, spans: Spans, sums: Sequence[str]) -> Iterator[Range]:
     starts, first = spans.starts(), 0
     most = max(1, min(PACKED // spans.nbytes, PACKED_RUNS))
     while some := [*islice(starts, most)]:
-        landing = Landing(first, len(some) * spans.nbytes, share.box.lengths, share.view, share.dtype)
+        buffer = RunBuffer(first, len(some) * spans.nbytes, share.box.lengths, share.view, share.dtype)
         found: list[Range] = []
         for i, start in enumerate(some):
-            found += _cut(share, start, spans, sums, landing.address + i * spans.nbytes, landing)
-        landing.left = len(found)
-        first += landing.nbytes
+            found += _cut(share, start, spans, sums, buffer.address + i * spans.nbytes, buffer)
+        buffer.left = len(found)
+        first += buffer.nbytes
         yield from found
 
 

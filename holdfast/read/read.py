@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from holdfast.buffers.landing import Streams, narrowed, ready_for_threads, scatter
 from holdfast.buffers.memory import move
+from holdfast.buffers.scatter import Streams, narrowed, ready_for_threads, scatter
 from holdfast.buffers.stage import host_view
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names
@@ -295,8 +295,8 @@ def read_boxes(
                         stats.unverified += r.wanted
                     if r.share is not None:
                         streams.note(r.share.view.device)
-                    elif r.landing is not None:
-                        streams.note(r.landing.device)
+                    elif r.buffer is not None:
+                        streams.note(r.buffer.device)
                 settle(4 * threads - 1)  # bounded: no more windows alive than are being filled
                 pending.append(pool.submit(_run, source, job, progress, streams))
             opened.append((finished + len(pending), one))
@@ -364,11 +364,11 @@ def _run(source: Source, job: list[Range], progress: Callable[[int], None] | Non
 
 
 def _land(job: list[Range], streams: Streams) -> None:
-    landings = [r.landing for r in job if r.landing is not None]
-    if landings:
+    buffers = [r.buffer for r in job if r.buffer is not None]
+    if buffers:
         with streams.current():
-            for landing in landings:
-                landing.arrived()
+            for buffer in buffers:
+                buffer.arrived()
 
 
 def _gather(source: Source, job: list[Range], streams: Streams) -> None:

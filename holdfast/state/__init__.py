@@ -4,7 +4,7 @@
 Never moves bytes, never talks to other ranks.
 """
 
-from holdfast.state.leaves import Collected, Entry, Group, Saved, Slot
+from holdfast.state.leaves import Collected, Entry, Group, Saved, Target
 from holdfast.state.per_rank import RNG, PerRank
 from holdfast.state.recall import Recall
 from holdfast.state.stepped import claim, extent, memory_of, note, plain_parts, tensors_of
@@ -21,7 +21,7 @@ __all__ = [
     "Recall",
     "Saved",
     "Shard",
-    "Slot",
+    "Target",
     "claim",
     "collect",
     "extent",

@@ -1,7 +1,7 @@
 """New memory for tensors of a checkpoint that no live tensor takes, laid out as their new owner keeps it here.
 
-The walk gives a `Maker` to each slot of an object that takes its state whole. Never makes a tensor on a default device
-or in inference mode.
+The walk gives a `Maker` to each target of an object that takes its state whole. Never makes a tensor on a default
+device or in inference mode.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Saved values put into the containers that a state already has, so that references to these stay true.
 
-The walk hands the values of a loaded slot to `Filling`. Never touches a tensor or an object with a state of its own.
+The walk hands the values of a loaded target to `Filling`. Never touches a tensor or an object with a state of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `collect` finds in a state: tensor entries, values, and the slots that values go back to.
+"""What `collect` finds in a state: tensor entries, values, and the targets that values go back to.
 
 Made by this package alone; read by plan, save and load. Plain data: no torch internals.
 """
@@ -48,11 +48,11 @@ Make = Callable[[str, str, tuple[int, ...]], Made]
 
 
 @dataclass(frozen=True)
-class Slot:
+class Target:
     """Where values of the checkpoint go: everything saved at or under ``path`` is rebuilt and handed to ``put``.
 
-    A slot of an object that takes its state by a method of its own is ``whole``: it takes all that was saved below its
-    path, or those of it in ``names``, tensors included, in new memory that ``make`` makes. ``needs`` are names that
+    The target of an object that takes its state by a method of its own is ``whole``: it takes all that was saved below
+    its path, or those of it in ``names``, tensors included, in new memory that ``make`` makes. ``needs`` are names that
     must have been saved, at which or below which something lies. ``check`` raises Mismatch, before anything is changed,
     if the target cannot take what was saved. ``expects``: the dtype and shape (None: any) of tensors by name.
     ``undoing()``, called before ``put``, gives what undoes it: the object's own method may refuse what was saved. With
@@ -125,7 +125,7 @@ class Collected:
     to_come: dict[str, int] = field(default_factory=dict)
     groups: dict[str, list[Group]] = field(default_factory=dict)
     per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
-    slots: list[Slot] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
     then: list[Callable[[], None]] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
     must_equal: dict[str, torch.Tensor] = field(default_factory=dict)

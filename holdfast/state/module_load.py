@@ -18,7 +18,7 @@ from holdfast.ondisk import names
 from holdfast.ranks.ranks import Ranks
 from holdfast.state import own_methods
 from holdfast.state.fresh import Maker, key_of
-from holdfast.state.leaves import Collected, Saved, Slot
+from holdfast.state.leaves import Collected, Saved, Target
 from holdfast.state.modules import EXTRA_STATE, ModuleState, is_live, named_modules, storages_of, unwrapped
 from holdfast.state.own_methods import Scope
 from holdfast.state.tensors import entries_of
@@ -113,8 +113,8 @@ class _Loading:
             for entry in entries_of(at[key], value, self.ranks)
         }
         needs = [at[key] for key in present if key in at and not self._tied_to_saved(key, present, at)]
-        self.into.slots.append(
-            Slot(
+        self.into.targets.append(
+            Target(
                 self.path,
                 partial(_load, scope, self.path),
                 whole=True,
@@ -139,8 +139,8 @@ class _Loading:
                 continue  # stays unclaimed, and is named as such
             present = {name: leaves[key]} if isinstance(leaves[key], torch.Tensor) else {}
             maker = Maker(self.saved, self.ranks, present=present)
-            self.into.slots.append(
-                Slot(
+            self.into.targets.append(
+                Target(
                     name,
                     sub.set_extra_state,
                     whole=True,
@@ -171,7 +171,7 @@ class _Loading:
         attribute = own_methods.attribute_of(scope, key, value)
         if attribute is not None:
             maker = Maker(self.saved, self.ranks)
-            self.into.slots.append(Slot(name, partial(_set_attribute, *attribute), whole=True, make=maker.make))
+            self.into.targets.append(Target(name, partial(_set_attribute, *attribute), whole=True, make=maker.make))
             return
         for entry in entries_of(name, value, self.ranks):
             self.into.must_equal[entry.name] = entry.views[0].tensor

@@ -21,7 +21,7 @@ from holdfast.ranks.ranks import Ranks
 from holdfast.state import groups, trees
 from holdfast.state.fresh import Maker, key_of
 from holdfast.state.kinds import is_flat_parameter, is_zero
-from holdfast.state.leaves import Collected, Entry, Group, Saved, Slot
+from holdfast.state.leaves import Collected, Entry, Group, Saved, Target
 from holdfast.state.modules import local_flat
 from holdfast.state.parameters import Known, Named, call_parameters, device_of_number, entries_beside, own_shape
 from holdfast.state.trees import is_container
@@ -108,8 +108,8 @@ def collect_optimizers(
         _collect_shared(path, optimizer, fqns_here, listed, ranks, into, saved)
     into.groups[path] = found
     at_groups = names.child(path, "param_groups")
-    into.slots.append(
-        Slot(
+    into.targets.append(
+        Target(
             at_groups, partial(groups.put, path, live), check=partial(groups.match, path, [fqns for _, _, fqns in live])
         )
     )
@@ -195,7 +195,7 @@ class _State:
             if text in own and self._fits(name, present[key]):
                 self._add(key, present[key])
             else:
-                self.into.slots.append(self._whole(name, partial(self._set, key)))
+                self.into.targets.append(self._whole(name, partial(self._set, key)))
         for text, key in own.items():
             if text not in keys:
                 self.into.clears[names.child(prefix, text)] = partial(self._clear, key)
@@ -220,7 +220,7 @@ class _State:
             else:
                 trees.add_tree(name, value, self.into, self._add_nested, owned=True)
                 if self.saved is not None:
-                    self.into.slots.append(Slot(name, partial(self._set, key)))
+                    self.into.targets.append(Target(name, partial(self._set, key)))
 
     def _add_nested(self, name: str, tensor: torch.Tensor) -> None:
         self._add_all(entries_beside(name, tensor, self.parameter, None, self.ranks))
@@ -242,16 +242,16 @@ class _State:
             return own == stored or (own.keys() == stored.keys() and value.shape == own_shape(self.parameter))
         return name in saved.values and not is_container(value)
 
-    def _whole(self, name: str, put: Callable[[Any], None]) -> Slot:
-        """A slot that makes the value at ``name`` anew."""
+    def _whole(self, name: str, put: Callable[[Any], None]) -> Target:
+        """A target that makes the value at ``name`` anew."""
         if self.saved is None:
-            raise TypeError("a slot is for a load")
+            raise TypeError("a target is for a load")
         shape = {n: s for n, (_, s) in self.saved.tensors.items() if n == name}.get(name, ())
         maker = Maker(
             self.saved, self.ranks, parameter_of=lambda name: self.parameter,
             device_of=lambda name: device_of_number(name, self.group, self.parameter, shape),
         )  # fmt: skip
-        return Slot(name, put, whole=True, make=maker.make, assemble=maker.assemble)
+        return Target(name, put, whole=True, make=maker.make, assemble=maker.assemble)
 
     def _set(self, key: Any, value: Any) -> None:
         self.state[self.parameter][key] = value
@@ -334,8 +334,8 @@ def _collect_shared(
         if key not in fqns and key not in listed and leaf:
             value = present.get(key)
             maker = Maker(saved, ranks, present={name: value} if isinstance(value, torch.Tensor) else {})
-            into.slots.append(
-                Slot(name, partial(state.__setitem__, key), whole=True, make=maker.make, assemble=maker.assemble)
+            into.targets.append(
+                Target(name, partial(state.__setitem__, key), whole=True, make=maker.make, assemble=maker.assemble)
             )
     for key in present:
         if str(key) not in keys and listed:

@@ -20,7 +20,7 @@ from holdfast.state import module_load, modules, optimizers, own_optimizers, tre
 from holdfast.state.fresh import Maker
 from holdfast.state.in_place import Filling
 from holdfast.state.kinds import is_dtensor, without_fabric
-from holdfast.state.leaves import Collected, Entry, PerRankLeaf, Saved, Slot
+from holdfast.state.leaves import Collected, Entry, PerRankLeaf, Saved, Target
 from holdfast.state.own_methods import has_a_say_in_saving
 from holdfast.state.parameters import Known, entries_beside, names_of_parameters
 from holdfast.state.present import told, undoing
@@ -40,7 +40,7 @@ def collect(
     """All leaves of ``state`` as this rank holds them, tensors as views of their own memory.
 
     ``saved`` (when loading) says what the checkpoint holds, so that empty optimizers can make room for it. With
-    ``recall`` (when saving) what has not changed since the last time is not walked again; then there are no slots.
+    ``recall`` (when saving) what has not changed since the last time is not walked again; then there are no targets.
     Raises Unsupported, naming the path of the first leaf that cannot be saved.
     """
     if not isinstance(state, dict):
@@ -133,11 +133,11 @@ class _Walk:
                 self.stateful(path, node)
             case "values" | "value":
                 trees.add_values(path, node, self.into, owned=False)
-                self.values_slot(path, node, put)
+                self.values_target(path, node, put)
 
-    def values_slot(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
+    def values_target(self, path: str, node: Any, put: Callable[[Any], None]) -> None:
         """A place for values: a container that stands there is filled, so that others who hold it see them."""
-        self.into.slots.append(Slot(
+        self.into.targets.append(Target(
             path, partial(self.filling.put, node, put), put_some=partial(self.filling_some.put, node, put)
         ))  # fmt: skip
 
@@ -239,8 +239,8 @@ class _Walk:
         live = [[next(rest) for _ in range(count)] for count in counts]
         maker = Maker(self.saved, self.ranks, parameter_of=parameter_of, on_mesh=lambda: self.on_mesh)
         put = partial(_load_numbered, path, node, live)
-        self.into.slots.append(
-            Slot(
+        self.into.targets.append(
+            Target(
                 path,
                 put,
                 whole=True,
@@ -260,8 +260,8 @@ class _Walk:
         in_place = bool(getattr(node, FILLED_IN_PLACE, False))
         maker = Maker(self.saved, self.ranks, present=present, in_place=in_place, on_mesh=lambda: self.on_mesh)
         undo = None if in_place else partial(undoing, node)
-        self.into.slots.append(
-            Slot(path, node.load_state_dict, whole=True, make=maker.make, assemble=maker.assemble, undoing=undo)
+        self.into.targets.append(
+            Target(path, node.load_state_dict, whole=True, make=maker.make, assemble=maker.assemble, undoing=undo)
         )
 
     def noted(self, path: str, tensor: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.buffers import landing
+from holdfast.buffers import scatter
 from holdfast.errors import Damaged
 from holdfast.ondisk import blocks
 from holdfast.ondisk.box import Box, runs, whole
@@ -114,10 +114,10 @@ def test_any_box_comes_to_any_view(
         files = OneFile(tmp_path_factory.mktemp("f"), tensor, at)
         box = data.draw(boxes(shape))
         view = view_of(kind, box.lengths, dtype)
-        patch.setattr(landing, "streams_of", lambda kind: None)
+        patch.setattr(scatter, "streams_of", lambda kind: None)
         told: list[int] = []
         stats = read_boxes(files, [Wanted("t", files.record, box, view)], verify=verify, progress=told.append)
-        expected = landing.narrowed(tensor, box)
+        expected = scatter.narrowed(tensor, box)
         assert torch.equal(view.as_subclass(torch.Tensor), expected.to(view.dtype))
         assert stats.needed == sum(told) == expected.numel() * tensor.itemsize
         if verify == "blocks":
@@ -180,7 +180,7 @@ def test_an_altered_block_never_reaches_a_view(tmp_path: Path, small: None) -> N
         view = torch.zeros(box.lengths, dtype=torch.float64)
         with pytest.raises(Damaged, match=r"4864:5120"):
             read_boxes(files, [Wanted("t", files.record, box, view)], verify="blocks")
-        right = landing.narrowed(tensor, box).double()
+        right = scatter.narrowed(tensor, box).double()
         assert ((view == right) | (view == 0)).all()
 
 
@@ -223,23 +223,23 @@ def test_slices_of_tall_tensors_are_never_listed(verify: Any) -> None:
 def test_no_more_than_a_few_windows_are_alive(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A view that cannot be read into costs windows, not a copy of it, however many runs it takes."""
     alive, most, lock = [0], [0], threading.Lock()
-    made_by, done_by = landing.Landing.__init__, landing.Landing.arrived
+    made_by, done_by = scatter.RunBuffer.__init__, scatter.RunBuffer.arrived
 
-    def init(self: landing.Landing, *args: Any) -> None:
+    def init(self: scatter.RunBuffer, *args: Any) -> None:
         made_by(self, *args)
         assert self.nbytes <= SMALL["PACKED"]
         with lock:
             alive[0] += 1
             most[0] = max(most[0], alive[0])
 
-    def arrived(self: landing.Landing) -> None:
+    def arrived(self: scatter.RunBuffer) -> None:
         done_by(self)
         if not self.left:
             with lock:
                 alive[0] -= 1
 
-    monkeypatch.setattr(landing.Landing, "__init__", init)
-    monkeypatch.setattr(landing.Landing, "arrived", arrived)
+    monkeypatch.setattr(scatter.RunBuffer, "__init__", init)
+    monkeypatch.setattr(scatter.RunBuffer, "arrived", arrived)
     tensor = made((2000, 100), torch.float32)
     files = OneFile(tmp_path, tensor, 0)
     view = torch.zeros(2000, 10, dtype=torch.float64)
@@ -276,21 +276,21 @@ def test_devices_are_filled_in_the_streams_of_the_caller(
             yield
             here.stream = None
 
-    deliver = landing.deliver
+    deliver = scatter.deliver
 
     def delivered(host: torch.Tensor, view: torch.Tensor) -> None:
         assert here.stream is mine
         mine.threads.add(threading.get_ident())
         deliver(host, view)
 
-    monkeypatch.setattr(landing, "streams_of", lambda kind: Module())
-    monkeypatch.setattr(landing, "deliver", delivered)
+    monkeypatch.setattr(scatter, "streams_of", lambda kind: Module())
+    monkeypatch.setattr(scatter, "deliver", delivered)
     tensor = made((64, 100), torch.float32)
     files = OneFile(tmp_path, tensor, 0)
     for box in (Box((0, 0), (64, 100)), Box((0, 40), (64, 3))):
         view = torch.zeros(box.lengths)
         read_boxes(files, [Wanted("t", files.record, box, pretended(view))])
-        assert torch.equal(view, landing.narrowed(tensor, box))
+        assert torch.equal(view, scatter.narrowed(tensor, box))
     assert mine.threads and threading.get_ident() not in mine.threads
 
 

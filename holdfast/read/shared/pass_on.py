@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from holdfast.buffers.landing import deliver
 from holdfast.buffers.memory import move
+from holdfast.buffers.scatter import deliver
 from holdfast.buffers.stage import is_plain_memory
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import BLOCK

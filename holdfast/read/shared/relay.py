@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.buffers.memory import Buffer, buffer
-from holdfast.ranks.pulse import Vigil
+from holdfast.ranks.heartbeat import Vigil
 
 MOST_LANES = 16
 """Ranks of one host that read and gather; more of them would make the windows too short."""

@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.errors import Mismatch, RankLost
 from holdfast.events import log
-from holdfast.ranks.pulse import Watch
+from holdfast.ranks.heartbeat import Watch
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.run.keep import Kept
 from holdfast.storage import storage

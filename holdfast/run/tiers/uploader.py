@@ -25,7 +25,7 @@ from holdfast.ondisk import datafile
 from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import found_signature
-from holdfast.ranks.pulse import Watch, telling
+from holdfast.ranks.heartbeat import Watch, telling
 from holdfast.run.keep import Keep
 from holdfast.run.steps import Steps, lacking_files
 from holdfast.run.tiers.backlog import Backlog

@@ -1,4 +1,4 @@
-"""The board: whoever puts a notice up, whenever, all ranks act on it at the same step, once."""
+"""The notices: whoever puts a notice up, whenever, all ranks act on it at the same step, once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.ranks import board as module
-from holdfast.ranks.board import Board, Kind, Notice
+from holdfast.ranks import notices as module
+from holdfast.ranks.notices import Kind, Notice, Notices
 
 
 @dataclass
@@ -58,17 +58,17 @@ def acted(
 
     def train(rank: int) -> list[tuple[int, Notice]]:
         chance = random.Random(seed * ranks + rank)
-        board, found = Board(store, "board", poll, rank=rank, size=size), []
+        notices, found = Notices(store, "notices", poll, rank=rank, size=size), []
         for step in range(1, steps + 1):
             training.begin(step)
             time.sleep(chance.random() * 0.0005)
             for post in told:
                 # As the manager does: what a rank knows it puts up again at every step.
                 if post.rank == rank and post.step <= step:
-                    board.put(Notice(post.kind, post.of, step))
-            found += [(step, notice) for notice in board.due(step)]
+                    notices.put(Notice(post.kind, post.of, step))
+            found += [(step, notice) for notice in notices.due(step)]
             training.end(rank, step)
-        assert not board.pending
+        assert not notices.pending
         return found
 
     with ThreadPoolExecutor(ranks) as threads:
@@ -125,24 +125,24 @@ def test_each_of_very_many_ranks_looks_in_its_turn() -> None:
     at: list[int] = []
     for rank in range(16):
         store = Looked()
-        board = Board(store, "board", 1, rank=rank, size=8 * module.LOOKS)
+        notices = Notices(store, "notices", 1, rank=rank, size=8 * module.LOOKS)
         for step in range(80):
             before = store.looks
-            board.due(step)
+            notices.due(step)
             at += [step] * (store.looks - before)
     assert Counter(at) == dict.fromkeys(range(80), 2)
 
 
 def test_alone_a_notice_is_due_at_once() -> None:
-    board = Board(None, "board", 5)
-    board.put(Notice("stop", 3, 3, True, True))
-    board.put(Notice("stop", 4, 4))
-    assert board.due(3) == [Notice("stop", 3, 3, True, True)] and board.due(4) == [] and not board.pending
+    notices = Notices(None, "notices", 5)
+    notices.put(Notice("stop", 3, 3, True, True))
+    notices.put(Notice("stop", 4, 4))
+    assert notices.due(3) == [Notice("stop", 3, 3, True, True)] and notices.due(4) == [] and not notices.pending
 
 
 def test_the_first_word_of_a_kind_stands() -> None:
     store = dist.HashStore()
-    mine, yours = Board(store, "board", 1), Board(store, "board", 1)
+    mine, yours = Notices(store, "notices", 1), Notices(store, "notices", 1)
     mine.put(Notice("stop", 7, 7, flying=True))
     yours.put(Notice("stop", 8, 8, hurry=True))
     assert mine.due(9) == yours.due(9) == [Notice("stop", 7, 7, flying=True)]
@@ -151,7 +151,7 @@ def test_the_first_word_of_a_kind_stands() -> None:
 
 def test_a_notice_that_was_seen_is_pending_until_it_is_due() -> None:
     store = dist.HashStore()
-    mine, yours = Board(store, "board", 1), Board(store, "board", 1)
+    mine, yours = Notices(store, "notices", 1), Notices(store, "notices", 1)
     mine.put(Notice("failed", 4, 5))
     assert yours.due(6) == [] and yours.pending == [Notice("failed", 4, 5)]
     assert yours.due(7) == [Notice("failed", 4, 5)] and yours.pending == []
@@ -160,6 +160,6 @@ def test_a_notice_that_was_seen_is_pending_until_it_is_due() -> None:
 @pytest.mark.parametrize("keys", [("one", "another")])
 def test_boards_do_not_hear_each_other(keys: tuple[str, str]) -> None:
     store = dist.HashStore()
-    mine, yours = (Board(store, key, 1) for key in keys)
+    mine, yours = (Notices(store, key, 1) for key in keys)
     mine.put(Notice("stop", 1, 1))
     assert [yours.due(step) for step in (2, 3, 4)] == [[], [], []]

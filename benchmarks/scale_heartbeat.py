@@ -1,8 +1,8 @@
 """What signs of life cost the store of the process group: operations of a rank in a minute, counted, not timed.
 
-`python -m benchmarks.scale_pulse [RANKS …]`, 16,384 if none is given. Ranks of each kind (the first, a leader, one that
-leads nobody) go through a minute of a round in which one rank, or a whole block but its leader, is slow; time is
-simulated. Where nobody is slow there is no sign and no look at one: `tests/ranks/test_pulse.py`.
+`python -m benchmarks.scale_heartbeat [RANKS …]`, 16,384 if none is given. Ranks of each kind (the first, a leader, one
+that leads nobody) go through a minute of a round in which one rank, or a whole block but its leader, is slow; time is
+simulated. Where nobody is slow there is no sign and no look at one: `tests/ranks/test_heartbeat.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from holdfast.ranks import pulse, rounds
-from holdfast.ranks.pulse import Watch, interval
+from holdfast.ranks import heartbeat, rounds
+from holdfast.ranks.heartbeat import Watch, interval
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.ranks.rounds import Round, Word
 from holdfast.ranks.tree import tree_of
@@ -49,9 +49,9 @@ class _Store:
         return not verdict and not any(key in self.slow for key in keys)
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        if "pulse" in key:
+        if "heartbeat" in key:
             self.counts["looks at signs"] += 1
-            return rounds.msgspec.msgpack.encode(pulse.Sign(int(self.now()), int(self.now() * 1000), 1))
+            return rounds.msgspec.msgpack.encode(heartbeat.Sign(int(self.now()), int(self.now() * 1000), 1))
         self.counts["words and verdicts"] += 1
         return b"a word"
 
@@ -77,7 +77,7 @@ def operations(rank: int, size: int, slow: list[int], seconds: float) -> Counter
         store, tree, rank, "b", "save", DEADLINE, lambda: float("inf"), never, never, Watch(store, DEADLINE),
         lambda: None,
     )  # fmt: skip
-    with patch.object(rounds, "time", time), patch.object(pulse, "time", time), suppress(_Over):
+    with patch.object(rounds, "time", time), patch.object(heartbeat, "time", time), suppress(_Over):
         meeting.meet(Word(b"", b""))
     return store.counts
 

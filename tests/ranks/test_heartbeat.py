@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from holdfast import events
 from holdfast.errors import RankLost
-from holdfast.ranks import pulse
-from holdfast.ranks.pulse import Watch, amount, telling
+from holdfast.ranks import heartbeat
+from holdfast.ranks.heartbeat import Watch, amount, telling
 from holdfast.ranks.ranks import Ranks
 from tests.fleets import Fleet, one_text
 from tests.patience import wait_until
@@ -82,9 +82,9 @@ def test_a_rank_that_is_stuck_is_named_and_a_slow_one_is_not(size: int, fan_in: 
 
 def test_a_rank_that_goes_on_and_dies_is_named_without_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(3)
-    kept = pulse.Work.tell
+    kept = heartbeat.Work.tell
     frozen = threading.Event()
-    monkeypatch.setattr(pulse.Work, "tell", lambda w: None if frozen.is_set() and w.key.endswith("/1") else kept(w))
+    monkeypatch.setattr(heartbeat.Work, "tell", lambda w: None if frozen.is_set() and w.key.endswith("/1") else kept(w))
 
     def work() -> int:
         slowly(2 * SOON)
@@ -97,7 +97,7 @@ def test_a_rank_that_goes_on_and_dies_is_named_without_a_sign_of_life(monkeypatc
 
 def test_quick_phases_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(pulse.Work, "tell", lambda work: told.append(work.key))
+    monkeypatch.setattr(heartbeat.Work, "tell", lambda work: told.append(work.key))
     fleet = Fleet(5)
     for _ in range(20):
         assert set(fleet.all(lambda ranks: call(ranks, lambda: 1, 60.0)).values()) == {5}
@@ -114,20 +114,20 @@ def test_signs_of_a_store_that_fails_disturb_nobody() -> None:
 
     store = dist.HashStore()
     with telling(Gone(), 0, 0.1, lambda: 0), telling(store, 1, 0.1, lambda: 7):
-        wait_until(lambda: store.check([pulse.key_of(1)]))
+        wait_until(lambda: store.check([heartbeat.key_of(1)]))
     assert store.num_keys() == 0
 
 
 def test_signs_go_on_in_a_forked_process() -> None:
     store = dist.HashStore()
     with telling(store, 0, 0.1, lambda: 0):
-        wait_until(lambda: store.check([pulse.key_of(0)]))
+        wait_until(lambda: store.check([heartbeat.key_of(0)]))
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             with telling(store, 1, 0.1, lambda: 0):
-                wait_until(lambda: store.check([pulse.key_of(1)]))
+                wait_until(lambda: store.check([heartbeat.key_of(1)]))
             code = 0
         finally:
             os._exit(code)
@@ -138,7 +138,7 @@ def test_a_watch_takes_change_for_progress_and_nothing_else() -> None:
     store, count = dist.HashStore(), [0]
     watch = Watch(store, 10.0)
     watch.expect([1], 0.0)
-    work = pulse.Work(store, pulse.key_of(1), 1.0, lambda: count[0])
+    work = heartbeat.Work(store, heartbeat.key_of(1), 1.0, lambda: count[0])
     work.tell()
     watch.look([1])
     assert watch.silent(1, 5.0) == 5.0, "it lives, and has not moved"

@@ -5,17 +5,17 @@ The manager owns one. Never waits for another rank: what one knows is acted on a
 
 from __future__ import annotations
 
-from holdfast.ranks.board import Board, Notice
+from holdfast.ranks.notices import Notice, Notices
 from holdfast.ranks.ranks import Ranks
 from holdfast.run.recent import Recent
 from holdfast.run.signals import Signals
 
 
-class Notices:
+class Announcements:
     """One on every rank, with the same ``key``; ranks look every ``poll`` steps."""
 
     def __init__(self, ranks: Ranks, key: str, poll: int, *, signals: Signals, recent: Recent) -> None:
-        self._board = Board(ranks.store, key, poll, rank=ranks.rank, size=ranks.size)
+        self._notices = Notices(ranks.store, key, poll, rank=ranks.rank, size=ranks.size)
         self._signals, self._recent = signals, recent
         self._to_raise: list[int] = []
         self.heard = 0
@@ -31,11 +31,11 @@ class Notices:
         self.heard += 1
         now = self.heard
         if self._signals.arrived and self.stop is None:
-            self._board.put(Notice("stop", step, now, bool(self._recent.flying), self._signals.hurries))
+            self._notices.put(Notice("stop", step, now, bool(self._recent.flying), self._signals.hurries))
         for number in self._recent.unheard:
-            self._board.put(Notice("failed", number, now))
-        due = self._board.due(now)
-        for notice in [*self._board.pending, *due]:
+            self._notices.put(Notice("failed", number, now))
+        due = self._notices.due(now)
+        for notice in [*self._notices.pending, *due]:
             if notice.kind == "stop" and notice.hurry and not self._signals.hurries:
                 self._signals.hurry()
         self.stop = next((notice for notice in due if notice.kind == "stop"), self.stop)

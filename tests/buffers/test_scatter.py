@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import holdfast
-from holdfast.buffers import landing
+from holdfast.buffers import scatter
 
 
 def test_a_forked_process_reads_with_several_threads(tmp_path: Path) -> None:
@@ -19,11 +19,11 @@ def test_a_forked_process_reads_with_several_threads(tmp_path: Path) -> None:
     if not pid:
         told = b"not done"
         try:
-            before = landing._forked.is_set()
+            before = scatter._forked.is_set()
             into = {"model": {f"w{i}": torch.zeros(5000, dtype=torch.float64) for i in range(8)}}
             holdfast.load(tmp_path / "c", into, cast=True)
             whole = all(torch.equal(into["model"][n].float(), w) for n, w in state["model"].items())
-            told = repr((before, landing._forked.is_set(), whole)).encode()
+            told = repr((before, scatter._forked.is_set(), whole)).encode()
         finally:
             os.write(write, told)
             os._exit(0)
@@ -31,4 +31,4 @@ def test_a_forked_process_reads_with_several_threads(tmp_path: Path) -> None:
     with os.fdopen(read) as answer:
         assert answer.read() == "(True, False, True)", "noted by the fork, mended by the first read"
     os.waitpid(pid, 0)
-    assert not landing._forked.is_set()
+    assert not scatter._forked.is_set()

@@ -30,7 +30,7 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     hurry: bool = False
 
 
-class Board:
+class Notices:
     """Notices in one order, the same on all ranks. Without a ``store`` this process is alone.
 
     Ranks of one training loop are at most one step apart, and look at every step that is a multiple of ``poll``. So a

@@ -69,7 +69,7 @@ def ready_for_threads() -> None:
         _forked.clear()
 
 
-class Landing:
+class RunBuffer:
     """A window in which short runs of an array meet, from byte ``first`` on; handed over when all have come."""
 
     def __init__(self, first: int, nbytes: int, lengths: Sequence[int], view: torch.Tensor, dtype: str) -> None:

@@ -48,7 +48,7 @@ def look_interval(deadline: float) -> float:
 
 def key_of(rank: int) -> str:
     """Where the signs of a rank are."""
-    return f"pulse/{rank}"
+    return f"heartbeat/{rank}"
 
 
 @dataclass
@@ -107,7 +107,7 @@ class _Teller:
         with self._changed:
             self._works[id(work)] = work
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="holdfast-pulse", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="holdfast-heartbeat", daemon=True)
                 self._thread.start()
             elif work.due < self._wakes:  # seldom: it sleeps until a phase that has ended meanwhile would have had to
                 self._changed.notify()
