@@ -26,21 +26,119 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
+def _imported_modules(path: Path) -> set[str]:
+    """The modules named in imports, without the names that are taken from them."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
 # They take a process group as an argument and pass it on.
 TAKE_A_GROUP = {
     "save.py", "saver.py", "load.py", "manager.py", "repair/verify.py", "run/foreground.py", "run/tiers/one.py",
 }  # fmt: skip
 
 
+# The import linter knows other people's packages as wholes, so it cannot tell `torch.distributed` from `torch`.
 @pytest.mark.parametrize("path", FILES, ids=_name)
 def test_only_the_state_and_the_ranks_know_torch_distributed(path: Path) -> None:
     # `dcp/` is torch's own interface around the rest, and knows nothing but torch.distributed.checkpoint.
     # `ranks.py` talks over the group's store alone; `relay.py` has the one process group that is made for moving bytes.
-    inside = _name(path).startswith(("state/", "dcp/")) or _name(path) in ("ranks/ranks.py", "read/shared/relay.py")
+    allowed = _name(path).startswith(("state/", "dcp/")) or _name(path) in ("ranks/ranks.py", "read/shared/relay.py")
     used = {name for name in _imports(path) if name.startswith("torch.distributed")}
     if _name(path) in TAKE_A_GROUP:
         used -= {"torch.distributed"}
-    assert inside or not used
+    assert allowed or not used
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if _name(p).startswith(("ondisk/", "plan/"))], ids=_name)
+def test_format_and_plan_never_ask_other_ranks(path: Path) -> None:
+    assert not {name for name in _imports(path) if name.startswith(("torch.distributed", "torch.multiprocessing"))}
+
+
+INTERNALS = (
+    "torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed.fsdp", "torch.distributed._shard",
+    "torch.distributed.device_mesh", "torch.distributed.checkpoint.state_dict", "torch.optim",
+)  # fmt: skip
+KNOW_INTERNALS = {
+    # Fills a state dict of torch's own interface, in which DTensors and optimizers lie bare.
+    "dcp/states.py": {
+        "torch.distributed._shard.sharded_tensor.api", "torch.distributed.tensor", "torch.optim",
+    },
+    # Hooks the begin of every step, which is torch's public way to be told of it.
+    "buffers/still.py": {"torch.optim.optimizer"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=_name)
+def test_only_the_state_knows_dtensors_fsdp_and_optimizers(path: Path) -> None:
+    modules = {
+        name
+        for name in _imported_modules(path)
+        if any(name == root or name.startswith(f"{root}.") for root in INTERNALS)
+    }
+    if not _name(path).startswith("state/"):
+        assert modules == KNOW_INTERNALS.get(_name(path), set())
+
+
+ROOMS_WITH_BOUNDS = ("commit/", "write/", "read/", "state/", "plan/")
+MOST_LINES, MOST_FIELDS, MOST_METHODS = 350, 12, 15
+TOO_LONG = {
+    "checkpoint.py",
+    "commit/save_work.py",
+    "manager.py",
+    "matching/match.py",
+    "ranks/ranks.py",
+    "ranks/rounds.py",
+    "read/read.py",
+    "run/steps.py",
+    "run/tiers/uploader.py",
+    "saver.py",
+    "storage/storage.py",
+    "write/courier.py",
+}  # fmt: skip
+"""Files of more lines. Whatever is no longer too long has to leave this list."""
+TOO_LARGE = {
+    "commit/order.py Order",
+    "commit/outgoing.py Outgoing",
+    "commit/save_work.py SaveWork",
+    "read/shared/pass_on.py _Passing",
+    "state/leaves.py Target",
+    "state/leaves.py Collected",
+    "state/walk.py _Walk",
+    "write/arena.py Slot",
+    "write/courier.py Courier",
+    "write/process_worker.py ProcessWorker",
+    "write/stream.py Stream",
+    "write/upload.py Upload",
+    "write/write.py Writing",
+}  # fmt: skip
+"""Classes of more fields or methods. Whatever is no longer too large has to leave this list."""
+
+
+def _fields(kind: ast.ClassDef) -> set[str]:
+    """The names that a class declares, or that its methods set on ``self``."""
+    declared = {n.target.id for n in kind.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    stored = (n for n in ast.walk(kind) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return declared | {n.attr for n in stored if isinstance(n.value, ast.Name) and n.value.id == "self"}
+
+
+def _classes(path: Path) -> Iterator[ast.ClassDef]:
+    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+
+
+def test_no_file_is_long() -> None:
+    assert {_name(path) for path in FILES if len(path.read_text().splitlines()) > MOST_LINES} == TOO_LONG
+
+
+def test_no_class_is_large() -> None:
+    large = set()
+    for path in FILES:
+        for kind in _classes(path) if _name(path).startswith(ROOMS_WITH_BOUNDS) else ():
+            methods = sum(isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)) for n in kind.body)
+            if len(_fields(kind)) > MOST_FIELDS or methods > MOST_METHODS:
+                large.add(f"{_name(path)} {kind.name}")
+    assert large == TOO_LARGE
 
 
 @pytest.mark.parametrize("path", FILES, ids=_name)
