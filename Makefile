@@ -25,23 +25,18 @@ help:  ## this list
 demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on with 2 and with 1: under two minutes
 	$(BIN)/python examples/demo.py
 
-# Thousands of tests with real processes, kills and deadlines share the cores. Up to FEW that fail then are tried once
-# more by themselves, where nothing else takes the machine: what is broken fails again, and both runs are printed.
-FEW := 5
-test: lint  ## lint and all tests that take seconds
-	rm -rf .pytest_cache
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2 \
-		|| { test $$? = 1 && $(BIN)/python tests/again.py $(FEW) && OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-		--last-failed --last-failed-no-failures none; }
+FAST := -m "not slow and not timed" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
+test: lint  ## lint and all tests that take seconds, some at a time: none of them depends on how long anything takes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST)
 
 test-torch: $(READY)  ## the fast tests on another torch, in an environment of its own: make test-torch TORCH=torch==2.10.0
 	test "$(TORCH)" != "torch==2.13.0" || (echo "say which: make test-torch TORCH=torch==2.10.0"; exit 2)
 	$(PYTHON) -m venv .venv/$(TORCH)
 	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
 	.venv/$(TORCH)/bin/python -m pip install --disable-pip-version-check --quiet -e ".[dev]"
-	OMP_NUM_THREADS=1 .venv/$(TORCH)/bin/python -m pytest -m "not slow" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
+	OMP_NUM_THREADS=1 .venv/$(TORCH)/bin/python -m pytest $(FAST)
 
-test-all: lint  ## lint and all tests
+test-all: lint  ## lint and all tests, one at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 zoo: $(ZOO)/ready  ## hundreds of optimizers, modules and loaders of 30 libraries, beside torch's own load; ONLY=adam for a part

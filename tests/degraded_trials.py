@@ -129,16 +129,16 @@ def watch(stage: str, number: int) -> None:
 
 
 def run_rank(rank: int, trial: Trial, root: Path, told: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=240))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     model, optimizer, state = state_of(trial, rank)
     files = {"config.json": b"{}", "of/this.txt": b"x" * 100}
     if trial.files == "first" and rank:
         files = {}
-    holdfast.save(state, root / "truth", deadline=60, run="0123456789abcdef")
+    holdfast.save(state, root / "truth", deadline=240, run="0123456789abcdef")
     if trial.overwrite:
         train(model, optimizer, 7)
-        holdfast.save(state, root / "step", deadline=60)
+        holdfast.save(state, root / "step", deadline=240)
         holdfast.load(root / "truth", state)
     if str(rank) in trial.at:
         watch(trial.at[str(rank)], trial.signal)

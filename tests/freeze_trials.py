@@ -37,7 +37,7 @@ from tests.kill_trials import forked, read_line, serve_store
 from tests.share_trials import eager
 
 WORLD = 4
-BESIDE = 3  # trials at once
+BESIDE = 6  # trials at once
 PATIENCE = 120.0
 
 loading: Any = import_module("holdfast.load")
@@ -87,7 +87,7 @@ class Trial:
     of: int = 1
     number: int = signal.SIGSTOP
     then: str = "wakes"
-    deadline: float = 3.0
+    deadline: float = 8.0
 
 
 def content(step: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Rank:
 
     def __init__(self, rank: int, trial: Trial, root: Path, told: int, port: int) -> None:
         self.rank, self.trial, self.root, self._told, self._hits = rank, trial, root, told, 0
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=240))
 
     def tell(self, what: str, **more: Any) -> None:
         line = json.dumps({"rank": self.rank, "what": what, "at": time.monotonic(), **more}) + "\n"

@@ -43,7 +43,7 @@ def state_of(step: int, rank: int, world: int) -> dict[str, Any]:
 
 def train(rank: int, port: int, root: Path, overwrite: bool, told: int) -> None:
     """One rank: save step after step until killed or until a save fails."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=240))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     for step in range(1, 1000):
         path = root / ("latest" if overwrite else f"step-{step:09d}")

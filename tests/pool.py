@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-LIMIT = 120.0
+LIMIT = 240.0
 
 CROWDED = 40
 """Process groups of one rank."""

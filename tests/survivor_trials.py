@@ -161,10 +161,10 @@ class Rank:
     def train(self, port: int) -> None:
         os.setpgid(0, 0)  # a launcher kills the whole group of a trainer, so does the program
         trial = self.trial
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=240))
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=trial.world)
         self.watch()
-        manager = CheckpointManager(self.root, every=1, worker=trial.worker, keep=Keep(last=99), signals=(), deadline=4)
+        manager = CheckpointManager(self.root, every=1, worker=trial.worker, keep=Keep(last=99), signals=(), deadline=8)
         manager.prepare(state_of(0, self.rank, trial, trial.world))
         for step in range(1, STEPS + 1 if trial.stage else 1000):
             if step > self.last(step, store):
@@ -224,7 +224,7 @@ class Told:
 
     def wait(self, holds: Callable[[], bool], what: str) -> None:
         with self._changed:
-            assert self._changed.wait_for(holds, timeout=30), f"{what} within 30 s; told: {self.lines}"
+            assert self._changed.wait_for(holds, timeout=240), f"{what} in time; told: {self.lines}"
 
     def join(self) -> None:
         self._reader.join()
@@ -340,8 +340,8 @@ def check(trial: Trial, root: Path, acknowledged: int, writers: list[int]) -> in
 
 
 def await_the_end(pids: list[int]) -> list[int]:
-    """Those that live on after 20 seconds; they are killed then. Writers are ours once their trainers are gone."""
-    alive, until = set(pids), time.monotonic() + 20
+    """Those that live on; they are killed then. Writers are ours once their trainers are gone."""
+    alive, until = set(pids), time.monotonic() + 240
     while alive and time.monotonic() < until:
         for pid in list(alive):
             try:

@@ -45,7 +45,7 @@ def test_the_same_bytes_on_one_and_on_two_ranks(to: str, options: dict[str, Any]
 def convert_and_be_killed(path: str, target: str, to: Any, victim: int) -> None:
     """Convert unit by unit, and be killed when the second is written and the first is noted."""
     if (dist.get_rank() if dist.is_initialized() else 0) != victim:
-        holdfast.convert(path, target, to=to, deadline=4)
+        holdfast.convert(path, target, to=to, deadline=6)
     copying.SYNC = copying.WORKERS = 1
     written: list[holdfast.Event] = []
 
@@ -58,7 +58,7 @@ def convert_and_be_killed(path: str, target: str, to: Any, victim: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with holdfast.listen(kill):
-        holdfast.convert(path, target, to=to, deadline=4)
+        holdfast.convert(path, target, to=to, deadline=6)
 
 
 @pytest.mark.parametrize("to", FORMATS)

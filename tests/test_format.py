@@ -332,7 +332,7 @@ def thread_save(size: int, state_of: Any, path: Path) -> None:
 
     def one(rank: int) -> None:
         ranks = Ranks(rank, size, store)
-        with ranks.call("save", deadline=60, saving=True) as call:
+        with ranks.call("save", deadline=240, saving=True) as call:
             save_in(call, state_of(rank), path, step=0, files={}, overwrite=False, run="0" * 16)
 
     with ThreadPoolExecutor(size) as pool:

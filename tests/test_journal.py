@@ -160,7 +160,7 @@ def test_nobody_takes_it_for_a_step(kind: str, tmp_path: Path) -> None:
     with CheckpointManager(root, every=1, worker="none", keep=Keep(last=2)) as manager:
         for step in (1, 2, 3):
             manager.step(step, state_of(step))
-        assert manager.steps() == [2, 3] and len(manager.scrub().wait(60)) == 2
+        assert manager.steps() == [2, 3] and len(manager.scrub().wait(240)) == 2
     steps = Steps(root, "step-{step:09d}")
     assert sorted(path.name for path in steps.folders()) == ["step-000000002", "step-000000003"] and steps._others == []
     steps.clean(())
@@ -217,7 +217,7 @@ def test_a_store_that_hangs_keeps_no_save_waiting(tmp_path: Path, caplog: pytest
     class Hanging(Memory):
         def put(self, key: str, chunks: Any, nbytes: int) -> None:
             if JOURNAL in key:
-                free.wait(60)
+                free.wait(240)
             super().put(key, chunks, nbytes)
 
     store = StorePlace(Hanging(), "run")
@@ -271,7 +271,7 @@ def test_no_step_waits_for_what_is_told_of_it(tmp_path: Path) -> None:
 
         def __float__(self) -> float:
             asked.append(threading.current_thread().name)
-            assert free.wait(60)
+            assert free.wait(240)
             return 1.5
 
     with CheckpointManager(tmp_path, every=100, worker="thread") as manager:
@@ -305,7 +305,7 @@ def test_an_interpreter_that_ends_waits_for_the_last_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     free = threading.Event()
-    with disk.hooked(lambda call, do: (call.verb == "write" and free.wait(60), do())[1]):
+    with disk.hooked(lambda call, do: (call.verb == "write" and free.wait(240), do())[1]):
         journal = Journal(tmp_path)
         journal.add(entry(1))
         assert journaling._settle_all in events._last

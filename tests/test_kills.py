@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("trials", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_sigkill_of_a_random_rank(trials: int, tmp_path: Path) -> None:
     ended = subprocess.run(

@@ -60,7 +60,7 @@ def before_each_write(then: Callable[[str], object]) -> Iterator[None]:
 def held_back(only: str = "") -> Iterator[threading.Event]:
     """No byte reaches a data file, or one with ``only`` in its path, before the event is set."""
     free = threading.Event()
-    with before_each_write(lambda path: only in path and not free.wait(60)):
+    with before_each_write(lambda path: only in path and not free.wait(240)):
         try:
             yield free
         finally:
@@ -306,7 +306,7 @@ def test_a_start_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 def train_until_told(root: str, signalled: int, at: int, poll: int) -> tuple[int, list[int]]:
     rank = dist.get_rank()
-    with CheckpointManager(root, every=1000, poll=poll, deadline=20) as manager:
+    with CheckpointManager(root, every=1000, poll=poll, deadline=240) as manager:
         for step in range(1, 200):
             dist.all_reduce(torch.ones(1))  # ranks of one training loop keep step
             if rank == signalled and step == at:
@@ -458,7 +458,7 @@ def test_a_failure_is_not_forgotten_among_saves_that_are_skipped(tmp_path: Path)
     gate, raised = threading.Event(), []
 
     def wait_and_refuse(path: str) -> None:
-        gate.wait(60)
+        gate.wait(240)
         refuse(path)
 
     with CheckpointManager(tmp_path, every=1, worker="thread", busy="skip") as manager:
@@ -517,7 +517,7 @@ def train_with_a_failure(root: str, late: float, every: int, options: dict[str, 
     Saver._end = end_late
     blocked = Path(root, "step-000000004", "model", f"00001-of-{dist.get_world_size():05d}")
     try:
-        with CheckpointManager(root, every=every, keep=Keep(last=99), deadline=20, **options) as manager:
+        with CheckpointManager(root, every=every, keep=Keep(last=99), deadline=240, **options) as manager:
             for step in range(1, 17):
                 dist.all_reduce(torch.ones(1))
                 time.sleep(0.02)
@@ -629,10 +629,10 @@ def test_sweeping_leaves_a_save_under_way_alone(tmp_path: Path) -> None:
         def hold(path: str) -> None:
             """The second save ends once the third one writes; of each one write alone waits, as two threads write."""
             if "step-000000002" in path and firsts[0].acquire(blocking=False):
-                reached.wait(60)
+                reached.wait(240)
             if "step-000000003" in path and firsts[1].acquire(blocking=False):
                 reached.set()
-                free.wait(60)
+                free.wait(240)
 
         with before_each_write(hold):
             before, slow = begun(manager, 2), begun(manager, 3)

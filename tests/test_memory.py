@@ -10,6 +10,8 @@ import pytest
 
 from tests.memory_trials import LOADS
 
+pytestmark = pytest.mark.timed
+
 MIB = 1 << 20
 STATE = 256 * MIB
 

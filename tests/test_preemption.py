@@ -55,7 +55,7 @@ class Blocked:
             courier._write = self._wait
 
     def _wait(self, *args: Any) -> None:
-        self._free.wait(60)
+        self._free.wait(240)
         if self._error is not None:
             raise self._error
         self._write(*args)

@@ -21,6 +21,7 @@ from holdfast import dcp
 from holdfast.storage import storage
 from holdfast.write import courier
 from tests import pool
+from tests.patience import wait_until
 from tests.rights import OPEN
 
 
@@ -175,23 +176,27 @@ def test_dcp_3_failed_overwrite_keeps_the_old_checkpoint(tmp_path: Path) -> None
 def hang_on_rank_2(path: str) -> str:
     if _rank() == 2:
         try:
-            holdfast.save({"x": holdfast.PerRank(Sleepy())}, path, deadline=1.5)
+            holdfast.save({"x": holdfast.PerRank(Sleepy(path))}, path, deadline=4)
         except holdfast.SaveFailed as error:
             return str(error)
         return "saved"
     try:
-        holdfast.save({"x": holdfast.PerRank(1)}, path, deadline=1.5)
+        holdfast.save({"x": holdfast.PerRank(1)}, path, deadline=4)
     except holdfast.SaveFailed as error:
+        Path(f"{path}-{_rank()}").touch()
         assert isinstance(error, TimeoutError) and error.rank == 2 and error.phase == "plan"
         return str(error)
     return "saved"
 
 
 class Sleepy:
-    def state_dict(self) -> dict[str, int]:
-        import time
+    """Its state comes once the other two ranks have given up."""
 
-        time.sleep(4.0)
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def state_dict(self) -> dict[str, int]:
+        wait_until(lambda: all(Path(f"{self.path}-{rank}").exists() for rank in range(2)))
         return {"a": 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None: ...

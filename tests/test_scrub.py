@@ -53,7 +53,7 @@ def test_all_steps_are_checked_the_newest_first(root: Path) -> None:
         return do()
 
     with managed(root) as manager, disk.hooked(note):
-        checked = manager.scrub().wait(60)
+        checked = manager.scrub().wait(240)
     assert [one.step for one in checked] == [3, 2, 1] and all(one.whole for one in checked)
     assert list(dict.fromkeys(seen)) == ["step-3", "step-2", "step-1"]
     assert set(msgspec.json.decode((root / NOTE).read_bytes())["steps"]) == {"step-1", "step-2", "step-3"}
@@ -63,7 +63,7 @@ def test_damage_is_told_and_another_step_is_restored(root: Path, caplog: pytest.
     flip(data_of(root, 3, "model"), 5000)
     with managed(root) as manager:
         with caplog.at_level(logging.WARNING, "holdfast"):
-            found = manager.scrub().wait(60)[0]
+            found = manager.scrub().wait(240)[0]
         assert (found.step, found.whole, found.tensors) == (3, False, ("model/w",))
         assert "step-3 is damaged" in caplog.text and "model/w" in caplog.text
         into = state_of(0)
@@ -79,7 +79,7 @@ def test_if_all_are_damaged_loading_decides(root: Path) -> None:
     for step in (1, 2, 3):
         flip(data_of(root, step, "frozen"), 5000)
     with managed(root) as manager:
-        assert not any(one.whole for one in manager.scrub().wait(60))
+        assert not any(one.whole for one in manager.scrub().wait(240))
         loaded = manager.restore(state_of(0), only="model")
         assert loaded is not None and loaded.step == 3
 
@@ -88,7 +88,7 @@ def test_neighbours_mend(root: Path) -> None:
     before = contents_of(root)
     flip(data_of(root, 3, "frozen"), 5000)
     with managed(root) as manager:
-        found = manager.scrub(repair=True).wait(60)[0]
+        found = manager.scrub(repair=True).wait(240)[0]
     assert found.whole and found.mended == 3600
     del (after := contents_of(root))[NOTE]
     assert after == before
@@ -105,7 +105,7 @@ def test_what_was_found_whole_of_late_is_not_read_again(root: Path) -> None:
         wait_until(lambda: bool(again.checked))
         again.stop()
         assert [one.step for one in again.checked] == [4]
-        assert [one.step for one in manager.scrub().wait(60) if not one.whole] == [2], "without every= all are read"
+        assert [one.step for one in manager.scrub().wait(240) if not one.whole] == [2], "without every= all are read"
 
 
 def test_it_waits_while_a_save_is_under_way(root: Path) -> None:
@@ -127,11 +127,11 @@ def test_it_waits_while_a_save_is_under_way(root: Path) -> None:
         scrubbing = Scrubbing(
             Steps(root, NAME), every=None, rate=1e9, repair=False, sources=lambda name: [], busy=is_busy
         )
-        assert looked.wait(60)
+        assert looked.wait(240)
         looked.clear()
-        assert looked.wait(60) and not reads
+        assert looked.wait(240) and not reads
         busy.clear()
-        assert len(scrubbing.wait(60)) == 3 and reads
+        assert len(scrubbing.wait(240)) == 3 and reads
 
 
 def test_closing_ends_it(root: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_step_that_retention_takes_is_not_called_damaged(root: Path, caplog: p
         return do()
 
     with managed(root) as manager, disk.hooked(take), caplog.at_level(logging.WARNING, "holdfast"):
-        assert [one.step for one in manager.scrub().wait(60)] == [2, 1]
+        assert [one.step for one in manager.scrub().wait(240)] == [2, 1]
     assert "damaged" not in caplog.text
 
 
@@ -166,15 +166,15 @@ def test_a_section_that_is_dropped_meanwhile_is_not_called_damaged(
         return do()
 
     with managed(root) as manager, disk.hooked(drop), caplog.at_level(logging.WARNING, "holdfast"):
-        assert [one.step for one in manager.scrub().wait(60)] == [2, 1]
-        assert all(one.whole for one in manager.scrub().wait(60))
+        assert [one.step for one in manager.scrub().wait(240)] == [2, 1]
+        assert all(one.whole for one in manager.scrub().wait(240))
     assert dropped and "damaged" not in caplog.text
 
 
 def test_a_manifest_that_rots_is_told(root: Path) -> None:
     flip(root / "step-2" / "manifest.json", 300)
     with managed(root) as manager:
-        found = {one.step: one.whole for one in manager.scrub().wait(60)}
+        found = {one.step: one.whole for one in manager.scrub().wait(240)}
     assert found == {1: True, 2: False, 3: True}
 
 
@@ -186,6 +186,6 @@ def test_steps_in_a_store_behind_a_fast_tier(tmp_path: Path) -> None:
     before = file.read_bytes()
     flip(file, 5000)
     with managed(tmp_path / "store", fast=tmp_path / "fast") as manager:
-        checked = manager.scrub(repair=True).wait(60)
+        checked = manager.scrub(repair=True).wait(240)
     assert [(one.step, one.whole, one.mended) for one in checked] == [(2, True, 2000), (1, True, 0)]
     assert file.read_bytes() == before

@@ -237,7 +237,7 @@ def test_at_an_old_server_that_ignores_some_conditions(lying_ceph: Server) -> No
 TRAINER = (
     WRITER
     + """
-saver = holdfast.Saver(worker="process", deadline=60)
+saver = holdfast.Saver(worker="process", deadline=240)
 saving = saver.save(state_of(told["seed"], rows=told["rows"]), place)
 saving.wait_staged()
 while told["staged"] and saving.timing.bytes == 0 and not saver._worker:
@@ -262,13 +262,13 @@ def trainer_and_writer(bucket: Bucket) -> Iterator[tuple[subprocess.Popen[str], 
     trainer = start(TRAINER, url=bucket.url("c"), options=bucket.options(PATIENT), seed=6, rows=40_000, staged=True)
     said = line_of(trainer).split()
     if said[:1] != ["staged"]:
-        raise AssertionError(trainer.communicate(timeout=60)[1])
+        raise AssertionError(trainer.communicate(timeout=240)[1])
     writer = int(said[1])
     # All that is told to the writer has been told once its last file is on its way.
     wait_until(lambda: any("partNumber" in request.query for request in bucket.proxy.requests()))
     yield trainer, writer
     trainer.kill()
-    trainer.communicate(timeout=60)
+    trainer.communicate(timeout=240)
     if is_alive(writer):
         os.kill(writer, signal.SIGKILL)
 
@@ -280,7 +280,7 @@ def test_a_writer_process_finishes_what_is_staged_when_its_trainer_is_killed(
     trainer, writer = trainer_and_writer
     time.sleep(1.0)  # until the part, too, is with the writer: nothing outside tells
     trainer.send_signal(signal.SIGKILL)
-    trainer.wait(60)
+    trainer.wait(240)
     assert is_alive(writer) and "manifest.json" not in bucket.files("c")
     bucket.proxy.bandwidth = None
     wait_until(lambda: not is_alive(writer))
@@ -297,7 +297,7 @@ def test_trainer_and_writer_are_killed(bucket: Bucket, trainer_and_writer: tuple
     trainer, writer = trainer_and_writer
     trainer.send_signal(signal.SIGKILL)
     os.kill(writer, signal.SIGKILL)
-    trainer.wait(60)
+    trainer.wait(240)
     wait_until(lambda: not is_alive(writer))
     bucket.proxy.bandwidth = None
     with pytest.raises(holdfast.NotACheckpoint):
@@ -318,7 +318,7 @@ def test_the_writer_process_is_killed(bucket: Bucket) -> None:
         assert saver._worker is not None
         os.kill(saver._worker.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(holdfast.SaveFailed, match="the writer process .* was killed by signal 9"):
-            saving.wait(60)
+            saving.wait(240)
         bucket.proxy.bandwidth = None
         saver.save(state, bucket.at("two", PATIENT)).wait(120)
     is_whole(bucket.direct("two"), state)
@@ -361,6 +361,6 @@ print("done", flush=True)
 
 def test_after_a_fork_every_story_says_so_instead_of_hanging(bucket: Bucket) -> None:
     ended = start(FORKED, url=bucket.url("run"), options=bucket.options(PATIENT))
-    said, logged = ended.communicate(timeout=120)
+    said, logged = ended.communicate(timeout=240)
     assert said.strip() == "done", logged
     is_whole(bucket.direct("run/later"), state_of(1))

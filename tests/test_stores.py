@@ -394,7 +394,7 @@ except holdfast.HoldfastError as error:
     print(type(error).__name__, error)
 """
     ended = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(options)], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code, json.dumps(options)], capture_output=True, text=True, timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[1], check=False,
     )  # fmt: skip
     held.close()

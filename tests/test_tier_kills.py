@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("trials", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_sigkill_and_a_tier_lost(trials: int, tmp_path: Path) -> None:
     ended = subprocess.run(

@@ -76,7 +76,7 @@ class Moody(Memory):
         return made
 
     def put(self, key: str, chunks: Iterable[Any], nbytes: int) -> None:
-        self.free.wait(60)
+        self.free.wait(240)
         self._ask()
         super().put(key, chunks, nbytes)
         self.sent.append(key)
@@ -850,7 +850,7 @@ def train_and_drop(folder: str, root: str, own: bool) -> list[list[str]]:
     }
     keep = Keep(last=3, optimizer_last=1)
     with CheckpointManager(
-        root, fast=fast, every=1, keep=keep, keep_fast=keep, upload=Upload(every=1), incremental=True, deadline=60
+        root, fast=fast, every=1, keep=keep, keep_fast=keep, upload=Upload(every=1), incremental=True, deadline=240
     ) as manager:
         for step in range(1, 4):
             state["step"] = step
@@ -859,7 +859,7 @@ def train_and_drop(folder: str, root: str, own: bool) -> list[list[str]]:
             manager.wait()
         dist.barrier()
     # What is held for the next save keeps all it has.
-    with CheckpointManager(root, fast=fast, every=1, keep=keep, keep_fast=keep, deadline=60) as manager:
+    with CheckpointManager(root, fast=fast, every=1, keep=keep, keep_fast=keep, deadline=240) as manager:
         loaded = manager.restore(state)
         assert loaded is not None and loaded.step == 3 and (state["optimizer"]["m"].tensor == 4).all()
     dist.barrier()

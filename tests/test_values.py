@@ -261,7 +261,7 @@ def thread_save(size: int, state_of: Callable[[int], dict[str, Any]], path: Path
     store = dist.HashStore()
 
     def one(rank: int) -> None:
-        with Ranks(rank, size, store).call("save", deadline=60, saving=True) as call:
+        with Ranks(rank, size, store).call("save", deadline=240, saving=True) as call:
             save_in(call, state_of(rank), path, step=0, files={}, overwrite=False, run="0" * 16)
 
     with ThreadPoolExecutor(size) as pool:

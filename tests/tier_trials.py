@@ -47,14 +47,15 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def joined(rank: int, world: int, port: int) -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=240))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
 
 
 def manager_of(base: Path, nodes: list[str], worker: Any, bandwidth: float | None) -> CheckpointManager:
     return CheckpointManager(
         StorePlace(Local(base / "store"), "run"), every=1, fast=base / nodes[dist.get_rank()], worker=worker,
-        signals=(), keep=Keep(last=2), keep_fast=Keep(last=2), upload=Upload(every=3, bandwidth=bandwidth), deadline=20,
+        signals=(), keep=Keep(last=2), keep_fast=Keep(last=2), deadline=240,
+        upload=Upload(every=3, bandwidth=bandwidth),
     )  # fmt: skip
 
 

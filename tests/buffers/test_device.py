@@ -27,7 +27,7 @@ from holdfast.write.worker import ThreadWorker
 from holdfast.write.write import Writing
 from tests.gpu.standin import DEVICE, Device, Event, Stream, pretend, pretend_states, pretended
 
-LONG = 30.0
+LONG = 240.0
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from tests.tearing import (
     what_was_saved,
 )
 
-LONG = 30.0
+LONG = 240.0
 moments = st.sampled_from(MOMENTS)
 limits = st.sampled_from([None, 2 * WINDOW])
 holds = st.sampled_from(HOLDS)

@@ -178,7 +178,7 @@ def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "there is nothing at" in capsys.readouterr().err
 
 
-def read_until(fd: int, words: str, limit: float = 60.0) -> str:
+def read_until(fd: int, words: str, limit: float = 240.0) -> str:
     seen, until = "", time.monotonic() + limit
     while words not in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen):
         assert time.monotonic() < until, f"{words!r} was not shown: {seen!r}"

@@ -21,7 +21,7 @@ from holdfast.state import Collected
 from holdfast.state.outline import layout_of
 from tests.fleets import Counting, Fleet, one_text
 
-LONG = 60.0
+LONG = 240.0
 
 
 def sharded(ranks: Ranks, *names: str, stages: int = 1) -> Layout:

@@ -26,7 +26,7 @@ from holdfast.storage.storage import in_use
 from tests import pool
 from tests.patience import wait_until
 
-LONG = 60.0
+LONG = 240.0
 
 
 def _state(step: int) -> dict[str, Any]:

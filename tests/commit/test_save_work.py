@@ -13,7 +13,7 @@ import holdfast
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import save_in
 
-LONG = 30.0
+LONG = 240.0
 
 
 def test_a_first_rank_that_was_given_up_commits_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.dcp import savers
 from tests.dcp.test_save_load import App, _fresh, _same, _trained
 
 KINDS = [dcp.AsyncCheckpointerType.THREAD, dcp.AsyncCheckpointerType.PROCESS]
-LONG = 60.0
+LONG = 240.0
 
 
 def _stager(*, later: bool) -> Any:

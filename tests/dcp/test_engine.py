@@ -35,7 +35,7 @@ from holdfast.dcp import reader as reader_module
 from tests import meshes, pool
 from tests.dcp.test_save_load import _same
 
-LONG = 60.0
+LONG = 240.0
 
 
 @pytest.fixture(autouse=True)

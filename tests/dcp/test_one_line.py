@@ -38,7 +38,7 @@ from tests import pool
 from tests.dcp import savers
 from tests.dcp.test_save_load import _same
 
-LONG = 60.0
+LONG = 240.0
 
 
 class Net(nn.Module):

@@ -17,10 +17,10 @@ SIZES = ["--layers=1", "--width=64", "--context=16", "--batch=6", "--dropout=0.2
 def train(root, ranks, *options):
     """The run's log after train.py has trained to step 6, saving every 3 steps."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(EXAMPLES / "train.py"), f"--root={root}", "--steps=6", "--every=3", "--digest", "--deadline=30"]
+    command += [str(EXAMPLES / "train.py"), f"--root={root}", "--steps=6", "--every=3", "--digest", "--deadline=240"]
     done = subprocess.run(
         [*command, *SIZES, *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in (root / "log.jsonl").read_text().splitlines()]

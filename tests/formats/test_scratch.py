@@ -142,12 +142,12 @@ class Rank:
         self.process.start()
 
     def told(self) -> tuple[int, int]:
-        assert self.pipe.poll(60)
+        assert self.pipe.poll(240)
         return self.pipe.recv()
 
     def ends(self) -> None:
         self.pipe.send("end")
-        self.process.join(60)
+        self.process.join(240)
         assert self.process.exitcode == 0
 
 
@@ -182,7 +182,7 @@ def test_a_child_lets_its_parent_read_on(tmp_path: Path, home: Path) -> None:
 
     child = FORK.Process(target=let_go)
     child.start()
-    child.join(60)
+    child.join(240)
     assert child.exitcode == 0
     assert len(found["composer_states.pt"].read()) == 6000
 
@@ -201,7 +201,7 @@ def test_what_a_killed_process_leaves(tmp_path: Path, home: Path, unpacked_times
     rank = Rank(path)
     rank.told()
     os.kill(rank.process.pid, signal.SIGKILL)
-    rank.process.join(60)
+    rank.process.join(240)
     assert len(left(home)) == 2
     found = scratch.unpacked(path, wanted)  # whole, so it serves again
     assert not unpacked_times and found["composer_states.pt"].read() == MEMBERS[0][1]

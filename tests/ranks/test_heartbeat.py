@@ -49,6 +49,7 @@ def stuck(seconds: float) -> int:
     return 1
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("size", "fan_in"), [(4, 64), (16, 3)])
 @pytest.mark.parametrize("slow", [0, 3])
 def test_a_rank_that_makes_progress_is_waited_for(
@@ -64,6 +65,7 @@ def test_a_rank_that_makes_progress_is_waited_for(
     assert len(told) < size, "once on each rank that watches"
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("size", "fan_in"), [(4, 64), (16, 3)])
 def test_a_rank_that_is_stuck_is_named_and_a_slow_one_is_not(size: int, fan_in: int) -> None:
     fleet = Fleet(size, fan_in)
@@ -80,6 +82,7 @@ def test_a_rank_that_is_stuck_is_named_and_a_slow_one_is_not(size: int, fan_in: 
     assert fleet.store.num_keys() == 0
 
 
+@pytest.mark.timed
 def test_a_rank_that_goes_on_and_dies_is_named_without_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(3)
     kept = heartbeat.Work.tell

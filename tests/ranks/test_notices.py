@@ -31,7 +31,7 @@ class Training:
 
     def begin(self, step: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: min(self.done) >= step - 2, timeout=60)
+            assert self.changed.wait_for(lambda: min(self.done) >= step - 2, timeout=240)
 
     def end(self, rank: int, step: int) -> None:
         with self.changed:

@@ -24,7 +24,7 @@ from holdfast.ranks.ranks import Call, Ranks
 SOON = 1.0
 """A deadline for rounds in which somebody is missing."""
 
-LONG = 30.0
+LONG = 240.0
 """A deadline for rounds in which everybody comes."""
 
 
@@ -277,6 +277,7 @@ def test_a_first_rank_that_dies_while_it_decides_is_named() -> None:
     assert fleet.all(fleet_sum) == [3] * 3
 
 
+@pytest.mark.timed
 def test_a_first_rank_that_decides_for_long_is_waited_for_as_long_as_it_makes_progress() -> None:
     fleet = Fleet(3)
 

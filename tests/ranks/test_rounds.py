@@ -24,7 +24,7 @@ from holdfast.ranks.ranks import Ranks
 from holdfast.ranks.tree import FAN_IN, Node, tree_of
 from tests.fleets import Counting, Dead, Deadly, Fleet, comes_to, one_text, outcomes_of
 
-LONG = 60.0
+LONG = 240.0
 """A deadline for rounds in which everybody comes."""
 
 SOON = 2.0

@@ -27,7 +27,7 @@ def heard() -> Iterator[list[tuple[int, str, Share]]]:
 
     hearing = Hearing(hear)
     yield found
-    assert came.wait(60), "it still listens"
+    assert came.wait(240), "it still listens"
     hearing.close()
     assert found == [(1, "save /ckpt", Share(1, 2))]
 

@@ -115,7 +115,7 @@ class Hearing(progress.Hearing):
 progress.Hearing = Hearing
 bars = next(one for one in events._listeners if isinstance(one, progress.Bars))
 
-def wait(event, until=time.monotonic() + 60):
+def wait(event, until=time.monotonic() + 240):
     if rank == 1 and event.kind == "advance":
         while not (folder / "hears").exists() and time.monotonic() < until:
             time.sleep(0.01)
@@ -216,7 +216,7 @@ def test_a_bar_in_a_real_notebook(tmp_path: Path) -> None:
     told: list[dict[str, Any]] = []
     try:
         code = SAVE % str(tmp_path / "a")
-        reply = kernel.execute_interactive(code, timeout=120, output_hook=told.append)
+        reply = kernel.execute_interactive(code, timeout=240, output_hook=told.append)
     finally:
         kernel.stop_channels()
         manager.shutdown_kernel(now=True)

@@ -75,7 +75,7 @@ def test_a_finished_save_is_not_a_leaving(root: Path) -> None:
         "    saver.save({'model': {'w': torch.ones(9000)}}, sys.argv[1]).wait()\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", script, str(root / "step-4")], env=environment, timeout=120)
+    subprocess.run([sys.executable, "-c", script, str(root / "step-4")], env=environment, timeout=240)
     assert (root / "step-4" / "parts").is_dir() and not (root / "step-4" / "manifest.json").exists()
     done = collect(root, dry_run=False)
     assert not done.leavings and "holdfast rescue" in done.spared[0].why
@@ -92,7 +92,7 @@ def test_conversions_and_benchmarks_that_were_killed(root: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
-        [sys.executable, "-c", script, str(root / "step-1"), str(root / "hf")], env=environment, timeout=120
+        [sys.executable, "-c", script, str(root / "step-1"), str(root / "hf")], env=environment, timeout=240
     )
     assert ended.returncode == -signal.SIGKILL and (root / "hf.partial").is_dir()
     (root / f"{BENCH}1").mkdir()

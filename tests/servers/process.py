@@ -84,7 +84,7 @@ def port_of(held: socket.socket) -> int:
     return int(held.getsockname()[1])
 
 
-def wait_until_it_answers(process: Process, kind: str, answers: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until_it_answers(process: Process, kind: str, answers: Callable[[], bool], seconds: float = 240.0) -> None:
     """Until ``answers()`` is true; Unavailable, and the process stopped, if it ends before or takes too long."""
     deadline = time.monotonic() + seconds
     while not answers():

@@ -432,5 +432,5 @@ def test_by_hand_it_says_its_address_and_ends_with_its_input(shelf: tuple[str, t
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert "http://127.0.0.1:" in process.stdout.readline()
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=240)
     assert (process.returncode, out) == (0, "")

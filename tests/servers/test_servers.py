@@ -214,7 +214,7 @@ def test_reading_over_http(nginx: Server, nginx_without_ranges: Server) -> None:
         else:
             with pytest.raises(NotSupportedError):
                 obstore.get_range(store, "two words", start=3, end=6)
-            connection = http.client.HTTPConnection(server.endpoint.removeprefix("http://"), timeout=20)
+            connection = http.client.HTTPConnection(server.endpoint.removeprefix("http://"), timeout=240)
             connection.request("GET", f"/{bucket}/two%20words", headers={"Range": "bytes=3-5"})
             answer = connection.getresponse()
             assert (answer.status, len(answer.read())) == (200, 200)

@@ -35,7 +35,7 @@ def test_a_tensor_that_is_freed_in_mid_save_is_named(
     fill = stream.Stream.fill
 
     def late(self: Any) -> None:
-        assert gone.wait(60)
+        assert gone.wait(240)
         fill(self)
 
     monkeypatch.setattr(stream.Stream, "fill", late)

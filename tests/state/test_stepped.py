@@ -29,7 +29,7 @@ from tests.dcp import savers
 from tests.owning import ACTS, Owning, cloned, run
 from tests.tearing import WINDOW, differences, patched
 
-LONG = 30.0
+LONG = 240.0
 KINDS = [torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad]
 acts = st.lists(st.sampled_from(list(ACTS)), max_size=3)
 limits = st.sampled_from([None, 2 * WINDOW])

@@ -152,13 +152,13 @@ def test_an_order_that_ends_lets_calls_under_way_pass(tmp_path: Path) -> None:
 
     def wait(call: disk.Call, do: Any) -> Any:
         inside.set()
-        assert go.wait(60)
+        assert go.wait(240)
         return do()
 
     thread = threading.Thread(target=small, args=(tmp_path,))
     with faults("any", nth=1000) as met, disk.hooked(wait):
         thread.start()
-        assert inside.wait(60)
+        assert inside.wait(240)
     go.set()
     thread.join()
     assert (tmp_path / "small").exists() and met.count == 0

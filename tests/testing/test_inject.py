@@ -32,7 +32,7 @@ def script(tmp_path: Path) -> Path:
 def run(faults: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "holdfast.testing.inject", faults, *command],
-        capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **environment},
+        capture_output=True, text=True, check=False, timeout=240, env={**os.environ, **environment},
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_a_module_and_several_faults(script: Path, tmp_path: Path) -> None:
     faults = 'slow("write", seconds_per_call=0.001); faults(["link", "replace"], nth=2, error=errno.ENOSPC)'
     ended = subprocess.run(
         [sys.executable, "-m", "holdfast.testing.inject", faults, "-m", "train", "run"],
-        capture_output=True, text=True, check=False, timeout=120, cwd=script.parent,
+        capture_output=True, text=True, check=False, timeout=240, cwd=script.parent,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert ended.returncode == 1 and "No space left on device" in ended.stderr, ended.stderr

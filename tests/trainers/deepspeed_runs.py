@@ -91,7 +91,7 @@ def train(
         seed(5 + rank)
     state = {**engine_state(engine), "rng": holdfast.RNG(), "step": 0}
     losses = []
-    with holdfast.CheckpointManager(root, every=2, keep=holdfast.Keep(last=20), deadline=60) as manager:
+    with holdfast.CheckpointManager(root, every=2, keep=holdfast.Keep(last=20), deadline=240) as manager:
         manager.restore(state)
         for step in range(state["step"] + 1, steps + 1):
             for micro in range(2):
@@ -114,7 +114,7 @@ def resave(root: Path, stage: int, dtype: str) -> None:
     """Load the newest step below ``root`` into an engine that never made one, and save that as ``again``."""
     deepspeed.init_distributed("gloo", verbose=False)
     state = {**engine_state(make_engine(stage, dtype)), "rng": holdfast.RNG(), "step": 0}
-    with holdfast.CheckpointManager(root, every=2, deadline=60) as manager:
+    with holdfast.CheckpointManager(root, every=2, deadline=240) as manager:
         assert manager.restore(state) is not None
     holdfast.save(state, root / "again")
 

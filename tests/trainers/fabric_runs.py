@@ -98,12 +98,12 @@ def save(root: Path, kind: str, background: bool) -> dict[str, Any]:
     data = batches(fabric, state)
     train(fabric, state, data, 2)
     if background:
-        manager = holdfast.CheckpointManager(root, every=1, deadline=60, worker="thread")
+        manager = holdfast.CheckpointManager(root, every=1, deadline=240, worker="thread")
         manager.step(2, state)
         train(fabric, state, data, 2)
         manager.close()
     else:
-        holdfast.save(state, root / "step-000000002", deadline=60)
+        holdfast.save(state, root / "step-000000002", deadline=240)
         train(fabric, state, data, 2)
     fabric.barrier()
     return full(state["model"])
@@ -112,7 +112,7 @@ def save(root: Path, kind: str, background: bool) -> dict[str, Any]:
 def go_on(root: Path, kind: str) -> dict[str, Any]:
     """Restore into another start, train on, and tell the weights at the end."""
     fabric, state = make(kind, 1)
-    manager = holdfast.CheckpointManager(root, every=100, deadline=60)
+    manager = holdfast.CheckpointManager(root, every=100, deadline=240)
     assert manager.restore(state) is not None
     assert state["step"] == 2 and state["scheduler"].last_epoch == 2
     train(fabric, state, batches(fabric, state), 2)
@@ -158,7 +158,7 @@ def load_what_torch_saved(root: Path, kind: str) -> dict[str, Any]:
         holdfast.save({"model": module, "optimizer": optimizer}, root / "plain", group=Ranks(0, 1))
     fabric, state = make(kind, 1)
     fabric.barrier()
-    holdfast.load(root / "plain", {name: state[name] for name in ("model", "optimizer")}, deadline=60)
+    holdfast.load(root / "plain", {name: state[name] for name in ("model", "optimizer")}, deadline=240)
     assert state["optimizer"].param_groups[0]["lr"] == 0.25
     fabric.barrier()  # the store of the group ends with the first rank
     return full(state["model"])

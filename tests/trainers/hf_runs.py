@@ -149,7 +149,7 @@ def train(
     if fsdp:
         shard(trainer.accelerator)
         trainer.is_fsdp_enabled = True
-    callback = HoldfastCallback(root, every=every, worker="thread", deadline=60, **(kept or {})).attach(trainer)
+    callback = HoldfastCallback(root, every=every, worker="thread", deadline=240, **(kept or {})).attach(trainer)
     try:
         trained = trainer.train()
     except Broken:
@@ -246,7 +246,7 @@ def loop(
     accelerator.register_for_checkpointing(average)
     state = state_of(accelerator, also={"step": 0})
     log: list[Any] = []
-    with holdfast.CheckpointManager(root, every=1, worker="thread", deadline=60) as manager:
+    with holdfast.CheckpointManager(root, every=1, worker="thread", deadline=240) as manager:
         loaded = manager.restore(state)
         first = epoch_of(loader)
         for epoch in range(first, 3):

@@ -165,7 +165,7 @@ def fit(
     options: dict[str, Any] | None = None,
 ) -> tuple[list[str], int]:  # fmt: skip
     """The losses of this life, as exact texts, and how many batches a callback counts over all lives."""
-    saves = HoldfastCheckpoint(root, every=every, keep=holdfast.Keep(last=30), elsewhere=elsewhere, deadline=60)
+    saves = HoldfastCheckpoint(root, every=every, keep=holdfast.Keep(last=30), elsewhere=elsewhere, deadline=240)
     count = Count()
     trainer = make_trainer(kind, [saves, count, *([Dies(dies_after, saves)] if dies_after else [])], **(options or {}))
     rank = trainer.global_rank
@@ -238,7 +238,7 @@ def fit_again(root: Path, after: int) -> tuple[list[str], dict[str, Any]]:
         raised = False
 
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=5)
-    saves = HoldfastCheckpoint(root, every=4, keep=holdfast.Keep(last=30), deadline=60)
+    saves = HoldfastCheckpoint(root, every=4, keep=holdfast.Keep(last=30), deadline=240)
     trainer = make_trainer("alone", [saves, Raises()], plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
     module = Net()
     torch.manual_seed(50)
@@ -308,7 +308,7 @@ def fit_and_look_back(root: Path, kind: str) -> dict[str, Any]:
         return all(map(torch.equal, full(module), weights[step]))
 
     keep = holdfast.Keep(last=2, best=1)
-    saves = HoldfastCheckpoint(root, every=4, keep=keep, monitor="val", deadline=60)
+    saves = HoldfastCheckpoint(root, every=4, keep=keep, monitor="val", deadline=240)
     trainer = make_trainer(kind, [saves, Notes()], val_check_interval=2, limit_train_batches=6)
     found["before"] = (saves.best_model_path, saves.best_model_score, saves.last_model_path)
     module = Logs(sharded=kind == "fsdp2")

@@ -92,7 +92,7 @@ def held_back() -> Iterator[threading.Event]:
     def hold(call: disk.Call, do: Callable[[], Any]) -> Any:
         commits = call.verb in ("link", "replace", "rename") and call.target.endswith(("manifest.json", ".ckpt"))
         if commits and threading.current_thread() is not here:
-            go.wait(60)
+            go.wait(240)
         return do()
 
     with disk.hooked(hold):

@@ -23,7 +23,7 @@ import torch
 import holdfast
 from tests.pool import context as warm
 
-LIMIT = 120.0
+LIMIT = 240.0
 KILLED = "killed"
 
 

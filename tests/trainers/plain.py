@@ -132,7 +132,7 @@ def train(
     elif gradients:
         state["gradients"] = holdfast.PerRank(Gradients(model), elsewhere=Gradients.mean)
 
-    manager = holdfast.CheckpointManager(root, every=every, keep=holdfast.Keep(last=20), deadline=60)
+    manager = holdfast.CheckpointManager(root, every=every, keep=holdfast.Keep(last=20), deadline=240)
     restored = manager.restore(state)
     drawn = iter(loader)
     if restored is not None:

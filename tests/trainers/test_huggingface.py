@@ -108,7 +108,7 @@ def test_a_trainer_goes_on_after_an_exception(tmp_path):
     whole = hf_runs.train(tmp_path / "whole")
     breaks = hf_runs.Breaks(9, False)
     trainer = hf_runs.trainer_of(tmp_path, more=(breaks,))
-    callback = HoldfastCallback(tmp_path / "broken", every=2, worker="thread", deadline=60).attach(trainer)
+    callback = HoldfastCallback(tmp_path / "broken", every=2, worker="thread", deadline=240).attach(trainer)
     with pytest.raises(hf_runs.Broken):
         trainer.train()
     breaks.at = None

@@ -43,7 +43,7 @@ def train(root, broken_at=None, losses=None, every=None, kept=None, fsdp=False, 
     if fsdp:
         hf_runs.shard(trainer.accelerator)
         trainer.is_fsdp_enabled = True
-    callback = HoldfastCallback(root, every=every, worker="thread", deadline=60, **(kept or {})).attach(trainer)
+    callback = HoldfastCallback(root, every=every, worker="thread", deadline=240, **(kept or {})).attach(trainer)
     try:
         trainer.train()
     except hf_runs.Broken:
@@ -135,7 +135,7 @@ def train_in_pool(root, fsdp):
 def test_the_best_step_comes_from_a_store_with_a_fast_tier(tmp_path):
     tiers = {"fast": tmp_path / "fast", "keep_fast": Keep(last=1), "keep": Keep(last=1)}
     trainer = trainer_with(tmp_path / "out", **BEST)
-    callback = HoldfastCallback(tmp_path / "store", worker="thread", deadline=60, **tiers).attach(trainer)
+    callback = HoldfastCallback(tmp_path / "store", worker="thread", deadline=240, **tiers).attach(trainer)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "fast" / "step-000000006")
     assert 6 in callback.manager.steps()
@@ -219,7 +219,7 @@ def test_a_best_step_that_was_not_saved_is_not_the_best(tmp_path, caplog):
 def test_a_signal_leaves_the_last_step_in_the_model(tmp_path):
     trainer = trainer_with(tmp_path, more=(hf_runs.Breaks(10, True),), **BEST)
     # A save that is under way at the signal would be the last one.
-    callback = HoldfastCallback(tmp_path, worker="none", deadline=60).attach(trainer)
+    callback = HoldfastCallback(tmp_path, worker="none", deadline=240).attach(trainer)
     trainer.train()
     assert callback.should_stop and callback.manager.steps() == [6, 9, 10]
     weights = {name: tensor.numpy() for name, tensor in trainer.model.state_dict().items()}
@@ -234,7 +234,7 @@ def test_a_best_step_that_a_signal_has_saved_is_the_best(tmp_path):
     # Evaluated at each third step, and saved at each sixth.
     args = {**BEST, "save_steps": 6}
     trainer = trainer_with(tmp_path, {6: 0.9, 9: 0.1}, more=(hf_runs.Breaks(9, True),), **args)
-    HoldfastCallback(tmp_path, worker="none", deadline=60, keep=Keep(last=1)).attach(trainer)
+    HoldfastCallback(tmp_path, worker="none", deadline=240, keep=Keep(last=1)).attach(trainer)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "step-000000009")
     found = train(tmp_path, losses={12: 0.5}, kept={"keep": Keep(last=1)}, save_steps=6)
@@ -277,12 +277,12 @@ def test_what_is_kept_follows_the_arguments(tmp_path):
 def test_a_run_begins_from_a_step_of_another_folder(tmp_path):
     whole_run = hf_runs.train(tmp_path / "first", kept={"keep": Keep(last=9)}, args={"num_train_epochs": 1})
     trainer = hf_runs.trainer_of(tmp_path, num_train_epochs=1)
-    callback = HoldfastCallback(tmp_path / "second", every=2, worker="thread", deadline=60).attach(trainer)
+    callback = HoldfastCallback(tmp_path / "second", every=2, worker="thread", deadline=240).attach(trainer)
     trainer.train(resume_from_checkpoint=str(tmp_path / "first" / "step-000000002"))
     assert callback.restored.step == 2 and callback.manager.steps() == [4, 6]
     assert hf_runs.digest(trainer.model, trainer.optimizer.optimizer) == whole_run["digest"]
     # In its own folder later steps have to go first.
     trainer = hf_runs.trainer_of(tmp_path, num_train_epochs=1)
-    HoldfastCallback(tmp_path / "first", every=2, worker="thread", deadline=60).attach(trainer)
+    HoldfastCallback(tmp_path / "first", every=2, worker="thread", deadline=240).attach(trainer)
     with pytest.raises(ValueError, match="holds a later one, step-000000006"):
         trainer.train(resume_from_checkpoint=tmp_path / "first" / "step-000000004")

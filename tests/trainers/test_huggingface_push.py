@@ -64,7 +64,7 @@ def test_a_step_is_pushed_whole_and_alone(tmp_path, strategy, folders):
         assert pushed_there == named | {"manifest.json"}
     # What was pushed is a step to go on from.
     trainer = hf_runs.trainer_of(tmp_path / "again", num_train_epochs=2)
-    callback = HoldfastCallback(tmp_path / "again", every=6, worker="thread", deadline=60).attach(trainer)
+    callback = HoldfastCallback(tmp_path / "again", every=6, worker="thread", deadline=240).attach(trainer)
     trainer.train(resume_from_checkpoint=str(tmp_path / "hub" / max(folders)))
     assert callback.restored.step == 6 and callback.manager.steps() == [12]
 

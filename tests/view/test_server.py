@@ -40,7 +40,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 def ask(served: Served, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
     port = served.server_address[1]
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     connection.putrequest(method, path, skip_host="Host" in headers)
     for name, value in headers.items():
         connection.putheader(name.replace("_", "-"), value)
@@ -136,11 +136,11 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         url = json.loads(started.stdout.readline())["url"]
         told = re.fullmatch(r"http://127\.0\.0\.1:(\d+)(/[\w-]{32,}/)", url)
         assert told
-        connection = http.client.HTTPConnection("127.0.0.1", int(told[1]), timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", int(told[1]), timeout=240)
         connection.request("GET", told[2])
         assert connection.getresponse().status == 200
         started.send_signal(signal.SIGINT)
-        out, err = started.communicate(timeout=60)
+        out, err = started.communicate(timeout=240)
     finally:
         started.kill()
         started.wait()
@@ -165,7 +165,7 @@ def test_room_is_given_back_once_whatever_arrives(served: Served, monkeypatch: p
     ours.close()
     for thread in threading.enumerate():
         if "process_request_thread" in thread.name:
-            thread.join(30)
+            thread.join(240)
     assert gone == []
 
 
@@ -179,16 +179,16 @@ def test_any_failure_is_an_answer(served: Served, caplog: pytest.LogCaptureFixtu
     status, _, body = ask(served, f"/{served.token}/statistics?name=w")
     assert status == 500 and "ZeroDivisionError" in json.loads(body)["error"]
     assert "was not answered" in caplog.text and served.token not in caplog.text
-    with socket.create_connection(("127.0.0.1", served.server_address[1]), timeout=30) as one:
+    with socket.create_connection(("127.0.0.1", served.server_address[1]), timeout=240) as one:
         one.sendall(b"GET http://[/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert one.recv(1 << 10).startswith(b"HTTP/1.1 400 ")
 
 
 def test_connections_are_bounded(served: Served) -> None:
     address = ("127.0.0.1", served.server_address[1])
-    idle = [socket.create_connection(address, timeout=30) for _ in range(server.MOST)]
+    idle = [socket.create_connection(address, timeout=240) for _ in range(server.MOST)]
     wait_until(lambda: sum("process_request_thread" in t.name for t in threading.enumerate()) == server.MOST)
-    with socket.create_connection(address, timeout=30) as one:
+    with socket.create_connection(address, timeout=240) as one:
         assert one.recv(1) == b"", "turned away"
     for one in idle:
         one.close()
@@ -196,6 +196,7 @@ def test_connections_are_bounded(served: Served) -> None:
     assert ask(served, f"/{served.token}/")[0] == 200
 
 
+@pytest.mark.timed
 def test_who_takes_long_gets_the_page_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a slow tunnel a large page takes longer than one who sends nothing may."""
     monkeypatch.setattr(server._Handler, "timeout", 0.5)

@@ -19,7 +19,7 @@ from holdfast.storage.local.disk import SECTOR
 from holdfast.write import courier, writer_process
 from holdfast.write.courier import Courier, Fault
 
-LONG = 30.0
+LONG = 240.0
 
 
 class Answers:

@@ -23,7 +23,7 @@ from holdfast.write.jobs import Worker
 from holdfast.write.process_worker import ProcessWorker
 from holdfast.write.worker import ThreadWorker, start
 
-LONG = 30.0
+LONG = 240.0
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_direct_writes_that_two_threads_are_refused_at_once(tmp_path: Path, monk
     def picky(fd: int, data: Any, offset: int) -> int:
         if len(refused) < 2:
             refused.append(fd)
-            both.wait(60)
+            both.wait(240)
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, data, offset)
 

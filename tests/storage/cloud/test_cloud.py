@@ -280,7 +280,7 @@ def test_a_spec_makes_the_same_store_in_another_process(moto: Server) -> None:
         "store = Cloud.from_spec(json.loads(sys.argv[1])); print(bytes(store.get('a').data).decode(), store.url)"
     )
     told = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(store.spec)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code, json.dumps(store.spec)], capture_output=True, text=True, timeout=240, check=True
     )
     assert told.stdout.split() == ["bytes", store.url]
     assert pickle.loads(pickle.dumps(store)).get("a").data == b"bytes"
@@ -297,7 +297,7 @@ def test_the_client_needs_neither_torch_nor_the_package(moto: Server) -> None:
         "bad = {'torch', 'msgspec', 'numpy', 'boto3'} & set(sys.modules)\n"
         "assert not bad, bad\n"
     )
-    subprocess.run([sys.executable, "-c", code, json.dumps(cloud(moto).spec), str(package)], timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", code, json.dumps(cloud(moto).spec), str(package)], timeout=240, check=True)
 
 
 @pytest.mark.slow
@@ -331,7 +331,7 @@ if not late:
 assert os.waitpid(late, 0)[1] == 0
 assert store.size("early") == store.size("a") == 1
 """
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=240, check=True)
 
 
 def test_many_threads_make_one_client(behind: Cloud) -> None:
@@ -342,7 +342,7 @@ def test_many_threads_make_one_client(behind: Cloud) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert made == [1] * 8
     assert len(other._clients) == 1
 

@@ -57,7 +57,7 @@ def race(create: Callable[[int], bool], writers: int = 8) -> list[int]:
     ready = threading.Barrier(writers)
 
     def write(n: int) -> None:
-        ready.wait(60)
+        ready.wait(240)
         time.sleep(n % 4 * 0.02)
         if create(n):
             won.append(n)

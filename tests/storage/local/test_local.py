@@ -325,7 +325,7 @@ def test_uploads_under_way_are_not_seen(store: Local, root: Path, writer: subpro
     os.utime(root / "a" / name, (1, 1))
     store.delete(["a/g"])
     assert (root / "a" / name).exists(), "it is old, but its writer lives"
-    out, _ = writer.communicate("", timeout=60)
+    out, _ = writer.communicate("", timeout=240)
     assert out == "done\n" and store.size("a/f") == 2000 and everything(root) == {"a", "a/f"}
 
 
@@ -333,7 +333,7 @@ def test_leavings_of_a_killed_writer_go_with_the_next_delete(
     store: Local, root: Path, writer: subprocess.Popen[str]
 ) -> None:
     writer.kill()
-    writer.wait(60)
+    writer.wait(240)
     (left,) = (root / "a").iterdir()
     put(store, "a/g", b"x")
     store.delete(["a/g"])

@@ -291,7 +291,7 @@ def test_threads_that_read_neighbouring_blocks_fetch_at_the_same_time(home: Home
     class Together(Noting):
         """Answers only once three ask at the same time."""
 
-        barrier = threading.Barrier(3, timeout=60)
+        barrier = threading.Barrier(3, timeout=240)
 
         def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
             if end is not None and end - begin > BLOCK // 2:

@@ -194,14 +194,14 @@ def test_threads_that_want_the_same_share_one_request() -> None:
 
     def slow(key: str, begin: int = 0, end: int | None = None) -> Got:
         begun.set()
-        assert go.wait(30)
+        assert go.wait(240)
         return plain(key, begin, end)
 
     store.get = slow  # type: ignore[method-assign]
     seen = Listed(store, "")
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(seen.get, "f", n, n + 1) for n in range(8)]
-        assert begun.wait(30)
+        assert begun.wait(240)
         go.set()
         assert [bytes(got.result().data)[0] for got in found] == [*range(8)]
     assert store.counts()["get"] == 1
