@@ -39,7 +39,7 @@ from holdfast.read.ranges import Verify
 from holdfast.read.shared.share import Choice, How, Sharing, who_shares
 from holdfast.state import Collected, collect
 from holdfast.state.fresh import plain_tensors
-from holdfast.state.structure import heard, unlike
+from holdfast.state.layers import heard, unlike
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import cached, hedged, patiently
@@ -269,7 +269,7 @@ def _listed(items: list[str]) -> str:
 
 def _own_names(state: Collected, into: Mapping[str, Any]) -> set[str]:
     """The names of all that the target has, and of places that may be empty: its first keys, optimizers' states."""
-    paths = (target.path for target in state.targets)
+    paths = (target.path for target in state.handback.targets)
     keys = (names.escape(key) for key in into if isinstance(key, str))
     states = (names.child(path, "state") for path in state.groups)
     return {*state.entries, *state.values, *state.owned, *state.per_rank, *paths, *keys, *states}

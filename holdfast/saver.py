@@ -143,7 +143,7 @@ class Saver:
 
         def reserve() -> bool:
             sizes = [*work.outgoing.sizes, *work.outgoing.sizes_to_come]
-            if work.collected.to_come and not any(sizes):
+            if work.collected.changes.to_come and not any(sizes):
                 sizes = [1]  # small state that is to come may be this rank's to write
             for number in range(self._count):
                 self._equip(number, sizes, pinned=work.outgoing.on_device, touch=True)
@@ -152,7 +152,7 @@ class Saver:
         with self._ranks.call("prepare", deadline=self._deadline) as call:
             work.plan(call)
             call.settle("reserve", reserve, lambda notes: True, bool)
-        self._hook(work.collected.optimizers)
+        self._hook(work.collected.changes.optimizers)
 
     def save(
         self, state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
@@ -200,7 +200,7 @@ class Saver:
             if earlier is None:
                 with no_collection():
                     work.gather(state, files or {}, lambda: held.append(hold_still(work.collected, self._distrusted)))
-                self._hook(work.collected.optimizers)
+                self._hook(work.collected.changes.optimizers)
             if held:
                 work.after, work.staged = held[0].moments, lambda moments: self._staged(saving, held[0], moments)
                 work.landed = lambda: self._check_still(saving._copying.torn())

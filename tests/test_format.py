@@ -18,7 +18,7 @@ from torch import nn
 import holdfast
 from holdfast.ondisk import dtypes, names
 from holdfast.ranks.ranks import Ranks
-from holdfast.state.walk import collect
+from holdfast.state import collect
 from tests import format_reader
 from tests.ondisk.test_values import plain, same
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.ondisk import manifest, part
-from holdfast.state.structure import heard, kinds_of, told
+from holdfast.state.layers import heard, kinds_of, told
 from holdfast.storage.local.local import Local
 from holdfast.storage.place import StorePlace
 from holdfast.testing import faults

@@ -271,12 +271,13 @@ def hold_still(state: Collected, distrusted: set[str]) -> Held:
         entry = state.entries[name]
         state.entries[name] = entry._replace(views=[View(view.box, _copied(view.tensor)) for view in entry.views])
     watched = watch((name, view.tensor) for name, view in _views(state) if name not in restless)
-    theirs = [*state.given, *(tensor for optimizer in state.optimizers for tensor in tensors_of(optimizer))]
+    changes = state.changes
+    theirs = [*changes.dtensors, *(tensor for optimizer in changes.optimizers for tensor in tensors_of(optimizer))]
     versions = [(tensor, tensor._version) for tensor in theirs if not tensor.is_inference()]
     tensors = [view.tensor for entry in state.entries.values() for view in entry.views]
     tensors += [tensor for leaf in state.per_rank.values() for tensor in leaf.tensors.values()]
     # Of bare tensors alone: where objects are given, it would be half of what the call costs.
-    bare = {*state.plain} - restless
+    bare = {*changes.plain} - restless
     samples = samples_of((name, view.tensor) for name in bare for view in state.entries[name].views)
     return Held(loose, watched, versions, samples, Moments.now(devices_of(tensors)), sizes, restless - loose)
 
@@ -292,7 +293,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_still(name: str, state: Collected) -> bool:
-    return name in state.still or state.aliases.get(name) in state.still
+    return name in state.changes.stable or state.aliases.get(name) in state.changes.stable
 
 
 def check_still(names: list[str]) -> None:

@@ -33,7 +33,7 @@ from holdfast.plan.owners import Owned, PlannedTensor
 from holdfast.plan.plan import Plan
 from holdfast.plan.volumes import file_of
 from holdfast.state import Collected
-from holdfast.state.structure import KEY, told
+from holdfast.state.layers import KEY, told
 from holdfast.storage import storage
 from holdfast.storage.cloud.conditions import STALE
 from holdfast.storage.inside import inside

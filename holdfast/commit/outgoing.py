@@ -88,7 +88,7 @@ class Outgoing:
     @property
     def sizes_to_come(self) -> list[int]:
         """Of the files of optimizers that have not stepped, as they will be by what their parameters take."""
-        to_come = self.collected.to_come
+        to_come = self.collected.changes.to_come
         return [
             sum(
                 int(to_come.get(f"{image.section}/{base_of(piece.key)}", 0) * piece.nbytes) + SCALAR

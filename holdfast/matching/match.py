@@ -144,9 +144,9 @@ class Match:
         missing: list[str] = []
         misfits: list[str] = []
         self._match_tensors(missing, misfits)
-        for target in self.state.targets:
+        for target in self.state.handback.targets:
             self._match_target(target, missing, misfits)
-        for name, tensor in self.state.must_equal.items():
+        for name, tensor in self.state.handback.must_equal.items():
             self._match_equal(name, tensor, misfits)
         if not early or sum(w.box.size * dtypes.itemsize(w.record.dtype) for w, _ in self.early_wanted) > MOST_EARLY:
             self.targets, self.early = [*self.targets, *self.early], []
@@ -154,7 +154,7 @@ class Match:
             self.spreads += [spread for _, spread in self.early_wanted]
             self.early_wanted.clear()
         if not keep:
-            self.loaded.cleared += [name for name in self.state.clears if self.asked(name)]
+            self.loaded.cleared += [name for name in self.state.handback.clears if self.asked(name)]
         for path, leaf in self.state.per_rank.items():
             if path in self.per_rank:
                 misfits += no_rule(path, leaf.elsewhere, self.checkpoint.world_size, world_size)
@@ -279,10 +279,10 @@ class Match:
             self.loaded.cast[name] = (dtype, own_dtype)
         saved_name, record = self._record(name)
         self.checkpoint.prove([self.source[name]])
-        if target.make is None:
+        if target.maker is None:
             raise TypeError("a target that takes tensors has to make them")
         try:
-            value, entries = target.make(name, dtype, shape)
+            value, entries = target.maker.make(name, dtype, shape)
         except Mismatch as error:
             misfits.append(str(error))
             return
@@ -337,8 +337,8 @@ class Match:
         """Hand all values back, once every byte is there."""
         rank, world_size = sharing.ranks.rank, sharing.ranks.size
         for name in self.loaded.cleared:
-            self.state.clears[name]()
-        for action in self.state.then:
+            self.state.handback.clears[name]()
+        for action in self.state.handback.before:
             action()
         for target in [*self.targets, *(target for target in self.early if target.again)]:
             self._put(target, "other objects may have been restored by then")
@@ -347,7 +347,7 @@ class Match:
                 saved = self.per_rank[path]
                 fetch = partial(self.checkpoint.per_rank, saved)
                 leaf.put(choose(leaf.elsewhere, fetch, self.checkpoint.world_size, rank, world_size))
-        for action in self.state.after:
+        for action in self.state.handback.after:
             action()
         self._tell_what_arrived()
         events.reached("filled", self.checkpoint.path, rank)
@@ -368,7 +368,7 @@ class Match:
         """Hand a target what was saved of it; should it refuse, the error says what became of the ``rest``."""
         try:
             put = target.put_some if target.path in self.in_part else None
-            (put or target.put)(self._tree(target, assemble=target.assemble))
+            (put or target.put)(self._tree(target))
         except HoldfastError:
             raise
         except Exception as error:  # whatever the object's own method raises
@@ -376,15 +376,13 @@ class Match:
                 f"{target.path} refused what was saved of it ({type(error).__name__}: {error}); {rest}"
             ) from error
 
-    def _tree(self, target: Target, *, assemble: Callable[[dict[str, Any]], None] | None = None) -> Any:
+    def _tree(self, target: Target) -> Any:
         """What was saved at a target, nested as it was."""
         below = self._names(target)
         leaves: dict[str, Any] = {}
-        if target.whole:
-            made = {n: self.fresh[n] for n in below if n in self.fresh}
-            if assemble is not None:
-                assemble(made)
-            leaves.update(made)
+        if target.maker is not None:
+            leaves.update((n, self.fresh[n]) for n in below if n in self.fresh)
+            target.maker.assemble(leaves)
         leaves.update(
             (n, values.decoded(self.saved.values[n], n, self.checkpoint.path)) for n in below if n in self.saved.values
         )

@@ -4,12 +4,12 @@
 Never moves bytes, never talks to other ranks.
 """
 
+from holdfast.state.collect import collect
 from holdfast.state.leaves import Collected, Entry, Group, Saved, Target
 from holdfast.state.per_rank import RNG, PerRank
 from holdfast.state.recall import Recall
 from holdfast.state.stepped import claim, extent, memory_of, note, plain_parts, tensors_of
 from holdfast.state.tensors import FlatShard, Shard
-from holdfast.state.walk import collect
 
 __all__ = [
     "RNG",

@@ -11,8 +11,10 @@ from typing import Any
 from holdfast.errors import Mismatch
 from holdfast.ondisk import names
 from holdfast.ondisk.values import JSON
-from holdfast.state import optimizers, walk
+from holdfast.ranks.ranks import Ranks
+from holdfast.state import optimizers
 from holdfast.state.own_optimizers import is_optimizer_like
+from holdfast.state.walk import Walk
 
 
 def names_for_ids(
@@ -27,7 +29,7 @@ def names_for_ids(
     live = _at(into, names.split(path))
     if not groups or not live or not all(type(id_) is int for ids in groups for _, id_ in ids):
         return {}, {}
-    known = walk.parameter_names(into)
+    known = Walk(Ranks(0, 1), into).known
     called = [optimizers.parameter_fqns(path, optimizer, known) for optimizer in live]
     fqns = [group for of_one in called for group in of_one]
     if [len(ids) for ids in groups] != [len(group) for group in fqns]:

@@ -1,6 +1,6 @@
-"""What `collect` finds in a state: tensor entries, values, and the targets that values go back to.
+"""What `collect` makes of a state: tensor entries, values, and the targets that a load hands values back to.
 
-Made by this package alone; read by plan, save and load. Plain data: no torch internals.
+Only this room makes them; plan, save and load read them. Plain data that knows no torch internals.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -43,37 +43,44 @@ class Made(NamedTuple):
     entries: list[Entry]
 
 
-Make = Callable[[str, str, tuple[int, ...]], Made]
-"""Makes memory for the saved tensor of a name, dtype and global shape, laid out as the object keeps it here."""
+class TensorMaker(Protocol):
+    """Makes the tensors of an object that takes its state whole; see `fresh.Maker`."""
+
+    def make(self, name: str, dtype: str, shape: tuple[int, ...]) -> Made:
+        """Memory for the saved tensor ``name``, laid out as the object keeps it here."""
+
+    def assemble(self, leaves: dict[str, Any]) -> None:
+        """Replace the parts of tensor subclasses among ``leaves``, tensors by name, by the tensors they make up."""
 
 
 @dataclass(frozen=True)
 class Target:
     """Where values of the checkpoint go: everything saved at or under ``path`` is rebuilt and handed to ``put``.
 
-    The target of an object that takes its state by a method of its own is ``whole``: it takes all that was saved below
-    its path, or those of it in ``names``, tensors included, in new memory that ``make`` makes. ``needs`` are names that
-    must have been saved, at which or below which something lies. ``check`` raises Mismatch, before anything is changed,
-    if the target cannot take what was saved. ``expects``: the dtype and shape (None: any) of tensors by name.
-    ``undoing()``, called before ``put``, gives what undoes it: the object's own method may refuse what was saved. With
-    ``again`` it is put once more when all tensors are filled. ``present()`` gives the tensors that are there
-    afterwards, by name, to tell what arrived. ``put_some`` takes some of what was saved, where the rest
-    is not asked for, and leaves everything else as it is.
+    With a ``maker`` the target is ``whole``: an object's own method takes all that was saved below the path, or those
+    of it in ``names``, tensors included, in memory that ``maker`` makes. ``needs``: names at or below which something
+    must have been saved. ``check`` raises Mismatch, before anything is changed, if the target cannot take what was
+    saved. ``expects``: the dtype and shape (None: any) of tensors by name. ``undoing()``, called before ``put``,
+    returns a function that undoes it, because an object may refuse its state. With ``again``, ``put`` is called once
+    more when all tensors are filled. ``present()`` gives the object's tensors after the load, by name. ``put_some``
+    takes a part of what was saved and leaves everything else as it is.
     """
 
     path: str
     put: Callable[[Any], None]
-    whole: bool = False
+    maker: TensorMaker | None = None
     check: Callable[[Any], object] | None = None
     names: Sequence[str] | None = None
-    make: Make | None = None
-    assemble: Callable[[dict[str, Any]], None] | None = None
     needs: Collection[str] = ()
     expects: Mapping[str, tuple[str, tuple[int, ...] | None]] = field(default_factory=dict)
     undoing: Callable[[], Callable[[], None]] | None = None
     again: bool = False
     present: Callable[[], Mapping[str, Any]] | None = None
     put_some: Callable[[Any], None] | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.maker is not None
 
 
 @dataclass(frozen=True)
@@ -96,20 +103,56 @@ class Group:
 
 
 @dataclass
+class Changes:
+    """Which tensors of a state may change, and when: for saves that copy them later.
+
+    ``plain``: names of tensors that belong to no module or optimizer; ``dtensors`` are the DTensors among them, whose
+    changes torch counts apart from those of their local parts. ``buffers``: names of modules' buffers, which each rank
+    updates on its own. ``stable``: names of tensors that only a step of one of ``optimizers`` changes: its parameters
+    and state. ``to_come``: parameters that have no optimizer state yet, and how many tensors of their size they will
+    get.
+    """
+
+    plain: list[str] = field(default_factory=list)
+    dtensors: list[torch.Tensor] = field(default_factory=list)
+    buffers: set[str] = field(default_factory=set)
+    stable: set[str] = field(default_factory=set)
+    optimizers: list[Any] = field(default_factory=list)
+    to_come: dict[str, int] = field(default_factory=dict)
+
+    def merge(self, other: Changes) -> None:
+        """Add what is known of other leaves of the same state."""
+        self.plain += other.plain
+        self.dtensors += other.dtensors
+        self.buffers |= other.buffers
+        self.stable |= other.stable
+        self.optimizers += other.optimizers
+        self.to_come.update(other.to_come)
+
+
+@dataclass
+class HandBack:
+    """What a load does with a state beside filling its tensors, in this order.
+
+    ``clears``: by name, leaves that go because the checkpoint says that nothing is in their place. ``before``: calls
+    once every byte is there. ``targets`` get their values. ``after``: calls at the end. ``must_equal``: present tensors
+    that nothing can take back, by name; the saved ones have to be equal.
+    """
+
+    clears: dict[str, Callable[[], None]] = field(default_factory=dict)
+    before: list[Callable[[], None]] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
+    must_equal: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
 class Collected:
     """All leaves of one rank's state.
 
-    ``values`` must be equal on every rank; ``owned`` belong to modules and optimizers, which a pipeline stage may
-    lack. ``aliases`` are names whose tensor is the same memory as an entry's. ``plain`` are names of tensors that
-    belong to no module or optimizer, ``buffers`` those of modules' buffers, which ranks update each on its own.
-    ``still`` are names of tensors that nothing but a step of one of ``optimizers`` changes: its parameters and state.
-    ``given`` are the DTensors among these: torch counts the changes of a DTensor apart from those of its local part.
-    ``to_come``: parameters whose optimizer has no state for them yet, and how many tensors of their size it will keep.
-    ``kinds``: what kind of layer each module is, by name.
-
-    Of a load: ``then`` is called once every byte is there, before values are handed back, and ``after`` afterwards.
-    ``must_equal`` are present tensors by name that nothing can take back: the saved ones have to be equal. ``clears``:
-    names of leaves that go, since the checkpoint says that there is nothing in their place.
+    ``values`` must be equal on every rank; ``owned`` values belong to modules and optimizers, which a pipeline stage
+    may lack. ``aliases`` are names whose tensor is the same memory as an entry's. ``kinds``: the kind of layer of each
+    module, by name. ``handback`` is of a load.
     """
 
     entries: dict[str, Entry] = field(default_factory=dict)
@@ -117,20 +160,11 @@ class Collected:
     owned: dict[str, JSON] = field(default_factory=dict)
     containers: dict[str, Note] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
-    plain: list[str] = field(default_factory=list)
-    given: list[torch.Tensor] = field(default_factory=list)
-    buffers: set[str] = field(default_factory=set)
-    still: set[str] = field(default_factory=set)
-    optimizers: list[Any] = field(default_factory=list)
-    to_come: dict[str, int] = field(default_factory=dict)
     groups: dict[str, list[Group]] = field(default_factory=dict)
     per_rank: dict[str, PerRankLeaf] = field(default_factory=dict)
-    targets: list[Target] = field(default_factory=list)
-    then: list[Callable[[], None]] = field(default_factory=list)
-    after: list[Callable[[], None]] = field(default_factory=list)
-    must_equal: dict[str, torch.Tensor] = field(default_factory=dict)
-    clears: dict[str, Callable[[], None]] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    changes: Changes = field(default_factory=Changes)
+    handback: HandBack = field(default_factory=HandBack)
 
     def add(self, entry: Entry) -> None:
         """Add a tensor. Raises Unsupported if its name is taken."""
@@ -141,6 +175,18 @@ class Collected:
         """Add a value, of a module or optimizer if ``owned``. Raises Unsupported if its name is taken."""
         self._check_free(name)
         (self.owned if owned else self.values)[name] = value
+
+    def merge(self, other: Collected) -> None:
+        """Add the leaves of one module or optimizer. Raises Unsupported if a name is taken."""
+        for entry in other.entries.values():
+            self.add(entry)
+        for name, value in other.owned.items():
+            self.add_value(name, value, owned=True)
+        self.containers.update(other.containers)
+        self.aliases.update(other.aliases)
+        self.groups.update(other.groups)
+        self.kinds.update(other.kinds)
+        self.changes.merge(other.changes)
 
     def _check_free(self, name: str) -> None:
         if name in self.entries or name in self.values or name in self.owned or name in self.per_rank:

@@ -88,7 +88,7 @@ def collect_optimizers(
     listed = groups.saved_parameters(path, saved) if saved is not None else set()
     optimizer: Any
     for optimizer in optimizers:
-        into.optimizers.append(optimizer)
+        into.changes.optimizers.append(optimizer)
         called = call_parameters(path, parameters_of(optimizer), known)
         here = {id(p) for p in parameters_of(optimizer.optim)} if is_zero(optimizer) else None
         for group in optimizer.param_groups:
@@ -108,17 +108,15 @@ def collect_optimizers(
         _collect_shared(path, optimizer, fqns_here, listed, ranks, into, saved)
     into.groups[path] = found
     at_groups = names.child(path, "param_groups")
-    into.targets.append(
-        Target(
-            at_groups, partial(groups.put, path, live), check=partial(groups.match, path, [fqns for _, _, fqns in live])
-        )
-    )
+    if saved is not None:
+        check = partial(groups.match, path, [fqns for _, _, fqns in live])
+        into.handback.targets.append(Target(at_groups, partial(groups.put, path, live), check=check))
 
 
 def collect_settings(path: str, optimizers: Sequence[Optimizer], params: list[list[str]], into: Collected) -> None:
     """The groups of ``optimizers`` alone, where all tensors and the names of the parameters are known already."""
     live = [group for optimizer in optimizers for group in optimizer.param_groups]
-    into.optimizers.extend(optimizers)
+    into.changes.optimizers.extend(optimizers)
     into.groups[path] = [
         Group(groups.settings(path, index, group), fqns)
         for index, (group, fqns) in enumerate(zip(live, params, strict=True))
@@ -136,9 +134,9 @@ def _note_still(
     if id(parameter) in known and changes_in_steps(optimizer):
         owner, own = known[id(parameter)]
         own_names = [names.child(owner, fqn) for fqn in own.fqns]
-        into.still.update(own_names)
+        into.changes.stable.update(own_names)
         if parameter.requires_grad and not state_of(optimizer).get(parameter):
-            into.to_come.update(dict.fromkeys(own_names, _tensors_to_come(optimizer, group)))
+            into.changes.to_come.update(dict.fromkeys(own_names, _tensors_to_come(optimizer, group)))
 
 
 def _tensors_to_come(optimizer: Optimizer, group: dict[str, Any]) -> int:
@@ -189,16 +187,16 @@ class _State:
             return
         own = {str(key): key for key in present}
         if not keys and prefix in saved.containers:
-            self.into.after.append(lambda: self.state.setdefault(self.parameter, {}))
+            self.into.handback.after.append(lambda: self.state.setdefault(self.parameter, {}))
         for text in keys:
             name, key = names.child(prefix, text), own.get(text, text)
             if text in own and self._fits(name, present[key]):
                 self._add(key, present[key])
             else:
-                self.into.targets.append(self._whole(name, partial(self._set, key)))
+                self.into.handback.targets.append(self._whole(name, partial(self._set, key)))
         for text, key in own.items():
             if text not in keys:
-                self.into.clears[names.child(prefix, text)] = partial(self._clear, key)
+                self.into.handback.clears[names.child(prefix, text)] = partial(self._clear, key)
 
     def _prefix(self, fqn: str) -> str:
         return names.join([*names.split(self.path), "state", fqn])
@@ -220,7 +218,7 @@ class _State:
             else:
                 trees.add_tree(name, value, self.into, self._add_nested, owned=True)
                 if self.saved is not None:
-                    self.into.targets.append(Target(name, partial(self._set, key)))
+                    self.into.handback.targets.append(Target(name, partial(self._set, key)))
 
     def _add_nested(self, name: str, tensor: torch.Tensor) -> None:
         self._add_all(entries_beside(name, tensor, self.parameter, None, self.ranks))
@@ -229,7 +227,7 @@ class _State:
     def _add_all(self, entries: list[Entry]) -> None:
         for entry in entries:
             self.into.add(entry)
-            self.into.still.add(entry.name)
+            self.into.changes.stable.add(entry.name)
 
     def _fits(self, name: str, value: Any) -> bool:
         """Whether a present value can take the saved one in place."""
@@ -251,7 +249,7 @@ class _State:
             self.saved, self.ranks, parameter_of=lambda name: self.parameter,
             device_of=lambda name: device_of_number(name, self.group, self.parameter, shape),
         )  # fmt: skip
-        return Target(name, put, whole=True, make=maker.make, assemble=maker.assemble)
+        return Target(name, put, maker)
 
     def _set(self, key: Any, value: Any) -> None:
         self.state[self.parameter][key] = value
@@ -270,7 +268,7 @@ class _State:
                 by_key.setdefault(key_of(name, prefix), []).append((name, part.shape))
         if present and not by_key and all(part.fqn in listed for part in parts):
             for key in present:
-                self.into.clears[names.child(self._prefix(parts[0].fqn), str(key))] = partial(self._clear, key)
+                self.into.handback.clears[names.child(self._prefix(parts[0].fqn), str(key))] = partial(self._clear, key)
             return
         self.save()
         if present or (not is_flat_parameter(self.parameter) and not self.parameter.numel()):
@@ -280,7 +278,7 @@ class _State:
         for key, stored in by_key.items():
             value = self._flat_value(key, stored, saved)
             if isinstance(value, torch.Tensor):
-                self.into.then.append(partial(self._set, key, value))
+                self.into.handback.before.append(partial(self._set, key, value))
                 alike = value.shape == own_shape(self.parameter)
                 for part in parts:
                     name = names.child(self._prefix(part.fqn), key)
@@ -313,7 +311,7 @@ def _collect_shared(
         entries = entries_beside(name, tensor, None, None, ranks)
         for entry in entries:
             into.add(entry)
-            into.still.add(entry.name)
+            into.changes.stable.add(entry.name)
 
     if saved is None:
         for key, value in present.items():
@@ -334,9 +332,7 @@ def _collect_shared(
         if key not in fqns and key not in listed and leaf:
             value = present.get(key)
             maker = Maker(saved, ranks, present={name: value} if isinstance(value, torch.Tensor) else {})
-            into.targets.append(
-                Target(name, partial(state.__setitem__, key), whole=True, make=maker.make, assemble=maker.assemble)
-            )
+            into.handback.targets.append(Target(name, partial(state.__setitem__, key), maker))
     for key in present:
         if str(key) not in keys and listed:
-            into.clears[names.child(prefix, str(key))] = partial(state.pop, key, None)
+            into.handback.clears[names.child(prefix, str(key))] = partial(state.pop, key, None)

@@ -28,7 +28,7 @@ def layout_of(state: Collected) -> Layout:
         empty = not entry.views and 0 not in entry.shape
         # A rank without elements says nothing of its own: its layout then equals that of its mesh neighbours.
         lone = empty and alias is None
-        buffer = entry.name in state.buffers
+        buffer = entry.name in state.changes.buffers
         tensors.append(TensorLayout(entry.name, entry.dtype, entry.shape, index, alias, lone, buffer))
     unheld = {a: n for a, n in state.aliases.items() if a not in state.entries}
     params = {path: [g.params for g in groups] for path, groups in state.groups.items()}

@@ -1,12 +1,13 @@
-"""Optimizers with a ``state_dict`` of their own, and wrappers around optimizers: asked and told by their own methods.
+"""Optimizers with a ``state_dict`` of their own, and wrappers around optimizers: their own methods are called.
 
-The walk calls `named` when it saves and `numbered` when it loads. Their state dicts call parameters by number, as
-torch's do. Here they go by name, so that what was saved of a parameter finds it whatever its number is.
+The table names `gather` and `hand_back`. Their state dicts call parameters by number, as torch's do. Here they go by
+name, so that what was saved of a parameter finds it whatever its number is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names
-from holdfast.state import groups
+from holdfast.state import groups, objects, trees
+from holdfast.state.leaves import Target
 from holdfast.state.optimizers import parameters_of
-from holdfast.state.parameters import Known, call_parameters
+from holdfast.state.parameters import Known, call_parameters, entries_beside
+from holdfast.state.trees import bare_tensors
+from holdfast.state.walk import Loading, Put, Walk
 
 
 def is_optimizer_like(node: object) -> bool:
@@ -27,6 +31,45 @@ def is_optimizer_like(node: object) -> bool:
         and bool(found)
         and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in found)
     )
+
+
+def gather(walk: Walk, path: str, optimizer: Any, put: Put) -> None:
+    """Add what the optimizer's state dict holds, with names in the place of numbers."""
+    fqns = called_of(path, optimizer, walk.known)
+    if fqns is None:
+        objects.gather(walk, path, optimizer, put)
+        return
+    parameter = parameter_of(optimizer, fqns)
+
+    def add(name: str, tensor: Any) -> None:
+        for entry in entries_beside(name, tensor, parameter(name), None, walk.ranks):
+            walk.into.add(entry)
+        trees.note_tensor(name, tensor, parameter(name), walk.into)
+
+    trees.add_tree(path, named(optimizer.state_dict(), fqns), walk.into, add, owned=True)
+
+
+def hand_back(walk: Loading, path: str, optimizer: Any, put: Put) -> None:
+    """Hand the optimizer its state dict, with its own numbers in the place of names."""
+    fqns = called_of(path, optimizer, walk.known)
+    if fqns is None:
+        objects.hand_back(walk, path, optimizer, put)
+        return
+    rest = iter(fqns)
+    live = [[next(rest) for _ in group["params"]] for group in optimizer.param_groups]
+
+    def load(tree: Any) -> None:
+        optimizer.load_state_dict(numbered(path, tree, live))
+
+    def present() -> dict[str, Any]:
+        try:
+            return dict(bare_tensors(path, named(optimizer.state_dict(), fqns)))
+        except Exception:  # noqa: BLE001 - it took its state, and this is asked for the report alone
+            return {}
+
+    maker = walk.maker(parameter_of=parameter_of(optimizer, fqns))
+    undo = partial(objects.undoing, optimizer)
+    walk.into.handback.targets.append(Target(path, load, maker, undoing=undo, present=present))
 
 
 def called_of(path: str, optimizer: Any, known: Known) -> list[str] | None:
@@ -93,11 +136,6 @@ def parameter_of(optimizer: Any, fqns: Sequence[str]) -> Callable[[str], torch.T
         return next((by_name[b] for a, b in pairwise(keys) if a == "state" and b in by_name), None)
 
     return find
-
-
-def group_of(optimizer: Any, parameter: torch.Tensor) -> Mapping[str, Any]:
-    """The group that a parameter is in."""
-    return next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), {})
 
 
 def _numbers(tree: Mapping[str, Any], count: int) -> list[int] | None:

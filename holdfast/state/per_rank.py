@@ -1,6 +1,6 @@
 """Values that differ by rank: `PerRank`, and `RNG`, the random generators of a rank.
 
-Put into a state by the user; the walk turns them into leaves. Never compared between ranks.
+Users put them into a state; the table turns them into a `leaf`. Never compared between ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+
+from holdfast.errors import Unsupported
+from holdfast.ondisk import values
+from holdfast.state.leaves import PerRankLeaf
+from holdfast.state.tensors import dtype_name
 
 Elsewhere = Literal["error", "first"] | Callable[[Sequence[Any], int, int], Any]
 """What a rank gets on another world size: nothing (an error), rank 0's value, or ``f(values, rank, world_size)``."""
@@ -46,6 +51,27 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def leaf(path: str, value: Any, put: Callable[[Any], None], elsewhere: Elsewhere) -> PerRankLeaf:
+    """The leaf of a value that differs by rank. Raises Unsupported, naming what a checkpoint does not keep."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> str:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise values.Refused("", f"a {type(tensor).__qualname__} inside of a PerRank value")
+        try:
+            dtype_name("it", tensor)
+        except Unsupported as error:  # its bytes do not tell it
+            raise values.Refused("", str(error)) from None
+        reference = str(len(tensors))
+        tensors[reference] = tensor.detach()
+        return reference
+
+    try:
+        return PerRankLeaf(path, values.encode_tree(value, keep), tensors, put, elsewhere)
+    except values.Refused as error:
+        raise Unsupported(f"{path}{error.path}: {error.reason}") from None
+
+
 def no_rule(path: str, elsewhere: object, saved_world: int, world: int) -> list[str]:
     """What stands against loading a value saved by ``saved_world`` ranks on ``world`` ranks, if anything."""
     if saved_world == world or elsewhere == "first" or callable(elsewhere):
@@ -56,15 +82,15 @@ def no_rule(path: str, elsewhere: object, saved_world: int, world: int) -> list[
     ]
 
 
-def choose(elsewhere: object, values: Callable[[int], Any], saved_world: int, rank: int, world: int) -> Any:
-    """The value that ``rank`` of ``world`` gets, where ``values(r)`` fetches what rank r of ``saved_world`` saved."""
+def choose(elsewhere: object, value_of: Callable[[int], Any], saved_world: int, rank: int, world: int) -> Any:
+    """The value that ``rank`` of ``world`` gets, where ``value_of(r)`` fetches what rank r of ``saved_world`` saved."""
     if saved_world == world:
-        return values(rank)
+        return value_of(rank)
     if elsewhere == "first":
-        return values(0)
+        return value_of(0)
     if not callable(elsewhere):
         raise TypeError(f'elsewhere is "error", "first" or a function, not {elsewhere!r}')
-    return elsewhere([values(r) for r in range(saved_world)], rank, world)
+    return elsewhere([value_of(r) for r in range(saved_world)], rank, world)
 
 
 @dataclass

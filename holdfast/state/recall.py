@@ -1,7 +1,7 @@
-"""What a state's modules and optimizers looked like at the last save, so that the next need not walk them again.
+"""What a state's modules and optimizers looked like at the last save, so that the next one need not walk them again.
 
-The Saver keeps one. Believes nothing that it cannot see to be unchanged: the same tensor objects, at the same memory,
-of the same shape, strides and type; values are never remembered.
+The Saver keeps one. It trusts only what it can see to be unchanged: the same tensor objects, at the same memory, of the
+same shape, strides and type. Values are never remembered.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.ondisk.containers import Note
 from holdfast.state.kinds import is_dtensor
-from holdfast.state.leaves import Collected, Entry
+from holdfast.state.leaves import Collected
 from holdfast.state.optimizers import state_of
 from holdfast.state.subclasses import is_flattening
 
@@ -28,34 +27,65 @@ Owners = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one module or list of optimizers added, and by which marks it is known again.
+    """What one module or list of optimizers ``added`` to a state, and the marks by which it is known again.
 
-    The views in ``entries`` keep the memory from being used for anything else, so that an address stands for it; they
-    go when the module or the optimizer goes.
+    The views in ``added`` keep the memory from being used for anything else, so that an address stands for it; they go
+    when the module or the optimizer goes.
     """
 
     path: str
     marks: Marks
-    entries: dict[str, Entry]
-    aliases: dict[str, str]
-    buffers: set[str]
-    still: set[str]
-    to_come: dict[str, int]
+    added: Collected
     params: list[list[str]]
-    kinds: dict[str, str]
-    containers: dict[str, Note]
 
 
 class Recall:
-    """Memory of one owner; made empty."""
+    """The memory of one owner."""
 
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
         self._marks: dict[int, Marks | None] = {}
 
     def begin(self) -> None:
-        """A walk begins: what a module looks like is looked up once in it."""
+        """A walk begins: each module is looked at once in it."""
         self._marks.clear()
+
+    def module(self, path: str, module: nn.Module, into: Collected) -> bool:
+        """Add what the module added last time, if it is still the same; False if not."""
+        return self._again(path, module, partial(self._marks_of_module, module), into) is not None
+
+    def optimizers(
+        self, path: str, found: Sequence[Optimizer], owners: Owners, into: Collected
+    ) -> list[list[str]] | None:
+        """The same for optimizers that share a path; the names of the parameters of each group, or None.
+
+        ``owners`` are the modules of the state by path. They give parameters their names.
+        """
+        return self._again(path, found[0], partial(self._marks_of_optimizers, found, owners), into)
+
+    def note_module(self, path: str, module: nn.Module, added: Collected) -> None:
+        """Remember what the module ``added``. Its leaves must be live parameters and buffers, all of them."""
+        self._marks.pop(id(module), None)  # FSDP2 shards its parameters again when it is asked for its state
+        self._note(path, module, self._marks_of_module(module), added)
+
+    def note_optimizers(self, path: str, found: Sequence[Optimizer], owners: Owners, added: Collected) -> None:
+        """Remember what optimizers ``added``, but for the settings of their groups."""
+        self._note(path, found[0], self._marks_of_optimizers(found, owners), added)
+
+    def _again(self, path: str, key: Any, marks: Callable[[], Marks | None], into: Collected) -> list[list[str]] | None:
+        seen = self._seen.get(key)
+        if seen is None or seen.path != path or seen.marks != marks():
+            return None
+        into.merge(seen.added)
+        return seen.params
+
+    def _note(self, path: str, key: Any, marks: Marks | None, added: Collected) -> None:
+        if marks is None:
+            self._seen.pop(key, None)
+            return
+        params = [group.params for group in added.groups.pop(path, ())]
+        added.changes.optimizers.clear()  # must not be kept alive from here
+        self._seen[key] = _Seen(path, marks, added, params)
 
     def _marks_of_module(self, module: nn.Module) -> Marks | None:
         if id(module) not in self._marks:
@@ -67,72 +97,6 @@ class Recall:
         marks = [(path, self._marks_of_module(owner)) for path, owner in owners]
         own = _marks_of_optimizers(found)
         return None if own is None or any(of_module is None for _, of_module in marks) else [*marks, *own]
-
-    def module(self, path: str, module: nn.Module, into: Collected) -> bool:
-        """Add what the module added last time, if it is still the same; False if not."""
-        return self._again(path, module, partial(self._marks_of_module, module), into) is not None
-
-    def optimizers(
-        self, path: str, found: Sequence[Optimizer], owners: Owners, into: Collected
-    ) -> list[list[str]] | None:
-        """The same for optimizers that share a path; the names of the parameters of each group, or None.
-
-        ``owners`` are the modules of the state, which give parameters their names, by path.
-        """
-        return self._again(path, found[0], partial(self._marks_of_optimizers, found, owners), into)
-
-    def note_module(self, path: str, module: nn.Module, before: Collected, into: Collected) -> None:
-        """Remember what the module added to ``before``. Its leaves must be live parameters and buffers, all of them."""
-        self._marks.pop(id(module), None)  # FSDP2 shards its parameters again when it is asked for its state
-        self._note(path, module, self._marks_of_module(module), before, into, [])
-
-    def note_optimizers(
-        self, path: str, found: Sequence[Optimizer], owners: Owners, before: Collected, into: Collected,
-        params: list[list[str]],
-    ) -> None:  # fmt: skip
-        """Remember what optimizers added to ``before``."""
-        self._note(path, found[0], self._marks_of_optimizers(found, owners), before, into, params)
-
-    def _again(self, path: str, key: Any, marks: Callable[[], Marks | None], into: Collected) -> list[list[str]] | None:
-        seen = self._seen.get(key)
-        if seen is None or seen.path != path or seen.marks != marks():
-            return None
-        for entry in seen.entries.values():
-            into.add(entry)
-        into.aliases.update(seen.aliases)
-        into.buffers |= seen.buffers
-        into.still |= seen.still
-        into.to_come.update(seen.to_come)
-        into.kinds.update(seen.kinds)
-        into.containers.update(seen.containers)
-        return seen.params
-
-    def _note(
-        self, path: str, key: Any, marks: Marks | None, before: Collected, into: Collected, params: list[list[str]]
-    ) -> None:
-        if marks is None:
-            self._seen.pop(key, None)
-            return
-        self._seen[key] = _Seen(
-            path,
-            marks,
-            {name: entry for name, entry in into.entries.items() if name not in before.entries},
-            {name: first for name, first in into.aliases.items() if name not in before.aliases},
-            into.buffers - before.buffers,
-            into.still - before.still,
-            {name: count for name, count in into.to_come.items() if name not in before.to_come},
-            params,
-            {name: kind for name, kind in into.kinds.items() if name not in before.kinds},
-            {name: kind for name, kind in into.containers.items() if name not in before.containers},
-        )
-
-
-def so_far(into: Collected) -> Collected:
-    """A copy to tell later what was added."""
-    return Collected(
-        entries=dict(into.entries), aliases=dict(into.aliases), buffers=set(into.buffers), still=set(into.still),
-        to_come=dict(into.to_come), kinds=dict(into.kinds), containers=dict(into.containers),
-    )  # fmt: skip
 
 
 def _marks_of_module(module: nn.Module) -> Marks | None:

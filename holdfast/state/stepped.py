@@ -52,20 +52,20 @@ def memory_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 def claim(state: Collected) -> None:
     """Find the tensors of ``state`` that lie in the memory of live optimizers: they hold still until its next step.
 
-    Adds their names to ``state.still`` and the optimizers to ``state.optimizers``.
+    Adds their names to ``state.changes.stable`` and the optimizers to ``state.changes.optimizers``.
     """
-    restless = [entry for name, entry in state.entries.items() if name not in state.still and entry.views]
+    restless = [entry for name, entry in state.entries.items() if name not in state.changes.stable and entry.views]
     owners = [found for ref in _seen.keyrefs() if (found := ref()) is not None and _is_trusted(found)]
     if not restless or not owners:
         return
     memory = _Memory(owners)
-    known = {id(optimizer): optimizer for optimizer in state.optimizers}
+    known = {id(optimizer): optimizer for optimizer in state.changes.optimizers}
     for entry in restless:
         owners_here = memory.owners_of(entry)
         if owners_here:
-            state.still.add(entry.name)
+            state.changes.stable.add(entry.name)
             known.update((id(owner), owner) for owner in owners_here)
-    state.optimizers = list(known.values())
+    state.changes.optimizers = list(known.values())
 
 
 def _is_trusted(optimizer: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.state.rules import RULES
+from holdfast.state.table import RULES
 from tests.docs.pages import ROOT
 
 HEAD = "| what | what is saved | its names | how it comes back | what is refused |\n|---|---|---|---|---|\n"

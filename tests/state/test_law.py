@@ -579,8 +579,8 @@ def test_an_optimizer_that_has_no_step_is_not_trusted_to_hold_still(tmp_path: Pa
 
     model = net(1, 2, 2)
     collected = collect({"m": model, "o": InBackward(model.parameters())}, Ranks(0, 1))
-    assert not collected.still
-    assert collect({"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}, Ranks(0, 1)).still
+    assert not collected.changes.stable
+    assert collect({"m": model, "o": torch.optim.SGD(model.parameters(), lr=0.1)}, Ranks(0, 1)).changes.stable
 
 
 def test_a_tuple_of_values_and_tensors(tmp_path: Path) -> None:

@@ -127,8 +127,9 @@ def looks(found: Collected | Exception) -> Any:
         name: (e.dtype, e.shape, e.spread, [(v.box, v.tensor.data_ptr(), v.tensor.stride()) for v in e.views])
         for name, e in found.entries.items()
     }
-    kept = (found.values, found.owned, found.containers, found.aliases, found.plain, found.buffers, found.still)
-    return entries, kept, found.groups, found.to_come, [id(o) for o in found.optimizers]
+    changes = found.changes
+    kept = (found.values, found.owned, found.containers, found.aliases, changes.plain, changes.buffers, changes.stable)
+    return entries, kept, found.groups, changes.to_come, [id(o) for o in changes.optimizers]
 
 
 def attempt(state: State, recall: Recall | None) -> Collected | Exception:

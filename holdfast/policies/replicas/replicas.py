@@ -34,7 +34,7 @@ def sums_of(state: Collected, copier: Copier) -> dict[str, str]:
     Devices copy on the streams of ``copier``: on that of training a thread would wait for all that is queued there.
     """
     sums, left = {}, ALTOGETHER
-    for name in state.plain:
+    for name in state.changes.plain:
         entry = state.entries[name]
         size = sum(view.tensor.nbytes for view in entry.views)
         if not isinstance(entry.spread, Whole) or not size:

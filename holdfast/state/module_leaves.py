@@ -1,6 +1,6 @@
-"""Where the leaves of a checkpoint go in a module: into its own memory, or through its own methods.
+"""The leaves of a module, and where they go in a load: into its own memory, or through its own methods.
 
-The walk calls `collect` when it loads. Never calls a method of the module before every byte has been read.
+The table names `gather` and `hand_back`. Never calls a loading method of the module before every byte has been read.
 """
 
 from __future__ import annotations
@@ -16,21 +16,65 @@ from torch import nn
 from holdfast.errors import HoldfastError, Mismatch, Unsupported
 from holdfast.ondisk import names
 from holdfast.ranks.ranks import Ranks
-from holdfast.state import own_methods
+from holdfast.state import modules, own_methods, trees
 from holdfast.state.fresh import Maker, key_of
+from holdfast.state.layers import kinds_of
 from holdfast.state.leaves import Collected, Saved, Target
 from holdfast.state.modules import EXTRA_STATE, ModuleState, is_live, named_modules, storages_of, unwrapped
 from holdfast.state.own_methods import Scope
 from holdfast.state.tensors import entries_of
 from holdfast.state.trees import bare_tensors, copied
+from holdfast.state.walk import Loading, Put, Walk
 
 
-def collect(path: str, module: nn.Module, state: ModuleState, saved: Saved, ranks: Ranks, into: Collected) -> None:
-    """Add what the module wants of ``saved``, the checkpoint, to ``into``. Its present ``state`` says what there is."""
+def gather(walk: Walk, path: str, module: nn.Module, put: Put) -> None:
+    """Add what the module's state dict holds, or what it held at the last save if it is still the same."""
+    recall = walk.recall
+    if recall is None:
+        _gather(walk, path, module, walk.into)
+    elif not recall.module(path, module, walk.into):
+        added = Collected()
+        live = _gather(walk, path, module, added)
+        walk.into.merge(added)
+        if live:
+            recall.note_module(path, module, added)
+
+
+def _gather(walk: Walk, path: str, module: nn.Module, into: Collected) -> bool:
+    """True if the leaves are the module's live parameters and buffers, all of them."""
+    state = _present(walk, path, module, into)
+    for entry in state.entries:
+        into.add(entry)
+    for fqn, value in state.leaves.items():
+        name = names.child(path, fqn)
+        if isinstance(value, torch.Tensor):
+            for entry in entries_of(name, value, walk.ranks):
+                into.add(entry)
+        else:
+            trees.add_tree(name, value, into, partial(walk.noted, into=into), owned=True)
+    if not state.entries and not state.leaves:
+        into.containers[path] = "dict"
+    return bool(state.leaves) and not state.entries and not own_methods.has_a_say_in_saving(module)
+
+
+def _present(walk: Walk, path: str, module: nn.Module, into: Collected) -> ModuleState:
+    """What a module has now; adds to ``into`` all of it but its leaves."""
+    modules.check_not_lazy(path, module)
+    state = modules.module_state(path, module, walk.ranks)
+    into.aliases.update(state.aliases)
+    into.kinds.update(kinds_of(path, module))
+    into.changes.buffers |= {names.child(path, fqn) for fqn in modules.buffer_names(module)}
+    return state
+
+
+def hand_back(walk: Loading, path: str, module: nn.Module, put: Put) -> None:
+    """Add what the module wants of the checkpoint."""
+    into = walk.into
+    state = _present(walk, path, module, into)
     for entry in state.entries:
         into.add(entry)
     scopes = _scopes(path, module, state)
-    one = _Loading(path, saved, ranks, into)
+    one = _Loading(path, walk.saved, walk.ranks, into)
     for fqn, value in state.leaves.items():
         if not any(fqn.startswith(scope.prefix) for scope in scopes) and not _is_extra(fqn):
             one.in_place(fqn, value)
@@ -38,8 +82,9 @@ def collect(path: str, module: nn.Module, state: ModuleState, saved: Saved, rank
         one.scope(scope, state.leaves)
     one.extra_states(module, [scope.prefix for scope in scopes], state.leaves)
     for prefix, call in own_methods.hooks_after(module, scopes):
-        if any(saved.asked(names.child(path, fqn)) for fqn in _under(state, prefix)):
-            into.after.append(partial(_run_hooks, names.child(path, prefix.rstrip(".")) if prefix else path, call))
+        if any(walk.saved.asked(names.child(path, fqn)) for fqn in _under(state, prefix)):
+            at = names.child(path, prefix.rstrip(".")) if prefix else path
+            into.handback.after.append(partial(_run_hooks, at, call))
     if not state.entries and not state.leaves and not scopes:
         into.containers[path] = "dict"
 
@@ -105,7 +150,6 @@ class _Loading:
                 self._left_over(scope, key, value, again.get(key))
         at = {key: names.child(self.path, scope.prefix + key) for key in taken}
         present_by_name = dict(t for key, value in present.items() if key in at for t in bare_tensors(at[key], value))
-        maker = Maker(self.saved, self.ranks, present=present_by_name)
         expects = {
             entry.name: (entry.dtype, None if own_methods.may_resize(scope, key) else entry.shape)
             for key, value in present.items()
@@ -113,14 +157,12 @@ class _Loading:
             for entry in entries_of(at[key], value, self.ranks)
         }
         needs = [at[key] for key in present if key in at and not self._tied_to_saved(key, present, at)]
-        self.into.targets.append(
+        self.into.handback.targets.append(
             Target(
                 self.path,
                 partial(_load, scope, self.path),
-                whole=True,
+                Maker(self.saved, self.ranks, present=present_by_name),
                 names=tuple(name for key in taken for name in stored.get(key, ())),
-                make=maker.make,
-                assemble=maker.assemble,
                 needs=needs,
                 expects=expects,
                 undoing=partial(_undoing, scope, self.path),
@@ -139,17 +181,9 @@ class _Loading:
                 continue  # stays unclaimed, and is named as such
             present = {name: leaves[key]} if isinstance(leaves[key], torch.Tensor) else {}
             maker = Maker(self.saved, self.ranks, present=present)
-            self.into.targets.append(
-                Target(
-                    name,
-                    sub.set_extra_state,
-                    whole=True,
-                    make=maker.make,
-                    assemble=maker.assemble,
-                    undoing=partial(_undoing_extra, sub),
-                    again=True,  # torch sets it after the module's tensors, which it may look at
-                )
-            )
+            # torch sets it after the module's tensors, which it may look at: so it is set again.
+            target = Target(name, sub.set_extra_state, maker, undoing=partial(_undoing_extra, sub), again=True)
+            self.into.handback.targets.append(target)
 
     def _stored(self, prefix: str) -> dict[str, list[str]]:
         """What was saved below a prefix of FQNs: by key, relative to it, the names of its leaves."""
@@ -171,10 +205,10 @@ class _Loading:
         attribute = own_methods.attribute_of(scope, key, value)
         if attribute is not None:
             maker = Maker(self.saved, self.ranks)
-            self.into.targets.append(Target(name, partial(_set_attribute, *attribute), whole=True, make=maker.make))
+            self.into.handback.targets.append(Target(name, partial(_set_attribute, *attribute), maker))
             return
         for entry in entries_of(name, value, self.ranks):
-            self.into.must_equal[entry.name] = entry.views[0].tensor
+            self.into.handback.must_equal[entry.name] = entry.views[0].tensor
 
     def _tied_to_saved(self, key: str, present: Mapping[str, Any], at: Mapping[str, str]) -> bool:
         """Whether another entry is the same memory, and was saved."""

@@ -1,0 +1,287 @@
+"""The one table of what becomes of each kind of object in a state: how it is told, gathered, and handed back.
+
+`collect` walks a state with it, for saves and loads alike, and docs/states.md shows it. The rows name the functions
+that do the work; those of containers and lists, which come back here for what they hold, stand in this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from holdfast.ondisk import names
+from holdfast.state import module_leaves, modules, objects, optimizers, own_optimizers, per_rank, trees
+from holdfast.state.kinds import without_fabric
+from holdfast.state.leaves import Collected, Target
+from holdfast.state.per_rank import RNG, PerRank, is_stateful
+from holdfast.state.tensors import is_tensor_leaf
+from holdfast.state.trees import is_container, only_values
+from holdfast.state.walk import Loading, Put, Walk
+
+
+class Rule(NamedTuple):
+    """One kind of object. ``is_one`` tells it, and the first rule that fits counts.
+
+    A save calls ``gather(walk, path, node, put)``, which adds what there is to ``walk.into``. A load calls
+    ``hand_back``, which also adds how the object takes back what was saved; ``put`` stores a new value in its place.
+    The rest says for people what becomes of the object.
+    """
+
+    is_one: Callable[[Any], bool]
+    gather: Callable[[Walk, str, Any, Put], None]
+    hand_back: Callable[[Loading, str, Any, Put], None]
+    what: str
+    saved: str
+    named: str
+    comes_back: str
+    refused: str
+
+
+def visit(walk: Walk, path: str, node: Any, put: Put) -> None:
+    """Do what the table says of the object at ``path``."""
+    node = without_fabric(node)
+    rule = rule_of(node)
+    if isinstance(walk, Loading):
+        rule.hand_back(walk, path, node, put)
+    else:
+        rule.gather(walk, path, node, put)
+
+
+def rule_of(node: Any) -> Rule:
+    """The rule for an object."""
+    return next(rule for rule in (_OF_DICTS if type(node) is dict else RULES) if rule.is_one(node))
+
+
+def keep(value: Any) -> None:
+    """The ``put`` of an object that nothing can replace."""
+
+
+def _is_list_of(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda node: type(node) in (list, tuple) and bool(node) and all(map(kind, node))
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, nn.Module)
+
+
+def _is_own_optimizer(node: Any) -> bool:
+    return is_stateful(node) and own_optimizers.is_optimizer_like(node)
+
+
+def _is_optimizer(node: Any) -> bool:
+    return optimizers.is_plain(node) or _is_own_optimizer(node)
+
+
+def _tensor(walk: Walk, path: str, node: Any, put: Put) -> None:
+    walk.plain(path, node)
+
+
+def _per_rank(walk: Walk, path: str, node: PerRank, put: Put) -> None:
+    walk.into.per_rank[path] = per_rank.leaf(path, node.state(), node.put, node.elsewhere)
+
+
+def _rng(walk: Walk, path: str, node: RNG, put: Put) -> None:
+    walk.into.per_rank[path] = per_rank.leaf(path, node.state_dict(), node.load_state_dict, node.rule())
+
+
+def _modules(walk: Walk, path: str, node: Any, put: Put) -> None:
+    for at, module in modules.merged(path, node, walk.has):
+        visit(walk, at, module, keep)
+
+
+def _optimizer(walk: Walk, path: str, node: Any, put: Put) -> None:
+    _at_one_path(walk, path, [node])
+
+
+def _optimizers(walk: Walk, path: str, node: Any, put: Put) -> None:
+    """Optimizers of a list share its path if their parameters tell them apart, else each has its position."""
+    optimizers_here = [without_fabric(optimizer) for optimizer in node]
+    if optimizers.share_a_path(optimizers_here, walk.known, walk.has, path):
+        _at_one_path(walk, path, optimizers_here)
+        return
+    for i, optimizer in enumerate(optimizers_here):
+        visit(walk, names.child(path, str(i)), optimizer, keep)
+
+
+def _at_one_path(walk: Walk, path: str, found: list[Any]) -> None:
+    if walk.recall is None:
+        optimizers.collect_optimizers(path, found, walk.known, walk.ranks, walk.into, walk.saved)
+        return
+    params = walk.recall.optimizers(path, found, walk.owners, walk.into)
+    if params is not None:
+        optimizers.collect_settings(path, found, params, walk.into)
+        return
+    added = Collected()
+    optimizers.collect_optimizers(path, found, walk.known, walk.ranks, added, None)
+    walk.into.merge(added)
+    walk.recall.note_optimizers(path, found, walk.owners, added)
+
+
+def _gather_values(walk: Walk, path: str, node: Any, put: Put) -> None:
+    trees.add_values(path, node, walk.into, owned=False)
+
+
+def _hand_values_back(walk: Loading, path: str, node: Any, put: Put) -> None:
+    """A container of values that stands there is filled, so that others who hold it see them."""
+    _gather_values(walk, path, node, put)
+    fill, fill_some = partial(walk.filling.put, node, put), partial(walk.filling_some.put, node, put)
+    walk.into.handback.targets.append(Target(path, fill, put_some=fill_some))
+
+
+def container(walk: Walk, path: str, node: Any, put: Put) -> None:
+    """Visit what a container holds. It is filled in place and keeps its class; a tuple is replaced if it has to be."""
+    new_items = list(node) if isinstance(node, tuple) else node
+    for name, (key, value) in trees.note_container(path, node, walk.into, in_place=True):
+        at = names.child(path, name)
+        if is_tensor_leaf(value):  # most are: the table would say the same
+            walk.plain(at, value)
+        else:
+            visit(walk, at, value, partial(new_items.__setitem__, key))
+    if isinstance(node, tuple) and isinstance(walk, Loading):
+        walk.into.handback.after.append(partial(_put_tuple, node, new_items, put))
+
+
+def _put_tuple(present: tuple[Any, ...], items: list[Any], put: Put) -> None:
+    """Put a new tuple around the same tensors and objects, if a value in it is another now."""
+    if any(new is not old for new, old in zip(items, present, strict=True)):
+        put(tuple(items))
+
+
+VALUES = Rule(
+    lambda node: is_container(node) and only_values(node),
+    _gather_values,
+    _hand_values_back,
+    "dict, list, tuple of plain values",
+    "the values, their types and their order",
+    "the path",
+    "dicts and lists are filled in place, a tuple is replaced",
+    "what no checkpoint holds: code, and objects without a state dict",
+)
+
+CONTAINER = Rule(
+    is_container,
+    container,
+    container,
+    "dict, list, tuple of other things",
+    "each item",
+    "keys and positions, joined by `/`",
+    "item by item; the container stays the one it is",
+    "keys that are no text at the top; a plain value inside of a tuple that also holds tensors",
+)
+
+_OF_DICTS = (VALUES, CONTAINER)
+"""All that a dict can be, of which a state of bare tensors has as many as parameters."""
+
+RULES = (
+    Rule(
+        is_tensor_leaf,
+        _tensor,
+        _tensor,
+        "tensor",
+        "its numbers: of a sharded tensor this rank's boxes, of a subclass with `__tensor_flatten__` each inner tensor",
+        "the path of keys; an inner tensor has its attribute's name below that",
+        "filled in place, where it lies",
+        "meta, sparse and torch-quantized tensors, `Partial` placements, subclasses without `__tensor_flatten__`",
+    ),
+    Rule(
+        lambda node: isinstance(node, PerRank),
+        _per_rank,
+        _per_rank,
+        "value of each rank (`PerRank`)",
+        "every rank's own value",
+        "the path, once for all ranks",
+        "`value` is replaced, or the object's `load_state_dict` called; on another world size `elsewhere` decides",
+        "tensors inside that have no plain bytes",
+    ),
+    Rule(
+        lambda node: isinstance(node, RNG),
+        _rng,
+        _rng,
+        "random generators (`RNG`)",
+        "every rank's own generators",
+        "the path, once for all ranks",
+        "the generators are set; a rank that did not exist gets a stream of its own",
+        "",
+    ),
+    Rule(
+        _is_module,
+        module_leaves.gather,
+        module_leaves.hand_back,
+        "module",
+        "what its `state_dict()` holds, wrappers (DDP, FSDP, `torch.compile`, Fabric) taken off",
+        "the FQN is one key below the path",
+        "parameters and buffers are filled in place, then load post-hooks run. A submodule that overrides "
+        "`state_dict`, `_save_to_state_dict`, `_load_from_state_dict` or `load_state_dict`, or has hooks on them, is "
+        "loaded by these from new memory, laid out as it is here; extra state goes to `set_extra_state`",
+        "an entry that nothing takes back, unless it equals the present one; lazy parameters before the first pass",
+    ),
+    Rule(
+        _is_list_of(_is_module),
+        _modules,
+        _modules,
+        "list of modules",
+        "as for each of them",
+        "all at the path of the list if no name stands twice (pipeline chunks), else each at its position",
+        "as for each of them",
+        "",
+    ),
+    Rule(
+        optimizers.is_plain,
+        _optimizer,
+        _optimizer,
+        "optimizer with torch's `state_dict`, `ZeroRedundancyOptimizer`",
+        "the state of each parameter however nested, state under other keys, the groups' settings",
+        "`state/<FQN>/<key>` and `param_groups/<i>/<setting>`; integers in the place of FQNs if the state does not "
+        "hold the parameters",
+        "state that is there is filled in place, other state is made; state that was not saved goes, and stands in "
+        "`Loaded.cleared`. Settings are set in place, group by group, by the names of the parameters. Then "
+        "`__setstate__` and load post-hooks run, as in torch",
+        "plain tensors of another shape beside a sharded parameter; group tensors over 1 MiB",
+    ),
+    Rule(
+        _is_own_optimizer,
+        own_optimizers.gather,
+        own_optimizers.hand_back,
+        "optimizer with methods of its own, wrapper of optimizers",
+        "what its `state_dict()` holds",
+        "as its keys, with FQNs in the place of parameter numbers",
+        "its `load_state_dict` is called, with tensors laid out as the parameters are",
+        "over flattened parameters of FSDP1",
+    ),
+    Rule(
+        _is_list_of(_is_optimizer),
+        _optimizers,
+        _optimizers,
+        "list of optimizers",
+        "as for each of them",
+        "all at the path of the list if each parameter is named and in one of them alone, else each at its position",
+        "as for each of them",
+        "",
+    ),
+    VALUES,
+    CONTAINER,
+    Rule(
+        is_stateful,
+        objects.gather,
+        objects.hand_back,
+        "object with `state_dict()` and `load_state_dict()`",
+        "what its `state_dict()` holds",
+        "as its keys, below the path",
+        "its `load_state_dict` is called with what was saved, in new tensors",
+        "what no checkpoint holds inside of it",
+    ),
+    Rule(
+        lambda node: True,
+        _gather_values,
+        _hand_values_back,
+        "anything else",
+        "the value",
+        "the path",
+        "replaced",
+        "what no checkpoint holds",
+    ),
+)
+"""In the order in which they are tried."""
