@@ -79,7 +79,7 @@ def _members(path: Place) -> Members | None:
     if is_zip(whole):
         return {_STATES: whole} if _begins_as_states(whole) else None
     if tars.is_tar(whole.read(0, min(tars.BLOCK, whole.nbytes))):
-        first = next(tars.entries(tars.Lying(whole), path), None)
+        first = next(tars.entries(tars.PlainStream(whole), path), None)
         return _wanted(tars.members(whole)) if first is not None and _is_known(first.name) else None
     if _OWN_TAR.search(path.name) and not is_torch_file(whole):
         raise Damaged(f"{path} is no tar archive: it was altered, or is misnamed")

@@ -1,13 +1,13 @@
-"""Tar archives as byte ranges: where each member lies, told by the headers alone.
+"""Tar archives as byte ranges: where each member lies, from the headers alone.
 
-`composer` lists plain archives with `members`, `scratch` walks unpacked ones with `entries`. Never makes a path of a
-member's name, and follows no link of an archive.
+`composer` lists plain archives with `members`; `scratch` walks unpacked ones with `entries`. `tarfile` reads headers,
+but does not walk: it takes an archive that is cut off or broken at a later header for a whole one.
 """
 
 from __future__ import annotations
 
 import re
-import struct
+import tarfile
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -15,15 +15,16 @@ from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.sources import Stretch
 from holdfast.storage.place import Place
 
-BLOCK = 512
+BLOCK = tarfile.BLOCKSIZE
 MAX_MEMBERS = 1_000_000
 MAX_EXTENSION = 1 << 20
-"""Bytes of a long name or of extended attributes; names end at 4096."""
+"""Bytes of a long name or of extended attributes. A name has at most 4096."""
 
 _KINDS = {
     b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe",
     b"S": "a sparse file", b"M": "a part of a file of several volumes", b"V": "a volume's label",
 }  # fmt: skip
+_ATTRIBUTE = re.compile(rb"([1-9][0-9]{0,7}) ([^=\n]+)=")
 
 
 class Entry(NamedTuple):
@@ -46,16 +47,16 @@ class Stream(Protocol):
         """Pass over bytes."""
 
 
-class Lying(Stream):
-    """An archive that lies as it is: skipping costs nothing."""
+class PlainStream(Stream):
+    """An archive that is not compressed: skipping costs nothing."""
 
     def __init__(self, archive: Stretch) -> None:
         self.archive, self.at = archive, 0
 
     def read(self, nbytes: int) -> bytes:
-        found = self.archive.read(self.at, min(nbytes, self.archive.nbytes - self.at))
-        self.at += len(found)
-        return found
+        data = self.archive.read(self.at, min(nbytes, self.archive.nbytes - self.at))
+        self.at += len(data)
+        return data
 
     def skip(self, nbytes: int) -> None:
         self.at = min(self.at + nbytes, self.archive.nbytes)
@@ -63,41 +64,45 @@ class Lying(Stream):
 
 def is_tar(head: bytes) -> bool:
     """Whether an archive begins with these bytes, 512 at least."""
-    return len(head) >= BLOCK and any(head[:BLOCK]) and _sum_fits(head[:BLOCK])
+    try:
+        return bool(tarfile.TarInfo.frombuf(head[:BLOCK], "utf-8", "replace"))
+    except tarfile.HeaderError:
+        return False
 
 
 def members(archive: Stretch) -> dict[str, Stretch]:
     """The regular files of a plain archive by name. Raises Damaged, Unsupported."""
-    found = {}
-    for entry in entries(Lying(archive), archive.source.path):
-        found[entry.name] = archive.part(entry.begin, entry.nbytes)
-    return found
+    return {
+        entry.name: archive.part(entry.begin, entry.nbytes)
+        for entry in entries(PlainStream(archive), archive.source.path)
+    }
 
 
 def entries(stream: Stream, where: Place) -> Iterator[Entry]:
-    """The regular files of an archive, in order; of each the caller may read its bytes before asking for the next.
+    """The regular files of an archive, in order. The caller may read the bytes of each before it asks for the next.
 
-    Raises Damaged for what is no archive, is cut off, or names something outside of itself; Unsupported for links,
-    devices and sparse files.
+    Raises Damaged if it is no archive, is cut off, or has names that lead out of it; Unsupported for links, devices
+    and sparse files.
     """
     names: set[str] = set()
     extended: dict[str, str] = {}
     while header := _header(stream, where):
-        kind, nbytes = header[156:157], _number(header[124:136], where)
+        kind = header.type
         if kind in (b"L", b"K", b"x", b"g"):
-            data = _extension(stream, nbytes, where)
+            data = _extension(stream, header.size, where)
             if kind == b"L":
-                extended["path"] = _text(data)
+                extended["path"] = data.split(b"\0", 1)[0].decode("utf-8", "replace")
             elif kind == b"x":
                 extended.update(_attributes(data, where))
             continue
-        name, nbytes = extended.get("path", _name(header)), _size(extended, nbytes, where)
+        name = extended.get("path", header.name)
+        nbytes = _size(extended["size"], where) if "size" in extended else header.size
         if any(key.startswith("GNU.sparse") for key in extended):
             kind = b"S"
         extended = {}
-        if kind == b"5" or name.endswith("/"):
+        if kind == tarfile.DIRTYPE or name.endswith("/"):
             continue
-        if kind not in (b"0", b"\0", b"7"):
+        if kind not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE):
             raise Unsupported(
                 f"{where}: its member {name[:200]!r} is {_KINDS.get(kind, f'of kind {kind!r}')}, and only plain files "
                 "are read: unpack it and pack it again without (tar --dereference --hard-dereference)"
@@ -106,59 +111,36 @@ def entries(stream: Stream, where: Place) -> Iterator[Entry]:
         if name in names or len(names) >= MAX_MEMBERS:
             raise Damaged(f"{where} holds {name[:200]!r} twice" if name in names else f"{where}: too many members")
         names.add(name)
-        begin = stream.at
+        begin, end = stream.at, stream.at + nbytes
         yield Entry(name, begin, nbytes)
-        _skip_to(stream, begin + nbytes, where)
+        if stream.at > end:
+            raise Damaged(f"{where}: more of a member was read than it has")
+        stream.skip(end - stream.at)
+        if stream.at < end:
+            raise Damaged(f"{where} ends within a member: it is truncated")
         stream.skip(-nbytes % BLOCK)
 
 
-def _header(stream: Stream, where: Place) -> bytes:
-    """The next header; none at the mark of the end."""
-    header = stream.read(BLOCK)
-    if len(header) < BLOCK:
+def _header(stream: Stream, where: Place) -> tarfile.TarInfo | None:
+    """The next header, or None at the mark that ends the archive."""
+    data = stream.read(BLOCK)
+    if len(data) < BLOCK:
         raise Damaged(f"{where} ends without the mark of an archive's end: it is truncated")
-    if not any(header):
-        return b""
-    if not _sum_fits(header):
-        raise Damaged(f"{where}: no valid header of a tar archive at byte {stream.at - BLOCK}")
+    if not any(data):
+        return None
+    try:
+        header = tarfile.TarInfo.frombuf(data, "utf-8", "replace")
+    except tarfile.HeaderError:
+        raise Damaged(f"{where}: no valid header of a tar archive at byte {stream.at - BLOCK}") from None
+    if header.size < 0:
+        raise Damaged(f"{where}: a member of {header.size} bytes")
     return header
 
 
-def _sum_fits(header: bytes) -> bool:
-    told = re.fullmatch(rb"[ \0]*([0-7]{1,8})[ \0]*", header[148:156])
-    if told is None:
-        return False
-    rest = header[:148] + b" " * 8 + header[156:]
-    signed = sum(struct.unpack(f"{BLOCK}b", rest))  # some old archivers
-    return int(told[1], 8) in (sum(rest), signed)
-
-
-def _number(field: bytes, where: Place) -> int:
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    told = re.fullmatch(rb"[ \0]*([0-7]*)[ \0]*", field)
-    if told is None:
-        raise Damaged(f"{where}: {field!r} is no size of a member")
-    return int(told[1] or b"0", 8)
-
-
-def _size(extended: dict[str, str], nbytes: int, where: Place) -> int:
-    told = extended.get("size")
-    if told is None:
-        return nbytes
-    if not re.fullmatch(r"[0-9]{1,19}", told):
-        raise Damaged(f"{where}: {told[:40]!r} is no size of a member")
-    return int(told)
-
-
-def _text(data: bytes) -> str:
-    return data.split(b"\0", 1)[0].decode("utf-8", "replace")
-
-
-def _name(header: bytes) -> str:
-    name = _text(header[:100])
-    prefix = _text(header[345:500]) if header[257:263] == b"ustar\0" else ""
-    return f"{prefix}/{name}" if prefix else name
+def _size(text: str, where: Place) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text):
+        raise Damaged(f"{where}: {text[:40]!r} is no size of a member")
+    return int(text)
 
 
 def _extension(stream: Stream, nbytes: int, where: Place) -> bytes:
@@ -172,29 +154,22 @@ def _extension(stream: Stream, nbytes: int, where: Place) -> bytes:
 
 
 def _attributes(data: bytes, where: Place) -> dict[str, str]:
-    """Extended attributes: each is its own length, a space, key=value and a line's end."""
-    found, at = {}, 0
+    """Extended attributes: each is its own length, a space, key=value and a newline. `tarfile` ignores broken ones."""
+    attributes, at = {}, 0
     while at < len(data) and data[at]:
-        told = re.compile(rb"([1-9][0-9]{0,7}) ([^=\n]+)=").match(data, at)
-        end = at + int(told[1]) if told else 0
-        if told is None or not told.end() < end <= len(data) or data[end - 1 : end] != b"\n":
+        match = _ATTRIBUTE.match(data, at)
+        end = at + int(match[1]) if match else 0
+        if match is None or not match.end() < end <= len(data) or data[end - 1 : end] != b"\n":
             raise Damaged(f"{where}: a member's extended attributes are broken")
-        found[told[2].decode("utf-8", "replace")] = data[told.end() : end - 1].decode("utf-8", "replace")
+        value = data[match.end() : end - 1]
+        attributes[match[2].decode("utf-8", "replace")] = value.decode("utf-8", "replace")
         at = end
-    return found
+    return attributes
 
 
 def _inside(name: str, where: Place) -> str:
     while name.startswith("./"):
         name = name[2:]
     if not name or name.startswith("/") or "\0" in name or ".." in name.split("/"):
-        raise Damaged(f"{where}: its member {name[:200]!r} is named as nothing inside of an archive is")
+        raise Damaged(f"{where}: its member {name[:200]!r} has a name that no file in an archive can have")
     return name
-
-
-def _skip_to(stream: Stream, end: int, where: Place) -> None:
-    if stream.at > end:
-        raise Damaged(f"{where}: more of a member was read than it has")
-    stream.skip(end - stream.at)
-    if stream.at < end:
-        raise Damaged(f"{where} ends within a member: it is truncated")
