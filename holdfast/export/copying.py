@@ -139,7 +139,7 @@ def _copy(
     first = unit.atoms[0].offset
     base, image = first // SECTOR * SECTOR, windows.image
     stats = _read(checkpoint, [_stretch(atoms, image.address - base) for atoms in _by_span(unit)], windows, verify)
-    found = [_sum(image.view[atom.offset - base : atom.end - base], sums) for atom in unit.atoms]
+    atom_sums = [_sum(image.view[atom.offset - base : atom.end - base], sums) for atom in unit.atoms]
     # The sector that it shares with a unit of another rank: if two machines change a page of a file, one change may be
     # lost. The other rank writes it now, and the first rank what is ours of it when all others are done.
     whole = -(-first // SECTOR) * SECTOR if alone else first
@@ -150,7 +150,7 @@ def _copy(
         if end > whole:
             begin = max(begin, whole)
             write(path, image.view[begin - base : end - base], begin)
-    return _Done(unit, Row(unit.number, found, heads), stats)
+    return _Done(unit, Row(unit.number, atom_sums, heads), stats)
 
 
 class _Stretch(NamedTuple):
@@ -188,9 +188,9 @@ def _read(checkpoint: Checkpoint, stretches: Sequence[_Stretch], windows: _Windo
     # Of runs each block is read whole and proved; of boxes in many pieces that might be many times their bytes.
     for wanted, how in ((runs, "blocks" if verify is True else verify), (boxes, verify if sealed else False)):
         if wanted:
-            got = read_boxes(checkpoint.files, wanted, verify=how)
-            stats.read += got.read
-            stats.unverified += got.unverified if sealed or not verify else got.needed
+            counts = read_boxes(checkpoint.files, wanted, verify=how)
+            stats.read += counts.read
+            stats.unverified += counts.unverified if sealed or not verify else counts.needed
     for stretch, address in casts:
         leaf, count = stretch.leaf, stretch.stop - stretch.start
         saved = host_tensor(address, count * dtypes.itemsize(leaf.record.dtype))

@@ -212,7 +212,7 @@ def _flattened(state: Mapping[str, Any]) -> dict[Path, Any]:
 
     So is a tuple. One that holds tensors would be one large leaf: it is taken for a list.
     """
-    found: dict[Path, Any] = {}
+    leaves: dict[Path, Any] = {}
 
     def walk(path: Path, node: Any) -> None:
         if isinstance(node, dict):
@@ -222,10 +222,10 @@ def _flattened(state: Mapping[str, Any]) -> dict[Path, Any]:
             for index, value in enumerate(node):
                 walk((*path, index), value)
         else:
-            found[path] = node
+            leaves[path] = node
 
     walk((), state)
-    return found
+    return leaves
 
 
 def _opens(node: Any) -> bool:

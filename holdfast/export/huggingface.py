@@ -36,20 +36,20 @@ def section_of(checkpoint: Checkpoint, only: Patterns) -> str:
 
     Raises Mismatch if that may be several things.
     """
-    found = list(filter(matcher(only), checkpoint.records))
-    asked = only.rstrip("/") if isinstance(only, str) and not set(only) & set("*?[") else None
-    if asked is not None and found and all(name.startswith(asked + "/") for name in found):
-        return asked
-    if any(name.startswith("model/") for name in found):
+    tensors = list(filter(matcher(only), checkpoint.records))
+    section = only.rstrip("/") if isinstance(only, str) and not set(only) & set("*?[") else None
+    if section is not None and tensors and all(name.startswith(section + "/") for name in tensors):
+        return section
+    if any(name.startswith("model/") for name in tensors):
         return "model"
-    heads = sorted({names.section_of(name) for name in found if "/" in name})
+    heads = sorted({names.section_of(name) for name in tensors if "/" in name})
     if not heads:
         return ""
-    if len(heads) == 1 and all("/" in name for name in found):
+    if len(heads) == 1 and all("/" in name for name in tensors):
         return heads[0]
     raise Mismatch(
         f"{checkpoint.path} has no section model, but tensors in {', '.join(heads)}"
-        f"{' and at the top' if not all('/' in name for name in found) else ''}: say which are the model by only="
+        f"{' and at the top' if not all('/' in name for name in tensors) else ''}: say which are the model by only="
     )
 
 
@@ -114,7 +114,7 @@ def small_files(checkpoint: Checkpoint, extras: Extras | None) -> dict[str, byte
 
     Raises StorageError, Unsupported for a bad name.
     """
-    found = {name: checkpoint.attachment(name) for name in checkpoint.attachments if name != NOTES}
+    files = {name: checkpoint.attachment(name) for name in checkpoint.attachments if name != NOTES}
     if isinstance(extras, Mapping):
         given = dict(extras)
     else:
@@ -125,8 +125,8 @@ def small_files(checkpoint: Checkpoint, extras: Extras | None) -> dict[str, byte
         if not isinstance(source, bytes):
             with storage.naming(source, "read"):
                 source = Path(source).read_bytes()
-        found[name] = source
-    return found
+        files[name] = source
+    return files
 
 
 def _listed(path: Path) -> list[Path]:

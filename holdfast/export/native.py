@@ -119,8 +119,8 @@ def _files(selection: Selection, limit: int, save: str) -> Iterator[_File]:
     for leaf in selection.tensors.values():
         sections.setdefault(names.section_of(leaf.name), []).append(leaf)
     with_values = {names.section_of(path) for path in selection.per_rank}
-    for section, found in sections.items():
-        groups = packed(found, limit)
+    for section, leaves_of_section in sections.items():
+        groups = packed(leaves_of_section, limit)
         for number, group in enumerate(groups):
             leaves = {names.in_section(leaf.name): leaf for leaf in group}
             if len(leaves) < len(group):
@@ -152,8 +152,8 @@ def _values_of_ranks(
                 yield key, torch.frombuffer(bytearray(msgspec.json.encode(tree)), dtype=torch.uint8)
                 yield from ((f"{key}/{number}", tensor) for number, tensor in enumerate(inner))
 
-    found = (Piece(key, dtypes.name_of(t.dtype), tuple(t.shape), t.nbytes) for key, t in parts())
-    pieces = datafile.arrange(found)
+    unplaced = (Piece(key, dtypes.name_of(t.dtype), tuple(t.shape), t.nbytes) for key, t in parts())
+    pieces = datafile.arrange(unplaced)
     file = _File(section, number, number + 1, pieces, {}, save)
     begins, start = {p.key: p.begin for p in pieces}, len(file.header())
     sums: dict[str, str] = {}

@@ -181,15 +181,15 @@ class Partial:
                 with storage.naming(path, "delete"):
                     disk.delete_all(path)
 
-    def publish(self, made: Path, files: Sequence[str], *, overwrite: bool) -> None:
+    def publish(self, content: Path, files: Sequence[str], *, overwrite: bool) -> None:
         """Put ``made`` in the target's place, in one step, once its ``files`` and folders are durable."""
         self._sync_folders(files)
         self._forget_plan()  # else what is replaced could be taken for what was copied
         with storage.naming(self.target, "put in place"):
             old = None
-            if not disk.rename(made, self.target):
+            if not disk.rename(content, self.target):
                 self._check_target(overwrite=overwrite)
-                old = _exchange(made, self.target, self.folder / "old")
+                old = _exchange(content, self.target, self.folder / "old")
         self._published = True
         try:
             storage.sync_folder(self.target.parent)
@@ -291,15 +291,15 @@ def _is_checkpoint(folder: Path) -> bool:
     return any(any(folder.glob(mark)) for mark in marks)
 
 
-def _exchange(made: Path, target: Path, aside: Path) -> Path | None:
+def _exchange(content: Path, target: Path, aside: Path) -> Path | None:
     """``made`` under the target's name; what was there before is where the answer says."""
-    if disk.exchange(made, target):
-        return made
+    if disk.exchange(content, target):
+        return content
     # A file system that can do neither: a file takes the place of a file all the same, but with folders there is a
     # moment with nothing under the target's name. Who ends in it leaves the old one aside, to be put back.
     old = None
-    if target.exists() and (made.is_dir() or target.is_dir()):
+    if target.exists() and (content.is_dir() or target.is_dir()):
         disk.replace(target, aside)
         old = aside
-    disk.replace(made, target)
+    disk.replace(content, target)
     return old

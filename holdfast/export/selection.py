@@ -62,14 +62,14 @@ class Leaf:
         """Its pieces in order if each is a run of the flattened tensor and has sums; else None."""
         if not self.sealed or 0 in self.shape:
             return None
-        found = []
+        pieces = []
         for box, file in self.record.boxes():
             run, starts = runs(whole(self.shape), relative(box, whole(self.shape)))
             if len(starts) > 1:
                 return None
             key = datafile.key_of(names.in_section(self.saved), box, self.shape)
-            found.append(Run(starts[0], starts[0] + run, key, file))
-        return sorted(found)
+            pieces.append(Run(starts[0], starts[0] + run, key, file))
+        return sorted(pieces)
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,15 @@ def select(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> Selection:
                 aliases[name] = keeper[stored]
     leaves = {path: value for path, value in record.values.items() if wanted(path)}
     per_rank = {path: path for path in record.per_rank if wanted(path)}
-    found = [*tensors, *aliases, *leaves, *per_rank]
-    above = set(found)
-    for name in found:
+    origin_names = [*tensors, *aliases, *leaves, *per_rank]
+    above = set(origin_names)
+    for name in origin_names:
         while "/" in name and (name := name.rpartition("/")[0]) not in above:
             above.add(name)
     containers = {path: kind for path, kind in record.containers.items() if path in above or wanted(path)}
     everything = [*checkpoint.records, *record.values, *record.per_rank]
     skipped = [name for name in everything if not wanted(name)]
-    origin = {name: name for name in found}
+    origin = {name: name for name in origin_names}
     return Selection(tensors, aliases, leaves, containers, per_rank, checkpoint.world_size, origin, skipped)
 
 

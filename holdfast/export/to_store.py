@@ -38,21 +38,21 @@ def grown_at(place: StorePlace) -> Path:
 
 def check_free(place: StorePlace, *, overwrite: bool) -> None:
     """Raises StorageError if something is at ``place`` already and may not be replaced."""
-    found = storage.files_below(place) or ([place.name] if storage.is_file(place) else [])
-    if MARK in found:
+    existing = storage.files_below(place) or ([place.name] if storage.is_file(place) else [])
+    if MARK in existing:
         return
-    if found and not overwrite:
-        raise taken(f"{place} holds {found[0]}{' and more' if len(found) > 1 else ''}")
-    if found and found != [place.name] and not any(name in found for name in LAST):
+    if existing and not overwrite:
+        raise taken(f"{place} holds {existing[0]}{' and more' if len(existing) > 1 else ''}")
+    if existing and existing != [place.name] and not any(name in existing for name in LAST):
         error = StorageError(
             f"{place} holds files and does not look like a checkpoint: overwrite=True replaces checkpoints only"
         )
         error.errno = errno.EEXIST
         raise error
-    inner = next((name for name in found if "/" in name and name.rpartition("/")[2] in LAST), None)
+    inner = next((name for name in existing if "/" in name and name.rpartition("/")[2] in LAST), None)
     if inner is not None:
         raise holds_others(place, inner.rpartition("/")[0])
-    if found:
+    if existing:
         refuse_cited(place)
 
 

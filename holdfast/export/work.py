@@ -266,6 +266,6 @@ class ConvertWork:
         touched = finish(content, chain(heads, self.draft.finish(spans)))
         files = list(dict.fromkeys([*self.draft.files, *touched]))
         nbytes = sum((content / name).stat().st_size for name in files)
-        made = content / torch_file.NAME if self.asked.to == "torch" else content
-        self.partial.publish(made, files, overwrite=self.asked.overwrite)
+        result = content / torch_file.NAME if self.asked.to == "torch" else content
+        self.partial.publish(result, files, overwrite=self.asked.overwrite)
         return nbytes

@@ -113,14 +113,14 @@ def _is_pair(value: Any) -> bool:
 
 
 def _model(folder: Place, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for rank, (small, _) in enumerate(pairs):
-        _take(folder, rank, found, small)
+        _take(folder, rank, tensors, small)
     for name, tensor in _large(folder, [large for _, large in pairs]).items():
-        if name in found:
+        if name in tensors:
             raise Damaged(f"{folder}: {name} is there both whole and in chunks")
-        found[name] = tensor
-    return fqns.model_state(found)
+        tensors[name] = tensor
+    return fqns.model_state(tensors)
 
 
 def _optimizer(folder: Place, pairs: list[tuple[dict[str, Any], dict[Any, Any]]]) -> dict[str, Any]:

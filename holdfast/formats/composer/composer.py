@@ -61,12 +61,12 @@ def _newest(path: Place, saves: list[Save]) -> Found | None:
         if first.is_symlink():
             reading += f" (a link to {real(first).name})"
         if first.is_dir():
-            found = _shards(first, reading)
+            content = _shards(first, reading)
         else:
             members = _members(first)
-            found = None if members is None else _read(first, members, reading, save)
-        if found is not None:
-            return found
+            content = None if members is None else _read(first, members, reading, save)
+        if content is not None:
+            return content
     return None
 
 
@@ -88,10 +88,10 @@ def _members(path: Place) -> Members | None:
         raise Damaged(f"{path} unpacks to something that is no tar archive: it was altered, or is misnamed")
     if name is None or not (_is_known(name) or (name == "" and ".pt." in path.name)):
         return None
-    found = scratch.unpacked(path, _is_wanted)
-    if "" in found:
-        return {_STATES: found[""]} if is_zip(found[""]) and _begins_as_states(found[""]) else None
-    return _wanted(found)
+    unpacked = scratch.unpacked(path, _is_wanted)
+    if "" in unpacked:
+        return {_STATES: unpacked[""]} if is_zip(unpacked[""]) and _begins_as_states(unpacked[""]) else None
+    return _wanted(unpacked)
 
 
 def _is_known(name: str) -> bool:
@@ -102,8 +102,8 @@ def _is_wanted(name: str) -> bool:
     return name in ("", _STATES) or is_rank_file(name.removeprefix(_DEEPSPEED))
 
 
-def _wanted(found: Members) -> Members | None:
-    return {name: stretch for name, stretch in found.items() if _is_wanted(name)} or None
+def _wanted(members: Members) -> Members | None:
+    return {name: stretch for name, stretch in members.items() if _is_wanted(name)} or None
 
 
 def _begins_as_states(data: Stretch) -> bool:
@@ -125,7 +125,7 @@ def _read(path: Place, members: Members, reading: str, save: Save | None = None)
         if save is not None and len(save.files) > len(beside.files):  # a folder for each rank
             beside = save
         ranks = {file: _members(file) or {} for file in beside.files}
-    holders = [file for file, found in ranks.items() if _STATES in found]
+    holders = [file for file, states in ranks.items() if _STATES in states]
     if len(holders) != 1:
         names = ", ".join(file.name for file in ranks)
         raise (NotACheckpoint if not holders else Damaged)(
@@ -135,7 +135,7 @@ def _read(path: Place, members: Members, reading: str, save: Save | None = None)
     tree = load_file(ranks[holders[0]][_STATES])
     if not _is_states(tree):
         return None
-    found = _found(tree, holders[0], reading)
+    states = _found(tree, holders[0], reading)
     files: dict[str, Stretch] = {}
     for archive, inside in ranks.items():
         for name, stretch in inside.items():
@@ -147,14 +147,15 @@ def _read(path: Place, members: Members, reading: str, save: Save | None = None)
                 )
             files[name] = stretch
     if not files:
-        return found
+        return states
     below = _ranks({name.removeprefix(_DEEPSPEED): stretch for name, stretch in files.items()}, path, list(ranks))
-    clashing = below.state.keys() & found.state.keys()
+    clashing = below.state.keys() & states.state.keys()
     own = {key: value for key, value in below.state.items() if key not in clashing}
     more = {"deepspeed": {key: below.state[key] for key in clashing}} if clashing else {}
     return Found(
-        "Composer with DeepSpeed", {**own, **found.state, **more}, found.step if found.step is not None else below.step,
-        below.world_size, {**found.producer, **below.producer}, reading,
+        "Composer with DeepSpeed", {**own, **states.state, **more},
+        below.step if states.step is None else states.step, below.world_size,
+        {**states.producer, **below.producer}, reading,
     )  # fmt: skip
 
 
@@ -178,12 +179,12 @@ def _shards(folder: Place, reading: str = "") -> Found | None:
     if not metadata.is_file():
         return None
     with naming(metadata, "read"):
-        told = metadata.read_bytes()
-    if b"state.model." not in told or not any(mark in told for mark in _MARKS):
+        data = metadata.read_bytes()
+    if b"state.model." not in data or not any(mark in data for mark in _MARKS):
         return None
     shards = dcp.read_folder(folder)
-    found = _found(shards.tree, folder, reading)
-    return Found(found.format, found.state, found.step, shards.world_size, found.producer, reading)
+    states = _found(shards.tree, folder, reading)
+    return Found(states.format, states.state, states.step, shards.world_size, states.producer, reading)
 
 
 # The state
@@ -240,8 +241,8 @@ def _whole(model: Any, where: Place) -> Mapping[str, Any]:
 def _step(held: Mapping[str, Any], where: Place) -> int | None:
     """The batch that the timestamp (formerly timer) tells, by version in it or one deeper; else the file's name."""
     for key in ("timestamp", "timer"):
-        told = held.get(key)
-        for node in (told, *(told.values() if isinstance(told, Mapping) else ())):
+        timestamp = held.get(key)
+        for node in (timestamp, *(timestamp.values() if isinstance(timestamp, Mapping) else ())):
             batch = node.get("batch") if isinstance(node, Mapping) else None
             if type(batch) is int:
                 return batch
@@ -251,6 +252,6 @@ def _step(held: Mapping[str, Any], where: Place) -> int | None:
 
 def _producer(held: Mapping[str, Any]) -> dict[str, str]:
     metadata = held.get("metadata")
-    told = metadata.get("composer_env_info") if isinstance(metadata, Mapping) else None
-    version = told.get("composer_version") if isinstance(told, Mapping) else None
+    info = metadata.get("composer_env_info") if isinstance(metadata, Mapping) else None
+    version = info.get("composer_version") if isinstance(info, Mapping) else None
     return {"composer": version} if isinstance(version, str) else {}

@@ -41,13 +41,13 @@ def matching(template: Place) -> list[Save]:
     above = template
     for _ in parts:
         above = above.parent
-    found: dict[str, list[tuple[list[int], Place]]] = {}
+    files_by_name: dict[str, list[tuple[list[int], Place]]] = {}
 
     def descend(
         folder: Place, rest: list[list[tuple[str, str | None, str | None, str | None]]], name: str, ranks: list[int]
     ) -> None:
         if not rest:
-            found.setdefault(name, []).append((ranks, folder))
+            files_by_name.setdefault(name, []).append((ranks, folder))
             return
         pattern, *rest = rest
         if all(field is None for _, field, _, _ in pattern):
@@ -58,11 +58,11 @@ def matching(template: Place) -> list[Save]:
         expression = re.compile("".join(_expression(*piece) for piece in pattern))
         for entry in _listed(folder):
             if match := expression.fullmatch(entry):
-                told = [int(n) for n in match.groups()]
-                descend(folder / entry, rest, f"{name}/{_without(entry, match)}", ranks + told)
+                numbers = [int(n) for n in match.groups()]
+                descend(folder / entry, rest, f"{name}/{_without(entry, match)}", ranks + numbers)
 
     descend(above, parts, "", [])
-    saves = [Save(name, tuple(path for _, path in sorted(files))) for name, files in found.items()]
+    saves = [Save(name, tuple(path for _, path in sorted(files))) for name, files in files_by_name.items()]
     return sorted(saves, key=_age)
 
 
@@ -81,33 +81,33 @@ def _without(entry: str, match: re.Match[str]) -> str:
 
 def saves_in(folder: Place) -> list[Save]:
     """What may be saves in a folder, by name: the newest first, before them what links named `latest` lead to."""
-    found: dict[str, list[tuple[int, Place]]] = {}
+    files_by_name: dict[str, list[tuple[int, Place]]] = {}
     for entry in _listed(folder):
         if _SAVE.search(entry) and (folder / entry).exists():
             name, rank = _of_all_ranks(entry)
-            found.setdefault(name, []).append((rank, folder / entry))
-    saves = [Save(name, tuple(path for _, path in sorted(files))) for name, files in found.items()]
+            files_by_name.setdefault(name, []).append((rank, folder / entry))
+    saves = [Save(name, tuple(path for _, path in sorted(files))) for name, files in files_by_name.items()]
     return sorted(saves, key=lambda save: (not save.name.startswith("latest"), *_age(save)))
 
 
 def siblings(file: Place) -> Save:
     """The files of all ranks of the save that one rank's file is of."""
     name, _ = _of_all_ranks(file.name)
-    found = sorted(
+    files = sorted(
         (rank, file.parent / entry)
         for entry in _listed(file.parent)
         for other, rank in [_of_all_ranks(entry)]
         if other == name
     )
-    return Save(name, tuple(path for _, path in found))
+    return Save(name, tuple(path for _, path in files))
 
 
 def _of_all_ranks(entry: str) -> tuple[str, int]:
     """A file's name with a star for the rank in it, and the rank (0 if none is told)."""
-    told = list(re.finditer(r"(?<=rank)[-_]?(\d{1,7})", entry))
-    if not told:
+    numbers = list(re.finditer(r"(?<=rank)[-_]?(\d{1,7})", entry))
+    if not numbers:
         return entry, 0
-    return f"{entry[: told[-1].start(1)]}*{entry[told[-1].end(1) :]}", int(told[-1][1])
+    return f"{entry[: numbers[-1].start(1)]}*{entry[numbers[-1].end(1) :]}", int(numbers[-1][1])
 
 
 def _age(save: Save) -> tuple[float, ...]:

@@ -18,14 +18,14 @@ from holdfast.formats import members
 from holdfast.formats.assemble import Found, PerRank
 from holdfast.formats.dcp import distcp
 from holdfast.formats.dcp import metadata as dcp_metadata
-from holdfast.formats.dcp.distcp import Spot
+from holdfast.formats.dcp.distcp import Entry
 from holdfast.formats.dcp.metadata import DATA_FILE
 from holdfast.formats.dcp.names import own_names, step_of
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import load_path
+from holdfast.formats.sources import file
 from holdfast.formats.stored import Opaque
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming
 
 MAX_HOLES = 10_000
 """How many places of a list in a row may hold nothing: empty containers leave no trace."""
@@ -36,11 +36,11 @@ def read(path: Place) -> Found | None:
     folder, reading = _folder(path)
     if folder is None:
         return None
-    found = read_folder(folder)
-    state, how = own_names({**found.tree, **_beside(folder, found.tree)}, folder)
-    version = found.metadata[0].get("version")
+    content = read_folder(folder)
+    state, how = own_names({**content.tree, **_beside(folder, content.tree)}, folder)
+    version = content.metadata[0].get("version")
     return Found(
-        "torch.distributed.checkpoint", state, step_of(state), found.world_size,
+        "torch.distributed.checkpoint", state, step_of(state), content.world_size,
         {"dcp": str(version)} if version else {}, "; ".join(filter(None, [reading, *how])),
     )  # fmt: skip
 
@@ -66,18 +66,18 @@ def read_folder(folder: Place) -> DcpState:
         raise NotACheckpoint(f"{folder} holds no .metadata: it is no checkpoint of DCP, or one that never finished")
     files = dcp_metadata.Files(folder)
     tensors: dict[str, dcp_metadata.Tensor] = {}
-    objects: dict[str, dict[int, Spot]] = {}
+    objects: dict[str, dict[int, Entry]] = {}
     key_paths: dict[str, tuple[Any, ...]] = {}
     with no_collection():
         records = tuple(map(dcp_metadata.load, paths))
         for rank, (path, record) in enumerate(zip(paths, records, strict=True)):
             dcp_metadata.collect(record, path, files, rank, tensors, objects)
             key_paths.update(_key_paths(record, path))
-        found: dict[str, Any] = {key: tensor.stored(key_paths.get(key, ())) for key, tensor in tensors.items()}
-        found.update(_values(objects, len(paths), folder))
+        values: dict[str, Any] = {key: tensor.stored(key_paths.get(key, ())) for key, tensor in tensors.items()}
+        values.update(_values(objects, len(paths)))
         # The planner lists keys in the order of the state; the plans of the ranks shuffle them.
-        order = [*(key for key in key_paths if key in found), *(key for key in found if key not in key_paths)]
-        flat = {key: found[key] for key in order}
+        order = [*(key for key in key_paths if key in values), *(key for key in values if key not in key_paths)]
+        flat = {key: values[key] for key in order}
         tree = _nested(flat, key_paths, folder)
     return DcpState(flat, tree, max(len(paths), files.world_size()), records)
 
@@ -113,8 +113,7 @@ def _folder(path: Place) -> tuple[Place | None, str]:
 def _is_metadata(path: Place) -> bool:
     if not path.is_file():
         return False
-    with naming(path, "read"), path.open("rb") as target:
-        start = target.read(256)
+    start = file(path).read(0, 256)
     return b"torch.distributed.checkpoint.metadata" in start and not start.startswith(HINT_BEGINS)
 
 
@@ -124,31 +123,33 @@ def _beside(folder: Place, tree: Mapping[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = load_path(path)
+        content = load_path(path)
     except Unsupported as error:
         return {"meta": Opaque(str(error))}
-    return found if isinstance(found, dict) and not found.keys() & tree.keys() else {"meta": found}
+    return content if isinstance(content, dict) and not content.keys() & tree.keys() else {"meta": content}
 
 
 # Objects beside the tensors
 
 
-def _values(places: Mapping[str, Mapping[int, Spot]], ranks: int, folder: Place) -> dict[str, Any]:
+def _values(entries: Mapping[str, Mapping[int, Entry]], ranks: int) -> dict[str, Any]:
     """The objects by key; all of them where each rank wrote its own and they differ."""
-    data = distcp.blobs([(place, key) for key, told in places.items() for place in told.values()])
-    alike: dict[bytes, Any] = {}
-    found: dict[str, Any] = {}
-    for key, told in places.items():
+    data = distcp.blobs(entry for by_rank in entries.values() for entry in by_rank.values())
+    known: dict[bytes, Any] = {}
+    objects: dict[str, Any] = {}
+    for key, by_rank in entries.items():
+        if len({data.get(entry, entry) for entry in by_rank.values()}) == 1:
+            by_rank = dict([next(iter(by_rank.items()))])
         try:
-            if len(told) == 1 or len({data.get(place, place) for place in told.values()}) == 1:
-                place = next(iter(told.values()))
-                found[key] = distcp.value(place, key, data.get(place), alike)
-            else:
-                values = {rank: distcp.value(place, key, data.get(place), alike) for rank, place in told.items()}
-                found[key] = PerRank(tuple(values.get(rank) for rank in range(ranks)))
+            values = {rank: distcp.value(entry, data.get(entry), known) for rank, entry in by_rank.items()}
         except Unsupported as error:
-            found[key] = Opaque(str(error))
-    return found
+            objects[key] = Opaque(str(error))
+            continue
+        if len(values) == 1:
+            (objects[key],) = values.values()
+        else:
+            objects[key] = PerRank(tuple(values.get(rank) for rank in range(ranks)))
+    return objects
 
 
 # The tree
@@ -156,13 +157,13 @@ def _values(places: Mapping[str, Mapping[int, Spot]], ranks: int, folder: Place)
 
 def _key_paths(record: Record, path: Place) -> dict[str, tuple[Any, ...]]:
     """The key path of each flat key, if the planner flattened the state."""
-    told = record.get("planner_data") or {}
-    if not isinstance(told, dict) or not all(
+    key_paths = record.get("planner_data") or {}
+    if not isinstance(key_paths, dict) or not all(
         isinstance(steps, (tuple, list)) and steps and all(type(step) in (int, str) for step in steps)
-        for steps in told.values()
+        for steps in key_paths.values()
     ):
         raise Damaged(f"{path} has no valid key paths")
-    return {key: tuple(steps) for key, steps in told.items()}
+    return {key: tuple(steps) for key, steps in key_paths.items()}
 
 
 def _nested(flat: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]], folder: Place) -> dict[str, Any]:

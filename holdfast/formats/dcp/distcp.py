@@ -1,21 +1,21 @@
-"""Entries of DCP's data files: each an archive of torch.save, with one tensor or one object, behind transforms or not.
+"""Entries of DCP's data files: each is an archive of torch.save with one tensor or one object, compressed or not.
 
-`dcp` asks for them once the metadata says where they are. Never reads a tensor's bytes to place them: what is read is
-the two ends of its archive, and only when somebody wants the tensor.
+`dcp` and `metadata` ask for them. Never reads a tensor's bytes to find them: only the two ends of its archive are read,
+and only once the tensor is wanted.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
 from holdfast.errors import Damaged, Unsupported
+from holdfast.formats.machine.compressed import zstandard_for
 from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.sources import File, Memory, Stretch, Unpacked, all_of
 from holdfast.formats.stored import Stored
@@ -27,22 +27,24 @@ from holdfast.storage.place import Place, StorePlace
 MAX_VALUE = 1 << 30
 """More than any compressed object unpacks to."""
 
-_PACKED = 1 << 16
-"""How many bytes may have been packed into one; Zstandard's blocks of equal bytes reach half of it."""
+_MAX_RATIO = 1 << 16
+"""How many bytes one packed byte may stand for; Zstandard's blocks of equal bytes reach half of it."""
 
 _SMALL = 1 << 20
-"""Objects of more bytes are read where they lie: most of them are tensors."""
+"""Larger objects are read where they lie: most of them are tensors."""
 
 _RUN = 8 << 20
 """Objects that follow each other in a file are read together up to this many bytes."""
 
+_READ = 1 << 20
 _ENDS = 1024
 """How much of an archive's beginning and end is read to find the tensor in it."""
 
 
-class Spot(NamedTuple):
-    """Where an entry lies, and the transforms it was written through, last first."""
+class Entry(NamedTuple):
+    """Where an entry lies, and the transforms it was written through. ``key`` names it in errors."""
 
+    key: str
     source: File
     begin: int
     nbytes: int
@@ -52,79 +54,83 @@ class Spot(NamedTuple):
 # Tensors
 
 
+def chunk(entry: Entry, dtype: str, shape: tuple[int, ...]) -> Stretch:
+    """The bytes of the tensor that an entry holds, unread."""
+    tensor = _Tensor(entry, dtype, shape)
+    if tensor.nbytes > (_MAX_RATIO if entry.transforms else 1) * entry.nbytes:
+        raise Damaged(
+            f"{entry.source.path}: {entry.key} is said to have {tensor.nbytes} bytes in an entry of {entry.nbytes}"
+        )
+    if entry.transforms:
+        return all_of(Unpacked(entry.source.path, tensor.nbytes, tensor.unpack))
+    return _Chunk(entry.source, entry.begin, tensor.nbytes, tensor=tensor, skip=0)
+
+
 @dataclass(eq=False)
-class _Entry:
+class _Tensor:
     """An entry that should hold a tensor of this type and shape."""
 
-    place: Spot
-    key: str
+    entry: Entry
     dtype: str
     shape: tuple[int, ...]
-    _found: Stretch | None = None
+    _stretch: Stretch | None = None
 
-    def found(self) -> Stretch:
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * dtypes.itemsize(self.dtype)
+
+    def stretch(self) -> Stretch:
         """Where the tensor's bytes are, row-major. Raises Damaged if the archive holds anything else."""
-        if self._found is None:  # two threads that look for it find the same
-            source, begin, nbytes, _ = self.place
+        if self._stretch is None:  # two threads that look for it get the same
+            _, source, begin, nbytes, _ = self.entry
             ends = _ends(source, begin, nbytes)
             stretch = self.tensor_in(Stretch(ends, begin, nbytes))
             # What was saved with strides is gathered when it is read: a source of its own.
             plain = stretch.source is ends
-            self._found = Stretch(source, stretch.begin, stretch.nbytes, stretch.member) if plain else stretch
-        return self._found
+            self._stretch = Stretch(source, stretch.begin, stretch.nbytes, stretch.member) if plain else stretch
+        return self._stretch
 
     def unpack(self, target: BinaryIO) -> None:
-        """Write the tensor's bytes, out of the transforms and the archive around it."""
-        nbytes = prod(self.shape) * dtypes.itemsize(self.dtype)
+        """Write the tensor's bytes, out of the transform and the archive around it."""
         with tempfile.TemporaryFile(prefix="holdfast-") as scratch:
             # Around its tensor an archive has a few hundred bytes.
-            total = _unpacked(self.place, self.key, nbytes + (1 << 20), scratch)
+            total = _unpack(self.entry, self.nbytes + (1 << 20), scratch)
             scratch.flush()
-            stretch = self.tensor_in(all_of(_Nameless(self.place.source.path, total, scratch)))
-            for begin in range(0, nbytes, _RUN):
-                target.write(stretch.read(begin, min(_RUN, nbytes - begin)))
+            stretch = self.tensor_in(all_of(_Nameless(self.entry.source.path, total, scratch)))
+            for begin in range(0, self.nbytes, _RUN):
+                target.write(stretch.read(begin, min(_RUN, self.nbytes - begin)))
 
     def tensor_in(self, archive: Stretch) -> Stretch:
-        found = load_file(archive)
-        if not isinstance(found, Stored) or (found.dtype, found.shape) != (self.dtype, self.shape):
-            there = f"{found.dtype} {list(found.shape)}" if isinstance(found, Stored) else "no tensor"
+        tensor = load_file(archive)
+        if not isinstance(tensor, Stored) or (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
+            there = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Stored) else "no tensor"
             raise Damaged(
-                f"{archive.source.path}: the entry of {self.key} at byte {self.place.begin} should hold {self.dtype} "
-                f"{list(self.shape)}, but there is {there}: the file is not the one that the metadata describes"
+                f"{archive.source.path}: the entry of {self.entry.key} at byte {self.entry.begin} should hold "
+                f"{self.dtype} {list(self.shape)}, but there is {there}: the file is not the one that the metadata "
+                "describes"
             )
-        ((_, stretch),) = found.pieces
+        ((_, stretch),) = tensor.pieces
         return stretch
 
 
 @dataclass(frozen=True)
 class _Chunk(Stretch):
-    """Bytes of an entry's tensor, from ``skip`` on; ``begin`` tells only where the entry begins."""
+    """Bytes of an entry's tensor, from ``skip`` on; ``begin`` is only where the entry begins."""
 
-    entry: _Entry = field(kw_only=True)
+    tensor: _Tensor = field(kw_only=True)
     skip: int = field(kw_only=True)
 
     def part(self, begin: int, nbytes: int) -> Stretch:
         super().part(begin, nbytes)  # its checks
-        return _Chunk(self.source, self.begin, nbytes, entry=self.entry, skip=self.skip + begin)
+        return _Chunk(self.source, self.begin, nbytes, tensor=self.tensor, skip=self.skip + begin)
 
     def located(self) -> Stretch:
-        return self.entry.found().part(self.skip, self.nbytes)
-
-
-def chunk(place: Spot, key: str, dtype: str, shape: tuple[int, ...]) -> Stretch:
-    """The bytes of the tensor that an entry holds, unread."""
-    nbytes = prod(shape) * dtypes.itemsize(dtype)
-    entry = _Entry(place, key, dtype, shape)
-    if nbytes > (_PACKED if place.transforms else 1) * place.nbytes:
-        raise Damaged(f"{place.source.path}: {key} is said to have {nbytes} bytes in an entry of {place.nbytes}")
-    if place.transforms:
-        return all_of(Unpacked(place.source.path, nbytes, entry.unpack))
-    return _Chunk(place.source, place.begin, nbytes, entry=entry, skip=0)
+        return self.tensor.stretch().part(self.skip, self.nbytes)
 
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """A file of which a stretch, an archive, has both its ends in memory."""
+    """A file in which both ends of an archive are in memory."""
 
     file: File
     begin: int
@@ -176,18 +182,18 @@ class _Nameless:
 # Objects
 
 
-def blobs(entries: Sequence[tuple[Spot, str]]) -> dict[Spot, bytes]:
-    """The bytes of entries with small objects, by place; neighbours are read together. With each place, its key."""
-    found: dict[Spot, bytes] = {}
+def blobs(entries: Iterable[Entry]) -> dict[Entry, bytes]:
+    """The bytes of entries with small objects; neighbours are read together."""
+    data: dict[Entry, bytes] = {}
     plain = []
-    for place, key in entries:
-        if place.transforms:
+    for entry in entries:
+        if entry.transforms:
             target = io.BytesIO()
-            _unpacked(place, key, MAX_VALUE, target)
-            found[place] = target.getvalue()
-        elif place.nbytes <= _SMALL:
-            plain.append(place)
-    plain.sort(key=lambda place: (str(place.source.path), place.begin))
+            _unpack(entry, MAX_VALUE, target)
+            data[entry] = target.getvalue()
+        elif entry.nbytes <= _SMALL:
+            plain.append(entry)
+    plain.sort(key=lambda entry: (str(entry.source.path), entry.begin))
     at = 0
     while at < len(plain):
         first, end, stop = plain[at], plain[at].begin + plain[at].nbytes, at + 1
@@ -195,84 +201,63 @@ def blobs(entries: Sequence[tuple[Spot, str]]) -> dict[Spot, bytes]:
             if end + plain[stop].nbytes - first.begin > _RUN:
                 break
             end, stop = end + plain[stop].nbytes, stop + 1
-        data = all_of(first.source).read(first.begin, end - first.begin)
-        for place in plain[at:stop]:
-            found[place] = data[place.begin - first.begin :][: place.nbytes]
+        run = all_of(first.source).read(first.begin, end - first.begin)
+        for entry in plain[at:stop]:
+            data[entry] = run[entry.begin - first.begin :][: entry.nbytes]
         at = stop
-    return found
+    return data
 
 
-def value(place: Spot, key: str, data: bytes | None, alike: dict[bytes, Any]) -> Any:
+def value(entry: Entry, data: bytes | None, known: dict[bytes, Any]) -> Any:
     """The object in an entry; tensors in a large one stay unread. ``data``: its bytes, if `blobs` has read them.
 
-    Thousands of hyperparameters are the same few archives: ``alike`` keeps what the plain ones hold.
+    Thousands of hyperparameters are the same few archives: ``known`` keeps what the plain ones hold.
     """
-    if data is not None and data in alike:
-        return alike[data]
-    archive = Stretch(place.source, place.begin, place.nbytes) if data is None else Memory(place.source.path, data)
+    if data is not None and data in known:
+        return known[data]
+    source = entry.source.path
+    archive = Stretch(entry.source, entry.begin, entry.nbytes) if data is None else all_of(Memory(source, data))
     try:
-        found = load_file(archive if isinstance(archive, Stretch) else all_of(archive))
+        content = load_file(archive)
     except Damaged as error:
-        raise Damaged(f"{key}, at byte {place.begin}: {error}") from None
-    if data is not None and isinstance(found, (bool, int, float, str, type(None))):
-        alike[data] = found
-    return found
+        raise Damaged(f"{entry.key}, at byte {entry.begin}: {error}") from None
+    if data is not None and isinstance(content, (bool, int, float, str, type(None))):
+        known[data] = content
+    return content
 
 
 # Transforms
 
 
-def _unpacked(place: Spot, key: str, limit: int, target: BinaryIO) -> int:
-    """Undo the transforms of an entry; how many bytes came. Raises Damaged if they are more than ``limit``."""
-    pieces: Iterator[bytes] = _packed(place)
-    for descriptor in place.transforms:
-        name, _, version = str(descriptor).partition("/")
-        if name != "stream.zstd" or version.partition(".")[0] != "1":
-            raise Unsupported(
-                f"{place.source.path}: {key} was written through {descriptor!r}, an extension that holdfast does not "
-                "know; load it with what wrote it and save it again without extensions"
-            )
-        pieces = _zstd(pieces, place.source.path, key)
-    written = 0
-    for piece in pieces:
-        written += len(piece)
-        if written > limit:
-            raise Damaged(f"{place.source.path}: {key} unpacks to more than the {limit} bytes that it can have")
-        target.write(piece)
+def _unpack(entry: Entry, limit: int, target: BinaryIO) -> int:
+    """Undo the transform of an entry; how many bytes came out. Raises Damaged if they are more than ``limit``."""
+    path, key = entry.source.path, entry.key
+    name, _, version = entry.transforms[0].partition("/")
+    if len(entry.transforms) > 1 or name != "stream.zstd" or version.partition(".")[0] != "1":
+        raise Unsupported(
+            f"{path}: {key} was written through {', '.join(entry.transforms)}, extensions that holdfast does not know; "
+            "load it with what wrote it and save it again without extensions"
+        )
+    zstandard, written = zstandard_for(path), 0
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(_Packed(entry), read_size=_READ) as stream:
+            while piece := stream.read(_READ):
+                written += len(piece)
+                if written > limit:
+                    raise Damaged(f"{path}: {key} unpacks to more than the {limit} bytes that it can have")
+                target.write(piece)
+    except zstandard.ZstdError as error:
+        raise Damaged(f"{path}: {key} is no valid Zstandard stream: {error}") from None
     return written
 
 
-def _packed(place: Spot) -> Iterator[bytes]:
-    for at in range(0, place.nbytes, 1 << 20):
-        yield place.source.read(place.begin + at, min(1 << 20, place.nbytes - at))
+class _Packed:
+    """The bytes of an entry as a file to read from."""
 
-
-def _zstd(packed: Iterable[bytes], path: Place, key: str) -> Iterator[bytes]:
-    try:
-        zstandard: Any = importlib.import_module("zstandard")
-    except ImportError:
-        raise Unsupported(
-            f"{path} is compressed with Zstandard, which takes a package to read: pip install 'holdfast[zstd]'"
-        ) from None
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(_Reader(packed)) as stream:
-            while piece := stream.read(1 << 20):
-                yield piece
-    except zstandard.ZstdError as error:
-        raise Damaged(f"{path}: {key} is no valid Zstandard stream: {error}") from None
-
-
-class _Reader:
-    """An iterator of bytes as something to read from."""
-
-    def __init__(self, pieces: Iterable[bytes]) -> None:
-        self.pieces, self.rest = iter(pieces), b""
+    def __init__(self, entry: Entry) -> None:
+        self.entry, self.at = entry, 0
 
     def read(self, nbytes: int) -> bytes:
-        while not self.rest:
-            piece = next(self.pieces, None)
-            if piece is None:
-                return b""
-            self.rest = piece
-        found, self.rest = self.rest[:nbytes], self.rest[nbytes:]
-        return found
+        data = self.entry.source.read(self.entry.begin + self.at, min(nbytes, self.entry.nbytes - self.at))
+        self.at += len(data)
+        return data

@@ -14,9 +14,10 @@ from holdfast.errors import Damaged, Unsupported
 from holdfast.formats import members
 from holdfast.formats.assemble import PerRank
 from holdfast.formats.dcp import distcp
-from holdfast.formats.dcp.distcp import Spot
+from holdfast.formats.dcp.distcp import Entry
 from holdfast.formats.machine.pickles import Name, Record
 from holdfast.formats.machine.torch_files import load_pickle
+from holdfast.formats.machine.untrusted import read_whole
 from holdfast.formats.sources import File, Stretch, file
 from holdfast.formats.stored import Stored
 from holdfast.ondisk import dtypes
@@ -52,10 +53,7 @@ def metadata_files(folder: Place) -> list[Place]:
 
 def load(path: Place) -> Record:
     """One metadata file. Raises Damaged, Unsupported."""
-    source = file(path)
-    if source.nbytes > MAX_METADATA:
-        raise Damaged(f"{path} has {source.nbytes} bytes, more than the metadata of any checkpoint")
-    record = load_pickle(source.read(0, source.nbytes), path)
+    record = load_pickle(read_whole(path, MAX_METADATA), path)
     if not isinstance(record, Record) or not record.name.endswith("Metadata"):
         raise Damaged(f"{path} holds no metadata of DCP")
     version = record.get("version")
@@ -105,11 +103,11 @@ class Tensor:
 
         Replicas of parameters and of their optimizer state are taken as equal: to compare them is to read them all.
         """
-        found = Stored(self.dtype, self.shape, tuple(self.chunks.items()))
-        if len(self.of_rank) < 2 or found.nbytes > MAX_COMPARED or not _OF_TRAINING.isdisjoint(key_path):
-            return found
+        tensor = Stored(self.dtype, self.shape, tuple(self.chunks.items()))
+        if len(self.of_rank) < 2 or tensor.nbytes > MAX_COMPARED or not _OF_TRAINING.isdisjoint(key_path):
+            return tensor
         if len({place.read() for place in self.of_rank.values()}) == 1:
-            return found
+            return tensor
         box = whole(self.shape)
         own = {rank: Stored(self.dtype, self.shape, ((box, place),)) for rank, place in self.of_rank.items()}
         return PerRank(tuple(own.get(rank) for rank in range(max(own) + 1)))
@@ -117,21 +115,21 @@ class Tensor:
 
 def collect(
     record: Record, path: Place, files: Files, rank: int, tensors: dict[str, Tensor],
-    objects: dict[str, dict[int, Spot]],
+    objects: dict[str, dict[int, Entry]],
 ) -> None:  # fmt: skip
     """Add what one metadata file tells. Chunks that several ranks wrote (replicas) count once."""
     infos = _infos(record, path)
-    for key, told in _mapping(record, "state_dict_metadata", path).items():
-        if not isinstance(key, str) or not isinstance(told, Record):
+    for key, described in _mapping(record, "state_dict_metadata", path).items():
+        if not isinstance(key, str) or not isinstance(described, Record):
             raise Damaged(f"{path} lists {str(key)[:100]}, which is neither a tensor nor an object")
-        if told.name.endswith(".BytesStorageMetadata"):
-            objects.setdefault(key, {})[rank] = _place(infos.get((key, None)), key, path, files)
+        if described.name.endswith(".BytesStorageMetadata"):
+            objects.setdefault(key, {})[rank] = _entry(infos.get((key, None)), key, path, files)
             continue
-        dtype, shape = _dtype(told, path, key), _numbers(told.get("size"), path, f"the shape of {key}")
+        dtype, shape = _dtype(described, path, key), _numbers(described.get("size"), path, f"the shape of {key}")
         tensor = tensors.setdefault(key, Tensor(dtype, shape))
         if (tensor.dtype, tensor.shape) != (dtype, shape):
             raise Damaged(f"{path}: {key} is {dtype} {list(shape)}, for another rank {tensor.dtype} {tensor.shape}")
-        chunks = told.get("chunks")
+        chunks = described.get("chunks")
         if not isinstance(chunks, list):
             raise Damaged(f"{path} does not tell the chunks of {key}")
         for chunk in chunks if dtypes.known(dtype) else ():
@@ -141,8 +139,8 @@ def collect(
             if not len(box.offsets) == len(box.lengths) == len(shape) or not inside(box, shape):
                 raise Damaged(f"{path}: {key} of shape {list(shape)} has a chunk at {box.offsets} of {box.lengths}")
             if box not in tensor.chunks or box.lengths == shape:
-                place = _place(infos.get((key, box.offsets)), f"{key}{box}", path, files)
-                stretch = distcp.chunk(place, key, dtype, box.lengths)
+                entry = _entry(infos.get((key, box.offsets)), key, path, files)
+                stretch = distcp.chunk(entry, dtype, box.lengths)
                 tensor.chunks.setdefault(box, stretch)
                 if box.lengths == shape:
                     tensor.of_rank[rank] = stretch
@@ -150,17 +148,17 @@ def collect(
 
 def _infos(record: Record, path: Place) -> dict[tuple[Any, tuple[int, ...] | None], Any]:
     """Where each entry lies, by its key and, for a chunk of a tensor, its offsets."""
-    found: dict[tuple[Any, tuple[int, ...] | None], Any] = {}
+    infos: dict[tuple[Any, tuple[int, ...] | None], Any] = {}
     for index, info in _mapping(record, "storage_data", path).items():
         key = index.get("fqn") if isinstance(index, Record) else None
         if not isinstance(index, Record) or not isinstance(key, str):
             raise Damaged(f"{path} places {str(index)[:100]}, which is no key")
         offsets = index.get("offset")
-        found[key, None if offsets is None else _numbers(offsets, path, key)] = info
-    return found
+        infos[key, None if offsets is None else _numbers(offsets, path, key)] = info
+    return infos
 
 
-def _place(info: Any, key: str, path: Place, files: Files) -> Spot:
+def _entry(info: Any, key: str, path: Place, files: Files) -> Entry:
     if not isinstance(info, Record):
         raise Damaged(f"{path} does not say where {key} lies")
     begin, nbytes, transforms = info.get("offset"), info.get("length"), info.get("transform_descriptors") or ()
@@ -174,12 +172,12 @@ def _place(info: Any, key: str, path: Place, files: Files) -> Spot:
         )
     if not isinstance(transforms, (list, tuple)):
         raise Damaged(f"{path}: {key} was written through {str(transforms)[:100]}, which are no extensions")
-    return Spot(source, begin, nbytes, tuple(map(str, transforms)))
+    return Entry(key, source, begin, nbytes, tuple(map(str, transforms)))
 
 
-def _dtype(told: Record, path: Place, key: str) -> str:
+def _dtype(described: Record, path: Place, key: str) -> str:
     # Properties are pickled as a row, the dtype first.
-    properties = told.get("properties")
+    properties = described.get("properties")
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     if not isinstance(dtype, Name):
@@ -188,10 +186,10 @@ def _dtype(told: Record, path: Place, key: str) -> str:
 
 
 def _mapping(record: Record, name: str, path: Place) -> dict[Any, Any]:
-    found = record.get(name)
-    if not isinstance(found, dict):
+    mapping = record.get(name)
+    if not isinstance(mapping, dict):
         raise Damaged(f"{path} has no {name}")
-    return found
+    return mapping
 
 
 def _attribute(chunk: Any, name: str, path: Place, key: str) -> tuple[int, ...]:

@@ -69,18 +69,18 @@ def _lifted(state: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _with_model(state: dict[str, Any], optimizers: list[str], how: list[str]) -> dict[str, Any]:
-    found = next((key for key in _MODELS if _is_model(state.get(key))), None)
-    if found is None:
+    model = next((key for key in _MODELS if _is_model(state.get(key))), None)
+    if model is None:
         at_top = [key for key, value in state.items() if _is_of_model(key, value)]
         named = [key for key, value in state.items() if _has_fqns(value) and key not in optimizers]
         if at_top:
             state = {"model": {key: state[key] for key in at_top}, **_without(state, at_top)}
             how.append("the model's names stand at the top")
         elif len(named) == 1:
-            found = named[0]
-    if found is not None and found != "model" and "model" not in state:
-        state = {"model": state[found], **_without(state, [found])}
-        how.append(f"{found!r} is the model")
+            model = named[0]
+    if model is not None and model != "model" and "model" not in state:
+        state = {"model": state[model], **_without(state, [model])}
+        how.append(f"{model!r} is the model")
     return {**state, "model": fqns.model_state(state["model"])} if _is_model(state.get("model")) else state
 
 
@@ -127,35 +127,35 @@ def _is_flattened(value: Mapping[Any, Any]) -> bool:
     return bool(value) and all(isinstance(key, str) and key.startswith(("param_groups.", "state.")) for key in value)
 
 
-def _optimizer(found: Mapping[str, Any], model: Any, where: Place) -> dict[str, Any]:
-    if _is_flattened(found):
-        found = _unflattened(found, model if isinstance(model, dict) else {})
-    elif "param_groups" not in found:
-        rest = {key: value for key, value in found.items() if key != _BY_NAME}
-        found = {**rest, "param_groups": _groups(found[_BY_NAME])}
-    state, groups = found.get("state", {}), found["param_groups"]
+def _optimizer(saved: Mapping[str, Any], model: Any, where: Place) -> dict[str, Any]:
+    if _is_flattened(saved):
+        saved = _unflattened(saved, model if isinstance(model, dict) else {})
+    elif "param_groups" not in saved:
+        rest = {key: value for key, value in saved.items() if key != _BY_NAME}
+        saved = {**rest, "param_groups": _groups(saved[_BY_NAME])}
+    state, groups = saved.get("state", {}), saved["param_groups"]
     if not isinstance(state, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)):
-        return dict(found)  # no optimizer of torch: told as it stands
+        return dict(saved)  # no optimizer of torch: told as it stands
     params = [p for group in groups for p in group.get("params", ())]
     if all(type(p) is int for p in params) and all(str(key).isdecimal() for key in state):
         # torch.optim's numbers: DCP made texts of them, as of all keys.
-        found = {**found, "state": {int(key): value for key, value in state.items()}}
-    return fqns.optimizer_state(found, where)
+        saved = {**saved, "state": {int(key): value for key, value in state.items()}}
+    return fqns.optimizer_state(saved, where)
 
 
 def _is_group(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("params", []), (list, tuple))
 
 
-def _unflattened(found: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+def _unflattened(flat: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """``state.<fqn>.<key>`` and ``param_groups.<fqn>.<setting>`` nested again; which were a group is not told."""
     settings: dict[str, dict[str, Any]] = {}
-    for key, value in found.items():
+    for key, value in flat.items():
         if key.startswith("param_groups."):
             name, _, setting = key.removeprefix("param_groups.").rpartition(".")
             settings.setdefault(name, {})[setting] = value
     state: dict[str, dict[str, Any]] = {}
-    for key, value in found.items():
+    for key, value in flat.items():
         if key.startswith("state."):
             name, *steps, last = _split(key.removeprefix("state."), settings, model)
             at = state.setdefault(name, {})

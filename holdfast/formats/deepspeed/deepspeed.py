@@ -15,10 +15,10 @@ from holdfast.formats.ahead import glanced
 from holdfast.formats.assemble import Found
 from holdfast.formats.deepspeed.ranks import is_rank_file, read_ranks
 from holdfast.formats.deepspeed.universal import is_universal, read_universal
+from holdfast.formats.machine.untrusted import read_whole
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.torch_save.training_files import beside
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming
 
 _LATEST = ("latest", "latest_universal")
 _NOT_ATTACHED = frozenset(["zero_to_fp32.py", "zero_to_torch.py"])
@@ -43,17 +43,17 @@ def _read_tag(folder: Place, reading: str) -> Found:
     return read_universal(folder, files, reading) if is_universal(folder) else read_ranks(files, folder, reading)
 
 
-def _with_trainer(run: Place, found: Found) -> Found:
+def _with_trainer(run: Place, tag: Found) -> Found:
     """What Hugging Face's Trainer or Accelerate leaves beside `latest`: scheduler, RNG states, its own state."""
     names = members.listed(run)
     more = beside(run, names)
     weights = [name for name in names if name.endswith((".safetensors", ".bin")) and name not in more.files]
-    reading = found.reading + (f"; {', '.join(weights)} beside it not read" if weights else "")
-    clashing = {key: value for key, value in more.state.items() if key in found.state}
+    reading = tag.reading + (f"; {', '.join(weights)} beside it not read" if weights else "")
+    clashing = {key: value for key, value in more.state.items() if key in tag.state}
     own = {key: value for key, value in more.state.items() if key not in clashing}
-    state = {**found.state, **own, **({"trainer": clashing} if clashing else {})}
+    state = {**tag.state, **own, **({"trainer": clashing} if clashing else {})}
     attached = members.attachments(run, (n for n in names if n not in more.files and n not in _NOT_ATTACHED))
-    return replace(found, state=state, reading=reading, attachments=attached)
+    return replace(tag, state=state, reading=reading, attachments=attached)
 
 
 def _listed(folder: Place) -> list[str]:
@@ -92,8 +92,7 @@ def _tag_in(source: Place) -> str | None:
     """What a file `latest` names; None if it is no such file."""
     if not source.is_file() or source.stat().st_size > MAX_TAG:
         return None
-    with naming(source, "read"):
-        tag = source.read_bytes().decode("utf-8", "replace").strip()
+    tag = read_whole(source, MAX_TAG).decode("utf-8", "replace").strip()
     return tag if tag and tag.isprintable() else None
 
 

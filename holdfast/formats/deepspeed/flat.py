@@ -24,11 +24,11 @@ Shapes = Mapping[str, Sequence[int]]
 
 def proper(shapes: Shapes, where: Place) -> dict[str, tuple[int, ...]]:
     """Shapes that are shapes. Raises Damaged."""
-    found = {name: tuple(shape) for name, shape in shapes.items()}
-    for name, shape in found.items():
+    checked = {name: tuple(shape) for name, shape in shapes.items()}
+    for name, shape in checked.items():
         if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):
             raise Damaged(f"{where}: {str(name)[:200]} is said to have shape {str(shape)[:100]}")
-    return found
+    return checked
 
 
 def cut_vector(shapes: Shapes, gaps: Sequence[int], what: str, parts: Sequence[Stored]) -> dict[str, Stored]:
@@ -42,7 +42,7 @@ def cut_vector(shapes: Shapes, gaps: Sequence[int], what: str, parts: Sequence[S
             "of different saves lie there, or one was altered"
         )
     dtype, stretches = _stretches(parts, what)
-    found, begin, rank = {}, 0, 0
+    tensors, begin, rank = {}, 0, 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
         end = begin + prod(shape)
         while rank + 1 < len(parts) and starts[rank + 1] <= begin:
@@ -52,9 +52,9 @@ def cut_vector(shapes: Shapes, gaps: Sequence[int], what: str, parts: Sequence[S
             low, high = max(begin, starts[at]), min(end, starts[at + 1])
             runs.append(Run(low - begin, high - low, stretches[at], low - starts[at]))
             at += 1
-        found[name] = _of_runs(dtype, shape, runs)
+        tensors[name] = _of_runs(dtype, shape, runs)
         begin = end + gap
-    return found
+    return tensors
 
 
 def cut_shares(shapes: Shapes, what: str, parts: Sequence[Stored]) -> dict[str, Stored]:
@@ -67,14 +67,14 @@ def cut_shares(shapes: Shapes, what: str, parts: Sequence[Stored]) -> dict[str, 
                 "saves or numbers of ranks lie there, or one was altered"
             )
     dtype, stretches = _stretches(parts, what)
-    found, at = {}, 0
+    tensors, at = {}, 0
     for (name, shape), length in zip(shapes.items(), lengths, strict=True):
         numel = prod(shape)
         firsts = range(0, numel, length or 1)  # a small parameter is not on all ranks
         runs = [Run(first, min(length, numel - first), stretches[rank], at) for rank, first in enumerate(firsts)]
-        found[name] = _of_runs(dtype, shape, runs)
+        tensors[name] = _of_runs(dtype, shape, runs)
         at += length
-    return found
+    return tensors
 
 
 class Run(NamedTuple):

@@ -40,10 +40,10 @@ def join_slices(slices: Sequence[Slice], layers: Mapping[int, Mapping[int, Stret
 def _degrees(slices: Sequence[Slice], layers: Mapping[int, Mapping[int, Stretch]], where: Place) -> tuple[int, int]:
     """How many pipeline stages and how many tensor-parallel ranks."""
     first = slices[0].others[0]
-    told = first.get("mp_world_size")
-    if told is not None and told != len(slices):
+    saved = first.get("mp_world_size")
+    if saved is not None and saved != len(slices):
         raise Damaged(
-            f"{where}: there are files of {len(slices)} model-parallel ranks (mp_rank_…), but {told} saved: some are "
+            f"{where}: there are files of {len(slices)} model-parallel ranks (mp_rank_…), but {saved} saved: some are "
             "missing, or those of an earlier save lie there too"
         )
     degrees = first.get("checkpoint_parallel_dimensions") or {}
@@ -66,7 +66,7 @@ def _pipeline(stages: Sequence[Slice], files: Mapping[int, Stretch], where: Plac
     buffers = frozenset().union(*(stage.buffers for stage in stages))
     part = _side_by_side([stage.optimizer for stage in stages if stage.optimizer], where)
     masters = part.masters if part else {}
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     module: dict[str, Any] = {}
     for index, file in files.items():
         layer = load_file(file)
@@ -76,11 +76,11 @@ def _pipeline(stages: Sequence[Slice], files: Mapping[int, Stretch], where: Plac
         for key, value in layer.items():
             name = f"{prefix}{key}"
             master = masters.get(name)
-            found[name] = value if master is None else master
+            weights[name] = value if master is None else master
             if master is not None and isinstance(value, Stored) and value.dtype != master.dtype:
                 module[name] = value
     return Slice(
-        {**found, **{name: value for name, value in model.items() if name not in found}},
+        {**weights, **{name: value for name, value in model.items() if name not in weights}},
         module or {k: v for stage in reversed(stages) for k, v in stage.module.items()},
         part,
         {} if part else {key: saved for stage in stages for key, saved in stage.plain.items()},
@@ -186,8 +186,8 @@ class _Joining:
     def _patterns(self, info: Mapping[str, Any], key: str) -> list[re.Pattern[str]]:
         return self._list(info.get(key) or ())
 
-    def _list(self, found: Any) -> list[re.Pattern[str]]:
-        return [_pattern(p, self.where) for p in found]
+    def _list(self, patterns: Any) -> list[re.Pattern[str]]:
+        return [_pattern(p, self.where) for p in patterns]
 
     def __call__(self, name: str, shards: Sequence[Any]) -> Any:
         if not all(isinstance(shard, Stored) for shard in shards):

@@ -51,11 +51,11 @@ def named(
             "%s: its fp32 weights have no names, and several parameters could be theirs: left as they are", where
         )
         return None
-    found = Partitioned({}, {}, [], {})
+    optimizer = Partitioned({}, {}, [], {})
     for group, names, hyper in zip(masters, groups, inner["param_groups"], strict=True):
         for id_, master, held in zip(hyper["params"], group, names, strict=True):
             shapes = {name: weights[name].shape for name in held or ()}
-            found.masters.update(cut_vector(shapes, [0] * len(shapes), str(where), [flat(master)]))
+            optimizer.masters.update(cut_vector(shapes, [0] * len(shapes), str(where), [flat(master)]))
             states: dict[str, dict[str, Any]] = {name: {} for name in shapes}
             for key, value in inner["state"].get(id_, {}).items():
                 if isinstance(value, Stored) and value.shape == master.shape:
@@ -63,11 +63,11 @@ def named(
                         states[name][key] = tensor
                 else:
                     spread(states, key, value, where)
-            found.states.update((name, state) for name, state in states.items() if state)
-        found.groups.append({**hyper, "params": [name for each in names for name in each or ()]})
+            optimizer.states.update((name, state) for name, state in states.items() if state)
+        optimizer.groups.append({**hyper, "params": [name for each in names for name in each or ()]})
     consumed = ("optimizer_state_dict", "fp32_groups_flat", "fp32_groups")
-    found.wrapper.update((key, value) for key, value in saved.items() if key not in consumed)
-    return Named(found, matching.tied)
+    optimizer.wrapper.update((key, value) for key, value in saved.items() if key not in consumed)
+    return Named(optimizer, matching.tied)
 
 
 class _Matching:
@@ -84,7 +84,7 @@ class _Matching:
 
     def names_in(self, master: Stored, *, whole: bool) -> list[str] | None:
         """The parameters that follow each other in a master, or the only one (``whole``); None if they are not told."""
-        found: list[str] = []
+        names: list[str] = []
         at, end = 0, prod(master.shape)
         while at < end:
             fitting = [
@@ -98,9 +98,9 @@ class _Matching:
                 return None
             self._taken.update(fitting)
             self.tied.update(dict.fromkeys(fitting[1:], fitting[0]))
-            found.append(fitting[0])
+            names.append(fitting[0])
             at += prod(self.weights[fitting[0]].shape)
-        return found
+        return names
 
     def _fits(self, name: str, master: Stored, at: int, whole: bool) -> bool:
         weight = self.weights[name]

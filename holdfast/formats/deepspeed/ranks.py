@@ -7,16 +7,16 @@ that wrote them are counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
+from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.formats.assemble import Found
 from holdfast.formats.deepspeed.parallel import join_slices
 from holdfast.formats.deepspeed.slice import Slice, slice_of
 from holdfast.formats.fqns import optimizer_state, unwrapped
 from holdfast.formats.machine.torch_files import load_file
+from holdfast.formats.machine.untrusted import damaged_as
 from holdfast.formats.sharded import join_ranks
 from holdfast.formats.sources import Stretch
 from holdfast.storage.place import Place
@@ -43,7 +43,7 @@ def is_model_file(name: str) -> bool:
 
 def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") -> Found:
     """What the files of one save hold. ``where``: their folder, for errors. Raises Damaged, Unsupported."""
-    with as_written(where):
+    with damaged_as(f"{where} is not as DeepSpeed writes it"):
         optims, models, layers = sorted_files(files, where)
         shared: dict[str, str] = {}
         slices = []
@@ -60,23 +60,12 @@ def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") ->
         return found_of(whole, world_size, where, reading, version)
 
 
-@contextmanager
-def as_written(where: Place) -> Iterator[None]:
-    """Turn what a file of another shape than DeepSpeed's leads to, a missing key say, into Damaged that names it."""
-    try:
-        yield
-    except HoldfastError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise Damaged(f"{where} is not as DeepSpeed writes it: {type(error).__name__}: {str(error)[:200]}") from error
-
-
 def load(stretch: Stretch, key: str) -> Mapping[str, Any]:
     """The dict in a file, which has to have ``key``."""
-    found = load_file(stretch)
-    if not isinstance(found, dict) or key not in found:
+    content = load_file(stretch)
+    if not isinstance(content, dict) or key not in content:
         raise Damaged(f"{stretch.source.path} is no file of DeepSpeed: it holds no {key}")
-    return found
+    return content
 
 
 # Which files there are
@@ -129,9 +118,9 @@ def _put(into: ByRank, outer: int, inner: int, stretch: Stretch, name: str, wher
     into[outer][inner] = stretch
 
 
-def _complete(found: Iterable[int], where: Place, name: str) -> None:
+def _complete(ranks: Iterable[int], where: Place, name: str) -> None:
     """That ranks 0, 1, … are there, up to the highest."""
-    there = set(found)
+    there = set(ranks)
     for rank in range(max(there)):
         if rank not in there:
             raise Damaged(f"{where}/{name.format(rank)} is missing, of ranks 0 to {max(there)}: bring it back")
@@ -143,8 +132,8 @@ def _check_ranks(models: Sequence[Mapping[str, Any]], optims: Sequence[Mapping[s
     if len(stages) > 1:
         raise Damaged(f"{where}: its optimizer files are of ZeRO stages {sorted(stages)}: files of different saves")
     for rank, optim in enumerate(optims):
-        told = optim["optimizer_state_dict"].get("partition_count")
-        count = max(told, default=0) if isinstance(told, (list, tuple)) else told
+        partitions = optim["optimizer_state_dict"].get("partition_count")
+        count = max(partitions, default=0) if isinstance(partitions, (list, tuple)) else partitions
         count = count or _number(models[0], "dp_world_size")
         if count is not None and count != len(optims):
             fault = (
@@ -170,8 +159,8 @@ def _stage(optim: Mapping[str, Any]) -> int:
 
 
 def _number(model: Mapping[str, Any], key: str) -> int | None:
-    found = model.get(key)
-    return found if type(found) is int and found >= 0 else None
+    number = model.get(key)
+    return number if type(number) is int and number >= 0 else None
 
 
 # The state

@@ -57,7 +57,7 @@ def slice_of(
     first = models[0]
     part = None
     if optims:
-        shapes = first.get("param_shapes") or _shapes_told_by(optims, first.get("module") or {}, where)
+        shapes = first.get("param_shapes") or _shapes_from(optims, first.get("module") or {}, where)
         part = partitioned([o["optimizer_state_dict"] for o in optims], shapes, first.get("ds_config"), where)
     elif first.get("param_shapes") is not None:
         raise Damaged(
@@ -67,9 +67,9 @@ def slice_of(
         )
     buffers = frozenset(first.get("buffer_names") or ())
     plain = first.get("optimizer") if part is None else None
-    told = named(plain, first.get("module") or {}, buffers, where) if isinstance(plain, Mapping) else None
-    if told is not None:
-        part, plain, shared = told.optimizer, None, told.tied
+    by_weights = named(plain, first.get("module") or {}, buffers, where) if isinstance(plain, Mapping) else None
+    if by_weights is not None:
+        part, plain, shared = by_weights.optimizer, None, by_weights.tied
     sharded = bool(optims) and "fp32_flat_groups" in optims[0]["optimizer_state_dict"]
     model = weights(models, part.masters if part else {}, shared, where, sharded=sharded)
     return Slice(
@@ -88,17 +88,17 @@ def others(model: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model.items() if key not in _CONSUMED}
 
 
-def _shapes_told_by(optims: Sequence[Mapping[str, Any]], module: Mapping[str, Any], where: Place) -> list[Shapes]:
+def _shapes_from(optims: Sequence[Mapping[str, Any]], module: Mapping[str, Any], where: Place) -> list[Shapes]:
     # The BF16 optimizer without ZeRO: the model's file tells no shapes, but each rank which fragments of which
     # parameters it has, in their order.
     mappings = [optim["optimizer_state_dict"].get("param_slice_mappings") for optim in optims]
     if None in mappings:
         raise Damaged(f"{where}: neither the model's file nor the optimizers' tell which parameters there are")
-    found: list[Shapes] = []
+    shapes: list[Shapes] = []
     for by_rank in zip(*mappings, strict=True):
         names = dict.fromkeys(name for group in by_rank for name in group)
-        found.append({name: module[name].shape for name in names})
-    return found
+        shapes.append({name: module[name].shape for name in names})
+    return shapes
 
 
 def weights(
@@ -110,18 +110,18 @@ def weights(
     module = first.get("module") or {}
     known: dict[str, Any] = {**_frozen(models, where, sharded=sharded), **masters}
     buffers = frozenset(first.get("buffer_names") or ())
-    found = {}
+    tensors = {}
     for name, value in module.items():
         owner = shared.get(name)
         if name in known:
-            found[name] = known[name]
+            tensors[name] = known[name]
         elif owner in known and (sharded or _shape(value) == _shape(known[owner])):
-            found[name] = known[owner]
+            tensors[name] = known[owner]
         elif sharded and isinstance(value, Stored) and 0 in value.shape and name not in buffers:
             log.warning("%s: %s was excluded from the save: only an empty placeholder is left of it", where, name)
         else:
-            found[name] = value
-    return {**found, **{name: tensor for name, tensor in known.items() if name not in found}}
+            tensors[name] = value
+    return {**tensors, **{name: tensor for name, tensor in known.items() if name not in tensors}}
 
 
 def _shape(value: Any) -> Any:
@@ -133,27 +133,27 @@ def _frozen(models: Sequence[Mapping[str, Any]], where: Place, *, sharded: bool)
     fragments = [model.get("frozen_param_fragments") or {} for model in models]
     if not sharded:  # each rank has them whole, and the module too
         return {name: fragments[0][name] for name in shapes if name not in (models[0].get("module") or {})}
-    found = {}
+    tensors = {}
     for name, shape in shapes.items():
         parts = [fragment[name] for fragment in fragments]
         if prod(shape):
-            found.update(cut_shares({name: shape}, f"{where}: frozen {name}", parts))
+            tensors.update(cut_shares({name: shape}, f"{where}: frozen {name}", parts))
         else:
-            found[name] = Stored(parts[0].dtype, shape, ())
-    return found
+            tensors[name] = Stored(parts[0].dtype, shape, ())
+    return tensors
 
 
 def module_weights(
     module: Mapping[str, Any], masters: Mapping[str, Stored], shared: Mapping[str, str]
 ) -> dict[str, Any]:
     """The weights as the module held them, if not in their masters' type: then they are the masters, rounded."""
-    found: dict[str, Any] = {}
+    rounded: dict[str, Any] = {}
     for name, value in module.items():
         owner = shared.get(name, name)
         master = masters.get(name, masters.get(owner))
         if master is not None and isinstance(value, Stored) and value.dtype != master.dtype:
-            found[name] = module[owner] if name not in masters and owner in module else value
-    return found
+            rounded[name] = module[owner] if name not in masters and owner in module else value
+    return rounded
 
 
 def _buffers_by_rank(models: Sequence[Mapping[str, Any]], names: frozenset[str]) -> dict[str, PerRank]:

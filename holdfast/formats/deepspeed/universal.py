@@ -16,10 +16,11 @@ from holdfast.formats.ahead import glanced
 from holdfast.formats.alike import alike
 from holdfast.formats.assemble import Found
 from holdfast.formats.deepspeed.flat import Shapes, proper
-from holdfast.formats.deepspeed.ranks import as_written, found_of, load, sorted_files
+from holdfast.formats.deepspeed.ranks import found_of, load, sorted_files
 from holdfast.formats.deepspeed.slice import Slice, module_weights, others, weights
 from holdfast.formats.deepspeed.zero import GEOMETRY, Partitioned, saved_order, spread
 from holdfast.formats.machine.torch_files import load_path
+from holdfast.formats.machine.untrusted import damaged_as
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.stored import Stored, cut, reshaped
 from holdfast.storage.place import Place
@@ -36,7 +37,7 @@ def is_universal(folder: Place) -> bool:
 
 def read_universal(folder: Place, files: Mapping[str, Stretch], reading: str = "") -> Found:
     """The universal checkpoint in ``folder``, whose own files are ``files``. Raises Damaged, Unsupported."""
-    with as_written(folder):
+    with damaged_as(f"{folder} is not as DeepSpeed writes it"):
         _, by_rank, _ = sorted_files(files, folder)
         ranks = [[load(s, "module") for _, s in sorted(ranks.items())] for _, ranks in sorted(by_rank.items())]
         first = ranks[0][0]
@@ -63,12 +64,12 @@ def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Place) -> list[Shap
     """The parameters of each group, of all pipeline stages; of parallel tensors the shapes of the first rank."""
     if any(model.get("param_shapes") is None for model in models):
         raise Damaged(f"{folder}: a model file does not tell which parameters there are")
-    found: list[dict[str, Sequence[int]]] = [{} for _ in range(max(len(model["param_shapes"]) for model in models))]
+    groups: list[dict[str, Sequence[int]]] = [{} for _ in range(max(len(model["param_shapes"]) for model in models))]
     for model in models:
-        for group, shapes in zip(found, model["param_shapes"], strict=False):
+        for group, shapes in zip(groups, model["param_shapes"], strict=False):
             for name, shape in shapes.items():
                 group.setdefault(name, shape)
-    return [proper(group, folder) for group in found]
+    return [proper(group, folder) for group in groups]
 
 
 def _parameters(
@@ -108,18 +109,18 @@ def _listed(folder: Place) -> list[str]:
 
 def _tensor(path: Place, shape: Sequence[int] | None) -> Stored:
     """A parameter's file: a dict with the tensor as it is, or from ZeRO 3 only its elements."""
-    found = load_path(path)
-    if isinstance(found, dict):
-        found = found.get("param")
-        shape = found.shape if isinstance(found, Stored) else None
-    if not isinstance(found, Stored):
+    tensor = load_path(path)
+    if isinstance(tensor, dict):
+        tensor = tensor.get("param")
+        shape = tensor.shape if isinstance(tensor, Stored) else None
+    if not isinstance(tensor, Stored):
         raise Damaged(f"{path} holds no tensor")
-    if shape is None or len(found.shape) != 1:
-        return found
-    if found.shape[0] < prod(shape):
-        raise Damaged(f"{path} holds {found.shape[0]} elements of a parameter of shape {tuple(shape)}")
+    if shape is None or len(tensor.shape) != 1:
+        return tensor
+    if tensor.shape[0] < prod(shape):
+        raise Damaged(f"{path} holds {tensor.shape[0]} elements of a parameter of shape {tuple(shape)}")
     # Before 0.16 the converter takes some padding along where a parameter has fewer elements than there were ranks.
-    return reshaped(cut(found, 0, prod(shape)), tuple(shape))
+    return reshaped(cut(tensor, 0, prod(shape)), tuple(shape))
 
 
 def _add_steps(
@@ -140,16 +141,16 @@ def _add_steps(
 
 
 def _hyper(common: Mapping[str, Any], id_: Any) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = next((g for g in common["param_groups"] if id_ in g["params"]), {})
-    return found
+    group: Mapping[str, Any] = next((g for g in common["param_groups"] if id_ in g["params"]), {})
+    return group
 
 
 def _groups(
     common: Mapping[str, Any], shapes: Sequence[Shapes], model: Mapping[str, Any], folder: Place
 ) -> list[dict[str, Any]]:
     """The param_groups, each with the names of its flat groups' parameters."""
-    told = common.get("partition_count")
-    ranks = max(told, default=1) if isinstance(told, (list, tuple)) else told or 1
+    partitions = common.get("partition_count")
+    ranks = max(partitions, default=1) if isinstance(partitions, (list, tuple)) else partitions or 1
     groups, at = [], 0
     for group in common["param_groups"]:
         names: list[str] = []

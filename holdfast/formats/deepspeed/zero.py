@@ -83,8 +83,8 @@ def partitioned(
     for index, (flat, order) in enumerate(zip(flats, orders, strict=True)):
         masters.update(flat.cut(flat.masters))
         step = groups[flat.group].get("step", first.get("base_optimizer_state_step"))
-        found, rest = _states(flat, step, where)
-        states.update(found)
+        by_name, rest = _states(flat, step, where)
+        states.update(by_name)
         if rest:
             unnamed[index] = rest
         named[flat.group] += order
@@ -143,8 +143,8 @@ def _ids(base: Mapping[str, Any], group: int) -> Any:
 
 
 def _state_of(base: Mapping[str, Any], key: Any) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = base.get("state", {}).get(key, {})
-    return found
+    state: Mapping[str, Any] = base.get("state", {}).get(key, {})
+    return state
 
 
 # ZeRO 3: every parameter is cut evenly among the ranks, and a rank's pieces follow each other
@@ -182,10 +182,10 @@ _UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py and open what that 
 def _vector(groups: Any, index: int, count: int, where: Place) -> Stored:
     if not isinstance(groups, (list, tuple)) or len(groups) != count:
         raise Damaged(f"{where}: a rank does not have the {count} flat groups that the model's file tells of")
-    found = groups[index]
-    if not isinstance(found, Stored) or len(found.shape) != 1:
+    vector = groups[index]
+    if not isinstance(vector, Stored) or len(vector.shape) != 1:
         raise Damaged(f"{where}: flat group {index} of a rank is no flat tensor")
-    return found
+    return vector
 
 
 def _states(flat: _Flat, group_step: Any, where: Place) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -194,13 +194,13 @@ def _states(flat: _Flat, group_step: Any, where: Place) -> tuple[dict[str, dict[
     for rank, state in enumerate(flat.states):
         if state.keys() != flat.states[0].keys():
             raise Damaged(f"{where}: the optimizer of rank {rank} keeps {sorted(state)}, that of rank 0 {sorted(keys)}")
-    found: dict[str, dict[str, Any]] = {name: {} for name in flat.names}
+    states: dict[str, dict[str, Any]] = {name: {} for name in flat.names}
     loose = []
     for key in keys:
         held = [state[key] for state in flat.states]
         if key != "step" and all(map(_fits, held, flat.fits)):
             for name, tensor in flat.cut(held).items():
-                found[name][key] = tensor
+                states[name][key] = tensor
         else:
             loose.append(key)
     joint = join_ranks([{key: state[key] for key in loose} for state in flat.states], f"{where}: ")
@@ -211,10 +211,10 @@ def _states(flat: _Flat, group_step: Any, where: Place) -> tuple[dict[str, dict[
         if isinstance(value, (PerRank, dict, list, tuple)) or (isinstance(value, Stored) and prod(value.shape) != 1):
             rest[key] = value
         else:
-            spread(found, key, value, where)
+            spread(states, key, value, where)
     if keys and "step" not in keys and group_step is not None:
-        spread(found, "step", group_step, where)
-    return {name: state for name, state in found.items() if state}, rest
+        spread(states, "step", group_step, where)
+    return {name: state for name, state in states.items() if state}, rest
 
 
 def _fits(value: Any, lengths: tuple[int, ...]) -> bool:

@@ -22,14 +22,13 @@ from holdfast.formats.huggingface.safetensors_files import Contents
 from holdfast.formats.huggingface.weight_parts import OFFSETS, VERSION, Part, kind_of, united
 from holdfast.formats.huggingface.weight_sets import OF_RANKS, SHARDS, WeightSet
 from holdfast.formats.machine import torch_files
+from holdfast.formats.machine.untrusted import MAX_JSON, damaged_as, read_whole
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored
 from holdfast.formats.torch_save import full, training_files
 from holdfast.ondisk import datafile
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming
 
-MAX_INDEX = 1 << 30
 _OURS = frozenset(("holdfast", "save", "rank", "section", "shapes", "dtypes", "sums"))
 
 
@@ -78,19 +77,21 @@ def _read_file(path: Place) -> Found | None:
 
 def _read_folder(folder: Place, reading: str) -> Found | None:
     names = members.listed(folder)
-    found = weight_sets.sets(names)
+    candidates = weight_sets.sets(names)
     below = folder / "sharded"
-    if (not found or found[0].form == SHARDS) and below.is_dir():
+    if (not candidates or candidates[0].form == SHARDS) and below.is_dir():
         # DCP joins the files of the ranks into those above them, and writes the index when it is done.
         ranks = weight_sets.of_ranks(members.listed(below))
         if ranks:
             return _read_set(below, [ranks], "sharded/: the files above it were never joined")
-    if not found:
+    if not candidates:
         return _newest(folder, names)
-    first = found[0]
-    if not first.likely and len(found) > 1:
-        raise NotACheckpoint(f"{folder} holds several weights: open one of {', '.join(s.title for s in found[:10])}")
-    return _read_set(folder, [first, *(s for s in found[1:] if s.further and s.kind == first.kind)], reading)
+    first = candidates[0]
+    if not first.likely and len(candidates) > 1:
+        raise NotACheckpoint(
+            f"{folder} holds several weights: open one of {', '.join(s.title for s in candidates[:10])}"
+        )
+    return _read_set(folder, [first, *(s for s in candidates[1:] if s.further and s.kind == first.kind)], reading)
 
 
 def _newest(folder: Place, names: Sequence[str]) -> Found | None:
@@ -99,15 +100,15 @@ def _newest(folder: Place, names: Sequence[str]) -> Found | None:
         models = ", ".join(members.folders(folder)[:20])
         raise NotACheckpoint(f"{folder} is a pipeline of diffusers: open one of its models, of {models}")
     newest = runs.newest(folder, training_files.is_complete)
-    found = newest and (_read_folder(newest[0], "") or full.read(newest[0]))
-    return found and newest and replace(found, reading="; ".join(filter(None, [newest[1], found.reading])))
+    content = newest and (_read_folder(newest[0], "") or full.read(newest[0]))
+    return content and newest and replace(content, reading="; ".join(filter(None, [newest[1], content.reading])))
 
 
 def _read_set(folder: Place, chosen: Sequence[WeightSet], reading: str) -> Found:
     """Weights of a folder and what lies beside them."""
     parts: list[Part] = []
     models: dict[str, Any] = {}
-    told: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     producer: dict[str, str] = {}
     for weights in chosen:
         index = _read_index(members.member(folder, weights.index)) if weights.index else None
@@ -115,7 +116,7 @@ def _read_set(folder: Place, chosen: Sequence[WeightSet], reading: str) -> Found
         tensors, by = united(own)
         if index is not None:
             _check_index(folder / weights.index, index, own)
-            told.update(index.metadata or {})
+            metadata.update(index.metadata or {})
             tensors = {name: tensors[name] for name in index.weight_map}
         if weights.form != OF_RANKS:
             _mend_numbers(folder / "sharded", tensors)
@@ -125,7 +126,7 @@ def _read_set(folder: Place, chosen: Sequence[WeightSet], reading: str) -> Found
     used = {path.name for path, _ in parts}
     names = [n for n in members.listed(folder) if n not in used and weight_sets.index_of(n) is None]
     beside = training_files.beside(folder, names)
-    state = {"model": models if len(models) > 1 else models[chosen[0].stem], **_metadata(parts, told)}
+    state = {"model": models if len(models) > 1 else models[chosen[0].stem], **_metadata(parts, metadata)}
     state.update(("model_fsdp" if key == "model" else key, value) for key, value in beside.state.items())
     format, world_size = "Hugging Face", beside.world_size
     if chosen[0].form == OF_RANKS:
@@ -153,8 +154,8 @@ def _load(path: Place, *, safe: bool) -> Contents:
             raise Unsupported(f"{path} holds something else than weights, or more; open that file by itself")
         return Contents(recognise.whole_tensors(tree, path), {})
     contents = safetensors_files.load_file(data)
-    told = contents.metadata
-    if "holdfast" in told and any(told.get(key, "{}") != "{}" for key in ("shapes", "dtypes")):
+    header = contents.metadata
+    if "holdfast" in header and any(header.get(key, "{}") != "{}" for key in ("shapes", "dtypes")):
         raise NotACheckpoint(f"{path} is a data file of a checkpoint of holdfast; open that, {path.parent.parent}")
     return contents
 
@@ -167,18 +168,14 @@ def _parts(folder: Place, weights: WeightSet, index: _Index | None) -> list[Part
             f"{', '.join(map(str, weights.missing()[:10]))} is missing: fetch the rest"
         )
     by = weights.index if index is not None else ""
-    found = [(folder / f, members.member(folder, f, by)) for f in files]
+    files_found = [(folder / f, members.member(folder, f, by)) for f in files]
     safe = weights.kind != "bin"
-    return [(path, _load(real, safe=safe)) for path, real in glanced(found, lambda pair: pair[1])]
+    return [(path, _load(real, safe=safe)) for path, real in glanced(files_found, lambda pair: pair[1])]
 
 
 def _read_index(path: Place) -> _Index:
-    with naming(path, "read"):
-        data = path.read_bytes() if path.stat().st_size <= MAX_INDEX else b""
-    try:
-        index = msgspec.json.decode(data, type=_Index)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise Damaged(f"{path} is no index of weights: {error}") from None
+    with damaged_as(f"{path} is no index of weights"):
+        index = msgspec.json.decode(read_whole(path, MAX_JSON), type=_Index)
     if not index.weight_map:
         raise Damaged(f"{path} is an index of no weights")
     return index
@@ -200,16 +197,16 @@ def _check_index(path: Place, index: _Index, parts: Sequence[Part]) -> None:
         )
 
 
-def _metadata(parts: Sequence[Part], told: Mapping[str, Any]) -> dict[str, Any]:
+def _metadata(parts: Sequence[Part], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What index and headers say besides the tensors, in one dict; by file where they differ."""
-    sources: dict[str, dict[str, Any]] = {key: {"index": value} for key, value in told.items()}
+    sources: dict[str, dict[str, Any]] = {key: {"index": value} for key, value in metadata.items()}
     for path, contents in parts:
         ours = _OURS if "holdfast" in contents.metadata else frozenset()
         for key, value in contents.metadata.items():
             if key not in (OFFSETS, VERSION) and key not in ours:
                 sources.setdefault(key, {})[path.name] = value
-    found = {key: next(iter(v.values())) if len({*map(repr, v.values())}) == 1 else v for key, v in sources.items()}
-    return {"metadata": found} if found else {}
+    joint = {key: next(iter(v.values())) if len({*map(repr, v.values())}) == 1 else v for key, v in sources.items()}
+    return {"metadata": joint} if joint else {}
 
 
 def _mend_numbers(sharded: Place, tensors: dict[str, Any]) -> None:
@@ -218,8 +215,10 @@ def _mend_numbers(sharded: Place, tensors: dict[str, Any]) -> None:
     ranks = weight_sets.of_ranks(members.listed(sharded)) if numbers and sharded.is_dir() else None
     if ranks is None:
         return
-    found, _ = united(_parts(sharded, ranks, None))
-    mended = {name: found[name] for name in numbers if name in found and kind_of(found[name]) == kind_of(tensors[name])}
+    by_rank, _ = united(_parts(sharded, ranks, None))
+    mended = {
+        name: by_rank[name] for name in numbers if name in by_rank and kind_of(by_rank[name]) == kind_of(tensors[name])
+    }
     tensors.update(mended)
     if mended:
         log.warning(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.errors import Damaged, Unsupported
+from holdfast.formats.machine.untrusted import damaged_as
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.stored import Stored, plain
 from holdfast.ondisk import dtypes
@@ -75,12 +76,10 @@ def load_file(data: Stretch) -> Contents:
     if length > min(data.nbytes - 8, MAX_HEADER):
         raise _damaged(where, f"its header claims {length} bytes, the file has {data.nbytes}")
     begin = 8 + length
-    try:
+    with damaged_as(f"{where}: its header is not valid: it is truncated, was altered, or is no safetensors file"):
         raw = _decode_header(data.read(8, length))
         metadata = _decode_texts(raw.pop("__metadata__", msgspec.Raw(b"null"))) or {}
         entries = {name: _decode_entry(entry) for name, entry in raw.items()}
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise _damaged(where, f"its header is not valid: {error}") from None
     tensors: dict[str, Stored] = {}
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):

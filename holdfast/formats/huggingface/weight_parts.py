@@ -12,6 +12,7 @@ import msgspec
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.huggingface.safetensors_files import Contents
+from holdfast.formats.machine.untrusted import damaged_as
 from holdfast.formats.stored import Stored, joined
 from holdfast.storage.place import Place
 
@@ -48,7 +49,7 @@ def united(parts: Sequence[Part]) -> tuple[dict[str, Any], dict[str, str]]:
             producer["torch.distributed.checkpoint (safetensors)"] = contents.metadata.get(VERSION, "")
         for name, tensor in contents.tensors.items():
             pieces.setdefault(name, []).append(_Piece(tensor, offsets.get(name), path))
-    return {name: _whole(name, found) for name, found in pieces.items()}, producer
+    return {name: _whole(name, held) for name, held in pieces.items()}, producer
 
 
 def _offsets(path: Place, contents: Contents) -> dict[str, tuple[int, ...]]:
@@ -59,17 +60,15 @@ def _offsets(path: Place, contents: Contents) -> dict[str, tuple[int, ...]]:
     version = contents.metadata.get(VERSION, "1")
     if version.partition(".")[0] != "1":
         raise Unsupported(f"{path} is of version {version[:20]} of DCP's safetensors files; version 1 is read")
-    try:
-        told = msgspec.json.decode(text, type=dict[str, _Saved])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise Damaged(f"{path}: its {OFFSETS} is not valid: {error}") from None
-    found = {}
+    with damaged_as(f"{path}: its {OFFSETS} is not valid"):
+        saved = msgspec.json.decode(text, type=dict[str, _Saved])
+    offsets = {}
     for name, tensor in contents.tensors.items():
-        at = told[name].saved_offsets if name in told else None
+        at = saved[name].saved_offsets if name in saved else None
         if at is None or len(at) != len(tensor.shape) or any(o < 0 for o in at):
             raise Damaged(f"{path}: its {OFFSETS} does not say where {name!r} of shape {list(tensor.shape)} belongs")
-        found[name] = at
-    return found
+        offsets[name] = at
+    return offsets
 
 
 def _whole(name: str, pieces: Sequence[_Piece]) -> Any:

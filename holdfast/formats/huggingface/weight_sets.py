@@ -65,24 +65,24 @@ class WeightSet:
 def sets(names: Sequence[str]) -> list[WeightSet]:
     """The sets of weights among the files of a folder, the likeliest first."""
     groups: dict[tuple[str, str, int], list[str]] = {}
-    found: list[WeightSet] = []
+    weight_sets: list[WeightSet] = []
     for name in names:
         if _OF_RANK.fullmatch(name):
             continue
         if (m := _SHARD.fullmatch(name)) and _is_weights(m):
             groups.setdefault((m["kind"], _stem(m), int(m["count"])), []).append(name)
         elif (m := _ONE_FILE.fullmatch(name)) and _is_weights(m):
-            found.append(WeightSet(m["kind"], m["stem"], ONE_FILE, (name,)))
+            weight_sets.append(WeightSet(m["kind"], m["stem"], ONE_FILE, (name,)))
     indexed = [index for name in names if (index := index_of(name))]
-    told = {(index.kind, index.stem) for index in indexed}
+    with_index = {(index.kind, index.stem) for index in indexed}
     for index in indexed:
         own = [group for (kind, stem, _), group in groups.items() if (kind, stem) == (index.kind, index.stem)]
-        found.append(replace(index, files=tuple(name for group in own for name in group)))
+        weight_sets.append(replace(index, files=tuple(name for group in own for name in group)))
     for (kind, stem, count), group in groups.items():
-        if (kind, stem) not in told:
-            found.append(WeightSet(kind, stem, SHARDS, tuple(group), count))
+        if (kind, stem) not in with_index:
+            weight_sets.append(WeightSet(kind, stem, SHARDS, tuple(group), count))
     ranks = of_ranks(names)
-    return sorted([*found, *([ranks] if ranks else [])], key=_place)
+    return sorted([*weight_sets, *([ranks] if ranks else [])], key=_place)
 
 
 def index_of(name: str) -> WeightSet | None:
@@ -103,9 +103,9 @@ def shard_count(name: str) -> int:
     return int(m["count"]) if m else 1
 
 
-def _place(found: WeightSet) -> tuple[bool, int, str, int]:
-    base, _, variant = found.stem.partition(".")
-    return found.kind == "bin", STEMS.index(base) if base in STEMS else len(STEMS), variant, found.form
+def _place(weights: WeightSet) -> tuple[bool, int, str, int]:
+    base, _, variant = weights.stem.partition(".")
+    return weights.kind == "bin", STEMS.index(base) if base in STEMS else len(STEMS), variant, weights.form
 
 
 def _stem(match: re.Match[str]) -> str:

@@ -45,8 +45,8 @@ def array_of(value: Record, where: Place) -> Stored | list[Any]:
     """
     if not value.args:  # kept there: a file may name one array a thousand times
         value.args = (_array_of(value, where),)
-    found: Stored | list[Any] = value.args[0]
-    return found
+    array_or_list: Stored | list[Any] = value.args[0]
+    return array_or_list
 
 
 def _array_of(value: Record, where: Place) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.formats.sources import Stretch
-from holdfast.storage.place import StorePlace
+from holdfast.storage.place import Place, StorePlace
 
 _PIECE, _OF_STORE = 256 << 10, 4 << 20
 """How much is read at once; of a store more, which takes its time for every answer."""
@@ -39,9 +39,9 @@ class _Gzip:
         self.needs_input = True
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        found = self._stream.decompress(self._stream.unconsumed_tail + data, max_length)
-        self.needs_input = not self._stream.unconsumed_tail and len(found) < max_length
-        return found
+        unpacked = self._stream.decompress(self._stream.unconsumed_tail + data, max_length)
+        self.needs_input = not self._stream.unconsumed_tail and len(unpacked) < max_length
+        return unpacked
 
     @property
     def eof(self) -> bool:
@@ -63,8 +63,8 @@ class _Zstd:
         while not self._out and self._at < len(self._in) and not self._stream.eof:
             self._out = self._stream.decompress(self._in[self._at : self._at + _MORSEL])
             self._at += _MORSEL
-        found, self._out = self._out[:max_length], self._out[max_length:]
-        return found
+        unpacked, self._out = self._out[:max_length], self._out[max_length:]
+        return unpacked
 
     @property
     def needs_input(self) -> bool:
@@ -91,6 +91,14 @@ _KINDS: dict[str, Callable[[], Any]] = {
 def kind_of(head: bytes) -> str | None:
     """What a file that begins so is compressed with, or None."""
     return next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def zstandard_for(path: Place) -> Any:
+    """The package that unpacks Zstandard. Raises Unsupported, naming ``path``, if it is not installed."""
+    try:
+        return importlib.import_module("zstandard")
+    except ImportError:
+        raise Unsupported(f"{path} is packed by Zstandard: pip install 'holdfast[zstd]', or unpack it") from None
 
 
 class Unpacking:
@@ -181,10 +189,7 @@ class Unpacking:
         return True
 
     def _zstd(self) -> Callable[[], _Zstd]:
-        try:
-            zstandard: Any = importlib.import_module("zstandard")
-        except ImportError:
-            raise Unsupported(f"{self.path} is packed by Zstandard: pip install zstandard, or unpack it") from None
+        zstandard = zstandard_for(self.path)
         self._fault = zstandard.ZstdError
         return lambda: _Zstd(zstandard.ZstdDecompressor(max_window_size=MEMORY).decompressobj)
 

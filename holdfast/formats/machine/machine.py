@@ -63,17 +63,17 @@ class Machine:
         return self.data[self.at - nbytes : self.at]
 
     def number(self, layout: struct.Struct) -> Any:
-        found = layout.unpack_from(self.data, self.at)[0]
+        value = layout.unpack_from(self.data, self.at)[0]
         self.at += layout.size
-        return found
+        return value
 
     def line(self) -> bytes:
         end = self.data.find(b"\n", self.at)
         if end < 0:
             self.need(len(self.data))
-        found = self.data[self.at : end]
+        text = self.data[self.at : end]
         self.at = end + 1
-        return found
+        return text
 
     def decimal(self) -> int:
         text = self.line()
@@ -84,9 +84,9 @@ class Machine:
     # Stack and memo
 
     def to_mark(self) -> list[Any]:
-        found = self.stack
+        values = self.stack
         self.stack = self.below.pop()
-        return found
+        return values
 
     def remember(self, index: int) -> None:
         count = len(self.memo)
@@ -100,10 +100,10 @@ class Machine:
         self.memo[index] = self.stack[-1]
 
     def recalled(self, index: int) -> Any:
-        found = self.memo[index] if index >= 0 else NOTHING
-        if found is NOTHING:
+        value = self.memo[index] if index >= 0 else NOTHING
+        if value is NOTHING:
             raise ValueError("nothing was remembered")
-        return found
+        return value
 
     # What keeps cost in proportion
 

@@ -72,13 +72,13 @@ def _stack_global(m: Machine) -> None:
 
 def _new_with_keywords(m: Machine) -> None:
     keywords, args = m.stack.pop(), m.stack.pop()
-    found = m.made(m.stack[-1], args)
+    instance = m.made(m.stack[-1], args)
     if keywords:
-        if not isinstance(keywords, dict) or not isinstance(found, Record):
-            raise TypeError(f"keywords of a {type(found).__name__}")
+        if not isinstance(keywords, dict) or not isinstance(instance, Record):
+            raise TypeError(f"keywords of a {type(instance).__name__}")
         m.charge((keywords,))
-        found.state = dict(keywords)
-    m.stack[-1] = found
+        instance.state = dict(keywords)
+    m.stack[-1] = instance
 
 
 def _instance(m: Machine) -> None:

@@ -108,17 +108,17 @@ def _unpack(path: Place, folder: Path, limit: int, wanted: Callable[[str], bool]
     kind = kind_of(packed.read(0, min(8, packed.nbytes)))
     if kind is None:
         raise Damaged(f"{path} is not compressed")
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     with events.task("unpack", str(path), total=packed.nbytes) as task:
         stream = Unpacking(packed, kind, limit, task.advance)
         if tars.is_tar(stream.peek(tars.BLOCK)):
             for entry in tars.entries(stream, path):
                 if wanted(entry.name):
-                    found[entry.name] = _copy(stream, folder / str(len(found)), entry.nbytes)
+                    sizes[entry.name] = _copy(stream, folder / str(len(sizes)), entry.nbytes)
         elif wanted(""):
-            found[""] = _copy(stream, folder / "0", None)
+            sizes[""] = _copy(stream, folder / "0", None)
         stream.drain()
-    (folder / _INDEX).write_text(json.dumps(found))
+    (folder / _INDEX).write_text(json.dumps(sizes))
 
 
 def _copy(stream: Unpacking, target: Path, nbytes: int | None) -> int:
@@ -154,8 +154,8 @@ def _lease(path: Place, wanted: Callable[[str], bool]) -> Lease:
 
 
 def _on_disk(real: Path) -> list[Any]:
-    told = real.stat()
-    return [str(real), told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns]
+    status = real.stat()
+    return [str(real), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
 
 
 def _in_store(place: StorePlace) -> list[Any]:
@@ -172,10 +172,10 @@ def _await_lock(lock: int, how: int, folder: Path) -> None:
         with suppress(BlockingIOError):
             fcntl.flock(lock, how | fcntl.LOCK_NB)
             return
-        now, size = time.monotonic(), _size_below(folder)
+        time_now, size = time.monotonic(), _size_below(folder)
         if size != grown:
-            grown, since = size, now
-        if now - since > PATIENCE:
+            grown, since = size, time_now
+        if time_now - since > PATIENCE:
             raise OSError(
                 errno.ETIMEDOUT,
                 f"another process is unpacking there and gets no further for {PATIENCE:g} s",
@@ -261,9 +261,9 @@ def _sweep(root: Path, but: str) -> None:
 
 
 def _limit(root: Path) -> int:
-    told = os.environ.get(LIMIT)
-    if told is None:
+    text = os.environ.get(LIMIT)
+    if text is None:
         return shutil.disk_usage(root).free // 2
-    if not told.isascii() or not told.isdigit():
-        raise Unsupported(f"{LIMIT} is {told!r}, not a number of bytes")
-    return int(told)
+    if not text.isascii() or not text.isdigit():
+        raise Unsupported(f"{LIMIT} is {text!r}, not a number of bytes")
+    return int(text)

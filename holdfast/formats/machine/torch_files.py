@@ -83,15 +83,15 @@ def _is_tar(data: Stretch) -> bool:
 
 def _load_zip(data: Stretch, calls: Calls) -> Any:
     archive, where = Archive(data), data.source.path
-    found = [name for name in archive.names if name.count("/") == 1 and name.endswith("/data.pkl")]
-    if len(found) != 1:
+    pickles_in = [name for name in archive.names if name.count("/") == 1 and name.endswith("/data.pkl")]
+    if len(pickles_in) != 1:
         held = ", ".join(name[:60] for name in archive.names[:5])
         raise Unsupported(f"{where} is a zip archive, but none of torch.save: it holds {held or 'nothing'}")
-    prefix = found[0].partition("/")[0]
+    prefix = pickles_in[0].partition("/")[0]
     if f"{prefix}/constants.pkl" in archive:
         raise Unsupported(f"{where} is a TorchScript program; save the module's state_dict() instead")
     _check_order(archive, f"{prefix}/byteorder", where)
-    nbytes = archive.nbytes(found[0])
+    nbytes = archive.nbytes(pickles_in[0])
     if nbytes > MAX_PICKLE or nbytes > MAX_PICKLE_DEFLATION * data.nbytes:
         raise Damaged(f"{where}: its pickle claims {nbytes} bytes, the file has {data.nbytes}")
     storages: dict[str, Stretch] = {}
@@ -106,7 +106,7 @@ def _load_zip(data: Stretch, calls: Calls) -> Any:
             storages[key] = archive.member(name)
         return storages[key].part(0, nbytes)
 
-    pickled = archive.member(found[0]).read()
+    pickled = archive.member(pickles_in[0]).read()
     return pickles.load(pickled, where, calls=calls, persistent=lambda key: zip_storage(key, storage, where))[0]
 
 

@@ -109,11 +109,11 @@ _SIGNED = (torch.float16, torch.float32, torch.float64, torch.complex32, torch.c
 def _view(dtype: str, storage: Storage, offset: int, size: Any, stride: Any, metadata: Any) -> Any:
     if not dtypes.known(dtype):
         return Opaque(f"it is of type {dtype[:60]}, which this torch does not have; a newer one may")
-    told = metadata or {}
+    flags = metadata or {}
     signed = dtypes.torch_dtype(dtype) in _SIGNED
-    if not isinstance(told, dict) or not told.keys() <= {"conj", "neg"} or (told and not signed):
+    if not isinstance(flags, dict) or not flags.keys() <= {"conj", "neg"} or (flags and not signed):
         return Opaque("torch noted something about it that holdfast does not know; save it again as a plain tensor")
-    conj, neg = bool(told.get("conj")), bool(told.get("neg"))
+    conj, neg = bool(flags.get("conj")), bool(flags.get("neg"))
     try:
         return strided(dtype, size, stride, storage.stretch, offset, conj=conj, neg=neg)
     except Unsupported as error:
@@ -144,13 +144,13 @@ def _from_cpu(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
 def _from_numpy(where: Place, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
     # NumPy lacks some types: what was bfloat16 is kept as float32, and goes back without loss.
     name = _dtype(dtype)
-    found = arrays.array_of(data, where) if arrays.is_array(data) else None
-    if not isinstance(found, Stored) or not dtypes.known(name):
+    array = arrays.array_of(data, where) if arrays.is_array(data) else None
+    if not isinstance(array, Stored) or not dtypes.known(name):
         raise TypeError(f"a tensor of a {type(data).__name__}")
-    if found.dtype == name:
-        return found
-    values = found.read().to(dtypes.torch_dtype(name))
-    return of_bytes(name, found.shape, bytes(values.reshape(-1).view(torch.uint8).tolist()), where)
+    if array.dtype == name:
+        return array
+    values = array.read().to(dtypes.torch_dtype(name))
+    return of_bytes(name, array.shape, bytes(values.reshape(-1).view(torch.uint8).tolist()), where)
 
 
 _PLAIN = frozenset(
@@ -165,14 +165,14 @@ def _from_type(
         raise TypeError("a tensor made by no function that makes tensors")
     if not isinstance(cls, Name) or not isinstance(args, tuple):
         raise TypeError("a tensor of no class")
-    made = calls[function.text](*args)
-    if isinstance(made, Record):
+    tensor = calls[function.text](*args)
+    if isinstance(tensor, Record):
         both = isinstance(state, tuple) and len(state) == 2 and all(s is None or isinstance(s, dict) for s in state)
-        made.state = {**(state[0] or {}), **(state[1] or {})} if both else state  # attributes and slots
-    elif isinstance(made, Stored) and cls.text not in _PLAIN and cls.text not in seen:
+        tensor.state = {**(state[0] or {}), **(state[1] or {})} if both else state  # attributes and slots
+    elif isinstance(tensor, Stored) and cls.text not in _PLAIN and cls.text not in seen:
         seen.add(cls.text)
         log.info("%s: a %s is read as the plain tensor that it holds; its attributes are not kept", where, cls.text)
-    return made
+    return tensor
 
 
 def _wrapper(cls: Any, dtype: Any, size: Any, *_: Any) -> Record:
@@ -184,10 +184,10 @@ def _wrapper(cls: Any, dtype: Any, size: Any, *_: Any) -> Record:
 def _size(sizes: Any = ()) -> torch.Size:
     if not isinstance(sizes, (tuple, list)):
         raise TypeError(f"a size of a {type(sizes).__name__}")
-    found = torch.Size(sizes)  # which takes nothing but integers
+    size = torch.Size(sizes)  # which takes nothing but integers
     if any(not -_LIMIT <= n < _LIMIT for n in sizes):  # torch takes them, and then cannot even print them
         raise ValueError("a size beyond all memory")
-    return found
+    return size
 
 
 def _device(kind: Any, index: Any = None) -> Any:
@@ -239,10 +239,14 @@ _CALLS: Calls = {
 
 def calls(where: Place) -> Calls:
     """Functions of ours for the names that torch's files hold; ``where`` is named in errors."""
-    made: Calls = {
+    functions: Calls = {
         **_CALLS,
         "torch._utils._rebuild_device_tensor_from_numpy": partial(_from_numpy, where),
         "torch._utils._rebuild_xla_tensor": partial(_from_numpy, where),
     }
-    from_type = partial(_from_type, where, made, set())
-    return {**made, "torch._tensor._rebuild_from_type": from_type, "torch._tensor._rebuild_from_type_v2": from_type}
+    from_type = partial(_from_type, where, functions, set())
+    return {
+        **functions,
+        "torch._tensor._rebuild_from_type": from_type,
+        "torch._tensor._rebuild_from_type_v2": from_type,
+    }

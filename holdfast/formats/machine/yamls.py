@@ -65,13 +65,13 @@ def _value(loader: Any, node: yaml.Node) -> Any:
 
 
 def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+    mapping: dict[Any, Any] = {}
     for name, inner in node.value:
         key = _value(loader, name)
-        if not isinstance(key, (str, int)) or key in found:
+        if not isinstance(key, (str, int)) or key in mapping:
             raise _fault(name, "has a key that is no text or number, or was there before")
-        found[key] = _value(loader, inner)
-    return found
+        mapping[key] = _value(loader, inner)
+    return mapping
 
 
 def _fault(node: yaml.Node | yaml.Event, what: str) -> ValueError:

@@ -153,7 +153,7 @@ def _directory(archive: Stretch) -> dict[str, Entry]:
     if nbytes > MAX_DIRECTORY or count > nbytes // 46:
         raise _damaged(archive, f"its directory claims {count} members in {nbytes} bytes")
     data = archive.read(begin, nbytes)
-    found: list[Entry] = []
+    listed: list[Entry] = []
     at = 0
     for _ in range(count):
         if data[at : at + 4] != _ENTRY or len(data) < at + 46:
@@ -169,22 +169,22 @@ def _directory(archive: Stretch) -> dict[str, Entry]:
             raise Unsupported(f"{archive.source.path} is one of several parts of an archive; join them first")
         if size != packed if method == 0 else size > MAX_DEFLATION * packed + 64:
             raise _damaged(archive, f"member {name[:200]!r} claims to unpack {packed} bytes to {size}")
-        found.append(Entry(name, method, packed, size, crc, local, begin))
+        listed.append(Entry(name, method, packed, size, crc, local, begin))
         at += 46 + n + m + k
     if at != nbytes:
         raise _damaged(archive, f"its directory has {nbytes} bytes instead of {at}")
-    return _apart(archive, found)
+    return _apart(archive, listed)
 
 
 _CENTRAL = struct.Struct("<HHIIIIHHHHHII")
 
 
-def _apart(archive: Stretch, found: list[Entry]) -> dict[str, Entry]:
+def _apart(archive: Stretch, listed: list[Entry]) -> dict[str, Entry]:
     """The members by name, none sharing bytes with another: a few bytes that many members claim are a bomb."""
-    ends = dict(pairwise(sorted({entry.begin for entry in found})))
+    ends = dict(pairwise(sorted({entry.begin for entry in listed})))
     entries: dict[str, Entry] = {}
     taken: set[int] = set()
-    for entry in found:
+    for entry in listed:
         name = entry.raw_name.decode("utf-8", "surrogateescape")
         entry = entry._replace(end=ends.get(entry.begin, entry.end))
         if entry.begin in taken or entry.begin + 30 + len(entry.raw_name) + entry.packed > entry.end:

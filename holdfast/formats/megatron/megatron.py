@@ -6,7 +6,6 @@ guesses which parameters were a group: Megatron does not save it.
 
 from __future__ import annotations
 
-import json
 import re
 from math import prod
 from typing import Any
@@ -18,10 +17,10 @@ from holdfast.formats.dcp import dcp
 from holdfast.formats.dcp.dcp import DcpState
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import load_path
-from holdfast.formats.megatron import shards as shards
+from holdfast.formats.machine.untrusted import read_json, read_whole
+from holdfast.formats.megatron import shards
 from holdfast.formats.stored import Opaque, Stored, float_scalar
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming
 
 _LATEST = "latest_checkpointed_iteration.txt"
 _CONFIG = "metadata.json"
@@ -48,11 +47,11 @@ def read(path: Place) -> Found | None:
         )
     common = _common(folder)
     state = dcp.read_folder(folder)
-    found, how = _state(state, common, folder)
+    content, how = _state(state, common, folder)
     iteration, args = common.get("iteration"), common.get("args")
     world_size = args.get("world_size") if isinstance(args, Record) else None
     return Found(
-        "Megatron-core torch_dist", found, iteration if type(iteration) is int else None,
+        "Megatron-core torch_dist", content, iteration if type(iteration) is int else None,
         world_size if type(world_size) is int and world_size > 0 else state.world_size,
         {"megatron": "torch_dist 1"}, "; ".join(filter(None, [reading, *how])),
     )  # fmt: skip
@@ -73,8 +72,7 @@ def _folder(path: Place) -> tuple[Place | None, str]:
         )
     if not (path / _LATEST).is_file():
         return None, ""
-    with naming(path / _LATEST, "read"):
-        latest = (path / _LATEST).read_bytes().decode("utf-8", "replace").strip()
+    latest = read_whole(path / _LATEST, 1 << 20).decode("utf-8", "replace").strip()
     name = latest if latest == "release" else f"iter_{int(latest):07d}" if re.fullmatch(r"[0-9]{1,12}", latest) else ""
     if not name or not (path / name).is_dir():
         raise NotACheckpoint(f"{path / _LATEST} names iteration {latest[:40]!r}, but there is no folder of it")
@@ -87,11 +85,10 @@ def _config(folder: Place) -> dict[str, Any] | None:
     if not path.is_file() or path.stat().st_size > 1 << 20:
         return None
     try:
-        with naming(path, "read"):
-            found = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        config = read_json(path)
+    except Damaged:
         return None
-    return found if isinstance(found, dict) and "sharded_backend" in found else None
+    return config if isinstance(config, dict) and "sharded_backend" in config else None
 
 
 def _without_config(folder: Place, reading: str) -> Found | None:
@@ -100,12 +97,12 @@ def _without_config(folder: Place, reading: str) -> Found | None:
             f"{folder} is in Megatron's old format, one file for each model-parallel rank; load it with Megatron and "
             "save it with --ckpt-convert-format torch_dist"
         )
-    found = dcp.read(folder)  # Megatron-FSDP writes plain DCP
-    if found is None:
+    content = dcp.read(folder)  # Megatron-FSDP writes plain DCP
+    if content is None:
         raise NotACheckpoint(f"{folder} holds no {_CONFIG}: it never finished, or is no checkpoint of Megatron-core")
     return Found(
-        found.format, found.state, found.step, found.world_size, found.producer,
-        "; ".join(filter(None, [reading, found.reading])), found.attachments,
+        content.format, content.state, content.step, content.world_size, content.producer,
+        "; ".join(filter(None, [reading, content.reading])), content.attachments,
     )  # fmt: skip
 
 
@@ -114,12 +111,12 @@ def _common(folder: Place) -> dict[Any, Any]:
     if not path.is_file():
         raise Damaged(f"{path} is missing; bring it back from a copy")
     try:
-        found = load_path(path)
+        common = load_path(path)
     except Unsupported as error:
         return {"common": Opaque(str(error))}
-    if not isinstance(found, dict):
+    if not isinstance(common, dict):
         raise Damaged(f"{path} holds no state")
-    return found
+    return common
 
 
 # The state
@@ -140,9 +137,9 @@ def _state(state: DcpState, common: dict[Any, Any], folder: Place) -> tuple[dict
     values: dict[str, Any] = {}
     for key, tensor in own.items():
         module.update(shards.apart(key, tensor, folder))
-    for key, found in objects.items():
+    for key, grid in objects.items():
         into = module if key.endswith("_extra_state") else buckets if _BUCKET.match(key) else values
-        into.update(shards.objects_apart(key, found, folder))
+        into.update(shards.objects_apart(key, grid, folder))
     parameters: dict[str, dict[str, Any]] = {}
     for key, kinds in of_optimizer.items():
         for kind, tensor in kinds.items():
@@ -165,12 +162,12 @@ def _state(state: DcpState, common: dict[Any, Any], folder: Place) -> tuple[dict
 
 def _split(state: DcpState, folder: Place) -> tuple[dict[str, Stored], dict[str, shards.Grid]]:
     """Tensors in their true shapes, and objects by name."""
-    told = state.metadata[0].get("mcore_data")
+    reformulated = state.metadata[0].get("mcore_data")
     tensors: dict[str, Stored] = {}
     objects: dict[str, shards.Grid] = {}
     for key, value in {**_objects_beside(folder), **state.flat}.items():
         if isinstance(value, Stored):
-            about = told.get(key) if isinstance(told, dict) else None
+            about = reformulated.get(key) if isinstance(reformulated, dict) else None
             shape = about.get("nd_reformulated_orig_global_shape") if isinstance(about, dict) else None
             tensors[key] = value if shape is None else shards.unflattened(key, value, shape, folder)
         else:
@@ -210,8 +207,8 @@ def _optimizer(
     groups = [dict(group) for part in parts for group in part["param_groups"] if isinstance(group, dict)]
     if len(groups) == 1:
         groups[0].setdefault("params", list(parameters))
-    told = [part["state"]["common_step"] for part in parts if "common_step" in part["state"]]
-    steps = {_number(step) for step in told or [group["step"] for group in groups if "step" in group]}
+    common_steps = [part["state"]["common_step"] for part in parts if "common_step" in part["state"]]
+    steps = {_number(step) for step in common_steps or [group["step"] for group in groups if "step" in group]}
     if len(steps) == 1 and None not in steps:
         step = float_scalar(steps.pop() or 0.0, folder / "common.pt")
         parameters = {fqn: {"step": step, **state} for fqn, state in parameters.items()}

@@ -85,11 +85,11 @@ def _experts_in(names: Sequence[str]) -> int | None:
 def apart(key: str, tensor: Stored, folder: Place) -> dict[str, Stored]:
     """The layers of a stack by FQN, and the experts of each; the tensor itself if it is none."""
     stack = stack_of(key, tensor)
-    found = {key: tensor}
+    layers = {key: tensor}
     if stack:
-        found = {f"{stack}.{n}{key[len(stack) :]}": layer for n, layer in enumerate(_rows(key, tensor, folder))}
+        layers = {f"{stack}.{n}{key[len(stack) :]}": layer for n, layer in enumerate(_rows(key, tensor, folder))}
     experts: dict[str, Stored] = {}
-    for name, layer in found.items():
+    for name, layer in layers.items():
         names = name.split(".")
         at = _experts_in(names)
         if at is None or len(layer.shape) < 2:
@@ -115,29 +115,29 @@ def _rows(key: str, tensor: Stored, folder: Place) -> list[Stored]:
         inner = Box(box.offsets[1:], box.lengths[1:])
         for n in range(box.lengths[0]):
             pieces[box.offsets[0] + n].append((inner, stretch.part(n * inner.size * size, inner.size * size)))
-    return [Stored(tensor.dtype, tensor.shape[1:], tuple(found)) for found in pieces]
+    return [Stored(tensor.dtype, tensor.shape[1:], tuple(row_pieces)) for row_pieces in pieces]
 
 
 def glued(module: Mapping[str, Any]) -> dict[str, Any]:
     """Gated weights, of which some versions save the halves as ``weight_w`` and ``weight_v``, as one ``weight``."""
-    found: dict[str, Any] = {}
+    whole_weights: dict[str, Any] = {}
     for key, value in module.items():
         whole = _whole_of(key, module)
         if whole is None:
-            found[key] = value
-        elif whole not in found:
-            found[whole] = concatenated([module[f"{whole}_w"], module[f"{whole}_v"]])
-    return found
+            whole_weights[key] = value
+        elif whole not in whole_weights:
+            whole_weights[whole] = concatenated([module[f"{whole}_w"], module[f"{whole}_v"]])
+    return whole_weights
 
 
 def glued_state(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """The same for what an optimizer keeps of each parameter."""
     kinds = dict.fromkeys(kind for held in state.values() for kind in held)
-    found: dict[str, dict[str, Any]] = {}
+    parameters: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         for key, value in glued({key: held[kind] for key, held in state.items() if kind in held}).items():
-            found.setdefault(key, {})[kind] = value
-    return found
+            parameters.setdefault(key, {})[kind] = value
+    return parameters
 
 
 def _whole_of(key: str, module: Mapping[str, Any]) -> str | None:
@@ -196,9 +196,9 @@ def _listed(name: str, cells: Mapping[tuple[int, ...], Any], shape: tuple[int, .
             f"{folder}: {name} is cut into a grid of {list(shape)}, but {len(order)} of its parts are there; "
             "a rank's file is missing or its save never finished"
         )
-    found = [cells[offsets] for offsets in order]
-    if len(found) == 1:
-        return found[0]
+    values = [cells[offsets] for offsets in order]
+    if len(values) == 1:
+        return values[0]
     for length in reversed(shape[1:]):
-        found = [found[at : at + length] for at in range(0, len(found), length)]
-    return found
+        values = [values[at : at + length] for at in range(0, len(values), length)]
+    return values

@@ -73,32 +73,32 @@ def is_legacy(held: Any) -> bool:
     return isinstance(held, dict) and isinstance(held.get("model"), dict) and bool({"optim", "global_step"} & {*held})
 
 
-def _merged(known: Any, found: Any, place: _Place, at: str, depth: int) -> Any:
+def _merged(known: Any, node: Any, place: _Place, at: str, depth: int) -> Any:
     """What the ranks before told of a node, with what this one adds."""
     if depth > MAX_DEPTH:
         raise Damaged(f"{place.path}: {at[:200]} is nested {MAX_DEPTH} deep, or contains itself")
     first = known is _NOTHING
-    if isinstance(found, dict) and (first or isinstance(known, dict)):
+    if isinstance(node, dict) and (first or isinstance(known, dict)):
         into = {} if first else known
-        for key, value in found.items():
+        for key, value in node.items():
             into[key] = _merged(into.get(key, _NOTHING), value, place, f"{at}.{key}", depth + 1)
         return into
-    if is_sharded(found):
-        share = share_of(found, place.rank, f"{place.path}: {at}")
+    if is_sharded(node):
+        share = share_of(node, place.rank, f"{place.path}: {at}")
         known = _Sharded(share.dtype, share.shape) if first else known
         if not isinstance(known, _Sharded) or (known.dtype, known.shape) != (share.dtype, share.shape):
             raise _differs(place, at)
         known.parts += share.parts
         return known
     if first:
-        return found
-    if isinstance(known, Stored) and isinstance(found, Stored):
-        if (known.dtype, known.shape) != (found.dtype, found.shape):
+        return node
+    if isinstance(known, Stored) and isinstance(node, Stored):
+        if (known.dtype, known.shape) != (node.dtype, node.shape):
             raise _differs(place, at)
-        if not same_tensors([[known, found]])[0]:
+        if not same_tensors([[known, node]])[0]:
             log.warning("%s: %s is another than on ranks before, whose is taken", place.path, at)
         return known
-    if type(known) is not type(found) or not alike(known, found):
+    if type(known) is not type(node) or not alike(known, node):
         raise _differs(place, at)
     return known
 

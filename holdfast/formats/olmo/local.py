@@ -77,8 +77,8 @@ def read_local(folder: Place) -> tuple[dict[str, Any], int] | None:
 
 
 def _modules(path: Place) -> list[Any] | None:
-    found = load_path(path)
-    modules = found.get("modules") if isinstance(found, dict) else None
+    content = load_path(path)
+    modules = content.get("modules") if isinstance(content, dict) else None
     return modules if isinstance(modules, list) else None
 
 
@@ -109,18 +109,18 @@ def _table(handle: dict[str, Any], count: int, path: Place, prefix: str) -> list
     """For each parameter of a flat one where its piece begins in the rank's data, and which piece it is."""
     try:
         if "flat_param._shard_param_infos" in handle:
-            found = [_info(info) for info in handle["flat_param._shard_param_infos"]]
+            pieces = [_info(info) for info in handle["flat_param._shard_param_infos"]]
         else:
-            found = _old_table(handle, count)
+            pieces = _old_table(handle, count)
     except (KeyError, TypeError, ValueError, AttributeError):
-        found = []
-    sound = all(min(offset, *piece) >= 0 for offset, piece in found)
-    if len(found) != count or not sound:
+        pieces = []
+    sound = all(min(offset, *piece) >= 0 for offset, piece in pieces)
+    if len(pieces) != count or not sound:
         raise Damaged(
             f"{path}: the shard table of module {prefix!r} does not tell which part of its {count} parameters this "
             "rank holds (neither _shard_param_infos of torch 2.1 and later nor _shard_param_offsets before)"
         )
-    return found
+    return pieces
 
 
 def _info(info: Any) -> tuple[int, Piece]:
@@ -138,11 +138,11 @@ def _old_table(handle: dict[str, Any], count: int) -> list[tuple[int, Piece]]:
     first, spans = handle["flat_param._shard_indices"][0], handle["flat_param._shard_param_offsets"]
     if first > count:
         raise ValueError(f"it begins with parameter {first}")
-    found, at = [(0, Piece(0, 0))] * first, 0
+    pieces, at = [(0, Piece(0, 0))] * first, 0
     for start, last in spans:
-        found.append((at, Piece(start, last - start + 1)))
+        pieces.append((at, Piece(start, last - start + 1)))
         at += last - start + 1
-    return found + [(0, Piece(0, 0))] * (count - len(found))
+    return pieces + [(0, Piece(0, 0))] * (count - len(pieces))
 
 
 def _optimizer(
@@ -153,19 +153,19 @@ def _optimizer(
     names: dict[int, str] = {}
     state: dict[int, dict[str, Any]] = {}
     for rank, path in files.items():
-        found = load_path(path)
-        if not isinstance(found, dict) or not isinstance(found.get("state"), dict) or "param_groups" not in found:
+        saved = load_path(path)
+        if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict) or "param_groups" not in saved:
             raise Damaged(f"{path} holds no state dict of an optimizer")
         if groups is None:
-            groups = found["param_groups"]
+            groups = saved["param_groups"]
             with as_written(path):
-                names = _names(found, path)
-        elif not alike(groups, found["param_groups"]):
+                names = _names(saved, path)
+        elif not alike(groups, saved["param_groups"]):
             raise Damaged(f"{path}: its param_groups are not those of {files[0]}: the files are of different saves")
-        if not found["state"].keys() <= names.keys():
+        if not saved["state"].keys() <= names.keys():
             raise Damaged(f"{path} has state of parameters that are in no group")
         with as_written(path):
-            for number, values in found["state"].items():
+            for number, values in saved["state"].items():
                 into, name = state.setdefault(number, {}), names[number]
                 for key, value in values.items():
                     at = f"{key} of {name}"
@@ -176,14 +176,16 @@ def _optimizer(
         return fqns.optimizer_state({"state": dict(sorted(state.items())), "param_groups": groups or []}, folder)
 
 
-def _names(found: dict[str, Any], path: Place) -> dict[int, str]:
+def _names(saved: dict[str, Any], path: Place) -> dict[int, str]:
     """Names of torch's integer ids: without them nobody can tell which parameter a flat piece is of."""
     names: dict[int, str] = {}
-    for group in found["param_groups"]:
-        told = group.get("param_names")
-        if not isinstance(told, (list, tuple)) or len(told) != len(group.get("params", ())):
+    for group in saved["param_groups"]:
+        fqns_of_group = group.get("param_names")
+        if not isinstance(fqns_of_group, (list, tuple)) or len(fqns_of_group) != len(group.get("params", ())):
             raise Unsupported(f"{path}: a parameter group has no param_names, so its pieces cannot be joined")
-        names.update((number, fqns.plain_fqn(name)) for number, name in zip(group["params"], told, strict=True))
+        names.update(
+            (number, fqns.plain_fqn(name)) for number, name in zip(group["params"], fqns_of_group, strict=True)
+        )
     return names
 
 

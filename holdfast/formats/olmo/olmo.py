@@ -170,9 +170,9 @@ def _full(folder: Place) -> _Content | None:
     return _Content("full", state, trainer or {}, plausible((trainer or {}).get("world_size")) or 1)
 
 
-def _optimizer(found: dict[Any, Any], path: Place) -> dict[str, Any]:
+def _optimizer(saved: dict[Any, Any], path: Place) -> dict[str, Any]:
     with as_written(path):
-        return fqns.optimizer_state(found, path)
+        return fqns.optimizer_state(saved, path)
 
 
 def _part(folder: Place, part: str) -> Any:
@@ -189,33 +189,33 @@ def _torch_new(folder: Place) -> _Content | None:
     """TorchNewStyleShardedCheckpointer, and OLMo-core since 1.0: DCP, and a trainer's file of each rank."""
     held = folder / "model_and_optim"
     try:
-        found = dcp.read_folder(held)
+        saved = dcp.read_folder(held)
     except NotACheckpoint:
         if not rank_files(folder / "train"):
             return None
         raise
-    state, how = dcp_names.own_names(found.tree, held)
+    state, how = dcp_names.own_names(saved.tree, held)
     trainer, world = trainer_state(rank_files(folder / "train"), folder / "train")
-    return _Content("; ".join(["torch_new", *how]), state, trainer, world if trainer else found.world_size)
+    return _Content("; ".join(["torch_new", *how]), state, trainer, world if trainer else saved.world_size)
 
 
 def _torch_legacy(folder: Place) -> _Content | None:
     """TorchLegacyShardedCheckpointer: all of a rank in one file."""
-    found = read_legacy(folder)
-    if found is None:
+    saved = read_legacy(folder)
+    if saved is None:
         return None
-    state = {"model": fqns.model_state(found.cut["model"])}
-    if "optim" in found.cut:
-        state["optimizer"] = _optimizer(found.cut["optim"], folder)
-    return _Content("torch_legacy", state, found.trainer, found.world)
+    state = {"model": fqns.model_state(saved.cut["model"])}
+    if "optim" in saved.cut:
+        state["optimizer"] = _optimizer(saved.cut["optim"], folder)
+    return _Content("torch_legacy", state, saved.trainer, saved.world)
 
 
 def _local(folder: Place) -> _Content | None:
     """LocalShardedCheckpointer: flat parameters of FSDP1."""
-    found = read_local(folder)
-    if found is None:
+    saved = read_local(folder)
+    if saved is None:
         return None
-    state, world = found
+    state, world = saved
     trainer, _ = trainer_state(rank_files(folder / "train"), folder / "train", world)
     return _Content("local", state, trainer, world)
 

@@ -6,19 +6,19 @@ The readers of OLMo's layouts call these. Never joins the pieces of a tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from holdfast.errors import Damaged, HoldfastError
+from holdfast.errors import Damaged
 from holdfast.events import log
 from holdfast.formats import members
 from holdfast.formats.ahead import glanced
 from holdfast.formats.alike import alike
 from holdfast.formats.assemble import PerRank
 from holdfast.formats.machine.torch_files import load_path
+from holdfast.formats.machine.untrusted import damaged_as, read_whole
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming
 
 MAX_WORLD = 1 << 20
 """More ranks than there are; a file that claims more is mistaken."""
@@ -26,15 +26,9 @@ MAX_WORLD = 1 << 20
 _RANK = re.compile(r"rank(0|[1-9][0-9]{0,6})\.pt")
 
 
-@contextmanager
-def as_written(path: Place) -> Iterator[None]:
-    """Turn what a file of another shape than OLMo's leads to, a missing key say, into Damaged that names the file."""
-    try:
-        yield
-    except HoldfastError:
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise Damaged(f"{path} is not as OLMo writes it: {type(error).__name__}: {str(error)[:200]}") from error
+def as_written(path: Place) -> AbstractContextManager[None]:
+    """Turn what a file of another shape than OLMo's leads to into Damaged that names the file."""
+    return damaged_as(f"{path} is not as OLMo writes it")
 
 
 def listed(folder: Place) -> list[str]:
@@ -44,16 +38,16 @@ def listed(folder: Place) -> list[str]:
 
 def rank_files(folder: Place) -> dict[int, Place]:
     """``rank<N>.pt`` of a folder by N, in order."""
-    found = {int(m[1]): folder / m[0] for m in map(_RANK.fullmatch, listed(folder)) if m}
-    return dict(sorted(found.items()))
+    files = {int(m[1]): folder / m[0] for m in map(_RANK.fullmatch, listed(folder)) if m}
+    return dict(sorted(files.items()))
 
 
-def proved(files: Mapping[int, Place], told: int | None, folder: Place) -> int:
+def proved(files: Mapping[int, Place], claimed: int | None, folder: Place) -> int:
     """The world size, if there is exactly one file for each of its ranks. Raises Damaged, naming those that are not.
 
     ``told``: what the checkpoint says its world size is, if it does.
     """
-    world = told or max(files, default=-1) + 1
+    world = claimed or max(files, default=-1) + 1
     missing = sorted({*range(world)} - files.keys())
     if missing:
         raise Damaged(
@@ -76,11 +70,10 @@ def told_world_size(folder: Place) -> int | None:
     """
     path, trainer = folder / "metadata.yaml", folder / "train" / "rank0.pt"
     if path.is_file():
-        with naming(path, "read"):
-            text = path.read_bytes()[: 1 << 16].decode("utf-8", "replace")
-        found = re.search(r"^world_size:[ \t]*([0-9]{1,7})[ \t]*(?:#.*)?$", text, re.MULTILINE)
-        if found:
-            return plausible(int(found[1]))
+        text = read_whole(path, 1 << 16).decode("utf-8", "replace")
+        match = re.search(r"^world_size:[ \t]*([0-9]{1,7})[ \t]*(?:#.*)?$", text, re.MULTILINE)
+        if match:
+            return plausible(int(match[1]))
     return plausible(_trainer(trainer).get("world_size")) if trainer.is_file() else None
 
 

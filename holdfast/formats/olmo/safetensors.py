@@ -19,6 +19,7 @@ from holdfast.formats import fqns
 from holdfast.formats.huggingface.safetensors_files import load_path
 from holdfast.formats.machine import pickles
 from holdfast.formats.machine.torch_files import load_pickle
+from holdfast.formats.machine.untrusted import damaged_as
 from holdfast.formats.members import member
 from holdfast.formats.olmo.ranks import as_written
 from holdfast.formats.sources import all_of, file
@@ -99,8 +100,10 @@ class _Tensor(msgspec.Struct):
     def specs(self) -> dict[str, _Spec]:
         if self.flattened_offsets_per_file is not None:
             return {
-                name: _Spec([tuple(found)] if found and isinstance(found[0], int) else [tuple(pair) for pair in found])
-                for name, found in self.flattened_offsets_per_file.items()
+                name: _Spec(
+                    [tuple(offsets)] if offsets and isinstance(offsets[0], int) else [tuple(pair) for pair in offsets]
+                )
+                for name, offsets in self.flattened_offsets_per_file.items()
             }
         return self.shard_spec_per_file or {}
 
@@ -116,10 +119,8 @@ def _index_of(folder: Place) -> dict[str, _Tensor] | None:
     data = all_of(file(path)).read()
     if b'"shard_spec_per_file"' not in data and b'"flattened_offsets_per_file"' not in data:
         return None
-    try:
+    with damaged_as(f"{path} is no valid index of tensors"):
         return msgspec.json.decode(data, type=_Index).tensors
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise Damaged(f"{path} is no valid index of tensors: {error}") from None
 
 
 def read_core(folder: Place) -> dict[str, Stored] | None:
@@ -137,18 +138,18 @@ def read_core(folder: Place) -> dict[str, Stored] | None:
         return opened[name][key]
 
     with as_written(folder / INDEX):
-        return {key: _joined(key, told, held, folder / INDEX) for key, told in index.items()}
+        return {key: _joined(key, tensor, held, folder / INDEX) for key, tensor in index.items()}
 
 
-def _joined(key: str, told: _Tensor, held: Callable[[str, str], Stored], path: Place) -> Stored:
-    dtype, shape = dtypes.name_of_code(told.dtype), tuple(told.shape)
+def _joined(key: str, described: _Tensor, held: Callable[[str, str], Stored], path: Place) -> Stored:
+    dtype, shape = dtypes.name_of_code(described.dtype), tuple(described.shape)
     if dtype is None:
-        raise Unsupported(f"{path}: {key} is of type {told.dtype}, which is not known")
+        raise Unsupported(f"{path}: {key} is of type {described.dtype}, which is not known")
     if any(n < 0 for n in shape):
         raise Damaged(f"{path}: {key} is said to have shape {list(shape)}")
     runs: list[tuple[int, Stored]] = []
     boxes: list[tuple[tuple[int, ...], Stored]] = []
-    for name, spec in told.specs().items():
+    for name, spec in described.specs().items():
         spans, lengths, offsets = spec.flattened_offsets, spec.local_shape, spec.global_offset
         if spans is not None:
             at = 0
@@ -165,9 +166,9 @@ def _joined(key: str, told: _Tensor, held: Callable[[str, str], Stored], path: P
                 boxes.append((tuple(offsets), reshaped(held(name, key), lengths)))
         else:
             raise Damaged(f"{path} does not tell which part of {key} is in {name}")
-    for found in (*(r for _, r in runs), *(b for _, b in boxes)):
-        if found.dtype != dtype:
-            raise Damaged(f"{path}: {key} is {dtype}, its file has {found.dtype}")
+    for part in (*(r for _, r in runs), *(b for _, b in boxes)):
+        if part.dtype != dtype:
+            raise Damaged(f"{path}: {key} is {dtype}, its file has {part.dtype}")
     return from_flat(dtype, shape, runs) if runs else joined(dtype, shape, boxes)
 
 
@@ -181,16 +182,20 @@ def core_optimizer(flat: Mapping[str, Stored], path: Place) -> dict[str, Any]:
     groups: dict[int, Any] = {}
     rest: dict[str, Any] = {}
     for name, tensor in flat.items():
-        fqn, found, key = name.removeprefix("state.").rpartition(".__")
+        fqn, separator, key = name.removeprefix("state.").rpartition(".__")
         number = name.removeprefix("param_group")
-        if name.startswith("state.") and found:
+        if name.startswith("state.") and separator:
             state.setdefault(fqn, {})[key] = tensor
         elif name.startswith("param_group") and number.isdecimal():
             groups[int(number)] = _named(unpickled(tensor, path), path)
         elif name not in ("num_param_groups", "state_keys"):
             rest[name] = tensor
-    told = flat.get("num_param_groups")
-    count = int(told.read()) if told is not None and not told.shape and told.fault() is None else len(groups)
+    number_of_groups = flat.get("num_param_groups")
+    count = (
+        int(number_of_groups.read())
+        if number_of_groups is not None and not number_of_groups.shape and number_of_groups.fault() is None
+        else len(groups)
+    )
     if groups.keys() != {*range(count)}:
         raise Damaged(f"{path} is said to have {count} parameter groups, but has {sorted(groups)}")
     keys = unpickled(flat["state_keys"], path) if "state_keys" in flat else None

@@ -14,12 +14,12 @@ from typing import Any
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.machine.torch_files import load_pickle
+from holdfast.formats.machine.untrusted import damaged_as, read_whole
 from holdfast.formats.shares import MAX_RANKS, Mesh, Share, part_of, placed_share, sizes_of
 from holdfast.formats.stored import Stored
 from holdfast.ondisk.box import Box, inside
 from holdfast.plan.spread import Split
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming, read_small
 
 METADATA = "metadata.pkl"
 MAX_METADATA = 4 << 30
@@ -86,47 +86,38 @@ def read_metadata(folder: Place) -> Metadata | None:
     path = folder / METADATA
     if not path.is_file():
         return None
-    with naming(path, "read"):
-        nbytes = path.stat().st_size
-    if nbytes > MAX_METADATA:
-        return None
     try:
-        found = load_pickle(read_small(path), path)
+        content = load_pickle(read_whole(path, MAX_METADATA), path)
     except Unsupported:  # it names classes: this one names none
         return None
-    if not isinstance(found, dict) or not {"metadata", "world_size"} <= found.keys():
+    if not isinstance(content, dict) or not {"metadata", "world_size"} <= content.keys():
         return None
-    version = found.get("version", "1.0")
+    version = content.get("version", "1.0")
     if version not in _VERSIONS:
         raise Unsupported(f"{path} is of version {str(version)[:40]!r}, which is not known; update holdfast")
-    try:
-        return _parsed(found, version)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise Damaged(
-            f"{path} is not whole ({type(error).__name__}: {str(error)[:200]}): it was altered, or is of a version "
-            "that is not known"
-        ) from None
+    with damaged_as(f"{path} is not whole: it was altered, or is of a version that is not known"):
+        return _parsed(content, version)
 
 
-def _parsed(found: Mapping[str, Any], version: str) -> Metadata:
-    world_size = found["world_size"]
+def _parsed(content: Mapping[str, Any], version: str) -> Metadata:
+    world_size = content["world_size"]
     if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
         raise ValueError(f"a world size of {world_size}")
     metadata = Metadata(version, world_size)
-    told: Iterable[tuple[str, Keys, Any]]
+    paths: Iterable[tuple[str, Keys, Any]]
     if version == "1.0":
-        told = _paths_of_1(found["metadata"])
-        layouts = {int(rank): layout for rank, layout in found["rank_to_layout_info_mappings"].items()}
+        paths = _paths_of_1(content["metadata"])
+        layouts = {int(rank): layout for rank, layout in content["rank_to_layout_info_mappings"].items()}
         items = {item for layout in layouts.values() for item in layout}
         files = {item: {rank: layout.get(item) for rank, layout in layouts.items()} for item in items}
     else:
-        told = _paths_of_2(found["metadata"])
-        files = {item: kept["rank_to_layout_info"] for item, kept in found["metadata"].items()}
+        paths = _paths_of_2(content["metadata"])
+        files = {item: kept["rank_to_layout_info"] for item, kept in content["metadata"].items()}
     for item, by_rank in files.items():
         metadata.files[_text(item)] = {
             int(rank): None if layout is None else _text(layout["file_path"]) for rank, layout in by_rank.items()
         }
-    for item, keys, groups in told:
+    for item, keys, groups in paths:
         places = metadata.places.setdefault(item, {})
         for group in groups:
             for rank, place in _places(group):
@@ -154,18 +145,18 @@ def _paths_of_2(items: Mapping[str, Any]) -> Iterator[tuple[str, Keys, Any]]:
 
 def _places(group: Mapping[str, Any]) -> Iterator[tuple[int, SavedPart]]:
     """Where each rank of a group has its part of a tensor."""
-    kind, told = group["sharding_metadata"]["type"], group["sharding_metadata"]["data"]
-    shape = sizes_of(told["global_shape"])
+    kind, sharding = group["sharding_metadata"]["type"], group["sharding_metadata"]["data"]
+    shape = sizes_of(sharding["global_shape"])
     if kind == "DTensorShardingMetadata":
-        sizes, ranks = sizes_of(told["mesh_spec"]["mesh_shape"]), sizes_of(told["mesh_spec"]["mesh_data"])
+        sizes, ranks = sizes_of(sharding["mesh_spec"]["mesh_shape"]), sizes_of(sharding["mesh_spec"]["mesh_data"])
         if prod(sizes) != len(ranks):
             raise ValueError(f"a mesh of sizes {sizes} with {len(ranks)} ranks")
-        splits = tuple(_split(placement) for placement in told["placements"])
+        splits = tuple(_split(placement) for placement in sharding["placements"])
         coordinates = dict(zip(ranks, product(*map(range, sizes)), strict=True))
         for rank in group["ranks"]:
             yield rank, OnMesh(shape, Mesh(sizes, coordinates.get(rank)), splits)
     elif kind == "default_tensor_v1":
-        boxes = zip(told["global_offsets"], told["local_offsets"], told["local_sizes"], strict=True)
+        boxes = zip(sharding["global_offsets"], sharding["local_offsets"], sharding["local_sizes"], strict=True)
         place = InBoxes(shape, tuple((sizes_of(at), Box(sizes_of(local), sizes_of(n))) for at, local, n in boxes))
         for rank in group["ranks"]:
             yield rank, place

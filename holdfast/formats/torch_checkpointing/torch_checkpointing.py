@@ -6,7 +6,6 @@ read by the DTensors in it. Never reads the bytes of a tensor, but for small one
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,15 +17,14 @@ from holdfast.formats.assemble import Found
 from holdfast.formats.huggingface import safetensors_files
 from holdfast.formats.items import own_items, prove_joined, step_in
 from holdfast.formats.machine import torch_files
+from holdfast.formats.machine.untrusted import read_json
 from holdfast.formats.runs import newest
 from holdfast.formats.sharded import join_nodes
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored
 from holdfast.formats.torch_checkpointing.metadata import METADATA, Keys, Metadata, SavedPart, read_metadata
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming, read_small
 
-MAX_JSON = 1 << 30
 TRUSTED = 1 << 20
 """Bytes: smaller tensors that the metadata calls replicated are compared, as the library calls all plain ones so."""
 
@@ -111,12 +109,12 @@ def _layout(folder: Place, metadata: Metadata) -> Layout:
     """
     files: Files = {}
     for item, by_rank in metadata.files.items():
-        found = {rank: name or f"{item}_{rank}.pt" for rank, name in sorted(by_rank.items())}
-        held = [rank for rank, name in found.items() if by_rank[rank] is not None or (folder / name).is_file()]
+        named = {rank: name or f"{item}_{rank}.pt" for rank, name in sorted(by_rank.items())}
+        held = [rank for rank, name in named.items() if by_rank[rank] is not None or (folder / name).is_file()]
         cut = any(not place.is_whole for places in metadata.places.get(item, {}).values() for place in places.values())
         if len(held) == 1 and not cut:  # an item of one rank is told like an item of all
-            found = {rank: found[rank] for rank in held}
-        files[item] = {rank: members.member(folder, name, METADATA) for rank, name in found.items()}
+            named = {rank: named[rank] for rank in held}
+        files[item] = {rank: members.member(folder, name, METADATA) for rank, name in named.items()}
     claimed = {path for by_rank in files.values() for path in by_rank.values()}
     others: dict[str, Place] = {}
     for name in _names(folder):
@@ -155,18 +153,18 @@ def _item_of(name: str, world_size: int) -> tuple[str | None, int]:
 def _plain_layout(folder: Place) -> Layout | None:
     """The files of a folder in which all of torch are ``<item>_<rank>.pt``, of ranks 0 to the last; else None."""
     names = members.listed(folder)
-    found = {name: m for name in names if (m := _OF_RANK.fullmatch(name)) is not None}
+    matches = {name: m for name in names if (m := _OF_RANK.fullmatch(name)) is not None}
     saved = [name for name in names if name.endswith((".pt", ".safetensors"))]
-    if not saved or any(name not in found for name in saved) or METADATA in names:
+    if not saved or any(name not in matches for name in saved) or METADATA in names:
         return None
     by_item: dict[str, dict[int, str]] = {}
-    for name, match in found.items():
+    for name, match in matches.items():
         by_item.setdefault(match["item"], {})[int(match["rank"])] = name
     ranks = {rank for by_rank in by_item.values() for rank in by_rank}
     if ranks != set(range(len(ranks))) or not _is_of_ranks(folder, by_item):
         return None
     files = {i: {r: members.member(folder, by_rank[r]) for r in sorted(by_rank)} for i, by_rank in by_item.items()}
-    return Layout(files, {name: folder / name for name in names if name not in found}, len(ranks))
+    return Layout(files, {name: folder / name for name in names if name not in matches}, len(ranks))
 
 
 # One file
@@ -176,7 +174,7 @@ def _tree(path: Place, item: str, rank: int, metadata: Metadata | None) -> Any:
     """What a rank saved of an item; tensors of which only the metadata says where they belong are shares."""
     places = metadata.places.get(item, {}).get(rank, {}) if metadata is not None else {}
     if path.suffix == ".json":
-        return _json(path)
+        return read_json(path)
     data = all_of(file(path))
     if safetensors_files.is_safetensors(data):
         return _nested(safetensors_files.load_file(data).tensors, places, path)
@@ -185,17 +183,6 @@ def _tree(path: Place, item: str, rank: int, metadata: Metadata | None) -> Any:
         if not place.is_whole:
             _place(tree, keys, place, path)
     return tree
-
-
-def _json(path: Place) -> Any:
-    with naming(path, "read"):
-        nbytes = path.stat().st_size
-    if nbytes > MAX_JSON:
-        raise Damaged(f"{path} has {nbytes} bytes, more than settings take")
-    try:
-        return json.loads(read_small(path))
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is no JSON: {error}; it was truncated or altered") from None
 
 
 def _nested(tensors: Mapping[str, Stored], places: Mapping[Keys, SavedPart], path: Place) -> dict[Any, Any]:

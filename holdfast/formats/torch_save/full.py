@@ -46,8 +46,8 @@ def read(path: Place) -> Found | None:
     data = all_of(file(path))
     if not _is_ours(data):
         return None
-    found = _arranged(path, data)
-    return Found("torch.save", found.state, step=found.step)
+    content = _arranged(path, data)
+    return Found("torch.save", content.state, step=content.step)
 
 
 def _is_ours(data: Stretch) -> bool:
@@ -88,14 +88,14 @@ def _read_folder(folder: Place) -> Found | None:
         if last not in whole:
             raise _several(folder, whole)
         parts = {name: part for name, part in parts.items() if name not in whole or name == last}
-    found = _joined(folder, parts, beside)
-    if len(parts) > 1 and not found.state.keys() & _KINDS:
+    joint = _joined(folder, parts, beside)
+    if len(parts) > 1 and not joint.state.keys() & _KINDS:
         return None
     used = {*parts, *beside.files}
     others = [name for name in ours if name not in used]
     reading = ", ".join(sorted(used)) + (f", and not {', '.join(others[:10])}" if others else "")
     return Found(
-        "torch.save", found.state, step=found.step, world_size=beside.world_size,
+        "torch.save", joint.state, step=joint.step, world_size=beside.world_size,
         reading=reading if len(names) > 1 else "",
         attachments=members.attachments(folder, [name for name in names if name not in used]),
     )  # fmt: skip
@@ -125,8 +125,8 @@ def _is_series(names: Iterable[str]) -> bool:
 
 def _last(names: Iterable[str]) -> str | None:
     """The one file that says by its name that it is the last of several."""
-    found = [name for name in names if _LAST.fullmatch(Path(name).stem)]
-    return found[0] if len(found) == 1 else None
+    last = [name for name in names if _LAST.fullmatch(Path(name).stem)]
+    return last[0] if len(last) == 1 else None
 
 
 def _several(folder: Place, names: Iterable[str]) -> NotACheckpoint:

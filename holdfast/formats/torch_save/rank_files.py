@@ -38,9 +38,9 @@ def read(path: Place) -> Found | None:
     trees = [load_path(files[rank]) for rank in glanced(sorted(files), files.__getitem__)]
     tree = join_ranks(trees, f"{path}: ")
     prove_joined({"": tree}, path, "save DTensors, or with torch.distributed.checkpoint")
-    found = recognise.arranged(tree, path)
+    content = recognise.arranged(tree, path)
     reading = f"{files[0].name} to {files[len(files) - 1].name} are what {len(files)} ranks saved"
-    return Found("torch.save", found.state, found.step, len(files), reading="" if RANK in str(path) else reading)
+    return Found("torch.save", content.state, content.step, len(files), reading="" if RANK in str(path) else reading)
 
 
 def _template(path: Place) -> dict[int, Place]:
@@ -53,14 +53,14 @@ def _template(path: Place) -> dict[int, Place]:
     if not above.is_dir():
         return {}
     names = members.folders(above) if below else members.listed(above)
-    found: dict[int, Place] = {}
+    files: dict[int, Place] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is not None and above.joinpath(name, *below).is_file():
-            if int(match[1]) in found:
+            if int(match[1]) in files:
                 raise Damaged(f"{path} names two files of rank {int(match[1])}, with and without leading zeros")
-            found[int(match[1])] = above.joinpath(name, *below)
-    return found if all(is_torch_file(all_of(file(p))) for p in found.values()) else {}
+            files[int(match[1])] = above.joinpath(name, *below)
+    return files if all(is_torch_file(all_of(file(p))) for p in files.values()) else {}
 
 
 def _series(folder: Place) -> dict[int, Place]:
@@ -72,8 +72,8 @@ def _series(folder: Place) -> dict[int, Place]:
     apart = [i for i, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
     if len(apart) != 1:
         return {}
-    found = {number[apart[0]]: folder / name for number, name in zip(numbers, names, strict=True)}
-    first = found.get(0)
-    if first is None or len(found) < len(names) or not is_torch_file(all_of(file(first))):
+    files = {number[apart[0]]: folder / name for number, name in zip(numbers, names, strict=True)}
+    first = files.get(0)
+    if first is None or len(files) < len(names) or not is_torch_file(all_of(file(first))):
         return {}
-    return found if has_shards(load_path(first)) else {}
+    return files if has_shards(load_path(first)) else {}

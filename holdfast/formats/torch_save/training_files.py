@@ -6,7 +6,6 @@ file of another name.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -17,13 +16,12 @@ from holdfast.formats import members, recognise
 from holdfast.formats.assemble import PerRank
 from holdfast.formats.dcp import dcp
 from holdfast.formats.machine import torch_files
+from holdfast.formats.machine.untrusted import read_json
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Opaque
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming
 
 TRAINER_STATE = "trainer_state.json"
-MAX_JSON = 1 << 30
 _OPTIMIZER = re.compile(r"(optimizer(?:_\d+)?)\.(?:pt|bin)")
 _VALUES = re.compile(
     r"((?:scheduler|sampler|dl_state_dict|custom_checkpoint)(?:_\d+)?|scaler|training_args)\.(?:pt|bin|pkl)"
@@ -54,8 +52,8 @@ def beside(folder: Place, names: Iterable[str]) -> Beside:
     models, optimizers, world_size = _of_dcp(folder)
     for name in names:
         if name == TRAINER_STATE:
-            state["trainer_state"] = told = _json(members.member(folder, name))
-            step = recognise.step_of(told) if isinstance(told, dict) else None
+            state["trainer_state"] = trainer = read_json(members.member(folder, name))
+            step = recognise.step_of(trainer) if isinstance(trainer, dict) else None
         elif match := _OPTIMIZER.fullmatch(name):
             held = load(folder, name)
             if not recognise.is_optimizer_state(held):
@@ -73,9 +71,9 @@ def beside(folder: Place, names: Iterable[str]) -> Beside:
         else:
             continue
         taken.add(name)
-    for kind, found in (("model", models), ("optimizer", optimizers)):
-        if found:
-            state[kind] = next(iter(found.values())) if len(found) == 1 else found
+    for kind, by_name in (("model", models), ("optimizer", optimizers)):
+        if by_name:
+            state[kind] = next(iter(by_name.values())) if len(by_name) == 1 else by_name
     for stem, held in ranks.items():
         state[stem] = _of_ranks(folder, stem, held)
         world_size = max(world_size, len(held))
@@ -84,16 +82,16 @@ def beside(folder: Place, names: Iterable[str]) -> Beside:
 
 def _of_dcp(folder: Place) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Models and optimizers that FSDP saved in parts, each a folder of DCP, and how many ranks there were."""
-    found: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
+    states: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}}
     world_size = 1
     for name in members.folders(folder):
         match = _OF_DCP.fullmatch(name)
         held = dcp.read(folder / name) if match else None
         if match and held is not None:
             kind = "optimizer" if match[1] == "optimizer" else "model"
-            found[kind][name] = held.state.get(kind, held.state)
+            states[kind][name] = held.state.get(kind, held.state)
             world_size = max(world_size, held.world_size)
-    return found["model"], found["optimizer"], world_size
+    return states["model"], states["optimizer"], world_size
 
 
 def is_complete(folder: Place) -> bool:
@@ -110,21 +108,12 @@ def load(folder: Place, name: str) -> Any:
 def _of_ranks(folder: Place, stem: str, held: dict[int | None, Any]) -> Any:
     if set(held) == {None}:
         return held[None]
-    found = {rank: value for rank, value in held.items() if rank is not None}
-    if len(found) < len(held):
+    by_rank = {rank: value for rank, value in held.items() if rank is not None}
+    if len(by_rank) < len(held):
         log.warning("%s: %s without a rank is left out: there are those of ranks too", folder, stem)
-    missing = sorted({*range(max(found) + 1)} - found.keys())
+    missing = sorted({*range(max(by_rank) + 1)} - by_rank.keys())
     if missing:
-        raise Damaged(f"{folder} has {stem} of {len(found)} ranks, but not of rank {missing[0]}: bring that file back")
-    return PerRank(tuple(found[rank] for rank in sorted(found)))
-
-
-def _json(path: Place) -> Any:
-    if path.stat().st_size > MAX_JSON:
-        raise Damaged(f"{path} has {path.stat().st_size} bytes, which no such file has")
-    with naming(path, "read"):
-        data = path.read_bytes()
-    try:
-        return json.loads(data)  # unlike msgspec it reads NaN, which trainers write for a loss
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is no valid JSON: {error}") from None
+        raise Damaged(
+            f"{folder} has {stem} of {len(by_rank)} ranks, but not of rank {missing[0]}: bring that file back"
+        )
+    return PerRank(tuple(by_rank[rank] for rank in sorted(by_rank)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import product
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import load_file
+from holdfast.formats.machine.untrusted import damaged_as, named_in_errors
 from holdfast.formats.members import member
 from holdfast.formats.shares import MAX_RANKS, Share, sizes_of
 from holdfast.formats.sources import File, Stretch, file
@@ -48,13 +49,11 @@ def without_owner(by_rank: Mapping[int, Entry]) -> int | None:
             break
     else:
         return None
-    try:
+    with damaged_as("a mesh of a DTensor cannot be read"):
         cut = {axis for axes in entry["dim_map"] for axis in axes if axis >= 0}
         at = dict(_coordinates(entry["mesh"]))
-        told = {tuple(at[rank][axis] for axis in cut) for rank in by_rank if rank in at}
-        return next((rank for rank, index in at.items() if tuple(index[axis] for axis in cut) not in told), None)
-    except (LookupError, TypeError, ValueError) as error:
-        raise Damaged(f"a mesh of a DTensor cannot be made out: {error}") from None
+        indices = {tuple(at[rank][axis] for axis in cut) for rank in by_rank if rank in at}
+        return next((rank for rank, index in at.items() if tuple(index[axis] for axis in cut) not in indices), None)
 
 
 def _coordinates(mesh: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -107,27 +106,17 @@ class Leaves:
             shape = tuple(max(offsets[d] + part.shape[d] for offsets, part in shards) for d in range(ndim))
             return Share(dtype, shape, tuple(shards))
 
-    @contextmanager
-    def naming(self, path: str) -> Iterator[None]:
-        """Name the entry in errors, and turn what a broken entry causes into Damaged."""
-        name = f"{self.folder}: {path}"
-        try:
-            yield
-        except Damaged as error:
-            raise Damaged(f"{name}: {error}") from None
-        except Unsupported as error:
-            raise Unsupported(f"{name}: {error}") from None
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-            raise Damaged(f"{name}: its entry is not whole ({type(error).__name__}: {error})") from None
+    def naming(self, path: str) -> AbstractContextManager[None]:
+        return named_in_errors(f"{self.folder}: {path}", "its entry is not whole")
 
     def object(self, entry: Entry) -> Any:
         try:
-            found = load_file(self.stretch(entry))
+            content = load_file(self.stretch(entry))
         except Unsupported as error:  # a class of the user's own: no reason to refuse all the rest
             return Opaque(str(error))
-        if isinstance(found, Record) and found.name == "torchsnapshot.state_dict.StateDict":
-            return found.get("data") or found.items  # 0.0.x pickled this wrapper with the dict in it
-        return found
+        if isinstance(content, Record) and content.name == "torchsnapshot.state_dict.StateDict":
+            return content.get("data") or content.items  # 0.0.x pickled this wrapper with the dict in it
+        return content
 
     def tensor(self, entry: Entry) -> Stored:
         shape, dtype, serializer = sizes_of(entry["shape"]), entry["dtype"].removeprefix("torch."), entry["serializer"]
@@ -147,10 +136,10 @@ class Leaves:
     def saved(self, entry: Entry, dtype: str, shape: tuple[int, ...]) -> Stored:
         """A tensor that is a file of torch.save, proved to be what the manifest says."""
         stretch = self.stretch(entry)
-        found = load_file(stretch)
-        if not isinstance(found, Stored) or found.shape != shape or dtype not in ("", found.dtype):
+        tensor = load_file(stretch)
+        if not isinstance(tensor, Stored) or tensor.shape != shape or dtype not in ("", tensor.dtype):
             raise Damaged(f"it should be {dtype} of shape {shape}, but {stretch.source.path} holds something else")
-        return found
+        return tensor
 
     def chunked(self, entry: Entry) -> Stored:
         shape, dtype = sizes_of(entry["shape"]), entry["dtype"].removeprefix("torch.")
@@ -162,15 +151,15 @@ class Leaves:
             raise Damaged(f"it has chunks outside of its shape {shape}")
         return joined(dtype, shape, chunks)
 
-    def shards(self, told: Iterable[Entry]) -> list[tuple[tuple[int, ...], Stored]]:
-        found = []
-        for shard in told:
+    def shards(self, entries: Iterable[Entry]) -> list[tuple[tuple[int, ...], Stored]]:
+        shards = []
+        for shard in entries:
             offsets, sizes = sizes_of(shard["offsets"]), sizes_of(shard["sizes"])
             tensor = self.tensor(shard["tensor"]) if "tensor" in shard else self.old_shard(shard, offsets, sizes)
             if tensor.shape != sizes or len(offsets) != len(sizes):
                 raise Damaged(f"it has a shard of sizes {sizes} at {offsets} that is of shape {tensor.shape}")
-            found.append((offsets, tensor))
-        return found
+            shards.append((offsets, tensor))
+        return shards
 
     def old_shard(self, shard: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Stored:
         if not shard["location"].endswith("_" + "_".join(map(str, offsets))):

@@ -17,12 +17,12 @@ from holdfast.formats import members
 from holdfast.formats.assemble import MAX_DEPTH, Found, PerRank
 from holdfast.formats.items import own_items, step_in
 from holdfast.formats.machine import yamls
+from holdfast.formats.machine.untrusted import damaged_as, read_whole
 from holdfast.formats.runs import newest
 from holdfast.formats.sharded import join_nodes
 from holdfast.formats.shares import MAX_RANKS
 from holdfast.formats.torchsnapshot.entries import Entry, Leaves, is_everywhere, is_sharded, without_owner
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming, read_small
 
 METADATA = ".snapshot_metadata"
 MAX_METADATA = 4 << 30
@@ -72,15 +72,14 @@ def _folder(path: Place) -> tuple[Place | None, str]:
 
 def _entries(path: Place) -> tuple[str, int, Entries]:
     """Version, world size and the manifest of a snapshot, by path and rank."""
-    with naming(path, "read"):
-        nbytes = path.stat().st_size
-    if nbytes > MAX_METADATA:
-        raise Damaged(f"{path} has {nbytes} bytes, more than any manifest")
-    data = read_small(path)
-    try:
+    data = read_whole(path, MAX_METADATA)
+    with damaged_as(
+        f"{path} is no manifest of torchsnapshot: it was truncated or altered. If torchsnapshot still reads it, write "
+        "it again as JSON (yaml.safe_load, then json.dump)"
+    ):
         # 0.1.0 writes JSON, the versions before it YAML.
-        found = msgspec.json.decode(data) if data.lstrip()[:1] == b"{" else yamls.load(data.decode())
-        version, world_size, manifest = str(found["version"]), found["world_size"], found["manifest"]
+        content = msgspec.json.decode(data) if data.lstrip()[:1] == b"{" else yamls.load(data.decode())
+        version, world_size, manifest = str(content["version"]), content["world_size"], content["manifest"]
         if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
             raise ValueError(f"a world size of {world_size}")
         entries: Entries = {}
@@ -94,11 +93,6 @@ def _entries(path: Place) -> tuple[str, int, Entries]:
             if not isinstance(keys, list) or not all(isinstance(k, (str, int)) for k in keys):
                 raise ValueError(f"{key[:200]!r} has keys that are none")
             entries.setdefault(name, {})[int(rank)] = entry
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, msgspec.MsgspecError) as error:
-        raise Damaged(
-            f"{path} is no manifest of torchsnapshot ({type(error).__name__}: {str(error)[:300]}): it was truncated or "
-            "altered. If torchsnapshot still reads it, write it anew as JSON: yaml.safe_load, then json.dump"
-        ) from None
     return version, world_size, entries
 
 
@@ -139,9 +133,9 @@ class _Tree:
 
     def prove_ranks(self) -> None:
         """A rank of which nothing is told may have had shards: the whole would seem smaller than it is."""
-        told = {rank for by_rank in self.entries.values() for rank in by_rank}
-        if len(told) < self.world_size and any(is_sharded(e) for by in self.entries.values() for e in by.values()):
-            raise Damaged(f"{self.where} tells nothing of ranks {sorted({*range(self.world_size)} - told)[:10]}")
+        ranks = {rank for by_rank in self.entries.values() for rank in by_rank}
+        if len(ranks) < self.world_size and any(is_sharded(e) for by in self.entries.values() for e in by.values()):
+            raise Damaged(f"{self.where} tells nothing of ranks {sorted({*range(self.world_size)} - ranks)[:10]}")
 
     def node(self, path: str, depth: int) -> Any:
         """The node at a path, its leaves still to be joined (`_Place`)."""
@@ -172,17 +166,17 @@ class _Tree:
 
     def children(self, path: str) -> dict[Any, str]:
         """Where each key of a dict lies: those of all ranks, in order. Raises Damaged for a key without an entry."""
-        found: dict[Any, str] = {}
+        children: dict[Any, str] = {}
         for rank, entry in self.entries[path].items():
             for key in entry.get("keys", ()):
-                child = found.get(key) or self.child(path, key)
+                child = children.get(key) or self.child(path, key)
                 if not self.has(child, rank):
                     raise Damaged(
                         f"{self.where}: rank {rank} says that {path} holds {str(key)[:200]!r}, but nothing is told of "
                         "it: the manifest was altered"
                     )
-                found[key] = child
-        return found
+                children[key] = child
+        return children
 
     def child(self, path: str, key: Any) -> str:
         text = str(key)
