@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.storage.cloud.answers import answered
+from holdfast.storage.cloud.answers import answer_in
 from holdfast.storage.urls import location
 
 SECRET = "pl4nted+s3cret/value=="
@@ -95,5 +95,5 @@ _around = st.text(st.characters(min_codepoint=32, max_codepoint=126, exclude_cha
     ),
 )
 def test_no_answer_of_a_store_is_told_with_a_secret_in_it(before: str, after: str, how: str) -> None:
-    told = answered(OSError(f"{before} {how.format(SECRET)} {after}"), (SECRET,))
+    told = answer_in(OSError(f"{before} {how.format(SECRET)} {after}"), (SECRET,))
     assert not any(SECRET in str(part) for part in told)

@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from holdfast.doctor.finding import Finding
+from holdfast.storage.cloud.client import CLIENTS, clock_ahead
 from holdfast.storage.cloud.conditions import honours_conditions
-from holdfast.storage.cloud.credentials import s3
-from holdfast.storage.cloud.credentials_azure import azure
-from holdfast.storage.cloud.credentials_google import google
+from holdfast.storage.cloud.credentials import credentials_for
 from holdfast.storage.cloud.profiles import NoCredentials
-from holdfast.storage.cloud.wiring import asked_clock
 from holdfast.storage.place import StorePlace
 from holdfast.storage.wrappers.deadline import Deadline
 
@@ -60,20 +58,17 @@ def _spec_of(place: StorePlace) -> Mapping[str, Any]:
 
 
 def _credentials(scheme: str, options: Mapping[str, Any]) -> Finding:
-    ways: dict[str, Callable[[], Any]] = {"gs": lambda: google(options), "az": lambda: azure(options)}
-    if scheme in ("s3", "r2", "weka"):
-        ways[scheme] = lambda: s3(scheme, options)
-    if scheme not in ways:
+    if scheme not in CLIENTS:
         return Finding("credentials", "ok", "none are sent")
     try:
-        found = ways[scheme]()
+        source = credentials_for(scheme, options).source
     except NoCredentials as error:
         return Finding("credentials", "fail", str(error), _WHO, "storage")
-    return Finding("credentials", "ok", f"from {found.source}")
+    return Finding("credentials", "ok", f"from {source}")
 
 
 def _clock(endpoint: str) -> Finding:
-    ahead = asked_clock(endpoint)
+    ahead = clock_ahead(endpoint)
     if ahead is None:
         told = f"{endpoint} tells no time, or cannot be reached"
         return Finding("clock", "warn", told, "check the endpoint, and this machine's network", "storage")

@@ -17,9 +17,9 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from holdfast.errors import Unsupported
 from holdfast.storage.cloud.cloud import Cloud
+from holdfast.storage.cloud.failures import no_credentials
 from holdfast.storage.cloud.options import checked
 from holdfast.storage.cloud.profiles import NoCredentials, profile_name, profile_settings
-from holdfast.storage.cloud.refusals import no_credentials
 from holdfast.storage.place import Place, StorePlace
 from holdfast.storage.store import Store
 from holdfast.storage.wrappers.retrying import Retrying

@@ -151,7 +151,7 @@ def test_a_store(moto: Server, run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
         assert {"credentials", "clock", "listing", "writing", "reading", "deleting", "conditional writes"} <= set(found)
         assert "options" in found["credentials"].text and not bucket.files()
         assert bucket.options()["secret_access_key"] not in str(found)
-        monkeypatch.setattr(stores, "asked_clock", lambda endpoint: 400.0)
+        monkeypatch.setattr(stores, "clock_ahead", lambda endpoint: 400.0)
         found = {one.name: one for one in stores.findings(bucket.at("run"))}
         assert found["clock"].verdict == "fail" and "chronyc" in found["clock"].mend
         bucket.proxy.add(Fault("status", times=None, method="PUT", status=403))

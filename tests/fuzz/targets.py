@@ -23,7 +23,7 @@ import holdfast
 from holdfast.ondisk import blocks, part
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.manifest import Manifest, seal
-from holdfast.storage.cloud.answers import answered
+from holdfast.storage.cloud.answers import answer_in
 from holdfast.storage.urls import location
 from tests.formats.truth import GOLDEN
 from tests.fuzz.mutate import mutated, once, strange, tree
@@ -292,5 +292,5 @@ def use(target: str, path: Path, took: Took) -> None:
 def use_text(data: bytes) -> None:
     """A URL that somebody made up, or an answer of a store."""
     text = data.decode("utf-8", "surrogateescape")
-    answered(OSError(text), ("secret",))
+    answer_in(OSError(text), ("secret",))
     str(location(text))

@@ -1,4 +1,4 @@
-"""A bucket of S3, Google Cloud Storage or Azure, or a web server, as a `Store`; the only file that imports obstore.
+"""A bucket of S3, Google Cloud Storage or Azure, or a web server, as a `Store`.
 
 `storage/urls.py` makes one for each URL, the writer process its own from ``spec``. Never used across a fork.
 """
@@ -16,12 +16,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.errors import Unsupported
-from holdfast.storage.cloud.answers import Asked
+from holdfast.storage.cloud.client import ClientSettings, bucket_region, client_settings, clock_ahead
+from holdfast.storage.cloud.facts import Request
+from holdfast.storage.cloud.failures import failure, no_credentials
 from holdfast.storage.cloud.feed import MIB, Feed, part_size
 from holdfast.storage.cloud.options import checked, secrets_in
 from holdfast.storage.cloud.profiles import NoCredentials
-from holdfast.storage.cloud.refusals import no_credentials, refused
-from holdfast.storage.cloud.wiring import Wiring, asked_clock, asked_region, wiring
 from holdfast.storage.store import Buffer, Entry, Got, Listing
 from holdfast.storage.wrappers.retrying import is_transient, transient
 
@@ -72,7 +72,7 @@ class Cloud:
         self._lock = threading.Lock()
         # One client for reads and some for uploads, by the silence after which an attempt is given up.
         self._clients: dict[float, ObjectStore] = {}
-        self._wiring: Wiring | None = None
+        self._settings: ClientSettings | None = None
         # Whether the store has answered: the bucket exists, and the credentials were good.
         self._there = False
 
@@ -277,19 +277,14 @@ class Cloud:
 
     def _make(self, silence: float) -> ObjectStore:
         try:
-            self._wiring = told = wiring(self.scheme, self.bucket, self.options, silence=silence)
+            self._settings = settings = client_settings(self.scheme, self.bucket, self.options, silence=silence)
         except NoCredentials as error:
             raise no_credentials(str(error), self.url) from None
-        given: dict[str, Any] = {"client_options": told.client, "retry_config": told.retry}
-        if told.kind != "HTTPStore":
-            given["config"] = told.config
-        if told.found.provider is not None:
-            given["credential_provider"] = told.found.provider
         try:
-            made: ObjectStore = getattr(obstore().store, told.kind)(told.target, **given)
+            client: ObjectStore = getattr(obstore().store, settings.kind)(settings.target, **settings.arguments)
         except Exception as error:  # noqa: BLE001 (every error of the client is translated)
             raise self._refusal(error, "open", "") from None
-        return made
+        return client
 
     def _size_of(self, key: str) -> int:
         nbytes = self.size(key)
@@ -302,22 +297,22 @@ class Cloud:
             raise OSError(errno.EROFS, f"{self.url}/{key} cannot be written: a web server can be read only")
 
     def _refusal(self, error: BaseException, verb: str, key: str) -> OSError:
-        found = self._wiring.found if self._wiring else None
+        credentials = self._settings.credentials if self._settings else None
         endpoint = str(self.options.get("endpoint_url", ""))
-        asked = Asked(
+        request = Request(
             verb=verb,
             scheme=self.scheme,
             bucket=self.bucket,
             key=key,
             endpoint=endpoint,
-            region=str(self._wiring.config.get("region", "")) if self._wiring else "",
-            credentials=found.source if found else "",
+            region=self._settings.region if self._settings else "",
+            credentials=credentials.source if credentials else "",
             secrets=tuple(secrets_in(self.options)),
-            ask_region=lambda: "" if endpoint else asked_region(self.bucket),
-            ask_clock=lambda: asked_clock(endpoint) if endpoint else None,
+            ask_region=lambda: "" if endpoint else bucket_region(self.bucket),
+            ask_clock=lambda: clock_ahead(endpoint) if endpoint else None,
         )
-        refusal = refused(error, asked)
-        if getattr(refusal, "outdated", False) and self._there and found is not None and found.renews:
+        refusal = failure(error, request)
+        if getattr(refusal, "outdated", False) and self._there and credentials is not None and credentials.renews:
             # They were good before: the next attempt looks for newer ones.
             self._clients.clear()
             return transient(refusal)

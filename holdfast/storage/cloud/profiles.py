@@ -11,6 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+INDIRECT = (
+    "role_arn", "sso_session", "sso_start_url", "credential_process", "web_identity_token_file", "login_session",
+)  # fmt: skip
+"""Settings of a profile that gets its keys from elsewhere: by a command, a browser login, another profile's role."""
+
 
 class NoCredentials(Exception):
     """There are none, or what is configured cannot be used; the text says where they were looked for."""

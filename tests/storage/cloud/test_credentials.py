@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from obstore.store import GCSStore
 
-from holdfast.storage.cloud import credentials, wiring
+from holdfast.storage.cloud import client
 from holdfast.storage.cloud.cloud import Cloud
-from holdfast.storage.cloud.credentials import Found, s3
-from holdfast.storage.cloud.credentials_azure import azure
-from holdfast.storage.cloud.credentials_google import google
+from holdfast.storage.cloud.credentials import Credentials, azure, google, reachable, s3
 from holdfast.storage.cloud.profiles import NoCredentials, profile_settings
 from tests.servers import Server
 from tests.storage.cloud.canned import canned
@@ -36,7 +37,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def key_of(found: Found) -> str:
+def key_of(found: Credentials) -> str:
     assert found.provider is not None
     return str(found.provider()["access_key_id"])
 
@@ -166,22 +167,28 @@ def test_an_indirect_profile_needs_boto3(home: Path, indirect: str, monkeypatch:
             return types.SimpleNamespace(access_key=next(turns), secret_key="hush", token="token")
 
     class Session:
+        region_name = "elsewhere"
+
         def __init__(self, profile_name: str) -> None:
             assert profile_name == "lab"
 
         def get_credentials(self) -> Held:
             return Held()
 
-    monkeypatch.setitem(sys.modules, "boto3", types.SimpleNamespace(Session=Session))
+    for name in ("boto3", "boto3.session", "botocore", "botocore.credentials"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(sys.modules["boto3"], "Session", Session, raising=False)
+    monkeypatch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
     found = s3("s3", {"profile": "lab"})
     assert [key_of(found), key_of(found)] == ["first", "second"]
     assert indirect.split()[0] in found.source
+    assert not hasattr(found.provider, "config")  # nothing of the profile is set twice: its region is an option here
 
 
 def test_roles_are_left_to_the_client(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with canned() as metadata:
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", metadata.endpoint)
-        assert s3("s3", {}) == Found(None, "the instance's role", renews=True)
+        assert s3("s3", {}) == Credentials("the instance's role", renews=True)
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         with pytest.raises(NoCredentials):
             s3("s3", {})
@@ -195,7 +202,9 @@ def test_roles_are_left_to_the_client(home: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_error_says_whose_credentials_were_used(ceph: Server, home: Path) -> None:
     profiles(home, STATIC.format("lab"))
     store = Cloud("s3", ceph.bucket(), {"endpoint_url": ceph.endpoint, "profile": "lab"})
-    with pytest.raises(OSError, match="does not know the access key id .the profile 'lab' of .*credentials"):
+    with pytest.raises(
+        OSError, match="does not know the access key id .credentials: the profile 'lab' of .*credentials"
+    ):
         store.get("a")
 
 
@@ -222,10 +231,10 @@ def test_the_region_of_a_bucket_can_be_asked_for() -> None:
         aws.headers = {"x-amz-bucket-region": "eu-west-3"}
         for status in (200, 301, 403, 404):
             aws.status = status
-            assert wiring.asked_region("bucket", aws.endpoint) == "eu-west-3"
+            assert client.bucket_region("bucket", aws.endpoint) == "eu-west-3"
         aws.headers = {}
-        assert wiring.asked_region("bucket", aws.endpoint) == ""
-    assert wiring.asked_region("bucket", "http://127.0.0.1:1") == ""
+        assert client.bucket_region("bucket", aws.endpoint) == ""
+    assert client.bucket_region("bucket", "http://127.0.0.1:1") == ""
 
 
 # What the client is told
@@ -234,16 +243,19 @@ def test_the_region_of_a_bucket_can_be_asked_for() -> None:
 def test_the_payload_is_signed_where_there_is_no_tls() -> None:
     keys = {"access_key_id": "AK", "secret_access_key": "hush", "region": "x"}
 
-    def told(more: dict[str, Any]) -> wiring.Wiring:
-        return wiring.wiring("s3", "bucket", {**keys, **more}, silence=20)
+    def arguments(more: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        settings = client.client_settings("s3", "bucket", {**keys, **more}, silence=20)
+        return settings.arguments["config"], settings.arguments["client_options"]
 
-    plain, tls = told({"endpoint_url": "http://h:1"}), told({"endpoint_url": "https://h:1"})
-    assert plain.config["unsigned_payload"] is False and plain.client["allow_http"] is True
-    assert tls.config["unsigned_payload"] is True and tls.client["allow_http"] is False
-    assert told({"endpoint_url": "http://h:1", "sign_payload": False}).config["unsigned_payload"] is True
-    assert plain.client["user_agent"].startswith("holdfast/")
-    assert plain.client["timeout"].total_seconds() >= 600 and plain.client["read_timeout"].total_seconds() == 20
-    assert "hush" not in repr({**plain.config, **plain.client})
+    (plain, plain_client), (tls, tls_client) = (
+        arguments({"endpoint_url": f"{kind}://h:1"}) for kind in ("http", "https")
+    )
+    assert plain["unsigned_payload"] is False and plain_client["allow_http"] is True
+    assert tls["unsigned_payload"] is True and tls_client["allow_http"] is False
+    assert arguments({"endpoint_url": "http://h:1", "sign_payload": False})[0]["unsigned_payload"] is True
+    assert plain_client["user_agent"].startswith("holdfast/")
+    assert plain_client["timeout"].total_seconds() >= 600 and plain_client["read_timeout"].total_seconds() == 20
+    assert "hush" not in repr({**plain, **plain_client})
 
 
 # Google
@@ -263,9 +275,9 @@ def test_google_s_order(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPa
     assert google({}).config == {"application_credentials": own}
     file = service_account(tmp_path / "env.json")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", file)
-    assert google({}).config == {"service_account": file}
+    assert google({}).config == {"application_credentials": file}
     other = service_account(tmp_path / "other.json")
-    assert google({"credential_file": other}).config == {"service_account": other}
+    assert google({"credential_file": other}).config == {"application_credentials": other}
     assert google({"token": "t"}).config == {"bearer_token": "t"}
     assert google({"anonymous": True}).config == {"skip_signature": True}
 
@@ -275,16 +287,29 @@ def test_google_s_order(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPa
     [
         (None, "cannot be read"),
         ("hush", "is not JSON"),
-        ('{"type": "external_account"}', "is of type 'external_account'"),
+        ('"hush"', "is not JSON, or lacks"),
+        ('{"type": "service_account", "private_key_id": ["hush"]}', "is not JSON, or lacks"),
+        ('{"type": "external_account"}', "is of another type.*service_account and authorized_user"),
     ],
 )
 def test_a_google_file_that_cannot_be_used(tmp_path: Path, content: str | None, text: str) -> None:
     file = tmp_path / "c.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(NoCredentials, match=text) as caught:
-        google({"credential_file": str(file)})
-    assert str(file) in str(caught.value) and "hush" not in str(caught.value)
+    with pytest.raises(PermissionError, match=f"cannot open gs://bucket: .*{text}") as caught:
+        Cloud("gs", "bucket", {"credential_file": str(file)}).get("a")
+    assert f"{file} (from the options)" in str(caught.value) and "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["service_account", "authorized_user"])
+def test_a_google_file_of_either_type_is_accepted(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "c.json"
+    pem = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    key = {"private_key": pem.decode(), "private_key_id": "1", "client_email": "me@lab"}
+    user = {"client_id": "me", "client_secret": "hush", "refresh_token": "hush"}
+    file.write_text(json.dumps({"type": kind, **(key if kind == "service_account" else user)}))
+    settings = client.client_settings("gs", "bucket", {"credential_file": str(file)}, silence=20)
+    GCSStore("bucket", **settings.arguments)  # raises if it cannot use the file
 
 
 # Azure
@@ -292,7 +317,7 @@ def test_a_google_file_that_cannot_be_used(tmp_path: Path, content: str | None, 
 
 def test_azure_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("holdfast.storage.cloud.credentials_azure.reachable", lambda url: False)
+    monkeypatch.setattr("holdfast.storage.cloud.credentials.reachable", lambda url: False)
     with pytest.raises(NoCredentials, match="the storage account is missing"):
         azure({})
     with pytest.raises(NoCredentials, match="there are no credentials"):
@@ -311,6 +336,7 @@ def test_azure_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
         azure({"account": "other"})
     monkeypatch.setenv("AZURE_STORAGE_KEY", "of-env")
     assert azure({}).config["account_key"] == "of-env"
+    assert azure({"account": "other", "token": "hush"}).config["token"] == "hush"
     given = azure({"account": "lab", "sas_token": "?sv=1&sig=2"})
     assert given.config["sas_key"] == "sv=1&sig=2" and "account_key" not in given.config
     assert azure({"account": "lab", "anonymous": True}).config["skip_signature"] is True
@@ -318,7 +344,7 @@ def test_azure_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_azure_s_roles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     answers: list[Callable[[str], bool]] = [lambda url: True]
-    monkeypatch.setattr("holdfast.storage.cloud.credentials_azure.reachable", lambda url: answers[0](url))
+    monkeypatch.setattr("holdfast.storage.cloud.credentials.reachable", lambda url: answers[0](url))
     assert azure({"account": "lab"}).source == "the machine's managed identity"
     answers[0] = lambda url: False
     (tmp_path / "az").write_text("#!/bin/sh\n")
@@ -342,5 +368,5 @@ def test_a_connection_string_reaches_azure_s_emulator(azurite: Server, monkeypat
 
 def test_a_port_that_is_open_is_reachable() -> None:
     with canned() as server:
-        assert credentials.reachable(server.endpoint)
-    assert not credentials.reachable("http://127.0.0.1:1")
+        assert reachable(server.endpoint)
+    assert not reachable("http://127.0.0.1:1")

@@ -1,4 +1,4 @@
-"""Refusals: from what the clouds really answer, through the real client, to a text that says which thing is wrong."""
+"""Failures: from what the clouds really answer, through the real client, to a text that says which thing is wrong."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage.cloud import advice
 from holdfast.storage.cloud.cloud import Cloud
+from holdfast.storage.cloud.facts import PERMISSIONS
 from holdfast.storage.wrappers.retrying import is_transient
 from tests.servers import Server
 from tests.storage.cloud.canned import Canned
@@ -83,7 +83,7 @@ OLD_SAS = (
 ANSWERS: dict[str, tuple[str, int, bytes, str, bool]] = {
     "wrong key id": (
         "s3", 403, xml("InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."),
-        "does not know the access key id .the options.*Check access_key_id", False),
+        "does not know the access key id .credentials: the options.*Check access_key_id", False),
     "wrong secret": (
         "s3", 403, xml("SignatureDoesNotMatch", "The request signature we calculated does not match"),
         "secret key does not belong to the access key id.*Check secret_access_key", False),
@@ -157,7 +157,7 @@ def test_a_denied_verb_names_its_permission(canned: Canned, scheme: str, verb: s
     canned.status, canned.body = 403, xml("AccessDenied", "Access Denied")
     error = said(store_at(canned.endpoint, scheme), verb)
     assert error.errno == errno.EACCES
-    assert advice.PERMISSIONS[scheme][verb] in str(error)
+    assert PERMISSIONS[scheme][verb] in str(error)
 
 
 def test_a_clock_is_compared_with_that_of_a_server_that_does_not_tell(canned: Canned) -> None:
@@ -268,7 +268,7 @@ def test_a_real_server_tells_key_and_secret_apart(ceph: Server, verb: str) -> No
     wrong = cloud(ceph, bucket, {"secret_access_key": "hush"})
     assert "secret key does not belong to the access key id" in str(said(wrong, verb))
     denied = said(Cloud("s3", bucket, {"endpoint_url": ceph.endpoint, "anonymous": True}), verb)
-    assert f"It takes {advice.PERMISSIONS['s3'][verb]}" in str(denied)
+    assert f"It takes {PERMISSIONS['s3'][verb]}" in str(denied)
 
 
 def test_azure_s_emulator_tells_a_wrong_key(azurite: Server) -> None:
