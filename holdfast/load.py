@@ -1,4 +1,4 @@
-"""The story of a load: open, match names, read what intersects, hand values back, settle.
+"""The story of a load: open, match names, read what intersects, hand values back.
 
 Users and the manager call `load`. Never changes the target before every rank knows that everything fits.
 """
@@ -6,10 +6,12 @@ Users and the manager call `load`. Never changes the target before every rank kn
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -19,40 +21,36 @@ from holdfast.buffers.memory import no_collection
 from holdfast.buffers.still import wait_for_copies
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.errors import Mismatch, StorageError
+from holdfast.matching.compare import Matched, compare
+from holdfast.matching.differences import Differences, raise_if_any
+from holdfast.matching.hand_back import Filled, hand_back, hand_over_early
 from holdfast.matching.loaded import Loaded
-from holdfast.matching.match import Came, Fit, Match, named_ids, saved_names
-from holdfast.ondisk import names
+from holdfast.matching.names import asked_of, names_of, own_names, with_named_ids
 from holdfast.ondisk.manifest import FORMAT
-from holdfast.ondisk.patterns import (
-    Patterns,
-    Rename,
-    asked_in_target,
-    check_rename,
-    names_in,
-    near,
-    renamer,
-    unfit_in_load,
-)
+from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, unfit_in_load
 from holdfast.policies.signing.keys import Keys
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.read.ranges import Verify
-from holdfast.read.shared.share import Choice, How, Sharing, who_shares
-from holdfast.state import Collected, collect
+from holdfast.read.shared import share as sharing
+from holdfast.read.source import ReadStats
+from holdfast.state import collect
 from holdfast.state.fresh import plain_tensors
 from holdfast.state.layers import heard, unlike
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import cached, hedged, patiently
 
-__all__ = ["Loaded", "load", "load_opened", "of_run", "restore"]
+__all__ = ["Loaded", "Options", "load", "load_opened", "restore"]
 
-_SHOWN = 200
+Value = TypeVar("Value")
+Note = TypeVar("Note")
+Answer = TypeVar("Answer")
 
 
 def load(
     path: str | os.PathLike[str] | Place, into: dict[str, Any], *, only: Patterns = "*", rename: Rename | None = None,
     cast: bool = False, missing: Literal["error", "keep"] = "error", verify: Verify = True,
-    cache: str | os.PathLike[str] | None = None, share: How = "auto", group: dist.ProcessGroup | None = None,
+    cache: str | os.PathLike[str] | None = None, share: sharing.How = "auto", group: dist.ProcessGroup | None = None,
     deadline: float = DEADLINE, require: Keys | None = None,
     run: str | None = None, other_model: bool = False,
 ) -> Loaded:  # fmt: skip
@@ -85,10 +83,7 @@ def load(
     """
     if require is not None and verify is False:
         raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
-    if missing not in ("error", "keep"):
-        raise ValueError(f'missing is "error" or "keep", not {missing!r}')
-    if share not in ("auto", "off"):
-        raise ValueError(f'share is "auto" or "off", not {share!r}')
+    options = Options(only, rename, cast, missing, verify, share, run, other_model)
     source = patiently(hedged(location(path)), deadline)
     label = f"load {source}"
     if cache is not None:
@@ -99,78 +94,139 @@ def load(
         events.reached("open", source, ranks.rank)
         return open_checkpoint(source, require=require)
 
-    return load_opened(
-        opening, into, label, ranks, only=only, rename=rename, cast=cast, missing=missing, verify=verify, share=share,
-        deadline=deadline, run=run, other_model=other_model,
-    )  # fmt: skip
+    return load_opened(opening, into, label, ranks, options, deadline=deadline)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of a load; see `load`."""
+
+    only: Patterns = "*"
+    rename: Rename | None = None
+    cast: bool = False
+    missing: Literal["error", "keep"] = "error"
+    verify: Verify = True
+    share: sharing.How = "auto"
+    run: str | None = None
+    other_model: bool = False
+
+    def __post_init__(self) -> None:
+        if self.missing not in ("error", "keep"):
+            raise ValueError(f'missing is "error" or "keep", not {self.missing!r}')
+        if self.share not in ("auto", "off"):
+            raise ValueError(f'share is "auto" or "off", not {self.share!r}')
 
 
 def load_opened(
-    opening: Callable[[], Checkpoint], into: dict[str, Any], label: str, ranks: Ranks, *, only: Patterns = "*",
-    rename: Rename | None = None, cast: bool = False, missing: Literal["error", "keep"] = "error",
-    verify: Verify = True, share: How = "auto", deadline: float = DEADLINE, run: str | None = None,
-    other_model: bool = False,
+    opening: Callable[[], Checkpoint], into: dict[str, Any], label: str, ranks: Ranks, options: Options, *,
+    deadline: float = DEADLINE,
 ) -> Loaded:  # fmt: skip
-    """`load` of what ``opening`` opens on each rank; all ranks call it the same ``label``."""
+    """`load` of what ``opening`` opens on each rank; all ranks give it the same ``label``.
+
+    `open_and_match` opens a Checkpoint and makes a Matched of it, `restore` a Filled and a Loaded. Each is a meeting of
+    all ranks: what fails on one is raised on every one.
+    """
     began, where = monotonic(), label.removeprefix("load ")
-
-    def span(name: str, *, whole: bool = False) -> AbstractContextManager[events.Opened]:
-        return events.span(name, where, ranks.rank, whole=whole)
-
     with (
-        span("load", whole=True) as all_of_it, no_collection(), plain_tensors(),
+        events.span("load", where, ranks.rank, whole=True) as whole, no_collection(), plain_tensors(),
         ranks.call(label, deadline=deadline) as call,
     ):  # fmt: skip
-        match: list[Match] = []
-
-        def compare() -> Fit:
-            with span("open"):
-                checkpoint = opening()
-            of_run(checkpoint, run)
-            known = names_in(checkpoint.manifest)
-            check_rename(rename, known, checkpoint.path)
-            target, values = named_ids(checkpoint, renamer(rename), into)
-            renamed = {} if only == "*" else {name: target(name) for name in known}
-            asked = _asked(checkpoint, only, rename, renamed, into)
-            saved = saved_names(checkpoint, target, values, asked)
-            found = Match(checkpoint, target, saved, asked, cast, collect(into, ranks, saved))
-            match.append(found)
-            fit = found.compare(keep=missing == "keep", world_size=ranks.size)
-            if only != "*":
-                fit.unfit, fit.awaited = unfit_in_load(only, rename, renamed, _own_names(found.state, into))
-            if rename is None and checkpoint.format == FORMAT and not other_model:
-                fit.misfits += unlike(heard(checkpoint.manifest.producer), found.state.kinds, asked)
-            if share == "auto":
-                fit.offer = found.sharing(ranks).offer(found.spreads)
-            events.reached("match", checkpoint.path, ranks.rank)
-            return fit
-
-        with span("match"):
-            verdict = call.exchange("match", compare, _judge, _Verdict)
-            work = match[0]
-            sharing = work.sharing(ranks)
-            sharing.agree(call, verdict.choice)
-        with span("copy wait"):
-            wait_for_copies()  # a save in the background still reads what would change here
-        if verdict.early:
-            _hand_over_early(call, work, verify)
-        restore(call, work, sharing, where, verify=verify)
-        all_of_it.nbytes = work.loaded.bytes_read + work.loaded.bytes_received
-    events.reached("loaded", work.checkpoint.path, ranks.rank)
-    work.loaded.seconds = monotonic() - began
-    return work.loaded
+        with events.span("match", where, ranks.rank):
+            work = partial(open_and_match, opening, into, options, ranks, where)
+            (matched, demand), verdict = keeping(call, "match", work, _judge, _Verdict)
+            shared = sharing.agree(call, demand, verdict.choice)
+        with closing(shared):
+            with events.span("copy wait", where, ranks.rank):
+                wait_for_copies()  # a save in the background still reads what would change here
+            early = _hand_over_early(call, matched, options.verify) if verdict.early else ReadStats()
+            loaded = restore(call, matched, shared, where, verify=options.verify, early=early)
+        whole.nbytes = loaded.bytes_read + loaded.bytes_received
+    events.reached("loaded", loaded.checkpoint.path, ranks.rank)
+    return replace(loaded, seconds=monotonic() - began)
 
 
-def _hand_over_early(call: Call, match: Match, verify: Verify) -> None:
-    """Let objects take their state by methods of their own, on every rank. If one refuses it all get theirs back."""
-    undo: list[Callable[[], None]] = []
+def open_and_match(
+    opening: Callable[[], Checkpoint], into: dict[str, Any], options: Options, ranks: Ranks, where: str
+) -> tuple[tuple[Matched, sharing.Demand], _Note]:
+    """Open the checkpoint and compare it with the target; nothing is changed. With a note for the other ranks."""
+    with events.span("open", where, ranks.rank):
+        checkpoint = opening()
+    if options.run is not None and checkpoint.run != options.run:
+        raise Mismatch(
+            f"{checkpoint.path} is of run {checkpoint.run or 'none'}, not of {options.run}; nothing was changed. Leave "
+            "out run= to load it all the same"
+        )
+    known = names_in(checkpoint.manifest)
+    check_rename(options.rename, known, checkpoint.path)
+    called, values = with_named_ids(checkpoint, renamer(options.rename), into)
+    renamed = {} if options.only == "*" else {name: called(name) for name in known}
+    asked = asked_of(checkpoint, options.only, options.rename, renamed, into)
+    names = names_of(checkpoint, called, values, asked)
+    state, keep = collect(into, ranks, names.saved), options.missing == "keep"
+    matched, differences = compare(names, state, cast=options.cast, keep=keep, world_size=ranks.size)
+    note = _Note(differences, early=bool(matched.early.targets))
+    if options.only != "*":
+        note.unfit, note.awaited = unfit_in_load(options.only, options.rename, renamed, own_names(state, into))
+    if options.rename is None and checkpoint.format == FORMAT and not options.other_model:
+        differences.misfits.extend(unlike(heard(checkpoint.manifest.producer), state.kinds, asked))
+    shares = options.share == "auto" and ranks.size > 1
+    demand = sharing.demand_of(
+        matched.rest.wanted, matched.rest.spreads, checkpoint.manifest, ranks.rank, shares=shares
+    )
+    note.offer = sharing.offer(demand, ranks)
+    events.reached("match", checkpoint.path, ranks.rank)
+    return (matched, demand), note
 
-    def hand_over() -> bool:
-        undo.extend(match.hand_over_early(verify))
-        return True
+
+def restore(
+    call: Call, matched: Matched, shared: sharing.Sharing, where: object, *, verify: Verify,
+    early: ReadStats | None = None,
+) -> Loaded:  # fmt: skip
+    """Read what was matched and hand it back, on every rank, and raise what every rank raises; spans name ``where``."""
+    rank, settling = call.ranks.rank, events.Opened()
+
+    def read_and_hand_back() -> tuple[Loaded, _End]:
+        nonlocal settling
+        with events.span("read", where, rank) as reading:
+            filled = _read(matched, shared, verify, rank, early or ReadStats())
+            reading.nbytes = filled.report.bytes_read + filled.report.bytes_received
+        loaded = filled.report
+        if not filled.stopped:
+            with events.span("fill", where, rank):
+                loaded = hand_back(filled, call.ranks)
+        settling = events.begin("settle", where, rank)
+        return loaded, _End(filled.stopped, filled.why)
 
     try:
-        call.settle("objects", hand_over, lambda notes: True, bool)
+        return keeping(call, "read", read_and_hand_back, _all_ended, bool)[0]
+    finally:
+        settling.end()
+
+
+def _read(matched: Matched, shared: sharing.Sharing, verify: Verify, rank: int, early: ReadStats) -> Filled:
+    """Read every wanted byte, unless another rank fails meanwhile."""
+    checkpoint = matched.checkpoint
+    events.reached("read", checkpoint.path, rank)
+    with events.task("load", str(checkpoint.path), rank, part=True) as task:
+        task.total = matched.rest.nbytes
+        outcome = shared.read(checkpoint.files, checkpoint.verifying(verify), task.advance)
+    stats = outcome.stats
+    if outcome.stopped or outcome.lost:
+        stats = ReadStats()
+    elif stats.unverified and verify is True:
+        events.log.debug("%d bytes of blocks read in part were not verified", stats.unverified)
+    report = replace(
+        matched.report, bytes_needed=early.needed + stats.needed, bytes_read=early.read + stats.read,
+        bytes_received=outcome.received, bytes_unverified=early.unverified + stats.unverified,
+    )  # fmt: skip
+    return Filled(matched, report, outcome.stopped or bool(outcome.lost), outcome.lost)
+
+
+def _hand_over_early(call: Call, matched: Matched, verify: Verify) -> ReadStats:
+    """Let objects take their state by methods of their own, on every rank. If one refuses it all get theirs back."""
+    undo: list[Callable[[], None]] = []
+    try:
+        return keeping(call, "objects", lambda: (hand_over_early(matched, verify, undo), True), all, bool)[0]
     except BaseException:
         for back in reversed(undo):
             try:
@@ -180,108 +236,64 @@ def _hand_over_early(call: Call, match: Match, verify: Verify) -> None:
         raise
 
 
-def restore(call: Call, match: Match, sharing: Sharing, where: object, *, verify: Verify) -> None:
-    """Read what was matched and hand it back, on every rank; spans call it ``where``. Raises what every rank raises."""
-    rank, settling = sharing.ranks.rank, events.Opened()
+def keeping(
+    call: Call, phase: str, work: Callable[[], tuple[Value, Note]], decide: Callable[[list[Note]], Answer],
+    answer: type[Answer],
+) -> tuple[Value, Answer]:  # fmt: skip
+    """`Call.exchange` of work that makes a value beside its note: the value, which stays here, and the answer."""
+    values: list[Value] = []
 
-    def work() -> Came:
-        nonlocal settling
-        with events.span("read", where, rank) as reading:
-            took = match.read(verify, sharing)
-            reading.nbytes = match.loaded.bytes_read + match.loaded.bytes_received
-        if took.whole:
-            with events.span("fill", where, rank):
-                match.fill(sharing)
-        settling = events.begin("settle", where, rank)
-        return took
+    def noted() -> Note:
+        value, note = work()
+        values.append(value)
+        return note
 
-    try:
-        call.settle("read", work, came, bool)
-    finally:
-        settling.end()
-        sharing.close()
+    verdict = call.exchange(phase, noted, decide, answer)
+    return values[0], verdict
 
 
-def of_run(checkpoint: Checkpoint, run: str | None) -> None:
-    """Raise Mismatch if a checkpoint is not of the run that it has to be of."""
-    if run is not None and checkpoint.run != run:
-        raise Mismatch(
-            f"{checkpoint.path} is of run {checkpoint.run or 'none'}, not of {run}; nothing was changed. Leave out "
-            "run= to load it all the same"
-        )
+class _Note(msgspec.Struct, array_like=True):
+    """What one rank tells the first one of its comparison.
 
+    ``unfit``: patterns of ``only=`` that fit nothing, with what errors say of each; ``awaited``: those that fit the
+    target alone. ``early``: whether objects are handed their state early.
+    """
 
-def came(notes: list[Came]) -> bool:
-    """On the first rank, if none failed: raise StorageError unless all have all."""
-    for rank, note in enumerate(notes):
-        if not note.whole:
-            raise StorageError(
-                f"rank {rank} lost the ranks that it shared reading with ({note.why or 'one of them stopped'}): "
-                'load again, or with share="off"'
-            )
-    return True
+    differences: Differences
+    offer: sharing.Offer = sharing.Offer()
+    early: bool = False
+    unfit: dict[str, str] = {}
+    awaited: list[str] = []
 
 
 class _Verdict(msgspec.Struct, array_like=True):
-    """What the first rank makes of all fits: who shares reading, and whether objects of any rank are told early."""
+    """What the first rank makes of all notes: who shares reading, and whether any rank hands over objects early."""
 
-    choice: Choice
+    choice: sharing.Choice
     early: bool
 
 
-def _judge(fits: list[Fit]) -> _Verdict:
+class _End(msgspec.Struct, array_like=True):
+    """How reading ended on a rank that did not fail: whether another one stopped it, and why."""
+
+    stopped: bool
+    why: str = ""
+
+
+def _judge(notes: list[_Note]) -> _Verdict:
     """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading."""
-    joint = fits[0].unclaimed
-    for fit in fits[1:]:
-        # A name is left over only if no rank asked for it: a pipeline stage asks for its own layers alone.
-        joint = bytes(a & b for a, b in zip(joint, fit.unclaimed, strict=True))
-    extra = [name for i, name in enumerate(fits[0].names) if joint[i // 8] >> (i % 8) & 1]
-    missing = list(dict.fromkeys(name for fit in fits for name in fit.missing))
-    misfits = list(dict.fromkeys(text for fit in fits for text in fit.misfits))
-    awaited = {pattern for fit in fits for pattern in fit.awaited}
-    unfit = {pattern: text for fit in fits for pattern, text in fit.unfit.items() if pattern not in awaited}
-    if not (unfit or extra or missing or misfits):
-        return _Verdict(who_shares([fit.offer for fit in fits]), any(fit.early for fit in fits))
-    text = [f"{fits[0].where} does not fit what it is loaded into; nothing was changed."]
-    if unfit:
-        text.append(
-            "only= fits nothing in the checkpoint (holdfast show lists its names):" + _listed(list(unfit.values()))
-        )
-    if misfits:
-        text.append(f"{len(misfits)} differ:" + _listed(misfits))
-    if missing:
-        text.append(
-            f'{len(missing)} missing from the checkpoint (missing="keep" leaves them as they are):'
-            + _listed([name + near(name, extra or fits[0].names) for name in missing])
-        )
-    if extra:
-        text.append(
-            f"{len(extra)} in the checkpoint that nothing asks for (only= leaves them out, rename= maps them):"
-            + _listed([name + near(name, missing) for name in extra])
-        )
-    raise Mismatch("\n".join(text))
+    awaited = {pattern for note in notes for pattern in note.awaited}
+    unfit = {pattern: text for note in notes for pattern, text in note.unfit.items() if pattern not in awaited}
+    raise_if_any([note.differences for note in notes], unfit.values())
+    return _Verdict(sharing.who_shares([note.offer for note in notes]), any(note.early for note in notes))
 
 
-def _listed(items: list[str]) -> str:
-    shown = "".join(f"\n    {item}" for item in items[:_SHOWN])
-    return shown + (f"\n    … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
-
-
-def _own_names(state: Collected, into: Mapping[str, Any]) -> set[str]:
-    """The names of all that the target has, and of places that may be empty: its first keys, optimizers' states."""
-    paths = (target.path for target in state.handback.targets)
-    keys = (names.escape(key) for key in into if isinstance(key, str))
-    states = (names.child(path, "state") for path in state.groups)
-    return {*state.entries, *state.values, *state.owned, *state.per_rank, *paths, *keys, *states}
-
-
-def _asked(
-    checkpoint: Checkpoint, only: Patterns, rename: Rename | None, renamed: Mapping[str, str], into: Mapping[str, Any]
-) -> Callable[[str], bool]:
-    """Whether a name, as the target calls it, is to be loaded."""
-    if checkpoint.format == FORMAT or only != "*":
-        return asked_in_target(only, rename, renamed)
-    # Other trainers keep much that no object here could take (their timers, their arguments): of a foreign
-    # checkpoint what the target has no section for is skipped, and listed as skipped.
-    sections = {names.escape(key) for key in into if isinstance(key, str)}
-    return lambda name: name.partition("/")[0] in sections
+def _all_ended(ends: list[_End]) -> bool:
+    """On the first rank, if none failed: raise StorageError unless all have all."""
+    for rank, end in enumerate(ends):
+        if end.stopped:
+            raise StorageError(
+                f"rank {rank} lost the ranks that it shared reading with ({end.why or 'one of them stopped'}): "
+                'load again, or with share="off"'
+            )
+    return True

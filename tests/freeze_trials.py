@@ -58,9 +58,9 @@ SAVE: dict[str, tuple[Any, str, bool]] = {
 """Where a rank stops in a save: at the beginning of a function, or at its end."""
 
 LOAD: dict[str, tuple[Any, str, bool]] = {
-    "match": (loading.Match, "compare", False),
-    "connect": (share.Sharing, "_connect", False),
-    "connected": (share.Sharing, "_connect", True),
+    "match": (loading, "compare", False),
+    "connect": (share, "_connect", False),
+    "connected": (share, "_connect", True),
     "reading": (pass_on._Passing, "_read", False),
     "copying": (pass_on._Passing, "_take", False),
     "read": (share.Sharing, "read", True),

@@ -6,6 +6,7 @@ tensor before every rank knows that everything fits.
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -33,12 +34,14 @@ from holdfast.dcp.opening import open_by_key
 from holdfast.dcp.reader import Reader
 from holdfast.dcp.states import Target
 from holdfast.errors import Mismatch
-from holdfast.load import restore
-from holdfast.matching.match import UNLIKE_SHAPE, Match, named_ids, saved_names
+from holdfast.load import keeping, restore
+from holdfast.matching.compare import Matched, compare
+from holdfast.matching.differences import UNLIKE_SHAPE, listed
+from holdfast.matching.names import names_of, with_named_ids
 from holdfast.ondisk import names
 from holdfast.ondisk.patterns import near
 from holdfast.ranks.ranks import Ranks, ranks_of
-from holdfast.read.shared.share import Choice, Offer, who_shares
+from holdfast.read.shared.share import Choice, Demand, Offer, agree, demand_of, offer, who_shares
 from holdfast.state import collect
 from holdfast.storage.place import Place
 
@@ -82,29 +85,29 @@ def load(
         as_torch_raises(), events.span("load", path, meeting.rank, whole=True), no_collection(),
         meeting.call(f"load {path}") as call,
     ):  # fmt: skip
-        found: list[tuple[Target, Match]] = []
 
-        def compare() -> _Fit:
-            target, match, fit = _compare(path, state_dict, group, meeting, keep=keep)
-            found.append((target, match))
-            fit.offer = match.sharing(meeting).offer(match.spreads)
-            return fit
+        def compare_here() -> tuple[tuple[Target, Matched, Demand], _Fit]:
+            target, matched, fit = _compare(path, state_dict, group, meeting, keep=keep)
+            manifest, rest = target.checkpoint.manifest, matched.rest
+            demand = demand_of(rest.wanted, rest.spreads, manifest, meeting.rank, shares=meeting.size > 1)
+            fit.offer = offer(demand, meeting)
+            return (target, matched, demand), fit
+
+        with events.span("match", path, meeting.rank):
+            (target, matched, demand), choice = keeping(call, "match", compare_here, _judge, Choice)
+            shared = agree(call, demand, choice)
+        with closing(shared):
+            wait_for_copies()  # a save in the background still reads what would change here
+            restore(call, matched, shared, path, verify=verify)
 
         def hand_back() -> bool:
-            for action in found[0][0].then:
+            for action in target.then:
                 action()
             return True
 
-        with events.span("match", path, meeting.rank):
-            choice = call.exchange("match", compare, _judge, Choice)
-            match = found[0][1]
-            sharing = match.sharing(meeting)
-            sharing.agree(call, choice)
-        wait_for_copies()  # a save in the background still reads what would change here
-        restore(call, match, sharing, path, verify=verify)
         call.settle("load_state_dict", hand_back, lambda notes: True, bool)
         if isinstance(planner, DefaultLoadPlanner):
-            planner.metadata = Description(found[0][0].checkpoint)
+            planner.metadata = Description(target.checkpoint)
 
 
 class _Fit(msgspec.Struct, array_like=True):
@@ -118,43 +121,43 @@ class _Fit(msgspec.Struct, array_like=True):
 
 def _compare(
     path: Place, state_dict: dict[str, Any], group: Ranks, meeting: Ranks, *, keep: bool
-) -> tuple[Target, Match, _Fit]:
+) -> tuple[Target, Matched, _Fit]:
     """Match every leaf of the target with the checkpoint; nothing is read or changed."""
     if not isinstance(state_dict, dict):
         raise Mismatch(f"a state dict is a dict, not a {type(state_dict).__qualname__}")
     checkpoint = open_by_key(path)
     target = Target(checkpoint).fill(state_dict)
-    name_here, values = named_ids(checkpoint, target.name_here, target.tree)
-    saved = saved_names(checkpoint, name_here, values, _everything)
-    match = Match(checkpoint, name_here, saved, _everything, True, collect(target.tree, group, saved))
-    fit = match.compare(keep=False, world_size=meeting.size, early=False)
-    known = [*saved.tensors, *saved.values]
-    missing, misfits = [], [*target.misfits, *fit.misfits]
-    for name in fit.missing:
-        if name in saved.tensors:
+    called, values = with_named_ids(checkpoint, target.name_here, target.tree)
+    here = names_of(checkpoint, called, values, _everything)
+    state = collect(target.tree, group, here.saved)
+    matched, differences = compare(here, state, cast=True, keep=False, world_size=meeting.size, early=False)
+    known = [*here.saved.tensors, *here.saved.values]
+    missing, misfits = [], [*target.misfits, *differences.misfits]
+    for name in differences.missing:
+        if name in here.saved.tensors:
             misfits.append(f"{name}: saved as a tensor, here a value")
-        elif name in match.per_rank:
+        elif name in here.per_rank:
             misfits.append(f"{name}: every rank saved its own; ask for it with holdfast.PerRank(…) at this place")
         elif not keep:
             missing.append(name + near(name, known))
     for at in target.optimizers if not keep else ():
-        misfits += _nothing_found(at, match)
-    if match.loaded.cast:
-        shown = ", ".join(f"{name} ({saved} to {own})" for name, (saved, own) in list(match.loaded.cast.items())[:5])
-        events.log.warning("%s: %d tensors are cast, as torch would: %s", path, len(match.loaded.cast), shown)
-    return target, match, _Fit(str(checkpoint.path), missing, misfits)
+        misfits += _nothing_found(at, matched)
+    if casts := matched.report.cast:
+        shown = ", ".join(f"{name} ({saved} to {own})" for name, (saved, own) in list(casts.items())[:5])
+        events.log.warning("%s: %d tensors are cast, as torch would: %s", path, len(casts), shown)
+    return target, matched, _Fit(str(checkpoint.path), missing, misfits)
 
 
 def _everything(name: str) -> bool:
     return True
 
 
-def _nothing_found(path: str, match: Match) -> list[str]:
+def _nothing_found(path: str, matched: Matched) -> list[str]:
     """What stands against an optimizer that would get nothing although the checkpoint has state for it."""
     prefix = names.child(path, "state")
-    saved = [name for name in match.saved.tensors if names.under(name, prefix)]
-    own = [group.params for group in match.state.groups.get(path, ())]
-    if not saved or not any(own) or any(name in match.claimed for name in saved):
+    saved = [name for name in matched.names.saved.tensors if names.under(name, prefix)]
+    own = [group.params for group in matched.state.groups.get(path, ())]
+    if not saved or not any(own) or any(name in matched.claimed for name in saved):
         return []
     return [
         f"{path}: nothing in its state goes by the names that its parameters have here: saved is {saved[0]}, for "
@@ -171,15 +174,10 @@ def _judge(fits: list[_Fit]) -> Choice:
     text = [f"{fits[0].where} does not fit the state dict it is loaded into; nothing was changed."]
     if misfits:
         sizes = any(UNLIKE_SHAPE in misfit for misfit in misfits)
-        text.append(f"{'Size mismatch: ' if sizes else ''}{len(misfits)} differ:" + _listed(misfits))
+        text.append(f"{'Size mismatch: ' if sizes else ''}{len(misfits)} differ:" + listed(misfits, _SHOWN))
     if missing:
         text.append(
             f"Missing key in checkpoint state_dict: {len(missing)} missing from the checkpoint "
-            "(planner=DefaultLoadPlanner(allow_partial_load=True) leaves them as they are):" + _listed(missing)
+            "(planner=DefaultLoadPlanner(allow_partial_load=True) leaves them as they are):" + listed(missing, _SHOWN)
         )
     raise Mismatch("\n".join(text))
-
-
-def _listed(items: list[str]) -> str:
-    shown = "".join(f"\n    {item}" for item in items[:_SHOWN])
-    return shown + (f"\n    … and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
@@ -21,12 +20,11 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.plan.share_plan import Holders, Item, Wants
 from holdfast.plan.spread import Spread, boxes_held
-from holdfast.ranks.ranks import Ranks
 from holdfast.read.ranges import GAP, Verify
 from holdfast.read.read import Files, Wanted, jobs_for, shares_of
-from holdfast.read.shared.pass_on import LONGEST, Line, Lines, line_of, wanted_of
+from holdfast.read.shared.demand import Choice, Demand, Offer, demand_of, is_worth_it, who_shares
+from holdfast.read.shared.pass_on import LONGEST, Line, line_of, wanted_of
 from holdfast.read.shared.relay import seat_of
-from holdfast.read.shared.share import Choice, Offer, Sharing, is_worth_it, who_shares
 from holdfast.read.source import ReadStats
 from holdfast.storage.place import StorePlace
 
@@ -114,15 +112,6 @@ def plan(
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # a tensor may be larger than memory; Python names it from 3.11 on
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """A rank as far as `Sharing` looks at it before ranks talk."""
-
-    rank: int
-    size: int
-    host: str
-
-
 class _Planning:
     def __init__(
         self, checkpoint: Checkpoint, mesh: Mesh, records: dict[str, TensorRecord], rules: Sequence[Rule],
@@ -146,9 +135,9 @@ class _Planning:
         choice, told = self._agreed() if share and size > 1 else (Choice(), [])
         ranks = []
         for rank in range(size):
-            sharing = self._sharing(rank)
-            lines = list(sharing.lines_among(told or [_wants(sharing)], choice, self._line)) if choice.name else []
-            ranks.append(self._rank(rank, sharing, lines))
+            demand = self._demand(rank)
+            lines = list(demand.lines(told or _wants(demand), choice, self._line)) if choice.name else []
+            ranks.append(self._rank(rank, demand, lines))
         nodes = [
             NodeReads(
                 start // self.node_size,
@@ -161,8 +150,8 @@ class _Planning:
         where = str(self.checkpoint.path)
         return Plan(where, str(self.mesh), self.node_size, state, bool(choice.name), tuple(ranks), tuple(nodes))
 
-    def _sharing(self, rank: int) -> Sharing:
-        """What a rank wants, offered to the others."""
+    def _demand(self, rank: int) -> Demand:
+        """What a rank wants."""
         wanted, spreads = [], []
         held: dict[tuple[tuple[int, ...], int], list[Box]] = {}  # most tensors are cut like many others
         for name, record in self.records.items():
@@ -173,10 +162,7 @@ class _Planning:
             for box in held[key]:
                 wanted.append(Wanted(name, record, box, self._view(record, box)))
                 spreads.append(spread)
-        seat = _Seat(rank, self.mesh.ranks, f"node {rank // self.node_size}")
-        sharing = Sharing(cast(Ranks, seat), self.checkpoint.manifest, wanted)
-        self._offer = sharing.offer(spreads)
-        return sharing
+        return demand_of(wanted, spreads, self.checkpoint.manifest, rank, shares=self.mesh.ranks > 1)
 
     def _view(self, record: TensorRecord, box: Box) -> torch.Tensor:
         nbytes = box.size * dtypes.itemsize(record.dtype)
@@ -187,17 +173,18 @@ class _Planning:
         offers: list[Offer] = []
         wants: dict[str, Wants] = {}
         for rank in range(self.mesh.ranks):
-            sharing = self._sharing(rank)
-            offers.append(self._offer)
-            wants.setdefault(self._offer.wants, _wants(sharing))
+            demand = self._demand(rank)
+            offer = demand.offer(self.mesh.ranks, f"node {rank // self.node_size}")
+            offers.append(offer)
+            wants.setdefault(offer.wants, *_wants(demand))
         choice = who_shares(offers)
-        told = [wants[offers[rank].wants] for rank in choice.tell]
+        told = [wants[offers[rank].wants] for rank in choice.senders]
         if not choice.name:
             return choice, []
         gains = []
         for rank in range(self.mesh.ranks):
-            sharing = self._sharing(rank)
-            gains.append(sharing.gain_of(list(sharing.lines_among(told or [_wants(sharing)], choice, self._line))))
+            demand = self._demand(rank)
+            gains.append(demand.gain(list(demand.lines(told or _wants(demand), choice, self._line))))
         return (choice, told) if is_worth_it(gains) else (Choice(), [])
 
     def _line(
@@ -209,25 +196,23 @@ class _Planning:
             self._lines[key] = line_of(holders, items, records, rank, host_of)
         return replace(self._lines[key], seat=seat_of(holders, rank, host_of))
 
-    def _rank(self, rank: int, sharing: Sharing, lines: Sequence[Line]) -> RankReads:
-        shared = {item for line in lines for item in line.items}
-        number = {name: i for i, name in enumerate(sharing.names)}
-        rest = [want for want in sharing.wanted if Item(number[want.name], want.box) not in shared]
-        verify: Verify = "blocks" if shared and sharing.rounds_up(self.verify) else self.verify
+    def _rank(self, rank: int, demand: Demand, lines: Sequence[Line]) -> RankReads:
+        alone = demand.apart(lines)[1]
+        verify = demand.verifying(self.verify) if lines else self.verify
         tally = _Tally(self.headers)
         for line in lines:
             reader = line.seat.reader
             for window in line.windows[reader] if reader is not None else []:
-                wanted = wanted_of(line, window, sharing.names, sharing.records, self.memory)
-                tally.add(Lines(self.checkpoint.files), wanted, verify)
-        tally.add(self.checkpoint.files, rest, verify)
-        needed = sum(want.box.size * dtypes.itemsize(want.record.dtype) for want in sharing.wanted)
+                tally.add(self.checkpoint.files, wanted_of(line, window, demand.tensors, self.memory), verify)
+        tally.add(self.checkpoint.files, alone, verify)
         received = sum(line.nbytes - line.own for line in lines)
-        return RankReads(rank, rank // self.node_size, needed, tally.read, received, tally.requests, len(tally.files))
+        return RankReads(
+            rank, rank // self.node_size, demand.nbytes, tally.read, received, tally.requests, len(tally.files)
+        )  # fmt: skip
 
 
-def _wants(sharing: Sharing) -> Wants:
-    return sharing.wants or Wants("", [], [])
+def _wants(demand: Demand) -> list[Wants]:
+    return [demand.wants or Wants("", [], [])]
 
 
 class _Tally:

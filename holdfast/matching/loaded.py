@@ -1,6 +1,6 @@
 """What a load did: the report that `load` returns.
 
-The comparison fills it in as it goes. Never decides anything.
+Comparing, reading and handing back each fill in a part of it. Never decides anything.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from holdfast.checkpoint import Checkpoint
 
 
-@dataclass
+@dataclass(frozen=True)
 class Loaded:
     """What a load did.
 

@@ -48,12 +48,15 @@ class Wanted(NamedTuple):
     """A box of a saved tensor and the memory that takes it; ``view`` has the box's lengths as shape.
 
     ``name`` is the saved name. A view of another dtype, on a device or scattered is filled a window at a time.
+    ``cell``: the box counts elements of this saved cell, in the order in which they lie in the file; ``record`` has the
+    cell as its one axis then, and the tensor's own record comes with the cell.
     """
 
     name: str
     record: TensorRecord
     box: Box
     view: torch.Tensor
+    cell: tuple[Box, TensorRecord] | None = None
 
 
 class Files(Protocol):
@@ -337,7 +340,7 @@ def _shares(files: Files, want: Wanted, stats: ReadStats) -> list[Share]:
     record, box = want.record, want.box
     found = []
     for cell, index in record.touching(box):
-        index, piece, sums = files.piece(index, want.name, cell, record, stats)
+        index, piece, sums = files.piece(index, want.name, *(want.cell or (cell, record)), stats)
         if cell is box or cell == box:
             found.append(Share(index, piece, sums, box, box, want.view, record.dtype))
             continue

@@ -7,11 +7,9 @@ being passed on. A rank that fails goes on meeting the others until all of them 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -22,13 +20,14 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.box import Box, flat_boxes, relative
 from holdfast.ondisk.cells import TensorRecord
-from holdfast.ondisk.datafile import Piece
 from holdfast.plan.share_plan import ALIGN, Atom, Holders, Item, Placing, atoms_of, run_at, runs_of, windows_of
 from holdfast.read.ranges import Verify
 from holdfast.read.read import Files, Wanted, read_boxes
 from holdfast.read.shared.relay import TRAILER, Lost, Relay, Seat, seat_of
-from holdfast.read.source import Descriptors, ReadStats
-from holdfast.storage.place import Place, StorePlace
+from holdfast.read.source import ReadStats
+
+Tensors = Sequence[tuple[str, TensorRecord]]
+"""The tensors of a checkpoint, by the numbers that items have."""
 
 MEMORY = 128 << 20
 """Bytes of host memory for slices of other hosts, beside two windows of each rank that reads."""
@@ -94,7 +93,7 @@ def line_of(
 
 
 @dataclass
-class Took:
+class Outcome:
     """What a line gave this rank. ``stopped``: another rank failed, and tells why; ``lost``: the others are gone."""
 
     stats: ReadStats = field(default_factory=ReadStats)
@@ -104,55 +103,62 @@ class Took:
 
 
 def read_line(
-    line: Line, relay: Relay, views: Mapping[Item, Sequence[torch.Tensor]], names: Sequence[str],
-    records: Sequence[TensorRecord], files: Files, *, verify: Verify, advance: Callable[[int], None],
-) -> Took:  # fmt: skip
+    line: Line, relay: Relay, views: Mapping[Item, Sequence[torch.Tensor]], tensors: Tensors, files: Files, *,
+    verify: Verify, advance: Callable[[int], None],
+) -> Outcome:  # fmt: skip
     """Read this rank's part of a line, take the rest from the others, and fill this rank's views of all items.
 
-    Every holder calls it. Raises what this rank itself failed of, once the others know; what another one failed of is
-    left to that one to tell.
+    Every holder calls it. Raises what this rank itself failed of, once the others know. What another rank failed of is
+    raised there.
     """
-    return _Passing(line, relay, views, names, records, Lines(files), verify, advance).run()
+    return _Passing(line, relay, views, tensors, files, verify, advance).run()
 
 
-def wanted_of(
-    line: Line, window: Sequence[Placing], names: Sequence[str], records: Sequence[TensorRecord], memory: torch.Tensor
-) -> list[Wanted]:
-    """What a reader reads into the ``memory`` of a window, from the files as `Lines`."""
+def wanted_of(line: Line, window: Sequence[Placing], tensors: Tensors, memory: torch.Tensor) -> list[Wanted]:
+    """What a reader reads into the ``memory`` of a window."""
     wanted = []
     for number, offset in window:
         atom = line.atoms[number]
-        tensor = line.items[atom.item].tensor
-        name, record = names[tensor], records[tensor]
+        name, record = tensors[line.items[atom.item].tensor]
         view = memory[offset : offset + atom.nbytes].view(dtypes.torch_dtype(record.dtype))
         if atom.at < 0:
             wanted.append(Wanted(name, record, atom.share, view.view(atom.share.lengths)))
         else:
-            flat = _Flat(record.dtype, (atom.cell.size,), None, str(atom.file), atom.cell, record)
-            wanted.append(Wanted(name, flat, Box((atom.at,), (atom.elements,)), view))
+            flat = TensorRecord(record.dtype, (atom.cell.size,), None, str(atom.file))
+            wanted.append(Wanted(name, flat, Box((atom.at,), (atom.elements,)), view, (atom.cell, record)))
     return wanted
+
+
+class _Memory:
+    """Where slices of a line arrive, and windows of this rank's own wait.
+
+    On one host a window is read to where all ranks can see it; between hosts it is kept ``apart`` and sent in slices.
+    """
+
+    def __init__(self, line: Line, relay: Relay) -> None:
+        memory = torch.frombuffer(relay.memory.view, dtype=torch.uint8)
+        self.slices = memory[: line.memory].view(2, len(line.runs), line.width)
+        across = line.seat.hosts > 1
+        self.apart = torch.empty(2, line.window, dtype=torch.uint8, device="cpu") if across else None
+        self.sent = torch.zeros(line.width if across else 0, dtype=torch.uint8, device="cpu")
 
 
 class _Passing:
     """One line on one rank."""
 
     def __init__(
-        self, line: Line, relay: Relay, views: Mapping[Item, Sequence[torch.Tensor]], names: Sequence[str],
-        records: Sequence[TensorRecord], files: Files, verify: Verify, advance: Callable[[int], None],
+        self, line: Line, relay: Relay, views: Mapping[Item, Sequence[torch.Tensor]], tensors: Tensors, files: Files,
+        verify: Verify, advance: Callable[[int], None],
     ) -> None:  # fmt: skip
-        self.line, self.relay, self.views, self.names, self.records = line, relay, views, names, records
+        self.line, self.relay, self.views, self.tensors = line, relay, views, tensors
         self.files, self.verify, self.advance = files, verify, advance
-        self.took = Took()
+        self.outcome = Outcome()
         self.failure: BaseException | None = None
         self.failed_beside = 0
         self.offsets = [[[p.offset for p in window] for window in windows] for windows in line.windows]
-        memory = torch.frombuffer(relay.memory.view, dtype=torch.uint8)
-        self.slices = memory[: line.memory].view(2, len(line.runs), line.width)
-        # On one host a window is read to where all can see it; between hosts it is kept apart and sent in slices.
-        self.apart = torch.empty(2, line.window, dtype=torch.uint8, device="cpu") if line.seat.hosts > 1 else None
-        self.sent = torch.zeros(line.width if line.seat.hosts > 1 else 0, dtype=torch.uint8, device="cpu")
+        self.memory = _Memory(line, relay)
 
-    def run(self) -> Took:
+    def run(self) -> Outcome:
         line, reader = self.line, self.line.seat.reader
         own = line.windows[reader] if reader is not None else []
         turn = 0
@@ -164,16 +170,16 @@ class _Passing:
                     try:
                         failed, unchecked = self._meet(window, number, turn, unverified)
                     except Lost as error:
-                        self.took.lost = str(error)
+                        self.outcome.lost = str(error)
                         return self._end()
                     if failed:
-                        self.took.stopped = True
+                        self.outcome.stopped = True
                         return self._end()
                     if number == 0 and window + 1 < len(own):
                         # Only now: the memory of the window before this one has been emptied by all who met.
                         coming = pool.submit(self._read, own[window + 1], (window + 1) % 2)
                     unverified = 0
-                    self.took.stats.unverified += unchecked
+                    self.outcome.stats.unverified += unchecked
                     try:
                         self._take(window, number, turn)
                     except BaseException as error:  # noqa: BLE001 - told to the others, raised at the end
@@ -189,40 +195,40 @@ class _Passing:
             self.failure = self.failure or error
             return 0
 
-    def _end(self) -> Took:
+    def _end(self) -> Outcome:
         failure = self.failure or self.relay.interrupt
         if failure is not None:
             raise failure
-        self.took.received = self.line.nbytes - self.line.own
-        return self.took
+        self.outcome.received = self.line.nbytes - self.line.own
+        return self.outcome
 
     def _read(self, window: list[Placing], parity: int) -> int:
         """Fill a window from storage; the bytes that could not be checked."""
         reader = self.line.seat.reader or 0
-        memory = self.slices[parity, reader] if self.apart is None else self.apart[parity]
-        wanted = wanted_of(self.line, window, self.names, self.records, memory)
+        memory = self.memory.slices[parity, reader] if self.memory.apart is None else self.memory.apart[parity]
+        wanted = wanted_of(self.line, window, self.tensors, memory)
         stats = read_boxes(self.files, wanted, verify=self.verify)
-        self.took.stats.read += stats.read
-        self.took.stats.requests += stats.requests
+        self.outcome.stats.read += stats.read
+        self.outcome.stats.requests += stats.requests
         return stats.unverified
 
     def _meet(self, window: int, number: int, turn: int, unverified: int) -> tuple[int, int]:
         """Meet the others, after which all slices are there: (how many failed, bytes not checked). Raises Lost."""
         failed = int(self.failure is not None or self.relay.interrupt is not None)
-        if self.apart is None:
+        if self.memory.apart is None:
             failed, unverified = self.relay.sum_beside([failed, unverified])
             return failed, unverified
         # What fails on a host is known there first, and goes to the others with the next slice: so all of them stop
         # at the same one.
-        seat, slices = self.line.seat, self.slices[turn % 2]
+        seat, slices = self.line.seat, self.memory.slices[turn % 2]
         if seat.across:
-            part = self.apart[window % 2][number * self.line.slice : (number + 1) * self.line.slice]
-            self.sent[: len(part)] = part
-            self.sent[-TRAILER:].view(torch.int64)[:2] = torch.tensor(
+            part = self.memory.apart[window % 2][number * self.line.slice : (number + 1) * self.line.slice]
+            self.memory.sent[: len(part)] = part
+            self.memory.sent[-TRAILER:].view(torch.int64)[:2] = torch.tensor(
                 [failed + self.failed_beside, unverified], device="cpu"
             )
             lane = slices[seat.place * seat.hosts : (seat.place + 1) * seat.hosts]
-            self.relay.gather_across(lane.view(-1), self.sent)
+            self.relay.gather_across(lane.view(-1), self.memory.sent)
         self.failed_beside = self.relay.sum_beside([failed])[0]
         trailers = slices[:, -TRAILER:].contiguous().view(torch.int64)
         found = trailers[:, :2].sum(0).tolist()
@@ -235,7 +241,7 @@ class _Passing:
         for reader, windows in enumerate(self.line.windows):
             if window >= len(windows):
                 continue
-            memory, placings = self.slices[turn % 2, reader], windows[window]
+            memory, placings = self.memory.slices[turn % 2, reader], windows[window]
             for at in range(max(bisect_right(self.offsets[reader][window], begin) - 1, 0), len(placings)):
                 placing = placings[at]
                 atom = self.line.atoms[placing.atom]
@@ -249,7 +255,7 @@ class _Passing:
     def _put(self, atom: Atom, skipped: int, came: torch.Tensor) -> int:
         """Copy a part of an atom, ``skipped`` bytes from its start, into all views of its item; the bytes copied."""
         item = self.line.items[atom.item]
-        dtype = dtypes.torch_dtype(self.records[item.tensor].dtype)
+        dtype = dtypes.torch_dtype(self.tensors[item.tensor][1].dtype)
         first = atom.first + skipped // dtype.itemsize
         start = run_at(atom.share, item.box)
         for view in self.views[item]:
@@ -264,39 +270,3 @@ class _Passing:
                 deliver(host[at : at + part.size].view(part.lengths), target)
                 at += part.size
         return came.nbytes * len(self.views[item])
-
-
-class _Flat(TensorRecord, frozen=True):
-    """A cell of a tensor as a tensor of one axis: its elements in the order in which they lie in the file."""
-
-    cell: Box
-    inside: TensorRecord
-
-
-class Lines:
-    """The files of a checkpoint, for cells that are read as lines."""
-
-    def __init__(self, files: Files) -> None:
-        self._files = files
-
-    def path(self, index: int) -> Place:
-        return self._files.path(index)
-
-    def plain(self, index: int) -> Path | None:
-        return self._files.plain(index)
-
-    def prove(self, indices: Iterable[int]) -> None:
-        self._files.prove(indices)
-
-    def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
-        self._files.prepare(indices, stats)
-
-    def piece(
-        self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
-    ) -> tuple[int, Piece, Sequence[str]]:
-        if isinstance(record, _Flat):
-            cell, record = record.cell, record.inside
-        return self._files.piece(index, name, cell, record, stats)
-
-    def opened(self, index: int) -> AbstractContextManager[Descriptors | StorePlace]:
-        return self._files.opened(index)

@@ -17,7 +17,7 @@ from holdfast.checkpoint import Checkpoint, read_manifest
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
-from holdfast.load import Loaded, load_opened
+from holdfast.load import Loaded, Options, load_opened
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import Keys
@@ -104,8 +104,8 @@ class Survey:
                 try:
                     opening, label = partial(self._open, choice, asked.require), f"restore {choice.name}"
                     return load_opened(
-                        opening, state, f"{label} of {self.store.root}", self._ranks, only=asked.only,
-                        deadline=self._deadline, run=asked.of_run, other_model=asked.other_model,
+                        opening, state, f"{label} of {self.store.root}", self._ranks,
+                        Options(asked.only, run=asked.of_run, other_model=asked.other_model), deadline=self._deadline,
                     )  # fmt: skip
                 except (Damaged, NotACheckpoint, Untrusted) as error:
                     untrusted = error if isinstance(error, Untrusted) else untrusted

@@ -1,0 +1,83 @@
+"""What stands against a load: the differences that one rank sees, and the error that tells those of all ranks.
+
+`compare` finds them, and the first rank judges them. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from holdfast.checkpoint import Checkpoint
+from holdfast.commit.sections import dropped_of, left_of
+from holdfast.errors import Mismatch
+from holdfast.ondisk.patterns import near
+
+UNLIKE_SHAPE = "saved with shape"
+"""Part of what is said of a tensor that has another shape here."""
+
+_SHOWN = 200
+
+
+class Differences(msgspec.Struct, array_like=True):
+    """How checkpoint and target differ on one rank. ``unclaimed`` has a bit for each of ``names``, the saved ones.
+
+    A name is unclaimed if the target has no place for it, and missing if the checkpoint lacks it. ``misfits`` are
+    lines about all else that does not fit.
+    """
+
+    where: str
+    names: list[str]
+    unclaimed: bytes
+    missing: list[str]
+    misfits: list[str]
+
+
+def raise_if_any(differences: Sequence[Differences], unfit: Collection[str]) -> None:
+    """Raise Mismatch with every name of every rank, unless all fits; ``unfit``: patterns that fit nothing."""
+    first = differences[0]
+    unclaimed = first.unclaimed
+    for other in differences[1:]:
+        # A name is left over only if no rank asked for it: a pipeline stage asks for its own layers alone.
+        unclaimed = bytes(a & b for a, b in zip(unclaimed, other.unclaimed, strict=True))
+    extra = [name for i, name in enumerate(first.names) if unclaimed[i // 8] >> (i % 8) & 1]
+    missing = list(dict.fromkeys(name for of_rank in differences for name in of_rank.missing))
+    misfits = list(dict.fromkeys(text for of_rank in differences for text in of_rank.misfits))
+    if not (unfit or extra or missing or misfits):
+        return
+    text = [f"{first.where} does not fit what it is loaded into; nothing was changed."]
+    if unfit:
+        text.append("only= fits nothing in the checkpoint (holdfast show lists its names):" + listed([*unfit]))
+    if misfits:
+        text.append(f"{len(misfits)} differ:" + listed(misfits))
+    if missing:
+        text.append(
+            f'{len(missing)} missing from the checkpoint (missing="keep" leaves them as they are):'
+            + listed([name + near(name, extra or first.names) for name in missing])
+        )
+    if extra:
+        text.append(
+            f"{len(extra)} in the checkpoint that nothing asks for (only= leaves them out, rename= maps them):"
+            + listed([name + near(name, missing) for name in extra])
+        )
+    raise Mismatch("\n".join(text))
+
+
+def listed(items: Sequence[str], shown: int = _SHOWN) -> str:
+    """Items on a line each, as far as they are ``shown``."""
+    lines = "".join(f"\n    {item}" for item in items[:shown])
+    return lines + (f"\n    … and {len(items) - shown} more" if len(items) > shown else "")
+
+
+def described(checkpoint: Checkpoint) -> str:
+    """The path of a checkpoint, and what it has lost since it was saved."""
+    lost = dropped_of(checkpoint.manifest)
+    if not lost:
+        return str(checkpoint.path)
+    left = left_of(checkpoint.manifest)
+    only = repr(left[0] if len(left) == 1 else left).replace("'", '"')
+    return (
+        f"{checkpoint.path}, of which {', '.join(lost)} was dropped by Keep(optimizer_last=…), Keep(model_every=…) or "
+        f"holdfast.drop (only={only} loads what is left),"
+    )
