@@ -18,8 +18,9 @@ from unittest.mock import patch
 
 from holdfast.ranks import heartbeat, rounds
 from holdfast.ranks.heartbeat import Watch, interval
+from holdfast.ranks.messages import Message
 from holdfast.ranks.ranks import DEADLINE
-from holdfast.ranks.rounds import Round, Word
+from holdfast.ranks.rounds import Round
 from holdfast.ranks.tree import tree_of
 
 MINUTE = 60.0
@@ -78,7 +79,7 @@ def operations(rank: int, size: int, slow: list[int], seconds: float) -> Counter
         lambda: None,
     )  # fmt: skip
     with patch.object(rounds, "time", time), patch.object(heartbeat, "time", time), suppress(_Over):
-        meeting.meet(Word(b"", b""))
+        meeting.meet(Message(b"", b""))
     return store.counts
 
 

@@ -20,8 +20,8 @@ from holdfast.buffers.device import Moments
 from holdfast.buffers.memory import no_collection
 from holdfast.commit.agree import Agreement, agree
 from holdfast.plan.layout import Layout
+from holdfast.ranks.messages import Message, short
 from holdfast.ranks.ranks import Call, Ranks
-from holdfast.ranks.rounds import Word, short
 from holdfast.state import Collected
 from holdfast.state.outline import layout_of
 
@@ -128,7 +128,7 @@ class _Call:
             began = thread_time()
             note = work()
             data = msgspec.msgpack.encode(note)
-            word = msgspec.msgpack.encode(Word(short(f"save {phase}"), data))
+            word = msgspec.msgpack.encode(Message(short(f"save {phase}"), data))
             talk.own_s = max(talk.own_s, thread_time() - began)
             talk.note_bytes = max(talk.note_bytes, len(word))
             hub.notes[self.ranks.rank] = data

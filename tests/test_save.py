@@ -412,19 +412,19 @@ def test_no_collective_is_used(tmp_path: Path) -> None:
 def phases_of_saves(root: str) -> list[list[str]]:
     from holdfast.ranks.ranks import Call
 
-    meet, seen = Call._meet, []
+    meet, seen = Call.exchange, []
 
     def recorded(self: Call, phase: str, *args: Any) -> Any:
         seen[-1].append(phase)
         return meet(self, phase, *args)
 
-    Call._meet = recorded  # type: ignore[method-assign]
+    Call.exchange = recorded  # type: ignore[method-assign]
     try:
         for step, rows in enumerate((4, 4, 5, 4, 5)):
             seen.append([])
             holdfast.save({"w": holdfast.Shard(torch.ones(rows), (2 * rows,), (_rank() * rows,))}, f"{root}/{step}")
     finally:
-        Call._meet = meet  # type: ignore[method-assign]
+        Call.exchange = meet  # type: ignore[method-assign]
     return seen
 
 
@@ -438,7 +438,7 @@ def interrupted_while_waiting(path: str) -> str:
     from holdfast.ranks.ranks import Call
     from holdfast.ranks.rounds import Round
 
-    meet, look, phases = Call._meet, Round._look, []
+    meet, look, phases = Call.exchange, Round._look, []
 
     def noted(self: Call, phase: str, *rest: Any) -> Any:
         phases.append(phase)
@@ -449,13 +449,13 @@ def interrupted_while_waiting(path: str) -> str:
             raise KeyboardInterrupt
         return look(self, node)
 
-    Call._meet, Round._look = noted, interrupted  # type: ignore[method-assign]
+    Call.exchange, Round._look = noted, interrupted  # type: ignore[method-assign]
     try:
         return save_step(path, 3)
     except KeyboardInterrupt:
         return "interrupted"
     finally:
-        Call._meet, Round._look = meet, look  # type: ignore[method-assign]
+        Call.exchange, Round._look = meet, look  # type: ignore[method-assign]
 
 
 def test_an_interrupt_after_the_report_takes_nothing_away(tmp_path: Path) -> None:

@@ -87,8 +87,6 @@ TOO_LONG = {
     "checkpoint.py",
     "commit/save_work.py",
     "manager.py",
-    "ranks/ranks.py",
-    "ranks/rounds.py",
     "read/read.py",
     "run/steps.py",
     "run/tiers/uploader.py",

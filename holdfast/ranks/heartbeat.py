@@ -1,6 +1,6 @@
 """Signs of life and of progress: a rank that is at work for long tells in the store how far it is, and others look.
 
-`Call` in `ranks` and the uploader tell (`telling`); who waits for others, in a round or beside it, has a `Watch`.
+`Call` in `ranks` and the uploader tell (`at_work`); who waits for others, in a round or beside it, has a `Watch`.
 Never writes for work that ends within an interval, and never judges: who watches knows how long it will wait.
 """
 
@@ -151,7 +151,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextmanager
-def telling(store: Any, rank: int, deadline: float, done: Callable[[], int]) -> Iterator[Work]:
+def at_work(store: Any, rank: int, deadline: float, done: Callable[[], int]) -> Iterator[Work]:
     """While the block is at work, tell of it under the rank's key; the first time after an interval."""
     work = Work(store, key_of(rank), interval(deadline), done)
     if store is None:
@@ -226,10 +226,13 @@ class Watch:
             return ""
         return f"{amount(seen.sign.done)} done" if seen.sign.done else "nothing done yet"
 
-    def is_alive(self, rank: int, now: float) -> bool:
-        """Whether its signs go on, progress or not."""
-        seen = self._seen.get(rank)
-        return seen is not None and seen.alive is not None and now - seen.alive < self.deadline / 2
+    def described(self, rank: int) -> str:
+        """`progress` for an error, and whether signs go on; empty if there never was one."""
+        progress, seen = self.progress(rank), self._seen.get(rank)
+        if not progress or seen is None:
+            return ""
+        alive = seen.alive is not None and time.monotonic() - seen.alive < self.deadline / 2
+        return f" ({progress}, {'alive but stuck: its storage may hang' if alive else 'and no sign of life since'})"
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The two verbs between ranks: `exchange` and `settle`, over the process group's store, never over a collective.
 
-Called by save, load and the manager, in any thread. Never waits without a deadline, and never leaves two ranks
-with different verdicts: the answer of a round is written once, and whoever comes late reads the same one.
+Save, load and the manager call them, in any thread. Never waits without a deadline, and never leaves two ranks with
+different verdicts: the answer of a round is written once, and ranks that come late read the same one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from holdfast import events
 from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_from, failure_of
 from holdfast.events import log
 from holdfast.ondisk.blocks import digest
-from holdfast.ranks.heartbeat import Vigil, Watch, Work, telling
-from holdfast.ranks.rounds import Round, Verdict, Word, short, words_of
+from holdfast.ranks.heartbeat import Vigil, Watch, Work, at_work
+from holdfast.ranks.messages import NAMED, Message, Verdict, check_labels, messages_of, short
+from holdfast.ranks.rounds import Round
 from holdfast.ranks.tree import FAN_IN, tree_of
 
 DEADLINE = 600.0
 """Seconds after which a rank that others wait for, and that makes no progress, is lost."""
 
-_TOLD = 20  # ranks that a message names at the most
 _PAUSE = 0.05  # seconds between two looks of a rank that is late
 
 meetings: list[Callable[[Ranks], None]] = []
-"""Told of the ranks when a call of theirs begins, in its thread: for clocks of timelines. They must not raise."""
+"""Called with the ranks when a call of theirs begins, in its thread: for clocks of timelines. They must not raise."""
 
-Note = TypeVar("Note")
+Body = TypeVar("Body")
 Answer = TypeVar("Answer")
 
 
@@ -46,10 +46,10 @@ Answer = TypeVar("Answer")
 class Ranks:
     """The ranks of one process group as one of them sees it.
 
-    ``global_ranks[i]`` is the global rank of member i; ``store`` is None for a lone process. Made by `ranks_of`;
-    tests make many over one in-memory store, a thread each. ``remembered`` is for what callers keep between calls.
-    ``hosts`` of all ranks are known after the first round, to `main`. ``fan_in``: of how many ranks one hears directly.
-    ``numbers``, of a part of a group: what its members are called in the whole one, and so in errors.
+    ``global_ranks[i]`` is the global rank of member i; ``store`` is None for a lone process. Made by `ranks_of`; tests
+    make many over one in-memory store, a thread each. ``remembered`` is for what callers keep between calls. ``main``
+    knows the ``hosts`` of all ranks after the first round. ``fan_in``: how many ranks one rank hears directly.
+    ``numbers``: of a part of a group, the ranks of its members in the whole group, which errors name.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class Ranks:
         return self.rank == 0
 
     def lane(self, name: str) -> Ranks:
-        """The same ranks with calls of their own, in any order beside all others: what goes on in the background.
+        """The same ranks with calls of their own, in any order beside all others: for work in the background.
 
         ``name`` must be equal on every rank and never used before.
         """
@@ -92,11 +92,11 @@ class Ranks:
         )  # fmt: skip
 
     def post(self, key: str, message: bytes) -> None:
-        """Leave word for ranks that may come late, or never. Raises RuntimeError if the store is gone."""
+        """Leave a message for ranks that may come late, or never. Raises RuntimeError if the store is gone."""
         self.store.set(key, message)
 
     def find(self, key: str, deadline: float) -> bytes | None:
-        """What was left under ``key``; None if it is not there within ``deadline`` seconds. Raises as `post` does."""
+        """The message under ``key``; None if it is not there within ``deadline`` seconds. Raises as `post` does."""
         until = time.monotonic() + deadline
         while not self.store.check([key]):
             if time.monotonic() > min(until, self.limit):
@@ -105,12 +105,19 @@ class Ranks:
         return bytes(self.store.get(key))
 
     def number(self, rank: int) -> int:
-        """What a member is called in errors."""
+        """The rank by which errors name a member."""
         return self.numbers[rank] if self.numbers else rank
+
+    def where(self, rank: int) -> str:
+        """The host of a member, or what is known in its place."""
+        hosts, known = self.main.hosts, self.global_ranks
+        if hosts is not None and hosts[rank]:
+            return hosts[rank]
+        return f"global rank {known[rank]}, host not known yet" if known else "host not known yet"
 
     @property
     def main(self) -> Ranks:
-        """The ranks that this lane, if it is one, was made from in the end."""
+        """The ranks that a lane was made from in the end; these ranks themselves if they are no lane."""
         return self if self.above is None or self.numbers else self.above.main
 
     @property
@@ -132,7 +139,7 @@ class Ranks:
 
     @contextmanager
     def call(self, label: str, *, deadline: float = DEADLINE, saving: bool = False) -> Iterator[Call]:
-        """One joint piece of work (a save, a load), made by all ranks in the same order.
+        """One joint piece of work (a save, a load). All ranks make the same calls in the same order.
 
         ``label`` must be equal on every rank, and is checked to be. ``saving`` makes failures SaveFailed.
         """
@@ -141,8 +148,8 @@ class Ranks:
         with self._one_call:
             try:
                 self._caller = threading.get_ident()
-                for told in list(meetings):
-                    told(self)
+                for listener in list(meetings):
+                    listener(self)
                 yield Call(self, label, deadline, saving)
             finally:
                 self._caller = None
@@ -166,25 +173,59 @@ class Call:
         self._watch = Watch(self.ranks.store, self.deadline)
 
     def exchange(
-        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
+        self, phase: str, work: Callable[[], Body], decide: Callable[[list[Body]], Answer], answer: type[Answer]
     ) -> Answer:
-        """Every rank's small note to the first rank, its answer to all.
+        """Each rank sends the first rank a small message, and the first rank answers all of them.
 
-        ``work()`` makes this rank's note; if it raises, every rank raises the same error. ``decide(notes)`` runs on
-        the first rank alone, and ``answer`` is the type it returns. Notes are plain msgspec structs or builtins.
-        Raises RankLost (SaveFailed while saving) on every rank if one does not come, and makes no progress for as long
-        as the deadline says; progress of ``work()`` are the bytes of tasks (`events.task`) that it begins.
+        ``work()`` makes this rank's message, a plain msgspec struct or builtin; if it raises, every rank raises the
+        same error. ``decide(messages)`` runs on the first rank alone and returns an ``answer``. Raises RankLost
+        (SaveFailed while saving) on every rank if a rank does not come and makes no progress within the deadline. Bytes
+        of the tasks (`events.task`) that ``work()`` begins count as progress.
         """
-        return self._meet(phase, work, decide, answer)
+        ranks, moved = self.ranks, events.moved()
+        before = moved.done
+        kind: type[Body]
+        errors: list[BaseException] = []  # what this rank itself failed with, at work or when it decided
+        message = Message(short(self.label), None, host=ranks.host if ranks.main.hosts is None else None)
+
+        def decided(messages: list[Message]) -> Answer:
+            return decide([msgspec.msgpack.decode(m.body or b"", type=kind) for m in messages])
+
+        def conclude(round_: Round, data: bytes) -> Verdict:
+            self._deciding = round_
+            try:
+                messages = messages_of(data, round_.tree.levels)
+            except (zlib.error, msgspec.MsgspecError) as error:  # another version of holdfast on some rank
+                return Verdict(message.label, None, self._failure_of(error, phase), [])
+            return self._conclude(messages, phase, decided, errors, round_.ask)
+
+        with at_work(ranks.store, ranks.rank, self.deadline, lambda: moved.done - before) as self._work:
+            try:
+                body = work()
+                kind, message.body = type(body), msgspec.msgpack.encode(body)
+            except BaseException as error:  # noqa: BLE001 - kept here, sent to every rank, raised below
+                errors.append(error)
+                message.failure = self._failure_of(error, phase)
+            if not ranks.first:
+                self._work.stop()  # nobody waits for this rank now; but all wait for the first until it has decided
+            if ranks.store is None:
+                verdict = self._conclude([message], phase, decided, errors, lambda ranks: {})
+            else:
+                verdict = self._meet_over_store(message, phase, conclude)
+        for interrupt in errors:
+            if not isinstance(interrupt, Exception):
+                raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks know of them
+        if verdict.failure is not None:
+            absent = [ranks.number(rank) for rank in verdict.absent]
+            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent)
+            raise failed from (errors[0] if errors and verdict.failure.rank == ranks.number(ranks.rank) else None)
+        return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
 
     def settle(
-        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
+        self, phase: str, work: Callable[[], Body], decide: Callable[[list[Body]], Answer], answer: type[Answer]
     ) -> Answer:
-        """All report what they did or why they failed; the first rank decides (commits); all learn one outcome.
-
-        The same round as `exchange`, under the name that tells that an outcome becomes final here.
-        """
-        return self._meet(phase, work, decide, answer)
+        """`exchange` under the name that says that an outcome becomes final here, as when the first rank commits."""
+        return self.exchange(phase, work, decide, answer)
 
     def confirm(self) -> None:
         """On the first rank while it decides, right before what cannot be undone: raise RankLost if it is given up."""
@@ -200,123 +241,54 @@ class Call:
         if self._work is not None:
             self._work.tick()
 
-    def _meet(
-        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer]
-    ) -> Answer:
-        moved = events.moved()
-        before = moved.done
-        with telling(self.ranks.store, self.ranks.rank, self.deadline, lambda: moved.done - before) as self._work:
-            return self._meet_telling(phase, work, decide, answer, self._work)
-
-    def _meet_telling(
-        self, phase: str, work: Callable[[], Note], decide: Callable[[list[Note]], Answer], answer: type[Answer],
-        telling: Work,
-    ) -> Answer:  # fmt: skip
-        ranks = self.ranks
-        own: list[BaseException] = []  # what this rank itself failed of: at work, or to decide
-        kind: type[Note]
-        word = Word(short(self.label), None, host=ranks.host if ranks.main.hosts is None else None)
-        try:
-            note = work()
-            kind, word.note = type(note), msgspec.msgpack.encode(note)
-        except BaseException as error:  # noqa: BLE001 - stored here, told to every rank, raised below
-            own.append(error)
-            word.failure = self._failure_of(error, phase)
-        if not ranks.first:
-            telling.stop()  # nobody waits for this rank any more; but all wait for the first one until it has decided
-
-        def decided(words: list[Word]) -> Answer:
-            return decide([msgspec.msgpack.decode(w.note or b"", type=kind) for w in words])
-
-        if ranks.store is None:
-            verdict = self._conclude([word], phase, decided, own, lambda asked: {})
-        else:
-            verdict = self._meet_over_store(
-                word, phase, lambda meeting, message: self._conclude_message(meeting, message, phase, decided, own)
-            )
-        for interrupt in own:
-            if not isinstance(interrupt, Exception):
-                raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks have been told
-        if verdict.failure is not None:
-            absent = [ranks.number(rank) for rank in verdict.absent]
-            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent)
-            raise failed from (own[0] if own and verdict.failure.rank == ranks.number(ranks.rank) else None)
-        return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
-
     def _failure_of(self, error: BaseException, phase: str) -> Failure:
         ranks = self.ranks
         if not isinstance(error, HoldfastError):
             log.debug("rank %d failed in phase %s", ranks.rank, phase, exc_info=error)
         return failure_of(error, rank=ranks.number(ranks.rank), host=ranks.host, phase=phase)
 
-    def _conclude_message(
-        self,
-        meeting: Round,
-        message: bytes,
-        phase: str,
-        decide: Callable[[list[Word]], object],
-        own: list[BaseException],
-    ) -> Verdict:
-        try:
-            words = words_of(message, meeting.tree.levels)
-        except (zlib.error, msgspec.MsgspecError) as error:  # another version of holdfast on some rank
-            return Verdict(short(self.label), None, self._failure_of(error, phase), [])
-        self._deciding = meeting
-        try:
-            return self._conclude(words, phase, decide, own, meeting.ask)
-        finally:
-            self._deciding = None
-
     def _conclude(
-        self, words: list[Word], phase: str, decide: Callable[[list[Word]], object], own: list[BaseException],
-        ask: Callable[[list[int]], dict[int, str]],
+        self, messages: list[Message], phase: str, decide: Callable[[list[Message]], object],
+        errors: list[BaseException], ask: Callable[[list[int]], dict[int, str]],
     ) -> Verdict:  # fmt: skip
-        """What the first rank makes of all the words; its own failure to decide counts like any other failure."""
-        verdict = Verdict(short(self.label), None, next((w.failure for w in words if w.failure is not None), None), [])
-        if any(w.host is not None for w in words):
-            known = self.ranks.main.hosts or [""] * len(words)
-            hosts = [k if w.host is None else w.host for k, w in zip(known, words, strict=True)]
+        """The first rank's verdict on all the messages; its own failure to decide counts like any other failure."""
+        failure = next((m.failure for m in messages if m.failure is not None), None)
+        verdict = Verdict(short(self.label), None, failure, [])
+        if any(m.host is not None for m in messages):
+            known = self.ranks.main.hosts or [""] * len(messages)
+            hosts = [k if m.host is None else m.host for k, m in zip(known, messages, strict=True)]
             verdict.hosts = [(host, len(list(same))) for host, same in groupby(hosts)]
         if verdict.failure is None:
             try:
-                self._check_labels(words, ask)
-                verdict.answer = msgspec.msgpack.encode(decide(words))
-            except BaseException as error:  # noqa: BLE001 - stored, told to every rank, raised by `_meet`
-                own.append(error)
+                check_labels(messages, self.label, ask)
+                verdict.answer = msgspec.msgpack.encode(decide(messages))
+            except BaseException as error:  # noqa: BLE001 - kept, sent to every rank, raised by `exchange`
+                errors.append(error)
                 verdict.failure = self._failure_of(error, phase)
                 verdict.settled = getattr(error, "settled", True)
         return verdict
 
-    def _check_labels(self, words: list[Word], ask: Callable[[list[int]], dict[int, str]]) -> None:
-        if len({word.label for word in words}) == 1:
-            return
-        at = {word.label: rank for rank, word in reversed(list(enumerate(words)))}
-        others = sorted(rank for rank in at.values() if rank)
-        labels = {0: self.label, **ask(others[:_TOLD])}
-        told = [f"rank {r} is at {labels[r]!r}" if r in labels else f"rank {r} at something else" for r in [0, *others]]
-        raise Mismatch(f"the ranks do different things: {', '.join(told[: _TOLD + 1])}")
-
-    def _meet_over_store(self, word: Word, phase: str, conclude: Callable[[Round, bytes], Verdict]) -> Verdict:
+    def _meet_over_store(self, message: Message, phase: str, conclude: Callable[[Round, bytes], Verdict]) -> Verdict:
         ranks = self.ranks
         try:
             while True:
-                meeting = Round(
+                round_ = Round(
                     ranks.store, tree_of(ranks.size, ranks.fan_in), ranks.rank, f"{ranks.calls}/{self._round}",
                     self.label, self.deadline, lambda: ranks.limit, conclude, partial(self._lost, phase), self._watch,
                     self._tick,
                 )  # fmt: skip
-                verdict = meeting.meet(word)
+                verdict = round_.meet(message)
                 self._watch.forget()
-                meeting.forget()
-                if verdict.label == word.label or ranks.rank not in verdict.absent:
+                round_.forget()
+                if verdict.label == message.label or ranks.rank not in verdict.absent:
                     break
                 # This rank missed a whole call (its training code caught an error and skipped a save, say): it finds
                 # that call's verdict, under another label, naming it as absent. It catches up with the others.
                 ranks.calls += 1
         except RuntimeError as error:  # what torch's stores raise when their server is gone
-            lost = f"the store of the process group does not answer: the process that serves it is gone ({error})"
-            failure = Failure(ranks.number(0), self._where(0), phase, RankLost.__name__, lost)
-            return Verdict(word.label, None, failure, [], settled=False)
+            gone = f"the store of the process group does not answer: the process that serves it is gone ({error})"
+            failure = Failure(ranks.number(0), ranks.where(0), phase, RankLost.__name__, gone)
+            return Verdict(message.label, None, failure, [], settled=False)
         self._round += 1
         if verdict.hosts is not None:
             ranks.main.hosts = [host for host, count in verdict.hosts for _ in range(count)]
@@ -325,27 +297,17 @@ class Call:
     def _lost(
         self, phase: str, named: list[int], absent: list[int], what: str, watch: Watch | None = None
     ) -> Verdict:  # fmt: skip
-        number = self.ranks.number
-        who = ", ".join(f"rank {number(r)} ({self._where(r)})" for r in named[:_TOLD])
-        if len(named) > _TOLD:
-            who += f" and {len(named) - _TOLD} more"
-        far = watch.progress(named[0]) if watch is not None else ""
-        if watch is not None and far:
-            alive = watch.is_alive(named[0], time.monotonic())
-            far = f" ({far}, {'alive but stuck: its storage may hang' if alive else 'and no sign of life since'})"
+        ranks = self.ranks
+        who = ", ".join(f"rank {ranks.number(r)} ({ranks.where(r)})" for r in named[:NAMED])
+        if len(named) > NAMED:
+            who += f" and {len(named) - NAMED} more"
+        progress = watch.described(named[0]) if watch is not None else ""
         text = (
-            f"{who} {what} phase {phase!r} of {self.label!r} within {self.deadline:g} s{far}; "
+            f"{who} {what} phase {phase!r} of {self.label!r} within {self.deadline:g} s{progress}; "
             "look at that rank's log or stack, or raise deadline=; every rank of the group has to make this call"
         )
-        failure = Failure(number(named[0]), self._where(named[0]), phase, RankLost.__name__, text)
+        failure = Failure(ranks.number(named[0]), ranks.where(named[0]), phase, RankLost.__name__, text)
         return Verdict(short(self.label), None, failure, absent)
-
-    def _where(self, rank: int) -> str:
-        hosts = self.ranks.main.hosts
-        if hosts is not None and hosts[rank]:
-            return hosts[rank]
-        known = self.ranks.global_ranks
-        return f"global rank {known[rank]}, host not known yet" if known else "host not known yet"
 
 
 _HashStore: Any = getattr(dist, "HashStore", ())  # missing from a torch built without distributed
@@ -374,7 +336,7 @@ def ranks_of(group: dist.ProcessGroup | Ranks | None = None) -> Ranks:
     known = _known.get(members)
     if known is not None and known[0] is store:
         return known[1]
-    # A process group made anew over the same server must not meet the keys of its predecessor: go on counting.
+    # A new process group over the same server must not meet the keys of its predecessor: go on counting.
     calls = known[1].calls if known is not None else 0
     own = store.clone() if hasattr(store, "clone") and not isinstance(store, _HashStore) else store
     prefixed = _PrefixStore(f"holdfast/{digest(repr(members).encode())}", own)

@@ -1,82 +1,39 @@
-"""One round between ranks over a store: words climb a tree to the first rank, one verdict comes down to all.
+"""One round between ranks over a store: messages climb a tree to the first rank, one verdict comes down to all.
 
 `Call` in `ranks` makes a `Round` for each. Never lets two verdicts stand: the first rank claims the root's key before
-it decides, whoever runs out of time declares the round failed in the same place, and who is late reads what stands.
+it decides, a rank that runs out of time declares the round failed in the same place, and late ranks read what stands.
 """
 
 from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import isqrt
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
-import xxhash
 
-from holdfast.errors import Failure
 from holdfast.events import log
 from holdfast.ranks.heartbeat import Watch, look_interval
+from holdfast.ranks.messages import Message, Verdict, decode, encode
 from holdfast.ranks.tree import Node, Tree
 
 _CLAIMED = b"claimed"  # the first rank is deciding; ranks listed behind it are asked for their labels in full
 _FAILING = b"failing"  # somebody, whose rank is behind it, has declared the round failed, and finds out who is absent
-_NOTHING = b"?"  # never a word or a verdict
+_NOTHING = b"?"  # never a message or a verdict
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at the store; one look costs 15 us
 _MANY_FIRST, _MANY_LONGEST = 5e-6, 25e-6  # the same for each rank, where so many look that the store would drown
 _TURN = 0.2  # seconds that each level below the first rank leaves it to those above to declare a round failed
 _PATIENCE = 3.0  # seconds between two looks past a leader that may be gone, of a rank that leads nobody
 _NAMING = 5.0  # seconds to find out who is absent, before others do it too
 _ASKING = 10.0  # seconds that the first rank waits for labels
-_SMALL = 64  # bytes up to which nothing is compressed
 _LOOKED_AT = 256  # ranks whose signs are looked at before they are named, at the most
-
-Kind = TypeVar("Kind")
-
-
-class Word(msgspec.Struct, array_like=True):
-    """What a rank says: its note or why it has none. ``label`` tells calls apart; ``host`` is told while it is news."""
-
-    label: bytes
-    note: bytes | None
-    failure: Failure | None = None
-    host: str | None = None
-
-
-class Verdict(msgspec.Struct, array_like=True):
-    """The one outcome of a round. ``absent``: ranks that did not come. ``hosts``, told once: each and its ranks."""
-
-    label: bytes
-    answer: bytes | None
-    failure: Failure | None
-    absent: list[int]
-    hosts: list[tuple[str, int]] | None = None
-    settled: bool = True
-
-
-def short(label: str) -> bytes:
-    """Eight bytes that stand for a label."""
-    return xxhash.xxh3_64_digest(label.encode())
-
-
-def encode(message: object) -> bytes:
-    """A list, or a struct like one, as it lies in the store."""
-    data = msgspec.msgpack.encode(message)
-    return data if len(data) <= _SMALL else zlib.compress(data, 1)
-
-
-def decode(data: bytes, kind: type[Kind]) -> Kind:
-    """The reverse of `encode`. Raises zlib.error or msgspec.MsgspecError."""
-    if data[:1] == b"\x78":  # zlib begins so, a list in msgpack never
-        data = zlib.decompress(data)
-    return msgspec.msgpack.decode(data, type=kind)
 
 
 class Lose(Protocol):
-    """Makes the verdict of a round that failed of some ranks."""
+    """Makes the verdict of a round that failed because of some ranks."""
 
     def __call__(self, named: list[int], absent: list[int], what: str, watch: Watch | None = None) -> Verdict:
         """``named`` are lost, of all that are ``absent``; ``what`` they did not do; ``watch``: the signs they gave."""
@@ -86,9 +43,9 @@ class Lose(Protocol):
 class Round:
     """One round as one rank takes part in it.
 
-    ``base`` is what its keys begin with. ``conclude`` makes a verdict of all words, on the first rank alone. ``lost``
-    makes that of a round which failed of some ranks. ``limit`` is the moment that no wait outlasts. ``watch`` has seen
-    the signs of others, and ``tick`` is to be called while this rank waits, as a sign of its own.
+    ``base`` is what its keys begin with. ``conclude`` makes a verdict of all messages, on the first rank alone.
+    ``lost`` makes the verdict of a round that failed because of some ranks. ``limit`` is the moment that no wait
+    outlasts. ``watch`` has seen the signs of others; ``tick`` is called while this rank waits, as a sign of its own.
 
     Who watches whom: the first rank all that are absent, and all of them the first rank; a leader those of its blocks.
     Up to `FLAT` ranks each watches all.
@@ -106,19 +63,19 @@ class Round:
     watch: Watch
     tick: Callable[[], None]
     _led: list[Node] = field(default_factory=list)
-    _said: list[str] = field(default_factory=list)
+    _sent: list[str] = field(default_factory=list)
     _passed: bytes = b""
     _claim: bytes = _CLAIMED
     _watched: list[int] = field(default_factory=list)
     _told: bool = False
 
-    def meet(self, word: Word) -> Verdict:
-        """Say this rank's word and learn the verdict. Raises RuntimeError, as torch's stores do, if theirs is gone."""
+    def meet(self, message: Message) -> Verdict:
+        """Send this rank's message and learn the verdict. Raises RuntimeError, as torch's stores do, if it is gone."""
         tree, root = self.tree, self.tree.root
         self._led = [node for node in tree.led_by(self.rank) if node != root]
         duties = tree.led_by(self.rank)
         heard = tree.heard_by(self.rank)
-        self._say(self._word(Node(0, self.rank)), encode(word))
+        self._send(self._message(Node(0, self.rank)), encode(message))
         began = time.monotonic()
         until, naming = began + self.deadline + self._turn(), math.inf
         step = look_interval(self.deadline) if duties or tree.levels == 1 else min(_PATIENCE, self.deadline / 8)
@@ -128,7 +85,7 @@ class Round:
             now = time.monotonic()
             self.tick()
             late, hurried = now > until, now > self.limit()
-            # Whoever should gather words, or pass the verdict on, may be gone: look past them now and then.
+            # A leader that should gather messages, or pass the verdict on, may be gone: look past it now and then.
             past = hurried or now > look
             if past:
                 look = now + step
@@ -156,9 +113,9 @@ class Round:
                 # The claim keeps one verdict: once it stands nobody may declare the round failed, and if somebody has
                 # declared it, the first rank must not commit.
                 if duties[0] != root:
-                    message = self._join(duties[0])
-                    if message is not None:  # else a verdict stands, and somebody has taken a word away
-                        self._say(self._word(duties.pop(0)), message)
+                    joined = self._join(duties[0])
+                    if joined is not None:  # else a verdict stands, and a rank has taken its message away
+                        self._send(self._message(duties.pop(0)), joined)
                 elif self._set_if(b"", _CLAIMED):
                     self._pass_on(_CLAIMED)
                     return self._decide()
@@ -196,13 +153,13 @@ class Round:
         return {rank: text.decode() for rank, text in found.items() if text is not None}
 
     def forget(self) -> None:
-        """Leave nothing of the round in the store: each rank takes back what it said, the last reader of a block the
+        """Leave nothing of the round in the store: each rank takes back what it sent, the last reader of a block the
         verdict that lay there for it.
 
-        Ranks that never come leave theirs, for whoever comes late.
+        Ranks that never come leave theirs, for ranks that come late.
         """
         tree = self.tree
-        for key in self._said:
+        for key in self._sent:
             self.store.delete_key(key)
         node = Node(0, self.rank)
         while node != tree.root:
@@ -212,28 +169,28 @@ class Round:
             self.store.delete_key(self._verdict(node))
             self.store.delete_key(self._key("read", node))
 
-    # Up: words
+    # Up: messages
 
-    def _say(self, key: str, message: bytes) -> None:
+    def _send(self, key: str, message: bytes) -> None:
         self.store.set(key, message)
-        self._said.append(key)
+        self._sent.append(key)
 
     def _is_there(self, node: Node, *, past: bool) -> bool:
-        """Whether all that a block has to say is there; with ``past`` also where a leader has not passed it on."""
+        """Whether all messages of a block are there; with ``past`` also where a leader has not passed it on."""
         children = self.tree.children(node)
-        if self.store.check([self._word(child) for child in children]):
+        if self.store.check([self._message(child) for child in children]):
             return True
         return (
             past
             and node.level > 1
-            and all(self.store.check([self._word(child)]) or self._is_there(child, past=True) for child in children)
+            and all(self.store.check([self._message(child)]) or self._is_there(child, past=True) for child in children)
         )
 
     def _join(self, node: Node) -> bytes | None:
-        """What a block has to say, as a list of what its children say, in order; None if some of it is gone again."""
+        """The messages of a block, as a list of those of its children, in order; None if some are gone again."""
         parts = []
         for child in self.tree.children(node):
-            part = self._peek(self._word(child))
+            part = self._peek(self._message(child))
             if part is None and child.level > 0:
                 part = self._join(child)
             if part is None:
@@ -269,8 +226,8 @@ class Round:
     def _tell_label(self, stands: bytes) -> None:
         asked = stands.removeprefix(_CLAIMED)
         key = self._label(self.rank)
-        if asked and asked != stands and key not in self._said and self.rank in msgspec.msgpack.decode(asked):
-            self._say(key, self.label.encode())
+        if asked and asked != stands and key not in self._sent and self.rank in msgspec.msgpack.decode(asked):
+            self._send(key, self.label.encode())
 
     # Who is waited for, and who is lost
 
@@ -284,7 +241,7 @@ class Round:
         elif self._led or late:  # who leads nobody leaves it to those who do, and who have been watching for long
             node = tree.heard_by(self.rank)
             leader = node.number * tree.width**node.level
-            found = [] if self.store.check([self._word(Node(0, leader))]) else [leader]
+            found = [] if self.store.check([self._message(Node(0, leader))]) else [leader]
         else:
             return []
         return sorted({0, *found} - {self.rank})
@@ -301,7 +258,7 @@ class Round:
         if self._told:
             return
         # The first rank gives signs while it waits, too.
-        slow = [r for r in suspects if self.watch.progress(r) and not self.store.check([self._word(Node(0, r))])]
+        slow = [r for r in suspects if self.watch.progress(r) and not self.store.check([self._message(Node(0, r))])]
         if slow:
             self._told = True
             far = ", ".join(f"rank {rank} is still at work, {self.watch.progress(rank)}" for rank in slow[:3])
@@ -335,7 +292,7 @@ class Round:
         return [rank for child in missing for rank in ([child.number] if child.level == 0 else self._absent(child))]
 
     def _missing(self, nodes: list[Node]) -> list[Node]:
-        if self.store.check([self._word(node) for node in nodes]):
+        if self.store.check([self._message(node) for node in nodes]):
             return []
         if len(nodes) == 1:
             return nodes
@@ -351,7 +308,7 @@ class Round:
     def _key(self, what: str, node: Node) -> str:
         return f"{self.base}/{what}" + ("" if node == self.tree.root else f"/{node.level}.{node.number}")
 
-    def _word(self, node: Node) -> str:
+    def _message(self, node: Node) -> str:
         return f"{self.base}/word/{node.number}" if node.level == 0 else self._key("words", node)
 
     def _verdict(self, node: Node) -> str:
@@ -378,12 +335,3 @@ class Round:
         if tree.levels == 1 or self._led:
             return _FIRST_PAUSE, _LONGEST_PAUSE
         return max(_FIRST_PAUSE, tree.size * _MANY_FIRST), max(_LONGEST_PAUSE, tree.size * _MANY_LONGEST)
-
-
-def words_of(message: bytes, levels: int) -> list[Word]:
-    """What the ranks said, in order, of what a block of so many ``levels`` says. Raises as `decode` does."""
-    parts = [message]
-    for _ in range(levels):
-        parts = [part for block in parts for part in decode(block, list[bytes])]
-    distinct = {part: decode(part, Word) for part in set(parts)}  # often they are few
-    return [distinct[part] for part in parts]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from holdfast import events
 from holdfast.errors import RankLost
 from holdfast.ranks import heartbeat
-from holdfast.ranks.heartbeat import Watch, amount, telling
+from holdfast.ranks.heartbeat import Watch, amount, at_work
 from holdfast.ranks.ranks import Ranks
 from tests.fleets import Fleet, one_text
 from tests.patience import wait_until
@@ -116,20 +116,20 @@ def test_signs_of_a_store_that_fails_disturb_nobody() -> None:
             raise dist.DistNetworkError("Connection reset by peer")
 
     store = dist.HashStore()
-    with telling(Gone(), 0, 0.1, lambda: 0), telling(store, 1, 0.1, lambda: 7):
+    with at_work(Gone(), 0, 0.1, lambda: 0), at_work(store, 1, 0.1, lambda: 7):
         wait_until(lambda: store.check([heartbeat.key_of(1)]))
     assert store.num_keys() == 0
 
 
 def test_signs_go_on_in_a_forked_process() -> None:
     store = dist.HashStore()
-    with telling(store, 0, 0.1, lambda: 0):
+    with at_work(store, 0, 0.1, lambda: 0):
         wait_until(lambda: store.check([heartbeat.key_of(0)]))
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            with telling(store, 1, 0.1, lambda: 0):
+            with at_work(store, 1, 0.1, lambda: 0):
                 wait_until(lambda: store.check([heartbeat.key_of(1)]))
             code = 0
         finally:
@@ -149,7 +149,7 @@ def test_a_watch_takes_change_for_progress_and_nothing_else() -> None:
     work.tell()
     watch.look([1])
     assert watch.silent(1, 5.0) < 5.0
-    assert watch.progress(1) == "3 bytes done" and watch.is_alive(1, time.monotonic())
+    assert watch.progress(1) == "3 bytes done" and "alive" in watch.described(1)
 
 
 def test_amounts() -> None:

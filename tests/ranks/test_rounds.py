@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import HoldfastError, Mismatch, RankLost
-from holdfast.ranks import rounds
+from holdfast.ranks import messages, rounds
 from holdfast.ranks.ranks import Ranks
 from holdfast.ranks.tree import FAN_IN, Node, tree_of
 from tests.fleets import Counting, Dead, Deadly, Fleet, comes_to, one_text, outcomes_of
@@ -123,10 +123,10 @@ def test_two_blocks_of_16384_ranks() -> None:
     size, here = 16384, [*range(128), *range(640, 768)]
     fleet = Fleet(size)
     tree, note = tree_of(size), msgspec.msgpack.encode(bytes(range(44)))
-    words = [rounds.encode(rounds.Word(rounds.short("sum"), note)) for _ in range(128)]
+    sent = [messages.encode(messages.Message(messages.short("sum"), note)) for _ in range(128)]
     for child in tree.children(tree.root):
         if child.number not in (0, 5):
-            fleet.store.set(f"p/0/0/words/1.{child.number}", rounds.encode(words))
+            fleet.store.set(f"p/0/0/words/1.{child.number}", messages.encode(sent))
     for rank in here:
         fleet.ranks[rank].store = Counting(fleet.ranks[rank].store)
         fleet.ranks[rank].hosts = ["known"] * size

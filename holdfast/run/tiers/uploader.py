@@ -25,7 +25,7 @@ from holdfast.ondisk import datafile
 from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import found_signature
-from holdfast.ranks.heartbeat import Watch, telling
+from holdfast.ranks.heartbeat import Watch, at_work
 from holdfast.run.keep import Keep
 from holdfast.run.steps import Steps, lacking_files
 from holdfast.run.tiers.backlog import Backlog
@@ -342,7 +342,7 @@ class Uploader:
             record = self._ordered(order)
             if record is not None:
                 self.current = record.step
-                with telling(self._nodes.signs, self._nodes.leader, self._deadline, lambda: self._sent):
+                with at_work(self._nodes.signs, self._nodes.leader, self._deadline, lambda: self._sent):
                     self._send(order.name, record, self._as_stored(order.name, record, order.lender))
         except (HoldfastError, OSError) as error:
             return f"{type(error).__name__}: {error}"
