@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from time import process_time
 
 import torch
@@ -22,6 +21,7 @@ from holdfast.ondisk.datafile import Header
 from holdfast.read.ranges import Share, jobs_of, ranges_of, rounds_up
 from holdfast.read.read import DataFiles, Wanted, _shares
 from holdfast.read.source import ReadStats
+from holdfast.storage.local.local_place import LocalPlace
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python 3.11 does not name
 
@@ -52,7 +52,7 @@ class SimulatedFiles(DataFiles):
     """
 
     def __init__(self, saved: Saved) -> None:
-        super().__init__(Path("checkpoint"), saved.record.data_files)
+        super().__init__(LocalPlace("checkpoint"), saved.record.data_files)
         self.saved, self.spent = saved, 0.0
 
     def _read_header(self, index: int) -> Header:

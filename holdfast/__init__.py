@@ -38,7 +38,7 @@ from holdfast.save import save
 from holdfast.saver import Saver
 from holdfast.saving import Saving, Timing
 from holdfast.state import RNG, PerRank, Shard
-from holdfast.storage.place import StorePlace as Place
+from holdfast.storage.store_place import StorePlace as Place
 from holdfast.storage.urls import at
 from holdfast.version import __version__
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +38,10 @@ from holdfast.read.per_rank import value_of_rank
 from holdfast.read.ranges import Verify
 from holdfast.read.read import DataFiles, Files, Wanted, read_boxes
 from holdfast.read.source import ReadStats
-from holdfast.storage import storage
 from holdfast.storage.inside import Inside
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded, cached
 
@@ -210,7 +210,7 @@ class Checkpoint:
     def attachment(self, name: str) -> bytes:
         """The content of an attached file. Raises KeyError for an unknown name, Damaged if it was altered."""
         if self._foreign is not None and name in self._foreign.attachments:
-            return storage.read_small(self._foreign.attachments[name])
+            return self._foreign.attachments[name].read_small()
         for path, size, digest in self.manifest.attachments:
             if self._attachment_name(path) == name:
                 data = self._small(path)
@@ -228,7 +228,7 @@ class Checkpoint:
             for name in (path, f"attachments/{self.manifest.save}/{self._attachment_name(path)}"):
                 if folder is not None:
                     with suppress(FileNotFoundError):
-                        return storage.read_small(Inside(folder).path(name))
+                        return Inside(folder).path(name).read_small()
         raise Damaged(f"{self.path / path} is missing")
 
     def _attachment_name(self, path: str) -> str:
@@ -387,7 +387,7 @@ def open_checkpoint(
     try:
         checkpoint.manifest  # noqa: B018 - reading it is the check
     except NotACheckpoint as error:
-        if require is not None and isinstance(target, Path) and not target.exists():
+        if require is not None and isinstance(target, LocalPlace) and not target.exists():
             raise
         if require is not None:  # not even looked at: a reader of another format would have to believe it
             raise Untrusted(
@@ -420,7 +420,7 @@ def read_manifest(folder: Place) -> Manifest:
     """Read and prove the manifest of a folder."""
     target = folder / manifest.FILE_NAME
     try:
-        data = storage.read_small(target)
+        data = target.read_small()
     except (FileNotFoundError, StorageError) as error:
         refused = isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM)
         if refused or (isinstance(error, StorageError) and (isinstance(folder, StorePlace) or folder.is_dir())):
@@ -433,13 +433,13 @@ def read_manifest(folder: Place) -> Manifest:
     except Damaged:
         if not isinstance(folder, StorePlace):
             raise
-        return manifest.decode(storage.read_small(target), str(target))  # on the way a bit may have flipped
+        return manifest.decode(target.read_small(), str(target))  # on the way a bit may have flipped
 
 
 def read_known(folder: Place) -> Manifest:
     """`read_manifest`, if we know all that it says: what we did not know would be lost when it is written again."""
     record, target = read_manifest(folder), folder / manifest.FILE_NAME
-    if storage.read_small(target).rstrip() != manifest.encode(record):
+    if target.read_small().rstrip() != manifest.encode(record):
         raise Unsupported(f"{target} says more than this holdfast knows of: install a newer one")
     return record
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import monotonic
 
 import torch
@@ -22,7 +21,9 @@ from holdfast.export.work import Asked, Converted, ConvertWork, To
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.read.ranges import Verify
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -68,7 +69,7 @@ def convert(
         )
     ranks, began = ranks_of(group), monotonic()
     place = patiently(location(target), deadline)
-    grown = grown_at(place) if isinstance(place, StorePlace) else place
+    grown = place if isinstance(place, LocalPlace) else grown_at(place)
     work = ConvertWork(source, place, replace(asked, overwrite=overwrite or grown != place), ranks, Partial(grown))
     with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:
         if isinstance(place, StorePlace):
@@ -86,7 +87,7 @@ def convert(
     return work.converted
 
 
-def _upload(grown: Path, place: StorePlace, ranks: Ranks) -> int:
+def _upload(grown: LocalPlace, place: StorePlace, ranks: Ranks) -> int:
     return upload(grown, place) if ranks.first else 0
 
 

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 from typing import Literal
 
@@ -29,9 +28,11 @@ from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import found_signature
 from holdfast.ranks.ranks import DEADLINE
-from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 from holdfast.storage.wrappers.throttled import Throttled
@@ -105,7 +106,7 @@ def _copy(source: StorePlace, target: Place, overwrite: bool) -> Copied:
 
 def _steps(root: StorePlace) -> list[tuple[str, Manifest]]:
     found = []
-    for name in storage.folders_in(root):
+    for name in root.folder_names():
         try:
             found.append((name, read_known(root / name)))
         except NotACheckpoint:
@@ -135,18 +136,18 @@ def _copy_one(source: StorePlace, target: Place, record: Manifest, overwrite: bo
         try:
             copied.stats = copy_files(source, target, record, into=into, progress=task.advance, landed=guard.landed)
         except Damaged:
-            if not storage.is_file(source / manifest.FILE_NAME):
+            if not (source / manifest.FILE_NAME).is_file():
                 raise NotACheckpoint(f"{source} was deleted while it was copied") from None
             raise
         signed = found_signature(source, record)
         if how != "keep":
             _refuse_losses(target, into)
-            storage.make_home(target)
+            target.make_home()
             commit(target, into, replaces=how == "replace", signed=signed)
             copy_hint(source, target, into.save)
         elif signed is not None and found_signature(target, into) is None:
             place_signature(target, into, signed)
-    if isinstance(target, Path):
+    if isinstance(target, LocalPlace):
         _tidy(target, into)
     events.log.info(
         "%s: %s; %d files copied (%d bytes), %d were there", target,
@@ -159,9 +160,9 @@ def _copy_one(source: StorePlace, target: Place, record: Manifest, overwrite: bo
 def _received(target: Place, record: Manifest, overwrite: bool) -> tuple[Manifest, How]:
     """The manifest as the target will have it, and what is to be done with it there. Raises StorageError (EEXIST)."""
     place, own = home(target), self_contained(record)
-    if isinstance(target, Path) and target.exists() and not target.is_dir():
+    if isinstance(target, LocalPlace) and target.exists() and not target.is_dir():
         raise taken(f"{target} is a file")
-    there = storage.sizes_below(place)
+    there = place.sizes_below()
     if manifest.FILE_NAME not in there:
         _refuse_others(target, own, list(there))
         return own, "create"
@@ -197,7 +198,7 @@ def _refuse_others(target: Place, own: Manifest, there: list[str]) -> None:
     foreign = [path for path in strays if not is_leaving(path) and not (leavings and goes_along(target, path))]
     if foreign:
         raise taken(f"{target} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
-    if isinstance(target, Path) and storage.living(target, leavings):
+    if isinstance(target, LocalPlace) and target.living(leavings):
         raise taken(f"another save is writing to {target} right now")
 
 
@@ -213,7 +214,7 @@ def _beside(own: Manifest, there: Mapping[str, int]) -> Manifest:
 
 def _refuse_losses(target: Place, into: Manifest) -> None:
     """Somebody who sweeps the target may have taken files for a dead save's that lay there without a manifest."""
-    there = storage.sizes_below(home(target))
+    there = home(target).sizes_below()
     for path, nbytes in [*((f.path, f.bytes) for f in into.data_files), *((p, n) for p, n, _ in into.attachments)]:
         if there.get(path) != nbytes:
             error = StorageError(
@@ -224,7 +225,7 @@ def _refuse_losses(target: Place, into: Manifest) -> None:
             raise error
 
 
-def _tidy(target: Path, into: Manifest) -> None:
+def _tidy(target: Place, into: Manifest) -> None:
     # A delete makes a local store sweep the folder: half files of copies that were killed would lie there for good.
     folders = {path.rpartition("/")[0] for path in [*(f.path for f in into.data_files), manifest.FILE_NAME]}
     place = home(target)
@@ -252,11 +253,11 @@ class _Guard:
             os.close(self._fd)
 
     def landed(self, path: str) -> None:
-        if not isinstance(self._target, Path) or datafile.save_of(path) is None:
+        if not isinstance(self._target, LocalPlace) or datafile.save_of(path) is None:
             return
         with self._held:
             if self._fd is None:
-                with storage.naming(self._target / path, "open"):
+                with naming(self._target / path, "open"):
                     self._fd = disk.open(self._target / path, os.O_RDONLY)
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

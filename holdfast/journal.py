@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.storage import storage
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.urls import location
@@ -132,7 +131,7 @@ class Reader:
 
     def read(self) -> Log:
         """All there is now. Raises StorageError."""
-        sizes = storage.sizes_below(self._folder)
+        sizes = self._folder.sizes_below()
         names = sorted(name for name in sizes if NAME.fullmatch(name))[-2 * FILES :]
         self._known = {name: known for name, known in self._known.items() if known[0] == sizes.get(name)}
         lacking = [name for name in names if name not in self._known]
@@ -152,7 +151,7 @@ def joined(entries: Iterable[Entry]) -> list[Entry]:
 
 def _from_all(files: Sequence[Place]) -> list[list[Entry]]:
     """The entries of each file; in a store, several are asked for at once."""
-    if len(files) < 2 or isinstance(files[0], Path):
+    if len(files) < 2 or isinstance(files[0], LocalPlace):
         return [entries_in(file) for file in files]
     with ThreadPoolExecutor(min(_ASKERS, len(files)), thread_name_prefix="holdfast-journal") as pool:
         return list(pool.map(entries_in, files))
@@ -165,7 +164,7 @@ def entries_in(file: Place) -> list[Entry]:
 
 def _get(path: Place) -> bytes:
     try:
-        return storage.read_start(path, FILE)[0]
+        return path.read_start(FILE)[0]
     except FileNotFoundError:  # joined with another one meanwhile
         return b""
 

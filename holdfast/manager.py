@@ -47,7 +47,6 @@ from holdfast.save import RUN, signing
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.storage.place import Place
-from holdfast.storage.storage import is_file
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -461,7 +460,7 @@ class CheckpointManager:
         steps, fast = self._home.store, self._home.fast
 
         def sources(name: str) -> list[Place]:
-            near = fast is not steps and is_file(fast.root / name / FILE_NAME)
+            near = fast is not steps and (fast.root / name / FILE_NAME).is_file()
             return [fast.root / name, steps.root] if near else [steps.root]
 
         self._scrubbing = Scrubbing(

@@ -27,7 +27,8 @@ from holdfast.ondisk.patterns import Patterns, matcher
 from holdfast.policies.incremental.borrow import Previous
 from holdfast.policies.signing.keys import Key, Signer, signer
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 from holdfast.write.ring import Ring

@@ -53,7 +53,7 @@ def save_on(
             file = _borrowed(theirs, base, path, links=links)
         rows.append(manifest.file_row(file))
     changed = msgspec.structs.replace(record, files=rows)
-    storage.write_small(path / manifest.FILE_NAME, manifest.encode(changed))
+    (path / manifest.FILE_NAME).write_small(manifest.encode(changed))
     storage.delete(*own)
     return changed
 
@@ -69,7 +69,7 @@ def _borrowed(file: FileRecord, base: Place, path: Place, *, links: bool) -> Fil
 
 
 def _content(folder: Place, file: FileRecord) -> tuple[Any, ...]:
-    data = storage.read_small(folder / file.path)
+    data = (folder / file.path).read_small()
     header = datafile.parse_header(data[: file.header_bytes], len(data))
     section = own_path(file.path).partition("/")[0]
     return (section, *((key, piece.dtype, piece.lengths, header.sums[key]) for key, piece in header.pieces.items()))
@@ -78,8 +78,8 @@ def _content(folder: Place, file: FileRecord) -> tuple[Any, ...]:
 def needed(root: Place) -> set[str]:
     """All files below ``root`` that a committed checkpoint is made of, by their paths from there."""
     found = set()
-    for name in storage.folders_in(root):
-        if not storage.is_file(root / name / manifest.FILE_NAME):
+    for name in root.folder_names():
+        if not (root / name / manifest.FILE_NAME).is_file():
             continue
         record = read_manifest(root / name)
         found.add(f"{name}/{manifest.FILE_NAME}")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.servers.fixtures import (
     azurite,
@@ -36,6 +37,7 @@ __all__ = [
     "nginx",
     "nginx_without_ranges",
     "small_disk",
+    "tmp_path",
 ]
 
 settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -70,6 +72,12 @@ def _temporary_files_go_with_the_run(tmp_path_factory: pytest.TempPathFactory) -
 def _fresh_ranks() -> Iterator[None]:
     yield
     pool.close_crowded()
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> LocalPlace:
+    """A folder for the test, as the package has it inside: what a user passes becomes this at the first call."""
+    return LocalPlace(tmp_path)
 
 
 @pytest.fixture

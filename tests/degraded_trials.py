@@ -32,6 +32,7 @@ from holdfast.commit.save_work import SaveWork
 from holdfast.ondisk.spans import ranges
 from holdfast.policies.degraded import takeover
 from holdfast.policies.degraded.takeover import Takeover
+from holdfast.storage.local.local_place import LocalPlace
 from tests import format_reader
 from tests.kill_trials import forked, read_line, serve_store
 
@@ -277,7 +278,9 @@ def main(folder: str, trials: list[Trial]) -> None:
     torch.set_num_threads(1)
     counts: Counter[str] = Counter(trials=0)
     for number in range(0, len(trials), TOGETHER):
-        running = [begin(trial, Path(folder, f"{number + i}")) for i, trial in enumerate(trials[number:][:TOGETHER])]
+        running = [
+            begin(trial, LocalPlace(folder, f"{number + i}")) for i, trial in enumerate(trials[number:][:TOGETHER])
+        ]
         at = running[0]
         try:
             for at in running:

@@ -18,7 +18,7 @@ import torch
 
 import holdfast
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests.test_format import thread_save
 
 ROWS, COLUMNS, TENSORS = 2048, 8192, 4

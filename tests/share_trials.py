@@ -21,7 +21,7 @@ import holdfast
 from holdfast.plan import share_plan
 from holdfast.read.shared import demand, pass_on, relay, share
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests import meshes
 
 Sizes = dict[str, int]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests.servers import Server
 from tests.servers.faults import Proxy
 from tests.servers.fixtures import lend

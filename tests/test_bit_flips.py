@@ -20,6 +20,7 @@ import holdfast
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.ondisk import manifest
 from holdfast.plan import volumes
+from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.citing import save_on, state_of
 
@@ -105,7 +106,7 @@ def _files(folder: Path) -> dict[Path, list[tuple[int, int, str]]]:
         if nbytes:
             found[folder / path] = [(0, nbytes, "attachment")]
     for file in record.data_files:
-        path = Path(os.path.normpath(folder / file.path))
+        path = LocalPlace(os.path.normpath(folder / file.path))
         data = path.read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
         spans = [(0, begin, "header")]

@@ -31,7 +31,9 @@ from holdfast.run.keep import Kept
 from holdfast.run.steps import Steps, fault_of
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
 from tests.citing import SECTIONS, is_state, needed, save_on, state_of
 
@@ -62,7 +64,7 @@ def chain(root: Place) -> dict[int, dict[str, Any]]:
 
 
 def files(root: Place) -> set[str]:
-    return set(storage.files_below(root))
+    return set(root.files_below())
 
 
 def retire(steps: Steps, *kept: int) -> None:
@@ -83,7 +85,7 @@ def test_any_step_goes_at_any_time(order: tuple[int, ...], root: Place) -> None:
         assert (None if newest is None else newest.name) == (f"step-{max(states)}" if states else None)
         for left, state in states.items():
             is_state(root / f"step-{left}", state)
-    assert not files(root) and not storage.folders_in(root)
+    assert not files(root) and not root.folder_names()
 
 
 def test_several_go_at_once(root: Place) -> None:
@@ -123,8 +125,8 @@ def test_sweeps_spare_what_is_cited(root: Place) -> None:
     retire(steps, 3)
     stray = "model/00000-of-00001.0123456789abcdef.safetensors"
     for name in ("step-1", "step-2", "step-3"):
-        storage.make_folder(root / name / "model")
-        storage.write_small(root / name / stray, b"what a killed save left")
+        (root / name / "model").make_folder()
+        (root / name / stray).write_small(b"what a killed save left")
     sweep_dead(root / "step-1")
     sweep_beside(root / "step-3", read_manifest(root / "step-3"))
     Steps(root, NAME).clean(())
@@ -136,8 +138,8 @@ def test_a_step_is_saved_again_where_cited_files_lie(root: Place) -> None:
     states = chain(root)
     steps = Steps(root, NAME)
     retire(steps, 1, 3)
-    storage.make_folder(root / "step-2" / "parts")
-    storage.write_small(root / "step-2" / "parts" / "00000.0123456789abcdef.json", b"a dead save's")
+    (root / "step-2" / "parts").make_folder()
+    (root / "step-2" / "parts" / "00000.0123456789abcdef.json").write_small(b"a dead save's")
     again = state_of(2, head=7)
     save_on(again, root / "step-2", root / "step-1", links=linking(root))
     steps.renewed(2)
@@ -204,7 +206,7 @@ def test_what_was_deleted_by_hand_is_told(kind: str, tmp_path: Path, caplog: pyt
     root: Place = StorePlace(old(), "run") if kind == "store" else tmp_path
     states = chain(root)
     if isinstance(root, StorePlace):
-        storage.delete(*(root / "step-2" / path for path in storage.files_below(root / "step-2")))
+        storage.delete(*(root / "step-2" / path for path in (root / "step-2").files_below()))
     else:
         shutil.rmtree(root / "step-2")
     fault = fault_of(root / "step-3")
@@ -287,8 +289,8 @@ def overwrite(path: Path) -> None:
 
 
 def check(root: Place, states: dict[int, dict[str, Any]], ending: str) -> None:
-    for name in storage.folders_in(root):
-        if storage.is_file(root / name / "manifest.json"):
+    for name in root.folder_names():
+        if (root / name / "manifest.json").is_file():
             step = int(name[5:])
             lost = holdfast.open(root / name).manifest.producer.get("dropped")
             new = state_of(2, head=3)
@@ -317,7 +319,7 @@ def test_a_kill_at_any_moment(ending: str, kind: str, tmp_path: Path) -> None:
         check(root, states, ending)
         assert files(root) == needed(root), f"after operation {n}"
         retire(again)
-        assert not files(root) and not storage.folders_in(root)
+        assert not files(root) and not root.folder_names()
         if done:
             break
     assert n > 4
@@ -410,7 +412,7 @@ OPERATIONS = st.lists(
 def test_any_sequence(
     kind: str, operations: list[tuple[str, int, str]], remembers: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    root: Place = StorePlace(old(), "run") if "store" in kind else tmp_path_factory.mktemp("any") / kind
+    root: Place = StorePlace(old(), "run") if "store" in kind else LocalPlace(tmp_path_factory.mktemp("any")) / kind
     steps, links, versions, number = Steps(root, NAME), kind == "links", dict.fromkeys(SECTIONS, 0), 0
     states: dict[int, dict[str, Any]] = {}
     lost: dict[int, tuple[str, ...]] = {}
@@ -451,7 +453,7 @@ def test_any_sequence(
     for step in list(states):
         del states[step]
         retire(Steps(root, NAME), *states)
-    assert not files(root) and not storage.folders_in(root)
+    assert not files(root) and not root.folder_names()
 
 
 # What it costs
@@ -509,12 +511,12 @@ def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
     retire(Steps(root, NAME), 2, 3)
     (root / "step-1").rename(tmp_path / "elsewhere")
     (root / "step-1").symlink_to(tmp_path / "elsewhere")
-    there = storage.files_below(tmp_path / "elsewhere")
+    there = (tmp_path / "elsewhere").files_below()
     with pytest.raises(holdfast.Damaged, match="leads out"):  # and nothing is read through one either
         holdfast.open(root / "step-3").state_dict()
     delete_checkpoint(root / "step-2")
     delete_checkpoint(root / "step-3")
-    assert there and storage.files_below(tmp_path / "elsewhere") == there
+    assert there and (tmp_path / "elsewhere").files_below() == there
 
 
 def test_what_a_newer_holdfast_wrote_is_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

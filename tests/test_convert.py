@@ -16,7 +16,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast.export import copying
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.export import states
 from tests.export.conftest import source

@@ -26,16 +26,18 @@ from holdfast.commit.transfer import copy_files
 from holdfast.copy import Copied, copy
 from holdfast.ondisk import manifest
 from holdfast.storage.local.local import Local
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
 from holdfast.storage.store import Buffer, Got
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers import throttled
 from holdfast.storage.wrappers.retrying import transient
 from tests import pool
 from tests.citing import is_state, save_on, state_of
 from tests.export import states
 
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN = LocalPlace(__file__).parent / "golden" / "v1"
 CONFIG = {"config.json": b'{"layers": 2}', "vocab/words.txt": b"a b c"}
 
 
@@ -57,7 +59,7 @@ def save(path: Path, step: int, *, mib: int = 20, files: dict[str, bytes] = CONF
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("run")
+    root = LocalPlace(tmp_path_factory.mktemp("run"))
     for step in (1, 2):
         save(root / f"step-{step}", step)
     return root
@@ -66,7 +68,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def source(kept: Path, tmp_path: Path) -> Path:
     """A checkpoint that a test may harm."""
-    return Path(shutil.copytree(kept / "step-1", tmp_path / "run" / "step-1"))
+    return LocalPlace(shutil.copytree(kept / "step-1", tmp_path / "run" / "step-1"))
 
 
 def bytes_of(checkpoint: Place) -> int:
@@ -155,7 +157,7 @@ def test_progress_is_told(kept: Path, tmp_path: Path) -> None:
 
 
 def test_borrowed_files_become_its_own(kept: Path, tmp_path: Path) -> None:
-    root = Path(shutil.copytree(kept, tmp_path / "run"))
+    root = LocalPlace(shutil.copytree(kept, tmp_path / "run"))
     record, lender = read_manifest(root / "step-2"), read_manifest(root / "step-1")
     mine, theirs = record.data_files, lender.data_files
     rows = [
@@ -464,9 +466,8 @@ def test_leavings_of_a_dead_save_do_not_stop_it_and_those_of_a_living_one_do(kep
     left = tmp_path / "copy" / "model" / "00000-of-00001.00000000000000aa.safetensors"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
-    from holdfast.storage import storage
 
-    fd, _ = storage.open_to_write(left.with_name("00000-of-00001.00000000000000ab.safetensors"), 10)
+    fd, _ = left.with_name("00000-of-00001.00000000000000ab.safetensors").open_to_write(10)
     with pytest.raises(holdfast.StorageError, match="right now"):
         copy(kept / "step-1", tmp_path / "copy")
     os.close(fd)
@@ -548,7 +549,7 @@ def test_of_two_checkpoints_for_one_target_one_wins_and_is_whole(far: bool, tmp_
 
 
 def test_a_folder_of_checkpoints_step_by_step(kept: Path, tmp_path: Path) -> None:
-    root, far = Path(shutil.copytree(kept, tmp_path / "run")), StorePlace(Memory(), "backup/run")
+    root, far = LocalPlace(shutil.copytree(kept, tmp_path / "run")), StorePlace(Memory(), "backup/run")
     save(root / "step-10", 10, mib=1)
     (root / "step-11" / "model").mkdir(parents=True)
     (root / "logs").mkdir()

@@ -15,7 +15,6 @@ import torch
 
 import holdfast
 from holdfast.storage.local import disk
-from holdfast.storage.storage import in_use
 from holdfast.write.image import KEPT
 from tests.descriptor_trials import descriptors, is_whole, state
 from tests.patience import wait_until
@@ -120,7 +119,7 @@ def test_a_folder_with_unlocked_files_is_in_use_as_long_as_its_save_lives(tmp_pa
     def look(call: disk.Call, do: Any) -> Any:
         if call.verb == "link":  # the commit
             files = sorted((tmp_path / "c").glob("*/*.safetensors"))
-            locked.append(sum(in_use(path) for path in files))
+            locked.append(sum(path.in_use() for path in files))
             with pytest.raises(holdfast.SaveFailed, match="another save is writing"):
                 holdfast.save({"t": torch.ones(1)}, tmp_path / "c", group=None)
         return do()

@@ -15,8 +15,8 @@ from holdfast import Keep
 from holdfast.checkpoint import read_manifest
 from holdfast.commit import sections
 from holdfast.run.steps import Steps
-from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Memory
 from tests import format_reader
 from tests.citing import is_state, needed, save_on, state_of
@@ -45,12 +45,12 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 def test_what_is_left_is_the_same(path: Place) -> None:
     state = rich()
     before = holdfast.save(state, path, files=CONFIG).manifest
-    sizes = storage.sizes_below(path)
+    sizes = path.sizes_below()
     told = holdfast.drop(path, "optim*", dry_run=True)
-    assert storage.sizes_below(path) == sizes and read_manifest(path) == before
+    assert path.sizes_below() == sizes and read_manifest(path) == before
     assert holdfast.drop(path, "optim*") == told
     assert set(told.sections) == {"optimizer", "optim_extra"} and told.files == 2
-    gone = set(sizes) - set(storage.files_below(path))
+    gone = set(sizes) - set(path.files_below())
     assert {name.partition("/")[0] for name in gone} == set(told.sections)
     assert sum(sizes[name] for name in gone) == told.nbytes
     after = read_manifest(path)
@@ -146,7 +146,7 @@ def test_shared_files_go_with_the_last_that_names_them(tmp_path: Path) -> None:
     holdfast.drop(tmp_path / "step-2", "optimizer")
     is_state(tmp_path / "step-2", states[2], ("optimizer",))
     assert not (tmp_path / "step-1" / "optimizer").exists()
-    assert set(storage.files_below(tmp_path)) == needed(tmp_path)
+    assert set(tmp_path.files_below()) == needed(tmp_path)
 
 
 def test_a_reader_that_opened_it_before(path: Place) -> None:
@@ -174,7 +174,7 @@ def test_a_save_in_between_is_left_alone(path: Place, monkeypatch: pytest.Monkey
         with pytest.raises(holdfast.NotACheckpoint, match="was replaced meanwhile"):
             holdfast.drop(path, "optimizer")
     is_state(path, newer)
-    assert not any("dropping" in name for name in storage.files_below(path))
+    assert not any("dropping" in name for name in path.files_below())
 
 
 @pytest.mark.parametrize("verb", ["unlink", "replace"])
@@ -198,7 +198,7 @@ def test_a_disk_that_refuses(verb: str, tmp_path: Path, monkeypatch: pytest.Monk
             holdfast.drop(tmp_path / "step-3", "optimizer")
     is_state(tmp_path / "step-3", state, () if verb == "replace" else ("optimizer",))
     Steps(tmp_path, "step-{step}").clean(())
-    assert set(storage.files_below(tmp_path)) == needed(tmp_path)
+    assert set(tmp_path.files_below()) == needed(tmp_path)
 
 
 # What `Keep` drops
@@ -229,7 +229,7 @@ def test_old_steps_lose_their_optimizers(kind: str, incremental: bool, tmp_path:
             lost = ()
         is_state(root / f"step-{step}", state_of(step, optimizer=step, model=step // 2), lost)
     if not incremental:
-        assert set(storage.files_below(root)) == needed(root)
+        assert set(root.files_below()) == needed(root)
 
 
 def test_restore_prefers_a_whole_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -256,7 +256,7 @@ def flat(node: Any, at: str = "") -> dict[str, torch.Tensor]:
 
 def test_what_lies_in_a_store_is_read(saved: Path, state: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     from holdfast.storage.local.local import Local
-    from holdfast.storage.place import StorePlace
+    from holdfast.storage.store_place import StorePlace
 
     found, count, read = mapped(caplog, holdfast.open(StorePlace(Local(saved.parent), saved.name)))
     assert equal(found, state) and count == 0 and read == 10

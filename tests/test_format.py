@@ -19,6 +19,7 @@ import holdfast
 from holdfast.ondisk import dtypes, names
 from holdfast.ranks.ranks import Ranks
 from holdfast.state import collect
+from holdfast.storage.local.local_place import LocalPlace
 from tests import format_reader
 from tests.ondisk.test_values import plain, same
 
@@ -170,7 +171,7 @@ def test_the_second_reader_and_our_own_find_the_state(
     state, own = (made(part, memo) for part in case)
     shared = {**state, "below": {"x": 1}}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "ckpt")
+        path = LocalPlace(folder, "ckpt")
         holdfast.save({**state, **wrapped(own)}, path, step=5, files=files)
         found = format_reader.read(path)
         assert equal(found.state, shared)
@@ -226,9 +227,9 @@ def test_a_fresh_state_takes_it_all_back(case: tuple[dict[str, Any], dict[str, A
     state, own = (made(part, memo) for part in case)
     state = {**listed(state), **wrapped(own)}
     with tempfile.TemporaryDirectory() as folder:
-        holdfast.save(state, Path(folder, "ckpt"))
+        holdfast.save(state, LocalPlace(folder, "ckpt"))
         target = {key: fresh(value, {}) for key, value in state.items()}
-        holdfast.load(Path(folder, "ckpt"), target)
+        holdfast.load(LocalPlace(folder, "ckpt"), target)
         assert equal(unwrapped(target), unwrapped(state))
 
 

@@ -23,7 +23,7 @@ import holdfast
 from holdfast.commit import save_work
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.incremental import borrow as module
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
 from holdfast.write import write
 from tests import format_reader, pool

@@ -24,8 +24,9 @@ from holdfast.run.journaling import Journal, thin, thinned
 from holdfast.run.steps import Steps
 from holdfast.storage.local import disk
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
 from holdfast.storage.storage import JOURNAL
+from holdfast.storage.store_place import StorePlace
 from holdfast.testing import disk_faults
 from tests import pool
 from tests.servers import Server
@@ -424,7 +425,7 @@ def test_a_full_file_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.
             kept.add(entry(step))
             kept.close(Now(step, 1.0, 1, 1), 30)
         assert [e.step for e in read(root)] == [*range(8)]
-        files = [name for name in journal.storage.files_below(root / JOURNAL) if name.endswith(".jsonl")]
+        files = [name for name in (root / JOURNAL).files_below() if name.endswith(".jsonl")]
         assert len(files) == 3
 
 
@@ -439,7 +440,7 @@ def test_old_entries_are_thinned(kind: str, tmp_path: Path, monkeypatch: pytest.
         if step % 4 == 3:
             kept.close(Now(step, 1.0, 1, 1), 30)
     found = [e.step for e in read(root)]
-    files = [name for name in journal.storage.files_below(root / JOURNAL) if name.endswith(".jsonl")]
+    files = [name for name in (root / JOURNAL).files_below() if name.endswith(".jsonl")]
     assert len(files) <= 10 and found == sorted(set(found)) and len(found) <= 40
     assert found[-16:] == [*range(384, 400)], "the newest are all there"
     assert 17 in found and found[0] < 100, "failures stay, and something of the beginning"

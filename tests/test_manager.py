@@ -25,6 +25,7 @@ from holdfast import manager as manager_module
 from holdfast.commit import folder as folder_module
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.write import courier
 from tests import pool
 
@@ -515,7 +516,7 @@ def train_with_a_failure(root: str, late: float, every: int, options: dict[str, 
         end(self, work, saving, failed)
 
     Saver._end = end_late
-    blocked = Path(root, "step-000000004", "model", f"00001-of-{dist.get_world_size():05d}")
+    blocked = LocalPlace(root, "step-000000004", "model", f"00001-of-{dist.get_world_size():05d}")
     try:
         with CheckpointManager(root, every=every, keep=Keep(last=99), deadline=240, **options) as manager:
             for step in range(1, 17):
@@ -702,7 +703,7 @@ def test_a_step_that_is_a_link_goes_alone(tmp_path: Path) -> None:
     state = {**_state(), "optimizer": {"m": torch.ones(3)}}
     with CheckpointManager(root, every=1, keep=Keep(last=1, every=4, optimizer_last=1)) as manager:
         for step in (1, 4):
-            path = Path(str(manager.save(step, state).path))
+            path = LocalPlace(str(manager.save(step, state).path))
             path.rename(archive / str(step))
             path.symlink_to(archive / str(step))
         manager.save(5, state)

@@ -21,7 +21,7 @@ import holdfast
 from holdfast.ondisk import manifest, part
 from holdfast.state.layers import heard, kinds_of, told
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from holdfast.testing import faults
 from tests import pool
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.storage.local import disk
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests.damaging import contents_of, flip, spots, state_of
 
 

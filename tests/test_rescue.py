@@ -16,7 +16,7 @@ from holdfast.ondisk import part
 from holdfast.run.keep import Keep
 from holdfast.run.steps import Steps
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.damaging import contents_of, flip
 from tests.test_format import thread_save

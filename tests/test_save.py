@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import holdfast
 from holdfast import dcp
-from holdfast.storage import storage
+from holdfast.storage.local import large
 from holdfast.write import courier
 from tests import pool
 from tests.patience import wait_until
@@ -109,13 +109,13 @@ def test_a_state_that_the_first_rank_has_alone(tmp_path: Path) -> None:
 
 
 def fill_disk(path: str, unreserved: bool) -> None:
-    reserve = storage._reserve
+    reserve = large._reserve
     if unreserved:
-        storage._reserve = lambda fd, nbytes, path: None  # so that the disk runs full under the writing threads
+        large._reserve = lambda fd, nbytes, path: None  # so that the disk runs full under the writing threads
     try:
         holdfast.save({"model": {"w": torch.ones(4 << 20)}, "step": 2}, path)
     finally:
-        storage._reserve = reserve
+        large._reserve = reserve
 
 
 def test_a_save_lets_go_of_the_state_at_once(tmp_path: Path) -> None:

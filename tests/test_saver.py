@@ -26,7 +26,7 @@ from torch import nn
 import holdfast
 from holdfast import saver as module
 from holdfast.ranks.ranks import ranks_of
-from holdfast.storage import storage
+from holdfast.storage.local import large as local_large
 from holdfast.write import arena, courier
 from tests import meshes, pool
 from tests.patience import wait_until
@@ -294,7 +294,7 @@ def test_a_full_disk(worker: Any, unreserved: bool, small_disk: Path, monkeypatc
         saver.save(_state(1), small_disk / "before").wait()
         with monkeypatch.context() as patch:
             if unreserved:
-                patch.setattr(storage, "_reserve", lambda fd, nbytes, path: None)
+                patch.setattr(local_large, "_reserve", lambda fd, nbytes, path: None)
             for _ in range(2):
                 with pytest.raises(holdfast.SaveFailed, match="the disk is full") as caught:
                     saver.save(large, small_disk / "c", files={"f": b"x"}).wait()

@@ -16,6 +16,7 @@ import holdfast
 from holdfast.run.scrub import NOTE, Scrubbing
 from holdfast.run.steps import Steps
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 from tests.damaging import contents_of, flip
 from tests.patience import wait_until
 
@@ -49,7 +50,7 @@ def test_all_steps_are_checked_the_newest_first(root: Path) -> None:
 
     def note(call: disk.Call, do: Any) -> Any:
         if call.verb == "read" and call.path.endswith(".safetensors"):
-            seen.append(Path(call.path).parents[1].name)
+            seen.append(LocalPlace(call.path).parents[1].name)
         return do()
 
     with managed(root) as manager, disk.hooked(note):

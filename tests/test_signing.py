@@ -25,7 +25,7 @@ from holdfast.policies.signing.keys import Signer, signer
 from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests import pool
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))

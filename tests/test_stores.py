@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 from holdfast.run.steps import Steps
-from holdfast.storage import storage
+from holdfast.storage import store_place
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from holdfast.write.arena import WINDOW
 from holdfast.write.ring import PART, PARTS
 from tests import pool
@@ -431,7 +431,7 @@ def test_what_was_too_young_to_be_swept_is_looked_at_again(monkeypatch: pytest.M
     steps = Steps(StorePlace(store, "run"), "step-{step:09d}")
     steps.clean(())
     assert store.list("", deep=True).files, "a living save may still need it"
-    monkeypatch.setattr(storage, "LIVING", 0.0)
+    monkeypatch.setattr(store_place, "LIVING", 0.0)
     steps.clean(())
     assert store.list("", deep=True).files, "it is not asked again with every save"
     steps._swept = dict.fromkeys(steps._swept, 0.0)

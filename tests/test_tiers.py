@@ -26,8 +26,9 @@ from holdfast.run.keep import Upload
 from holdfast.run.tiers import uploader
 from holdfast.run.tiers.home import Durability
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.storage import JOURNAL
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers import throttled
 from holdfast.testing import Failing, Memory
 from tests import pool
@@ -604,8 +605,8 @@ def run_on_nodes(base: str, nodes: list[str], steps: list[int], options: dict[st
     """Restore, then save ``steps``, each rank on the node that it is told; what this rank has seen."""
     uploader.FIRST_PAUSE, uploader.LOOK = 0.02, 0.02
     rank = dist.get_rank()
-    fast = Path(base, nodes[rank])
-    store = Slow(Path(base, "store"))
+    fast = LocalPlace(base, nodes[rank])
+    store = Slow(LocalPlace(base, "store"))
     store.failures = options.get("failures", 0) if rank == options.get("failing") else 0
     seen: dict[str, Any] = {}
     chosen = {"keep": Keep(last=9), "upload": Upload(**options.get("upload", {})), "slots": options.get("slots", 1)}
@@ -790,7 +791,7 @@ def test_a_file_that_a_fast_step_lacks_comes_from_where_the_store_has_it(tmp_pat
         into["frozen"]["w"].zero_()
         loaded = manager.restore(into)
         assert loaded is not None and loaded.step == 2 and torch.equal(into["frozen"]["w"], torch.arange(50_000.0))
-        assert Path(str(loaded.checkpoint.path)).is_relative_to(tmp_path / "fast")
+        assert LocalPlace(str(loaded.checkpoint.path)).is_relative_to(tmp_path / "fast")
 
 
 def test_what_the_store_lost_is_sent_again(tmp_path: Path) -> None:
@@ -842,7 +843,7 @@ def test_what_is_to_be_uploaded_is_uploaded_whole(tmp_path: Path) -> None:
 
 def train_and_drop(folder: str, root: str, own: bool) -> list[list[str]]:
     """Ranks with a fast folder each, or one that they share; what the manifests there say they have lost."""
-    fast = Path(folder) / (f"node-{dist.get_rank()}" if own else "fast")
+    fast = LocalPlace(folder) / (f"node-{dist.get_rank()}" if own else "fast")
     state: dict[str, Any] = {
         "model": {"w": holdfast.Shard(torch.ones(10), (20,), (10 * dist.get_rank(),))},
         "optimizer": {"m": holdfast.Shard(torch.ones(10), (20,), (10 * dist.get_rank(),))},

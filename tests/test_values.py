@@ -22,6 +22,7 @@ import holdfast
 from holdfast.ondisk import containers, packing, part, values
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import save_in
+from holdfast.storage.local.local_place import LocalPlace
 from tests import format_reader
 from tests.ondisk.test_values import plain, same
 
@@ -100,7 +101,7 @@ def test_any_nest_comes_back_as_it_was(shared: Any, own: Any, long: int) -> None
     """Also with every small container kept as one value, as long ones are."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "LONG", long)
-        path = Path(folder, "c")
+        path = LocalPlace(folder, "c")
         holdfast.save({"a": shared, "b": Holder(shared), "c": holdfast.PerRank(own), "d": {"x": shared}}, path)
         target: dict[str, Any] = {"a": None, "b": Holder(), "c": holdfast.PerRank(None), "d": {}}
         holdfast.load(path, target)
@@ -119,7 +120,7 @@ tensors = st.integers(0, 3).map(torch.arange)
 @given(st.recursive(st.one_of(tensors, st.integers()), nests, max_leaves=8))
 def test_tensors_and_values_side_by_side_keep_their_order(tree: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "c")
+        path = LocalPlace(folder, "c")
         holdfast.save({"b": Holder({"x": tree})}, path)
         target = {"b": Holder({})}
         holdfast.load(path, target)

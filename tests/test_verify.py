@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.commit.transfer import home
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.damaging import contents_of, flip, spots, state_of
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("verify") / "step-1"
+    path = LocalPlace(tmp_path_factory.mktemp("verify")) / "step-1"
     holdfast.save(state_of(1, blocks=1), path, step=1, files={"config": b"depth: 3"})
     return path
 
@@ -44,7 +45,7 @@ def found_in(path: Any) -> set[tuple[str, str, Any, int, int]]:
 @given(data=st.data())
 @settings(max_examples=12)
 def test_exactly_what_was_damaged_is_told(data: st.DataObject, saved: Path, tmp_path_factory: Any) -> None:
-    copied = tmp_path_factory.mktemp("damage") / "c"
+    copied = LocalPlace(tmp_path_factory.mktemp("damage")) / "c"
     shutil.copytree(saved, copied)
     there = list(spots(holdfast.open(copied)))
     chosen = data.draw(st.sets(st.integers(0, len(there) - 1)), "blocks")

@@ -27,7 +27,7 @@ from holdfast import manager as manager_module
 from holdfast.run.keep import Upload
 from holdfast.run.tiers import uploader
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests.kill_trials import forked, read_line, serve_store
 
 ROWS, WIDTH = 6144, 128  # 3 MB a tensor; with the bandwidth below an upload takes long enough to be hit

@@ -6,7 +6,6 @@ Called by `app`. Never shows a secret, and leaves nothing where it has looked.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
@@ -17,10 +16,12 @@ from holdfast.doctor import checkpoints, folders, machine, stores
 from holdfast.doctor.finding import Finding
 from holdfast.errors import StorageError
 from holdfast.ondisk import manifest
-from holdfast.storage.place import StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 
-Here = TypeVar("Here", Path, StorePlace)
+Here = TypeVar("Here", bound=Place)
 
 _CODES = {
     "damaged": Code.DAMAGED, "no checkpoint": Code.NOT_A_CHECKPOINT, "storage": Code.STORAGE, "mismatch": Code.MISMATCH,
@@ -69,7 +70,7 @@ def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Fi
             yield "checkpoint", checkpoints.diagnose(path)
     except OSError as error:
         mend = "docs/stores.md lists the rights that are needed"
-        if isinstance(place, Path):
+        if isinstance(place, LocalPlace):
             mend = folders.when_refused(error, place)
         yield "checkpoint", [Finding("checkpoint", "fail", str(error), mend, "storage")]
 

@@ -18,7 +18,7 @@ from holdfast.cli import output
 from holdfast.errors import StorageError
 from holdfast.events import log
 from holdfast.ranks.ranks import DEADLINE
-from holdfast.storage import storage
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded
 
@@ -75,7 +75,7 @@ def view(
         from holdfast.view.traces import read_timeline
 
         checkpoint = holdfast.open(path, require=trusted)
-        told = read_timeline(timeline, of=_name(path)) if timeline else None
+        told = read_timeline(LocalPlace(timeline), of=_name(path)) if timeline else None
         if serve:
             _serve(checkpoint, told, port=port, check=check, browser=browser, json=json)
             return
@@ -83,7 +83,7 @@ def view(
     if out == "-":
         sys.stdout.write(text)
         return
-    page = Path(out or f"{_name(path)}.html").absolute()
+    page = LocalPlace(out or f"{_name(path)}.html").absolute()
     _write(page, text.encode())
     if json:
         output.as_json({"page": str(page), "bytes": len(text.encode())})
@@ -139,16 +139,16 @@ def _name(path: str) -> str:
     return text.rstrip("/").rpartition("/")[2].replace("{", "").replace("}", "") or "checkpoint"
 
 
-def _write(page: Path, data: bytes) -> None:
+def _write(page: LocalPlace, data: bytes) -> None:
     try:
-        there = storage.read_start(page, 4096)[0]
+        there = page.read_start(4096)[0]
     except FileNotFoundError:
         there = _OURS
     if _OURS not in there:
         raise ValueError(f"{page} is there, and is no page of holdfast: name another file with -o")
     if not page.parent.is_dir():
         raise ValueError(f"there is no folder {page.parent}: make it, or name another file with -o")
-    storage.write_small(page, data)
+    page.write_small(data)
 
 
 def _browse(url: str) -> None:

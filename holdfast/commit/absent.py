@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from holdfast.errors import StorageError
 from holdfast.ondisk import datafile, manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 LEVELS = 3
 """Levels of a folder that tell what it is: of a root, the files of its steps. Data sets may lie beside a run."""
 
 
-def what_is_there(folder: Path) -> str:
+def what_is_there(folder: Place) -> str:
     """What a local path holds that is no checkpoint, and which path might be meant."""
     if not folder.exists():
         above = folder.parent
@@ -37,14 +37,14 @@ def what_is_there(folder: Path) -> str:
     for above in (folder.parent, folder.parent.parent):
         if (above / manifest.FILE_NAME).is_file():
             return f"{folder} is a part of the checkpoint {above}"
-    return _uncommitted(folder, storage.files_near(folder, levels=LEVELS))
+    return _uncommitted(folder, folder.files_near(levels=LEVELS))
 
 
 def what_is_in_store(folder: StorePlace) -> str:
     """The same with few requests: what a folder is called tells enough."""
     try:
-        files = storage.files_below(folder)
-        beside = storage.folders_in(folder.parent) if not files else []
+        files = folder.files_below()
+        beside = folder.parent.folder_names() if not files else []
     except StorageError as error:  # a web server lists nothing
         return f"there is no {folder / manifest.FILE_NAME}, and what else is there cannot be listed ({error})"
     if not files:

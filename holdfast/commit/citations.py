@@ -10,7 +10,6 @@ import errno
 import os
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
@@ -20,7 +19,9 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
 from holdfast.storage.inside import inside
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 Cited = dict[str, set[str]]
 """By the name of a folder, the paths in it that are cited from elsewhere."""
@@ -95,7 +96,7 @@ _NONE = object()
 def _citations_at(folder: Place) -> Cited:
     target = folder / manifest.FILE_NAME
     try:
-        data = storage.read_small(target)
+        data = target.read_small()
         if _HINT not in data:
             return {}
         try:
@@ -103,7 +104,7 @@ def _citations_at(folder: Place) -> Cited:
         except Damaged:
             if not isinstance(folder, StorePlace):
                 raise
-            return citations_of(manifest.decode(storage.read_small(target), str(target)))  # on the way a bit may flip
+            return citations_of(manifest.decode(target.read_small(), str(target)))  # on the way a bit may flip
     except (FileNotFoundError, NotACheckpoint):
         return {}
     except Damaged as error:  # it cannot be restored, and must not keep everything else for ever
@@ -117,7 +118,7 @@ def _citations_at(folder: Place) -> Cited:
 
 def root_of(folder: Place) -> tuple[Place, str]:
     """Where the siblings of a checkpoint lie, and what it is called there; links are followed as `..` follows them."""
-    real = Path(os.path.realpath(folder)) if isinstance(folder, Path) else folder
+    real = LocalPlace(os.path.realpath(folder)) if isinstance(folder, LocalPlace) else folder
     return real.parent, real.name
 
 
@@ -128,7 +129,7 @@ def cited_beside(folder: Place) -> Cited:
     """
     root, name = root_of(folder)
     try:
-        kin = [found for found in storage.folders_in(root) if found not in (name, storage.JOURNAL)] if name else []
+        kin = [found for found in root.folder_names() if found not in (name, storage.JOURNAL)] if name else []
     except StorageError as error:
         if error.errno not in _NOT_OURS:
             raise
@@ -145,7 +146,7 @@ def borrowers(folder: Place, files: Collection[str], citations: Citations | None
     root, name = root_of(folder)
     known = citations or Citations(root)
     try:
-        kin = [found for found in storage.folders_in(root) if found not in (name, storage.JOURNAL)]
+        kin = [found for found in root.folder_names() if found not in (name, storage.JOURNAL)]
         if not files or not set(files) <= known.by(kin).get(name, set()):
             return []
         return sorted(found for found in kin if name in known.by([found]))
@@ -165,21 +166,21 @@ def let_go(root: Place, loose: Cited, cited: Cited, spare: Collection[Place] = (
     """
     for name, paths in sorted(loose.items()):
         folder = root / name
-        if isinstance(folder, Path) and folder.is_symlink():
+        if isinstance(folder, LocalPlace) and folder.is_symlink():
             continue  # it may lead out of the root
         free = {path for path in paths - cited.get(name, set()) if datafile.save_of(path) is not None}
         free = _unnamed(folder, free) if free else free
         if free:
             storage.delete(*inside(folder, sorted(free)))
             if folder not in spare:
-                storage.delete_empty_folders(folder)
+                folder.delete_empty_folders()
 
 
 def _unnamed(folder: Place, paths: set[str]) -> set[str]:
     """Those of ``paths`` that the folder's own checkpoint does not name, if it is one; none if it cannot be read."""
     target = folder / manifest.FILE_NAME
     try:
-        return paths - {file.path for file in manifest.decode(storage.read_small(target), str(target)).data_files}
+        return paths - {file.path for file in manifest.decode(target.read_small(), str(target)).data_files}
     except (FileNotFoundError, NotACheckpoint):
         return paths
     except (Damaged, Unsupported):

@@ -37,6 +37,7 @@ from holdfast.state.layers import KEY, told
 from holdfast.storage import storage
 from holdfast.storage.cloud.conditions import STALE
 from holdfast.storage.inside import inside
+from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.wrappers.retrying import is_transient
 from holdfast.version import __version__
@@ -126,7 +127,7 @@ def standing(folder: Place, save: str) -> Manifest | None:
     """The manifest in a folder if it is that of this save; None also if it cannot be read."""
     target = folder / manifest.FILE_NAME
     try:
-        found = manifest.decode(storage.read_small(target), str(target))
+        found = manifest.decode(target.read_small(), str(target))
     except (HoldfastError, OSError):  # then there is none of ours, as far as anybody can tell
         return None
     return found if found.save == save else None
@@ -135,7 +136,7 @@ def standing(folder: Place, save: str) -> Manifest | None:
 def place_signature(folder: Place, record: Manifest, signed: bytes) -> None:
     """Put a signature beside the manifest that it is of, or that is to come; whole or not at all, and durable."""
     name = signature.file_name(record)
-    storage.replace_small(folder / name, signed, f".{name}.{secrets.token_hex(4)}.tmp")
+    (folder / name).replace_small(signed, f".{name}.{secrets.token_hex(4)}.tmp")
 
 
 def _commit(folder: Place, record: Manifest, replaces: bool) -> None:
@@ -144,12 +145,12 @@ def _commit(folder: Place, record: Manifest, replaces: bool) -> None:
     temporary = f".manifest.{record.save}.{secrets.token_hex(4)}.tmp"
     if replaces:
         previous = _previous(target)
-        storage.replace_small(target, data, temporary)
+        target.replace_small(data, temporary)
         if previous is not None:
             remove_old_files(folder, previous, record)
-    elif not storage.create_small(target, data, temporary):
+    elif not target.create_small(data, temporary):
         try:
-            winner = manifest.decode(storage.read_small(target), str(target))
+            winner = manifest.decode(target.read_small(), str(target))
         except FileNotFoundError:
             raise taken(f"another save has claimed {target} before this one (if it died, for {STALE:.0f} s)") from None
         if winner.save != record.save:  # else our own answer was lost
@@ -229,7 +230,7 @@ def read_attachments(attachments: Attached) -> dict[str, bytes]:
     for name, source in attachments.items():
         check_attachment(name)
         if not isinstance(source, bytes):
-            with storage.naming(source, "read the attachment"):
+            with naming(source, "read the attachment"):
                 source = Path(source).read_bytes()
         found[name] = source
     return found
@@ -261,7 +262,7 @@ def place_attachments(
 def _previous(target: Place) -> Manifest | None:
     """The checkpoint to be replaced, or None if it can no longer be read: what it named is then left to a sweep."""
     try:
-        return manifest.decode(storage.read_small(target), str(target))
+        return manifest.decode(target.read_small(), str(target))
     except (Damaged, Unsupported) as error:
         events.log.warning("overwriting a checkpoint that cannot be read: %s", error)
         return None
@@ -284,7 +285,7 @@ def remove_old_files(folder: Place, old: Manifest, new: Manifest, cited: Cited |
         if new.save != old.save:
             delete_hint(folder)  # what saves through holdfast.dcp leave is written anew after the commit
         for above in {path.parent for path in gone}:
-            storage.delete_if_empty(above)
+            above.delete_if_empty()
         now = citations_of(new)
         let_go(root, {at: paths - now.get(at, set()) for at, paths in citations_of(old).items()}, cited)
     except (StorageError, Unsupported) as error:

@@ -15,7 +15,8 @@ from holdfast.events import log
 from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 HINT = ".metadata"
 HINT_BEGINS = b"\x80\x04\x8c\x2csaved by holdfast: load it with holdfast.dcp0"
@@ -33,7 +34,7 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
     """Create the folder, or make sure that it may take a save; leavings of dead saves are removed."""
     if not isinstance(folder, StorePlace) and folder.exists() and not folder.is_dir():
         raise taken(f"{folder} is a file")
-    found = storage.files_below(folder)  # of a store the one request that tells everything
+    found = folder.files_below()  # of a store the one request that tells everything
     if manifest.FILE_NAME in found:
         if not overwrite:
             raise taken(f"{folder} {TAKEN}")
@@ -42,11 +43,11 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
     foreign = [f for f in found if f not in ours and not (ours and goes_along(folder, f)) and f != ASIDE]
     if foreign:
         raise taken(f"{folder} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
-    if storage.living(folder, [f for f in ours if datafile.save_of(f)]):
+    if folder.living([f for f in ours if datafile.save_of(f)]):
         if isinstance(folder, StorePlace):
             return  # a dead save's or a living one's, who can tell: names hold save ids, and the commit has one winner
         raise taken(f"another save is writing to {folder} right now")
-    if ours and storage.is_file(folder / manifest.FILE_NAME):
+    if ours and (folder / manifest.FILE_NAME).is_file():
         if not overwrite:
             raise taken(f"{folder} holds a checkpoint that another save has just committed")
         return
@@ -56,7 +57,7 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
         log.warning("what older saves left in %s stays, to be swept later: %s", folder, error)
         kept = set(found)
     storage.delete(*(folder / f for f in found if f not in kept))
-    storage.make_home(folder)
+    folder.make_home()
 
 
 def is_leaving(path: str) -> bool:
@@ -78,7 +79,7 @@ def goes_along(folder: Place, path: str) -> bool:
 def is_our_hint(folder: Place) -> bool:
     """Whether the `HINT` in a folder is one that holdfast wrote, and no file of torch's own."""
     try:
-        return storage.read_start(folder / HINT, len(HINT_BEGINS))[0] == HINT_BEGINS
+        return (folder / HINT).read_start(len(HINT_BEGINS))[0] == HINT_BEGINS
     except FileNotFoundError:
         return False
 
@@ -87,7 +88,7 @@ def copy_hint(source: Place, target: Place, save: str) -> None:
     """Copy the `HINT` of a checkpoint that is committed at ``target``, if it has one. What goes wrong is logged."""
     try:
         if is_our_hint(source):
-            storage.replace_small(target / HINT, storage.read_small(source / HINT), f".manifest.{HINT}.{save}.tmp")
+            (target / HINT).replace_small((source / HINT).read_small(), f".manifest.{HINT}.{save}.tmp")
     except (StorageError, FileNotFoundError) as error:
         log.warning("%s is copied, but programs that look for %s do not see it: %s", target, HINT, error)
 
@@ -95,7 +96,7 @@ def copy_hint(source: Place, target: Place, save: str) -> None:
 def delete_hint(folder: Place) -> None:
     """Delete the `HINT` of a checkpoint that was replaced. Raises StorageError."""
     if is_our_hint(folder):
-        storage.delete(folder / HINT)
+        (folder / HINT).delete()
 
 
 def may_hold_leavings(files: Sequence[str]) -> bool:
@@ -136,7 +137,7 @@ def withdraw(paths: Sequence[Place], folder: Place) -> None:
         # A writer that was killed may have left a small file under the name that it has before it is whole.
         local = [path for path in paths if not isinstance(path, StorePlace)]
         storage.delete(*(half for path in local for half in path.parent.glob(f".{path.name}.*.tmp")))
-        storage.delete_empty_folders(folder)
+        folder.delete_empty_folders()
     except OSError as error:
         log.warning("a failed save leaves files behind, to be swept later: %s", error)
 
@@ -156,13 +157,13 @@ def delete_checkpoints(
     which are all that stay. It goes once the last of those goes. Empty folders go too, but for those to ``spare``.
     Of a checkpoint that is a symbolic link the link goes: somebody else may use what it leads to.
     """
-    links = [name for name in names if storage.is_link(root / name)]
+    links = [name for name in names if (root / name).is_symlink()]
     storage.delete(*(root / name for name in links))
     names = [name for name in names if name not in links]
     storage.delete(*(root / name / manifest.FILE_NAME for name in names))
     for name in names:
         try:
-            storage.sync_folder(root / name)
+            (root / name).sync_folder()
         except StorageError as error:
             if error.errno != errno.ENOENT:  # somebody else deletes it, too, and was quicker
                 raise
@@ -178,7 +179,7 @@ def standing_save(folder: Place) -> str | None:
     """
     target = folder / manifest.FILE_NAME
     try:
-        return manifest.decode(storage.read_small(target), str(target)).save
+        return manifest.decode(target.read_small(), str(target)).save
     except (FileNotFoundError, NotACheckpoint, Damaged, Unsupported):
         return None
 
@@ -188,10 +189,10 @@ def sweep_dead(path: Place, cited: Callable[[Place], Collection[str]] = cited_in
 
     What is ``cited`` stays: `cited_in` unless the caller knows it cheaper.
     """
-    leavings = [f for f in storage.files_below(path) if is_leaving(f)]
-    if storage.may_live(path, leavings):
+    leavings = [f for f in path.files_below() if is_leaving(f)]
+    if path.may_live(leavings):
         return False
-    if leavings and storage.is_file(path / manifest.FILE_NAME):
+    if leavings and (path / manifest.FILE_NAME).is_file():
         return False  # committed since the caller looked: locks go after the commit, so now it can be seen
     kept = cited(path) if leavings else ()
     if any(f not in kept for f in leavings):
@@ -206,20 +207,20 @@ def sweep_beside(path: Place, record: Manifest, cited: Callable[[Place], Collect
     False if a living save may need them.
     """
     named = {f.path for f in record.data_files}
-    strays = [f for f in storage.files_below(path) if is_leaving(f) and f not in named]
+    strays = [f for f in path.files_below() if is_leaving(f) and f not in named]
     strays = [f for f in strays if signature.save_of(f) != record.save]
     kept = cited(path) if strays else ()
     strays = [f for f in strays if f not in kept]
     # All or nothing: a first rank that still holds its own file may yet commit those of the others.
     if strays:
-        if storage.may_live(path, strays) or standing_save(path) != record.save:
+        if path.may_live(strays) or standing_save(path) != record.save:
             return False
         storage.delete(*(path / f for f in strays))
-        storage.delete_if_empty(path / "parts")
+        (path / "parts").delete_if_empty()
     return True
 
 
 def _delete_ours(path: Place, kept: Collection[str]) -> None:
-    ours = [f for f in storage.files_below(path) if is_leaving(f) or goes_along(path, f)]
+    ours = [f for f in path.files_below() if is_leaving(f) or goes_along(path, f)]
     storage.delete(*(path / f for f in ours if f not in kept))
-    storage.delete_empty_folders(path)
+    path.delete_empty_folders()

@@ -20,7 +20,6 @@ from holdfast.policies.incremental.borrow import cite, open_base
 from holdfast.policies.incremental.fingerprint import Prints, fingerprints_of
 from holdfast.policies.replicas.divergence import Summed
 from holdfast.state import Collected
-from holdfast.storage import storage
 from holdfast.write.image import Image, OpenFiles
 from holdfast.write.images import images_of
 from holdfast.write.write import Writing
@@ -159,7 +158,7 @@ class Outgoing:
     def _open(self) -> Writing:
         order, folder = self.order, self.order.place
         order.reached("stage")
-        storage.make_folders(folder, (image.section for image in self.images))
+        folder.make_folders(image.section for image in self.images)
         return Writing(
             self.images, folder, save=self.agreement.save, rank=order.ranks.rank, files=self.opened,
             slot=order.slots.take(self.sizes, pinned=self.on_device), progress=self._progress, after=self.after,

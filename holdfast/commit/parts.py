@@ -7,7 +7,6 @@ which a file, a header or a part is missing, and never one that a living process
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 from holdfast.commit.citing import Did, joined
 from holdfast.commit.commit import commit
@@ -18,7 +17,9 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.part import Part
 from holdfast.storage import storage
 from holdfast.storage.inside import Inside
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 
 def commit_late(folder: Place, *, patience: float = 0.0, strict: bool = False) -> Manifest | None:
@@ -27,7 +28,7 @@ def commit_late(folder: Place, *, patience: float = 0.0, strict: bool = False) -
     Writer processes may outlive their trainers for a while: waits up to ``patience`` seconds for them to end. A disk
     that keeps a finished save from being committed is logged; with ``strict`` its StorageError is raised.
     """
-    if storage.is_file(folder / manifest.FILE_NAME):
+    if (folder / manifest.FILE_NAME).is_file():
         return None
     until = time.monotonic() + patience
     while _is_written_to(folder):
@@ -35,7 +36,7 @@ def commit_late(folder: Place, *, patience: float = 0.0, strict: bool = False) -
             return None
         time.sleep(0.05)
     refused: StorageError | None = None
-    for save in sorted({found for path in storage.files_below(folder) if (found := part.save_of(path))}):
+    for save in sorted({found for path in folder.files_below() if (found := part.save_of(path))}):
         try:
             record = _prove(folder, save)
             if record is not None:
@@ -57,9 +58,9 @@ def finished(folder: Place) -> str | None:
 
     Raises StorageError.
     """
-    if storage.is_file(folder / manifest.FILE_NAME):
+    if (folder / manifest.FILE_NAME).is_file():
         return None
-    for save in sorted({found for path in storage.files_below(folder) if (found := part.save_of(path))}):
+    for save in sorted({found for path in folder.files_below() if (found := part.save_of(path))}):
         try:
             if _prove(folder, save) is not None:
                 return save
@@ -75,25 +76,25 @@ def sizes_of_save(folder: Place) -> dict[str, int]:
 
     A data set beside a run may be millions of files. Raises StorageError.
     """
-    if isinstance(folder, Path):
-        near = storage.files_near(folder, levels=2)
+    if isinstance(folder, LocalPlace):
+        near = folder.files_near(levels=2)
         if not any(datafile.save_of(path) or part.save_of(path) for path in near):
             return {}
-    return storage.sizes_below(folder)
+    return folder.sizes_below()
 
 
 def _is_written_to(folder: Place) -> bool:
     if isinstance(folder, StorePlace):
         return False  # a store shows whole files alone; a later look finds the parts that are missing now
-    return bool(storage.living(folder, [path for path in storage.files_below(folder) if path.endswith(".safetensors")]))
+    return bool(folder.living([path for path in folder.files_below() if path.endswith(".safetensors")]))
 
 
 def _prove(folder: Place, save: str) -> Manifest | None:
     """The whole manifest of a save, if every part is there and every file is what its part says."""
     found: dict[int, Part] = {}
-    for path in storage.files_below(folder):
+    for path in folder.files_below():
         if part.save_of(path) == save:
-            one = part.decode(storage.read_small(folder / path), str(folder / path))
+            one = part.decode((folder / path).read_small(), str(folder / path))
             found[one.rank] = one
     first = found.get(0)
     if first is None or first.manifest is None or sorted(found) != [*range(len(found))]:
@@ -107,7 +108,7 @@ def _prove(folder: Place, save: str) -> Manifest | None:
         for path, nbytes, header_bytes, digest, *_ in [*one.records, *(cite.record for cite in one.cites)]:
             _prove_file(home.path(path), nbytes, header_bytes, digest)
     for path, nbytes, digest in first.manifest.attachments:
-        data = storage.read_small(home.path(path))
+        data = home.path(path).read_small()
         if len(data) != nbytes or blocks.digest(data) != digest:
             raise Damaged(f"{folder / path} is not what was attached")
     return joined(first.manifest, [Did(found[rank].records, found[rank].cites) for rank in sorted(found)])
@@ -115,7 +116,7 @@ def _prove(folder: Place, save: str) -> Manifest | None:
 
 def _prove_file(path: Place, nbytes: int, header_bytes: int, digest: str) -> None:
     # As much as a commit in time would know: the sums in the header prove every block when it is read.
-    header, size = storage.read_start(path, header_bytes)
+    header, size = path.read_start(header_bytes)
     if size != nbytes or blocks.digest(header) != digest:
         raise Damaged(f"{path} is not what its rank wrote")
 
@@ -125,11 +126,9 @@ def take_away(folder: Place, save: str, rank: int | None = None) -> None:
     below = folder / "parts"
     try:
         if rank is not None:
-            storage.delete(folder / part.file_name(rank, save))
+            (folder / part.file_name(rank, save)).delete()
         else:
-            storage.delete(
-                *(below / path for path in storage.files_below(below) if part.save_of(f"parts/{path}") == save)
-            )
-        storage.delete_if_empty(below)
+            storage.delete(*(below / path for path in below.files_below() if part.save_of(f"parts/{path}") == save))
+        below.delete_if_empty()
     except StorageError as error:
         log.warning("a part of a save stays behind, to be swept later: %s", error)

@@ -47,8 +47,7 @@ from holdfast.policies.replicas.divergence import compare
 from holdfast.ranks.ranks import Call
 from holdfast.state import Collected, collect
 from holdfast.state.outline import layout_of, owned_values
-from holdfast.storage import storage
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from holdfast.write.image import OpenFiles
 
 
@@ -270,7 +269,7 @@ class SaveWork:
         order, ranks = self.order, self.order.ranks
         small: list[tuple[str, bytes]] = []
         if ranks.first:
-            self._replaces = order.overwrite and storage.is_file(order.place / manifest.FILE_NAME)
+            self._replaces = order.overwrite and (order.place / manifest.FILE_NAME).is_file()
             # In a store another save to this path may be under way: then nothing of theirs may have the same name.
             fresh = not self._replaces and not isinstance(order.folder, StorePlace)
             self._records, small = place_attachments(self._attached, self.save_id, fresh=fresh)

@@ -18,7 +18,8 @@ from holdfast.ondisk import manifest, names
 from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 DROPPED = "dropped"
 """The key of ``producer`` under which a manifest tells what it has lost: sections, joined by ``/``."""
@@ -106,7 +107,7 @@ def replace(
     target, data = folder / manifest.FILE_NAME, manifest.encode(new)
     marks = [folder / MARK] if isinstance(folder, StorePlace) else []
     for mark in marks:  # by their names what is left of a drop in a store cannot be told from the files that stay
-        storage.write_small(mark, b"sections are being dropped, or were when a process died\n")
+        mark.write_small(b"sections are being dropped, or were when a process died\n")
     try:
         _refuse_another(target, old)
     except NotACheckpoint:
@@ -114,7 +115,7 @@ def replace(
         raise
     if signed is not None:
         place_signature(folder, new, signed)
-    storage.replace_small(target, data, f".manifest.{new.save}.{secrets.token_hex(4)}.tmp")
+    target.replace_small(data, f".manifest.{new.save}.{secrets.token_hex(4)}.tmp")
     if remove_old_files(folder, old, new, cited):
         storage.delete(*marks)
 
@@ -122,7 +123,7 @@ def replace(
 def _refuse_another(target: Place, old: Manifest) -> None:
     # A store has no condition for a replacement; on disk nobody else should be at it. So the gap is kept short.
     try:
-        found = manifest.decode(storage.read_small(target), str(target))
+        found = manifest.decode(target.read_small(), str(target))
     except FileNotFoundError:
         found = None
     if found != old:

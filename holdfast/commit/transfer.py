@@ -20,10 +20,11 @@ from holdfast.ondisk import blocks, manifest
 from holdfast.ondisk.cited import is_cited, own_path, sibling_of
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.read.proved import PART, Parts, ProvedFile, damaged
-from holdfast.storage import storage
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
 from holdfast.storage.store import Buffer
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.retrying import is_transient
 
 MEMORY, LARGE = 240 << 20, 120 << 20
@@ -101,7 +102,7 @@ def copy_files(
     """
     into = into or self_contained(record)
     work = _Work(home(source), home(target), CopyStats(), progress, landed)
-    there = storage.sizes_below(work.target)
+    there = work.target.sizes_below()
     for (path, nbytes, digest), (own, _, _) in zip(record.attachments, into.attachments, strict=True):
         if only(own):
             work.attach(path, own, nbytes, digest, there=own in there)
@@ -179,7 +180,7 @@ class _Work:
                     done(file.bytes)
                 else:
                     chunks = Parts(source, readers, done)
-                with storage.naming(place, "write"):
+                with naming(place, "write"):
                     place.store.put(place.key, chunks, file.bytes)
             except OSError as error:
                 # A store repeats an upload itself only while it has taken nothing of what comes in parts.
@@ -196,7 +197,7 @@ class _Work:
         """Create an attachment; one that is there must be the same, as it may belong to what is committed."""
         place = self.target / own
         if there or not self._create(place, self._attachment(path, nbytes, digest)):
-            found = storage.read_small(place)
+            found = place.read_small()
             if len(found) != nbytes or blocks.digest(found) != digest:
                 raise taken(f"{self.target} holds other files ({own})")
             self.stats.add(CopyStats(skipped=1, skipped_bytes=nbytes))
@@ -206,7 +207,7 @@ class _Work:
         self.landed(own)
 
     def _create(self, place: StorePlace, data: bytes) -> bool:
-        with storage.naming(place, "create"):
+        with naming(place, "create"):
             return place.store.create(place.key, data)
 
     def _attachment(self, path: str, nbytes: int, digest: str) -> bytes:
@@ -214,7 +215,7 @@ class _Work:
         data = b""
         for _ in range(2):  # on the way a bit may have flipped
             try:
-                data = storage.read_small(place)
+                data = place.read_small()
             except FileNotFoundError:
                 raise damaged(place, "is missing") from None
             if len(data) == nbytes and blocks.digest(data) == digest:

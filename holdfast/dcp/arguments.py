@@ -18,7 +18,8 @@ from holdfast.dcp.reader import Reader
 from holdfast.dcp.writer import Writer
 from holdfast.errors import Unsupported
 from holdfast.read.ranges import Verify
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 
 _TORCH = "torch.distributed.checkpoint"

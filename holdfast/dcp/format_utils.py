@@ -18,7 +18,8 @@ from holdfast.dcp.failures import as_torch_raises
 from holdfast.dcp.opening import open_by_key
 from holdfast.export import torch_image
 from holdfast.storage.local import disk
-from holdfast.storage.storage import naming, sync_folder
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
 
 __all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
 
@@ -29,12 +30,12 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     It goes through this process's memory. Values that differ by rank are left out. `holdfast.convert(…, to="torch")`
     needs less memory. Raises as `load` does.
     """
-    path = Path(torch_save_path)
+    path = LocalPlace(torch_save_path)
 
     def name(temporary: Path) -> None:
         with naming(path, "replace"):
             disk.replace(temporary, path)
-        sync_folder(path.parent)
+        path.parent.sync_folder()
 
     with as_torch_raises():
         image = torch_image.copied(open_by_key(dcp_checkpoint_dir).state_dict())

@@ -15,7 +15,6 @@ from holdfast.export.dcp import Table
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import Manifest
-from holdfast.storage import storage
 from holdfast.storage.place import Place
 
 _WHERE = "no file of torch.distributed.checkpoint: load this checkpoint with holdfast.dcp.load or holdfast.load"
@@ -26,7 +25,7 @@ def leave_hint(folder: Place, record: Manifest) -> None:
     """Write the hint beside a committed checkpoint. What goes wrong is logged: the checkpoint is there without it."""
     try:
         data = HINT_BEGINS + _metadata(folder, record)
-        storage.replace_small(folder / HINT, data, f".manifest.{HINT}.{record.save}.tmp")
+        (folder / HINT).replace_small(data, f".manifest.{HINT}.{record.save}.tmp")
     except Exception as error:  # noqa: BLE001 - the save is committed, and must not be told to have failed
         log.warning("%s is committed, but programs that look for %s do not see it: %s", folder, HINT, error)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -21,6 +20,7 @@ from holdfast.errors import Damaged, Unsupported
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
 from holdfast.storage import storage
+from holdfast.storage.local.local_place import LocalPlace
 
 
 def read(adapter: Any, model: Mapping[str, Any], path: str, *, quantized: bool) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def write(adapter: Any, model: Mapping[str, Any], folder: str) -> None:
     if "://" in folder:
         raise Unsupported(f"last_save_in_hf: torch writes Hugging Face's form to a local folder only, not to {folder}")
     with ranks_of(None).call(f"make room in {folder}", saving=True) as call:  # no rank writes before it is done
-        call.settle("remove", lambda: True, lambda notes: _remove_checkpoint(Path(folder)), bool)
+        call.settle("remove", lambda: True, lambda notes: _remove_checkpoint(LocalPlace(folder)), bool)
     index = adapter.fqn_to_index_mapping
     sharded = os.path.join(folder, "sharded") if index else folder
     writer = HuggingFaceStorageWriter(
@@ -52,13 +52,13 @@ def write(adapter: Any, model: Mapping[str, Any], folder: str) -> None:
         )
 
 
-def _remove_checkpoint(folder: Path) -> bool:
+def _remove_checkpoint(folder: LocalPlace) -> bool:
     """On the first rank: delete the checkpoint in ``folder`` if there is one, its manifest first."""
-    if not storage.is_file(folder / FILE_NAME):
+    if not (folder / FILE_NAME).is_file():
         return False
-    files: list[Path] = []
+    files: list[LocalPlace] = []
     with suppress(Damaged, Unsupported):  # then what is left belongs to nobody
         files = [folder / file.path for file in read_manifest(folder).data_files if file.save is None]
-    storage.delete(folder / FILE_NAME)
+    (folder / FILE_NAME).delete()
     storage.delete(*files)
     return True

@@ -18,7 +18,8 @@ from holdfast.formats.assemble import Found, assemble
 from holdfast.formats.dcp.dcp import read_folder
 from holdfast.ondisk import containers, manifest, names, packing, values
 from holdfast.ondisk.containers import Note
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 
 

@@ -36,7 +36,6 @@ from holdfast.plan.plan import plan_of
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import RUN
 from holdfast.state import Collected
-from holdfast.storage import storage
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.write.image import Image, OpenFiles
@@ -111,13 +110,13 @@ class Writer(StorageWriter):
             folder.prepare(self.path, overwrite=self.overwrite)
         except StorageError as error:
             raise StorageError(in_torchs_words(str(error))) from error
-        self._replaces = storage.is_file(self.path / manifest.FILE_NAME)
+        self._replaces = (self.path / manifest.FILE_NAME).is_file()
         if self._replaces:
             self._sweep()
         self._begun = _Begun(secrets.token_hex(8), len(plans))
         # For the moment before it has a name that a sweeper knows too.
         temporary = f".manifest.begun.{self._begun.save}.tmp"
-        storage.replace_small(self.path / BEGUN, msgspec.json.encode(self._begun), temporary)
+        (self.path / BEGUN).replace_small(msgspec.json.encode(self._begun), temporary)
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def _sweep(self) -> None:
@@ -146,7 +145,7 @@ class Writer(StorageWriter):
 
     def _read_begun(self) -> _Begun:
         try:
-            return msgspec.json.decode(storage.read_small(self.path / BEGUN), type=_Begun)
+            return msgspec.json.decode((self.path / BEGUN).read_small(), type=_Begun)
         except (FileNotFoundError, msgspec.MsgspecError) as error:
             raise StorageError(
                 f"the first rank's word is not in {self.path} ({error}): is it one shared folder on all ranks, and "
@@ -174,7 +173,7 @@ class Writer(StorageWriter):
         commit(self.path, record, replaces=self._replaces)
         leave_hint(self.path, record)
         try:
-            storage.delete(self.path / BEGUN)
+            (self.path / BEGUN).delete()
         except StorageError as error:
             events.log.warning("the checkpoint is committed, but a small file stays: %s", error)
         metadata.storage_meta = self.storage_meta()

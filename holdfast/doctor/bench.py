@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -29,7 +28,10 @@ from holdfast.run.leavings import BENCH
 from holdfast.saver import Saver
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -77,7 +79,11 @@ class Benched:
 
 
 def bench(
-    root: str | Path | StorePlace, nbytes: int, *, rounds: int = 2, tell: Callable[[Row], None] = lambda row: None
+    root: str | os.PathLike[str] | Place,
+    nbytes: int,
+    *,
+    rounds: int = 2,
+    tell: Callable[[Row], None] = lambda row: None,
 ) -> Benched:
     """Write and read about ``nbytes`` below ``root``, bare and as a checkpoint, in a folder that is gone afterwards.
 
@@ -94,7 +100,7 @@ def bench(
         tell(rows[-1])
 
     with _folder(place) as work:
-        raw = _Disk(work, nbytes) if isinstance(work, Path) else _Store(work, nbytes)
+        raw = _Store(work, nbytes) if isinstance(work, StorePlace) else _Disk(work, nbytes)
         told("raw write", nbytes, 1, min(_timed(raw.write) for _ in range(rounds)))
         told("raw read", nbytes, 1, min(_timed(raw.read) for _ in range(rounds)))
         raw.delete()
@@ -124,7 +130,7 @@ def _check_room(place: Place, nbytes: int) -> None:
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if memory < 2.2 * nbytes:
         raise _too_small(f"{memory} bytes of memory are free, and {int(2.2 * nbytes)} are needed", errno.ENOMEM)
-    if isinstance(place, Path):
+    if isinstance(place, LocalPlace):
         above = next(path for path in [place, *place.parents] if path.exists())
         free = shutil.disk_usage(above).free
         if free < 1.2 * nbytes:
@@ -140,37 +146,37 @@ def _too_small(text: str, number: int) -> StorageError:
 @contextmanager
 def _folder(place: Place) -> Iterator[Place]:
     """A folder of its own, which is gone afterwards, and those above that were made for it."""
-    made = [] if isinstance(place, StorePlace) else [path for path in [place, *place.parents] if not path.exists()]
+    made = [path for path in [place, *place.parents] if not path.exists()] if isinstance(place, LocalPlace) else []
     work = place / f"{BENCH}{secrets.token_hex(4)}"
-    storage.make_folder(work)
-    storage.write_small(work / "lock", b"a benchmark is under way\n")
-    lock = storage.open_locked(work / "lock") if isinstance(work, Path) else -1
+    work.make_folder()
+    (work / "lock").write_small(b"a benchmark is under way\n")
+    lock = (work / "lock").open_locked() if isinstance(work, LocalPlace) else -1
     try:
         yield work
     finally:
-        if isinstance(work, Path):
+        if isinstance(work, LocalPlace):
             os.close(lock)
-            with storage.naming(work, "delete"):
+            with naming(work, "delete"):
                 disk.delete_all(work)
             for path in made:
-                storage.delete_if_empty(path)
+                path.delete_if_empty()
         else:
-            storage.delete(*(work / path for path in storage.files_below(work)))
+            storage.delete(*(work / path for path in work.files_below()))
 
 
 class _Disk:
     """One file, past the page cache where the file system can do that."""
 
-    def __init__(self, work: Path, nbytes: int) -> None:
+    def __init__(self, work: Place, nbytes: int) -> None:
         self._path, self._nbytes, self.direct = work / "raw", nbytes, True
         self._memory = mmap.mmap(-1, CHUNK)
         self._memory[:] = secrets.token_bytes(CHUNK)
 
     def write(self) -> None:
         self.delete()
-        fd, self.direct = storage.open_to_write(self._path, self._nbytes)
+        fd, self.direct = self._path.open_to_write(self._nbytes)
         try:
-            with storage.naming(self._path, "write"):
+            with naming(self._path, "write"):
                 _each("raw write", self._path, self._nbytes, lambda at: self._put(fd, at))
                 disk.sync(fd, self._path)
         finally:
@@ -180,7 +186,7 @@ class _Disk:
         disk.write_all(fd, self._memory, at, self._path)
 
     def read(self) -> None:
-        cached, direct = storage.open_to_read(self._path)
+        cached, direct = self._path.open_to_read()
         self.direct &= direct is not None
         spare = [mmap.mmap(-1, CHUNK) for _ in range(THREADS)]
 
@@ -190,7 +196,7 @@ class _Disk:
             spare.append(memory)
 
         try:
-            with storage.naming(self._path, "read"):
+            with naming(self._path, "read"):
                 _each("raw read", self._path, self._nbytes, get)
         finally:
             for fd in (cached, direct):
@@ -198,7 +204,7 @@ class _Disk:
                     os.close(fd)
 
     def delete(self) -> None:
-        storage.delete(self._path)
+        self._path.delete()
 
 
 class _Store:
@@ -217,18 +223,18 @@ class _Store:
                     yield self._data
                     task.advance(CHUNK)
 
-            with storage.naming(self._file, "write"):
+            with naming(self._file, "write"):
                 self._file.store.put(self._file.key, chunks(), self._nbytes)
 
     def read(self) -> None:
         def get(at: int) -> None:
             self._file.store.get(self._file.key, at, at + CHUNK)
 
-        with storage.naming(self._file, "read"):
+        with naming(self._file, "read"):
             _each("raw read", self._file, self._nbytes, get, ASKERS)
 
     def delete(self) -> None:
-        storage.delete(self._file)
+        self._file.delete()
 
 
 def _each(name: str, path: Place, nbytes: int, do: Callable[[int], None], threads: int = THREADS) -> None:
@@ -251,11 +257,11 @@ def _each(name: str, path: Place, nbytes: int, do: Callable[[int], None], thread
 
 def _write_small(work: Place) -> None:
     """Small files, each durable before it counts; in a store many at once, as holdfast writes them there."""
-    storage.make_folder(work / "small")
+    (work / "small").make_folder()
     paths = [work / "small" / f"{number:04d}" for number in range(SMALL_FILES)]
     data = secrets.token_bytes(SMALL)
     with ThreadPoolExecutor(ASKERS if isinstance(work, StorePlace) else 1) as pool:
-        list(pool.map(lambda path: storage.write_small(path, data), paths))
+        list(pool.map(lambda path: path.write_small(data), paths))
 
 
 def _state(nbytes: int) -> dict[str, dict[str, torch.Tensor]]:

@@ -23,7 +23,9 @@ from holdfast.ondisk import datafile, manifest, part
 from holdfast.repair.rescue import rescuable
 from holdfast.run.steps import Steps, fault_of, lacking_files
 from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded
 
@@ -42,14 +44,14 @@ def diagnose(path: str | Path | StorePlace) -> list[Finding]:
     if above is not None:
         told = f"{place} is a part of the checkpoint {above}"
         return [_missing(told, f"give its folder: {command('show', above)}")]
-    if isinstance(place, Path) and not place.exists():
+    if isinstance(place, LocalPlace) and not place.exists():
         return [_nothing_at(place)]
-    if storage.is_file(place / manifest.FILE_NAME):
+    if (place / manifest.FILE_NAME).is_file():
         return _ours(place)
     steps = steps_in(place)
     if steps:
         return _run(place, steps)
-    files = storage.files_below(place)
+    files = place.files_below()
     if any(datafile.save_of(name) or name.startswith("parts/") for name in files if is_leaving(name)):
         return [_uncommitted(place, files)]
     begun = unfinished(files)
@@ -82,11 +84,11 @@ def _damaged(text: str, mend: str) -> Finding:
 def _checkpoint_around(place: Place) -> Place | None:
     """The checkpoint that a file or folder is a part of."""
     for above in (place.parent, place.parent.parent):
-        if place != above and storage.is_file(above / manifest.FILE_NAME):
-            inside = str(place.relative_to(above))  # type: ignore[arg-type]
-            files = storage.files_below(above)
+        if place != above and (above / manifest.FILE_NAME).is_file():
+            inside = str(place.relative_to(above))
+            files = above.files_below()
             if inside in files or any(name.startswith(f"{inside}/") for name in files if not name.startswith("../")):
-                return None if storage.is_file(place / manifest.FILE_NAME) else above
+                return None if (place / manifest.FILE_NAME).is_file() else above
     return None
 
 
@@ -119,7 +121,7 @@ def _ours(place: Place) -> list[Finding]:
     except Unsupported as error:
         return [Finding(NAME, "fail", str(error), "pip install --upgrade holdfast", "damaged")]
     except NotACheckpoint:
-        return _foreign(place, storage.files_below(place))
+        return _foreign(place, place.files_below())
     advised = mend(place)
     found = [_damaged(text, advised) for text in list(lacking_files(place, record).values())[:FEW]]
     if not found:
@@ -134,7 +136,7 @@ def _ours(place: Place) -> list[Finding]:
         step = "" if record.step is None else f" of step {record.step}"
         told = f"{place}{step}: {len(record.tensors)} tensors, {nbytes} bytes, whole by its manifest and headers"
         found.insert(0, Finding(NAME, "ok", f"{told}; {command('verify', place)} reads every byte"))
-    files = storage.files_below(place)
+    files = place.files_below()
     named = {file.path for file in record.data_files}
     if may_hold_leavings([path for path in files if path not in named or path == manifest.FILE_NAME]):
         found.append(Finding(NAME, "warn", "files lie beside it that it does not name", command("gc", place)))
@@ -151,8 +153,8 @@ def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
             found.append(_damaged(f"{step.name}: {fault}", command("doctor", step)))
     found += _other_runs(root, steps)
     citations = Citations(root)
-    for name in sorted(set(storage.folders_in(root)) - {step.name for step in steps}):
-        files = storage.files_below(root / name)
+    for name in sorted(set(root.folder_names()) - {step.name for step in steps}):
+        files = (root / name).files_below()
         lent_to = borrowers(root / name, [path for path in files if is_leaving(path)], citations)
         if lent_to:
             found.append(Finding(NAME, "ok", f"{name} is {what_is_lent(lent_to)}"))
@@ -175,7 +177,7 @@ def _other_runs(root: Place, steps: Sequence[Place]) -> list[Finding]:
 
 def _before_the_first(root: Place, begun: Sequence[str]) -> list[Finding]:
     """The folder of a run that has not saved yet, or whose saves all died."""
-    found = [_uncommitted(root / name, storage.files_below(root / name)) for name in begun[-FEW:]]
+    found = [_uncommitted(root / name, (root / name).files_below()) for name in begun[-FEW:]]
     told = f"no step was saved here yet: {root} is the folder of a run"
     if not found:
         shown = f"{command('watch', root)} shows where the run is; a step is here once its first save has ended"
@@ -199,7 +201,7 @@ def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
     if lent_to:
         told = f"{place} is {what_is_lent(lent_to)}"
         return _missing(told, f"take one of these, and leave its files where they are; {command('ls', place.parent)}")
-    if storage.living(place, [path for path in files if datafile.save_of(path)]):
+    if place.living([path for path in files if datafile.save_of(path)]):
         if isinstance(place, StorePlace):
             told = f"{place} holds no manifest.json, and files younger than six hours: a save may be under way"
         else:
@@ -256,7 +258,7 @@ def _absent(place: Place, files: Sequence[str]) -> str:
     for path in files:
         if part.save_of(path) is not None and path.endswith(".json"):
             try:
-                one = part.decode(storage.read_small(place / path), str(place / path))
+                one = part.decode((place / path).read_small(), str(place / path))
             except (Damaged, Unsupported, FileNotFoundError):
                 continue  # half a part: its rank had not finished
             there.add(one.rank)
@@ -274,7 +276,7 @@ def _absent(place: Place, files: Sequence[str]) -> str:
 def _foreign(place: Place, files: Sequence[str]) -> list[Finding]:
     formats = "docs/formats.md says what its reader expects"
     try:
-        opened = open_checkpoint(str(place) if isinstance(place, Path) else place)
+        opened = open_checkpoint(str(place) if isinstance(place, LocalPlace) else place)
         hurt = opened.verify(deep=False, raises=False).damages
     except NotACheckpoint as error:
         return [_elsewhere(place, str(error))]
@@ -292,10 +294,10 @@ def _foreign(place: Place, files: Sequence[str]) -> list[Finding]:
 
 def _elsewhere(place: Place, told: str) -> Finding:
     """A checkpoint of another format may lie one folder up, or down."""
-    near = [place.parent, *(place / name for name in (storage.folders_in(place) if not _is_file(place) else [])[:FEW])]
+    near = [place.parent, *(place / name for name in (place.folder_names() if not _is_file(place) else [])[:FEW])]
     for other in near:
         try:
-            opened = open_checkpoint(str(other) if isinstance(other, Path) else other)
+            opened = open_checkpoint(str(other) if isinstance(other, LocalPlace) else other)
         except (HoldfastError, OSError):
             continue  # nothing to be opened there either
         return _missing(f"{place} is no checkpoint, {other} is one ({opened.format})", command("show", other))
@@ -305,4 +307,4 @@ def _elsewhere(place: Place, told: str) -> Finding:
 
 
 def _is_file(place: Place) -> bool:
-    return storage.is_file(place)
+    return place.is_file()

@@ -17,6 +17,7 @@ from pathlib import Path
 from holdfast.doctor.finding import Finding
 from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
+from holdfast.storage.place import Place
 
 _KINDS = {
     "overlay": "a container's own layer: it is gone with the container; mount a volume",
@@ -31,7 +32,7 @@ _KINDS = {
 SKEW = 2.0
 
 
-def findings(folder: Path, *, write: bool = True) -> Iterator[Finding]:
+def findings(folder: Place, *, write: bool = True) -> Iterator[Finding]:
     """What is found at ``folder``, or the one above it that is there."""
     above = next(path for path in [folder, *folder.parents] if os.path.exists(path))  # False where we may not look
     if not above.is_dir():
@@ -44,7 +45,7 @@ def findings(folder: Path, *, write: bool = True) -> Iterator[Finding]:
         yield from _tried(above)
 
 
-def _kind(folder: Path) -> Finding:
+def _kind(folder: Place) -> Finding:
     device, kind, options = mounted(folder)
     told = f"{kind} ({device}) for {folder}"
     if "ro" in options.split(","):
@@ -54,7 +55,7 @@ def _kind(folder: Path) -> Finding:
     return Finding("file system", "ok", told)
 
 
-def mounted(folder: Path) -> tuple[str, str, str]:
+def mounted(folder: Place) -> tuple[str, str, str]:
     """Device, kind and options of the mount that a folder is on."""
     real = os.path.realpath(folder)
     best = ("?", "unknown", "")
@@ -67,7 +68,7 @@ def mounted(folder: Path) -> tuple[str, str, str]:
     return best
 
 
-def _room(folder: Path) -> Finding:
+def _room(folder: Place) -> Finding:
     found = os.statvfs(folder)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     told = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB"
@@ -79,7 +80,7 @@ def _room(folder: Path) -> Finding:
     return Finding("free space", "ok", told)
 
 
-def _rights(folder: Path) -> Finding:
+def _rights(folder: Place) -> Finding:
     found = disk.stat(folder)
     told = f"{folder} is of user {found.st_uid}, mode {found.st_mode & 0o7777:o}, and we are user {os.geteuid()}"
     lacking = [
@@ -91,7 +92,7 @@ def _rights(folder: Path) -> Finding:
     return Finding("rights", "ok", told)
 
 
-def _may(folder: Path, way: int) -> bool:
+def _may(folder: Place, way: int) -> bool:
     return os.access(folder, way, effective_ids=os.access in os.supports_effective_ids)
 
 
@@ -99,7 +100,7 @@ def _fail(name: str, text: str, mend: str) -> Finding:
     return Finding(name, "fail", text, mend, "storage")
 
 
-def _tried(folder: Path) -> Iterator[Finding]:
+def _tried(folder: Place) -> Iterator[Finding]:
     """What a file system can do is known once it was tried."""
     work = folder / f".holdfast-doctor-{secrets.token_hex(4)}"
     try:
@@ -113,7 +114,7 @@ def _tried(folder: Path) -> Iterator[Finding]:
         disk.delete_all(work)
 
 
-def _each(work: Path) -> Iterator[Finding]:
+def _each(work: Place) -> Iterator[Finding]:
     file = work / "file"
     began = time.time()
     try:
@@ -142,7 +143,7 @@ def _each(work: Path) -> Iterator[Finding]:
     yield _ability("new names only", lambda: _rename(file, work / "other"), "commits take a slower way that is as safe")
 
 
-def when_refused(error: OSError, path: Path) -> str:
+def when_refused(error: OSError, path: Place) -> str:
     """What to do about a call on ``path`` that failed."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free space or raise the quota"
@@ -160,7 +161,7 @@ def _ability(name: str, do: Callable[[], object], without: str) -> Finding:
     return Finding(name, "ok", "works")
 
 
-def _directly(file: Path) -> None:
+def _directly(file: Place) -> None:
     memory = mmap.mmap(-1, SECTOR)
     fd = disk.open(file, os.O_RDWR | os.O_DIRECT)
     try:
@@ -170,7 +171,7 @@ def _directly(file: Path) -> None:
         os.close(fd)
 
 
-def _reserve(file: Path) -> None:
+def _reserve(file: Place) -> None:
     fd = disk.open(file, os.O_RDWR)
     try:
         disk.reserve(fd, 2 * SECTOR, file)
@@ -178,7 +179,7 @@ def _reserve(file: Path) -> None:
         os.close(fd)
 
 
-def _lock(file: Path) -> None:
+def _lock(file: Place) -> None:
     fd = disk.open(file, os.O_RDWR)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -186,6 +187,6 @@ def _lock(file: Path) -> None:
         os.close(fd)
 
 
-def _rename(file: Path, target: Path) -> None:
+def _rename(file: Place, target: Place) -> None:
     if not disk.rename(file, target):
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.ondisk import manifest
 from holdfast.repair.rescue import IN_NO_FILE, rescuable
-from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 
 
@@ -22,7 +22,7 @@ def not_by_headers(path: str) -> str:
     try:
         place = location(path)
         older = [] if isinstance(place, StorePlace) else neighbours(place)
-        if older and not storage.is_file(place / manifest.FILE_NAME) and rescuable(place)[0] == "headers":
+        if older and not (place / manifest.FILE_NAME).is_file() and rescuable(place)[0] == "headers":
             if gone := lacking(place, older[-1]):
                 return f"{place} is not all there: {gone}. Name a copy of it with --like"
             if fits(place, older[-1]):
@@ -44,7 +44,7 @@ def mending(path: str, asked: Sequence[str] = ()) -> str:
             return ""
         if asked:
             return _mend_elsewhere(place)
-        return mend(place) if storage.is_file(place / manifest.FILE_NAME) else BRING_BACK
+        return mend(place) if (place / manifest.FILE_NAME).is_file() else BRING_BACK
     except (HoldfastError, OSError, ValueError):
         return ""
 
@@ -75,8 +75,8 @@ def command(word: str, *paths: object) -> str:
 
 def steps_in(root: Place) -> list[Place]:
     """The checkpoints in a folder, the latest by their numbers last."""
-    names = storage.folders_in(root) if isinstance(root, StorePlace) or root.is_dir() else []
-    return [root / name for name in sorted(names, key=_order) if storage.is_file(root / name / manifest.FILE_NAME)]
+    names = root.folder_names() if isinstance(root, StorePlace) or root.is_dir() else []
+    return [root / name for name in sorted(names, key=_order) if (root / name / manifest.FILE_NAME).is_file()]
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from holdfast.storage.cloud.client import CLIENTS, clock_ahead
 from holdfast.storage.cloud.conditions import honours_conditions
 from holdfast.storage.cloud.credentials import credentials_for
 from holdfast.storage.cloud.profiles import NoCredentials
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.deadline import Deadline
 
 DEADLINE = 30.0

@@ -33,7 +33,7 @@ from holdfast.read.read import Wanted, read_boxes
 from holdfast.read.source import ReadStats
 from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
-from holdfast.storage.storage import naming
+from holdfast.storage.naming import naming
 
 WORKERS = 3
 """Threads that each copy a unit at a time: while one reads, one sums, and one writes."""

@@ -20,8 +20,8 @@ from holdfast.ondisk import dtypes, names
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import NOTES
 from holdfast.ondisk.patterns import Patterns, matcher
-from holdfast.storage import storage
 from holdfast.storage.local.disk import SECTOR
+from holdfast.storage.naming import naming
 
 Extras = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str] | bytes]
 """Files to carry over: one, several, a folder (its files that are no weights), or names with paths or bytes."""
@@ -123,7 +123,7 @@ def small_files(checkpoint: Checkpoint, extras: Extras | None) -> dict[str, byte
     for name, source in given.items():
         check_attachment(name)
         if not isinstance(source, bytes):
-            with storage.naming(source, "read"):
+            with naming(source, "read"):
                 source = Path(source).read_bytes()
         files[name] = source
     return files

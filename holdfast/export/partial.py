@@ -12,15 +12,15 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
-from pathlib import Path
 
 import msgspec
 
 from holdfast.commit.folder import refuse_cited, taken
 from holdfast.errors import StorageError
 from holdfast.events import log
-from holdfast.storage import storage
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
 
 LAST = ("manifest.json", "model.safetensors.index.json", "model.safetensors", ".metadata")
 """What readers look for first, by which a folder is a checkpoint; so it is uploaded last."""
@@ -42,7 +42,7 @@ _decoder = msgspec.json.Decoder(Row)
 class Partial:
     """The folder of one target. Any rank writes into its ``content``; the first rank alone calls the methods."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: LocalPlace) -> None:
         self.target = target
         self.folder = target.with_name(f"{target.name}.partial")
         self.content = self.folder / "content"
@@ -54,24 +54,24 @@ class Partial:
 
         Raises StorageError if the target is taken, if another process is at it, or if the disk is too small.
         """
-        storage.make_folder(self.target.parent)
+        self.target.parent.make_folder()
         self._check_target(overwrite=overwrite)
         self._claim()
         self._put_back()
         if self._read_plan() == plan and self.content.is_dir():
-            for path in storage.files_below(self.content):
+            for path in self.content.files_below():
                 if path not in files:  # of an end that was begun: made again, and perhaps not all of them
-                    storage.delete(self.content / path)
+                    (self.content / path).delete()
             return self._gathered()
         if self._journals():
             log.warning("%s: what an earlier call with other arguments has copied is given up", self.folder)
         self._clear()
-        storage.make_folders(self.content, ["", *dict.fromkeys(os.path.dirname(path) for path in files)])
+        self.content.make_folders(["", *dict.fromkeys(os.path.dirname(path) for path in files)])
         for path, nbytes in files.items():
-            os.close(storage.open_to_write(self.content / path, nbytes)[0])
+            os.close((self.content / path).open_to_write(nbytes)[0])
         # Where there is a plan there are its files: whoever goes on from here believes what journals say of them.
         self._sync_folders(files)
-        storage.write_small(self.folder / "plan", plan.encode())
+        (self.folder / "plan").write_small(plan.encode())
         return []
 
     def _check_target(self, *, overwrite: bool) -> None:
@@ -97,18 +97,18 @@ class Partial:
     def _claim(self) -> None:
         """Make the folder ours: nobody else is at it, nor a rank that an earlier call left behind."""
         while self._lock < 0:
-            storage.make_folder(self.folder)
-            with storage.naming(self.folder, "lock"), suppress(FileNotFoundError):
+            self.folder.make_folder()
+            with naming(self.folder, "lock"), suppress(FileNotFoundError):
                 # Not found: whoever had it has just finished, and took the folder away. Then it is made again.
                 odd = sorted(p.name for p in self.folder.iterdir() if not any(fnmatch(p.name, ours) for ours in OURS))
                 if odd:
                     raise taken(f"{self.folder}, where it would grow, holds other files ({odd[0]})")
                 self._lock = self._locked(self.folder / "lock")
-        if any(storage.in_use(path) for path in self._journals()):
+        if any(path.in_use() for path in self._journals()):
             self.release()
             raise self._busy()
 
-    def _locked(self, path: Path) -> int:
+    def _locked(self, path: LocalPlace) -> int:
         lock = disk.open(path, os.O_RDWR | os.O_CREAT)
         kept = False
         try:
@@ -133,11 +133,11 @@ class Partial:
 
     def _read_plan(self) -> str | None:
         try:
-            return storage.read_small(self.folder / "plan").decode()
+            return (self.folder / "plan").read_small().decode()
         except FileNotFoundError:
             return None
 
-    def _journals(self) -> list[Path]:
+    def _journals(self) -> list[LocalPlace]:
         return sorted((self.folder / "journal").glob("*"))
 
     def _gathered(self) -> list[Row]:
@@ -145,54 +145,54 @@ class Partial:
         done: dict[int, Row] = {}
         journals = self._journals()
         for path in journals:
-            for line in storage.read_small(path).splitlines():
+            for line in path.read_small().splitlines():
                 try:
                     row = _decoder.decode(line)
                 except msgspec.MsgspecError:
                     break  # the end of a process, in the middle of a line
                 done[row.unit] = row
-        storage.write_small(self.folder / "journal" / "before", _lines(done.values()))
+        (self.folder / "journal" / "before").write_small(_lines(done.values()))
         for path in journals:
             if path.name != "before":
-                storage.delete(path)
+                path.delete()
         return list(done.values())
 
     def _put_back(self) -> None:
         """A target that was moved aside, and whose place was not taken before the end of a process, is not lost."""
         old = self.folder / "old"
         if old.exists() and not self.target.exists():
-            with storage.naming(old, "put back"):
+            with naming(old, "put back"):
                 disk.replace(old, self.target)
-            storage.sync_folder(self.target.parent)
+            self.target.parent.sync_folder()
 
     def _forget_plan(self) -> None:
         """From now on nobody goes on from what is here; durably so, before any of it is taken away."""
-        storage.delete(self.folder / "plan")
-        storage.sync_folder(self.folder)
+        (self.folder / "plan").delete()
+        self.folder.sync_folder()
 
     def _sync_folders(self, files: Iterable[str]) -> None:
-        for folder in {above for file in files for above in Path(file).parents}:
-            storage.sync_folder(self.content / folder)
+        for folder in {above for file in files for above in LocalPlace(file).parents}:
+            (self.content / folder).sync_folder()
 
     def _clear(self) -> None:
         self._forget_plan()
         for path in self.folder.iterdir():
             if path.name != "lock":
-                with storage.naming(path, "delete"):
+                with naming(path, "delete"):
                     disk.delete_all(path)
 
-    def publish(self, content: Path, files: Sequence[str], *, overwrite: bool) -> None:
+    def publish(self, content: LocalPlace, files: Sequence[str], *, overwrite: bool) -> None:
         """Put ``made`` in the target's place, in one step, once its ``files`` and folders are durable."""
         self._sync_folders(files)
         self._forget_plan()  # else what is replaced could be taken for what was copied
-        with storage.naming(self.target, "put in place"):
+        with naming(self.target, "put in place"):
             old = None
             if not disk.rename(content, self.target):
                 self._check_target(overwrite=overwrite)
                 old = _exchange(content, self.target, self.folder / "old")
         self._published = True
         try:
-            storage.sync_folder(self.target.parent)
+            self.target.parent.sync_folder()
         except StorageError as error:
             error.settled = False  # it is there, and whole; but a power cut may take its name away
             raise
@@ -225,7 +225,7 @@ class Partial:
         self._claim()
         try:
             self._put_back()
-            with storage.naming(self.folder, "delete"):
+            with naming(self.folder, "delete"):
                 self._remove()
         finally:
             self.release()
@@ -242,14 +242,14 @@ class Journal:
 
     def __init__(self, partial: Partial, rank: int) -> None:
         self.path = partial.folder / "journal" / f"{rank:05d}"
-        storage.make_folder(self.path.parent)
-        with storage.naming(self.path, "create"):
+        self.path.parent.make_folder()
+        with naming(self.path, "create"):
             self._fd = disk.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             _lock(self._fd, fcntl.LOCK_SH)
 
     def add(self, rows: Iterable[Row]) -> None:
         """Note units whose bytes are durable."""
-        with storage.naming(self.path, "write"):
+        with naming(self.path, "write"):
             data = _lines(rows)
             while data:
                 data = data[disk.append(self._fd, data, self.path) :]
@@ -281,17 +281,17 @@ def holds_others(target: object, inner: str) -> StorageError:
     return error
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: LocalPlace) -> bool:
     """Whether a folder in a checkpoint is one by itself: its own folders hold no file of these names."""
     return any((folder / mark).is_file() for mark in LAST)
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def _is_checkpoint(folder: LocalPlace) -> bool:
     marks = ("manifest.json", ".metadata", "*.safetensors", "*.safetensors.index.json")
     return any(any(folder.glob(mark)) for mark in marks)
 
 
-def _exchange(content: Path, target: Path, aside: Path) -> Path | None:
+def _exchange(content: LocalPlace, target: LocalPlace, aside: LocalPlace) -> LocalPlace | None:
     """``made`` under the target's name; what was there before is where the answer says."""
     if disk.exchange(content, target):
         return content

@@ -18,8 +18,11 @@ from holdfast.export.partial import LAST, holds_others
 from holdfast.ondisk import blocks, manifest
 from holdfast.storage import storage
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.local.private import private_folder
-from holdfast.storage.place import StorePlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 PART = 8 << 20
 
@@ -27,18 +30,18 @@ MARK = ".holdfast-converting"
 """Stands beside what is uploaded until all of it is: what an upload that broke off has left may be replaced."""
 
 
-def grown_at(place: StorePlace) -> Path:
+def grown_at(place: Place) -> LocalPlace:
     """The local folder or file in which a target for ``place`` grows: the same one for a call that is repeated.
 
     Nobody else can write there. Raises StorageError if that cannot be had.
     """
-    with storage.naming(tempfile.gettempdir(), "make a folder in"):
+    with naming(tempfile.gettempdir(), "make a folder in"):
         return private_folder(f"convert-{blocks.digest(str(place).encode())[:12]}") / (place.name or "root")
 
 
 def check_free(place: StorePlace, *, overwrite: bool) -> None:
     """Raises StorageError if something is at ``place`` already and may not be replaced."""
-    existing = storage.files_below(place) or ([place.name] if storage.is_file(place) else [])
+    existing = place.files_below() or ([place.name] if place.is_file() else [])
     if MARK in existing:
         return
     if existing and not overwrite:
@@ -66,7 +69,7 @@ def check_one_machine(hosts: list[str]) -> str:
     return ""
 
 
-def upload(grown: Path, place: StorePlace) -> int:
+def upload(grown: LocalPlace, place: StorePlace) -> int:
     """Upload a target that is whole, then take the local one away; the bytes of all its files.
 
     A checkpoint of ours that was at ``place`` is there until the new one is: no file of theirs has the same name but
@@ -77,9 +80,9 @@ def upload(grown: Path, place: StorePlace) -> int:
         nbytes = grown.stat().st_size
         _put(grown, place)
     else:
-        files = storage.sizes_below(grown)
-        nbytes, old = sum(files.values()), set(storage.files_below(place))
-        storage.write_small(place / MARK, b"an upload is under way, or broke off\n")
+        files = grown.sizes_below()
+        nbytes, old = sum(files.values()), set(place.files_below())
+        (place / MARK).write_small(b"an upload is under way, or broke off\n")
         if old.intersection(files) != {manifest.FILE_NAME}:
             storage.delete(*(place / path for path in LAST if path in old))
         with events.task("upload", str(place), total=nbytes) as task:
@@ -92,7 +95,7 @@ def upload(grown: Path, place: StorePlace) -> int:
 
 
 def _put(path: Path, place: StorePlace) -> None:
-    with storage.naming(place, "upload"):
+    with naming(place, "upload"):
         place.store.put(place.key, _parts(path), path.stat().st_size)
 
 

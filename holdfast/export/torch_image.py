@@ -14,7 +14,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -30,9 +29,10 @@ from holdfast.export.torch_file import add_small
 from holdfast.export.zip_file import ALIGN, Ending, Member
 from holdfast.ondisk import ndarrays, scalars
 from holdfast.state.tensors import dtype_name
-from holdfast.storage import storage
 from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
 
 _GRAIN = 2 << 20
 """Memory is taken in multiples of this, a huge page, so that a state that grows a little finds room."""
@@ -82,7 +82,7 @@ def copied(state: Mapping[str, Any], memory: Buffer | None = None) -> Image:
     return Image(memory, members, pickle, at)
 
 
-def write(image: Image, path: Path, extra: Mapping[str, bytes], commit: Callable[[Path], None]) -> int:
+def write(image: Image, path: LocalPlace, extra: Mapping[str, bytes], commit: Callable[[LocalPlace], None]) -> int:
     """Write the file beside ``path``, durably, under a name that nobody looks for; then ``commit`` renames it.
 
     ``extra`` are more members of the archive. Returns the size of the file. If something fails, the file is deleted.
@@ -92,14 +92,14 @@ def write(image: Image, path: Path, extra: Mapping[str, bytes], commit: Callable
     for name, data in extra.items():
         ending.add(name, data)
     tail = ending.close()
-    storage.make_folder(path.parent)
+    path.parent.make_folder()
     _sweep(path.parent)
     temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}.holdfast")
     nbytes = image.end + len(tail)
-    locked, _ = storage.open_to_write(temporary, nbytes)  # until it is closed, `_sweep` leaves the file alone
+    locked, _ = temporary.open_to_write(nbytes)  # until it is closed, `_sweep` leaves the file alone
     try:
         copying.write(temporary, image.memory.view[: image.end], 0)
-        with storage.naming(temporary, "write"):
+        with naming(temporary, "write"):
             fd = disk.open(temporary, os.O_RDWR)
             try:
                 disk.write_all(fd, tail, image.end, temporary)
@@ -116,12 +116,12 @@ def write(image: Image, path: Path, extra: Mapping[str, bytes], commit: Callable
     return nbytes
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(folder: LocalPlace) -> None:
     """Delete what `write` has left in a folder when its process was killed. A failure costs space alone."""
     try:
-        left = [Path(entry.path) for entry in disk.listed(folder) if _TEMPORARY.fullmatch(entry.name)]
+        left = [LocalPlace(entry.path) for entry in disk.listed(folder) if _TEMPORARY.fullmatch(entry.name)]
         for path in left:
-            if not storage.in_use(path):
+            if not path.in_use():
                 disk.delete_all(path)
     except OSError as error:
         log.warning("what killed saves may have left in %s stays: %s", folder, error)

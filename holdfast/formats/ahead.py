@@ -16,7 +16,8 @@ from typing import TypeVar
 from holdfast.errors import HoldfastError
 from holdfast.formats.sources import Stretch, file
 from holdfast.read.read import ASKERS
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 BATCH = 64
 """Files that are glanced at together: what is read of them is kept until they are opened."""

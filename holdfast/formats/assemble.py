@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +30,9 @@ from holdfast.ondisk.containers import Note
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import Manifest
 from holdfast.read.source import Descriptors, ReadStats
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 MAX_LEAVES = 4_000_000
 """More than any state has; what claims more refers to itself."""
@@ -77,10 +78,10 @@ class ForeignFiles:
     def path(self, index: int) -> Place:
         return self.sources[index].path
 
-    def plain(self, index: int) -> Path | None:
+    def plain(self, index: int) -> Place | None:
         """The local file whose bytes the pieces of that number are; None for those in memory or to be unpacked."""
         source = self.sources[index]
-        return source.path if isinstance(source, File) and isinstance(source.path, Path) else None
+        return source.path if isinstance(source, File) and isinstance(source.path, LocalPlace) else None
 
     def prove(self, indices: Iterable[int]) -> None:
         """Every stretch was found to lie within its file when it was made."""

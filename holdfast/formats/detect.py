@@ -12,8 +12,9 @@ from importlib import import_module
 from holdfast.buffers.memory import no_collection
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.formats.assemble import Foreign, assemble
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import storage_error
+from holdfast.storage.naming import storage_error
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.listed import Listed
 
 # Each is asked with `read(path)`, which returns None for what is not its format. Those that look for a file of a name

@@ -19,8 +19,9 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, runs, whole
 from holdfast.read.source import Descriptors
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import naming
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 TILE = 32 << 20
 READ = 2 * TILE

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from holdfast.errors import Damaged
 from holdfast.events import log
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import naming
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 MAX_ATTACHMENT = 64 << 20
 """Larger files beside the weights are no configuration."""
@@ -59,19 +61,21 @@ def _seen(paths: Iterable[str]) -> list[str]:
 
 def real(path: Place) -> Place:
     """Where links lead; in a store there are none."""
-    return path.resolve() if isinstance(path, Path) else path
+    return path.resolve() if isinstance(path, LocalPlace) else path
 
 
 def lies_in(path: Place, folder: Place) -> bool:
     """Whether a path, links followed, is a folder or below it."""
     if isinstance(path, StorePlace) or isinstance(folder, StorePlace):
         return str(path) == str(folder) or str(path).startswith(f"{folder}/")
-    return path.resolve().is_relative_to(folder.resolve())
+    real = os.path.realpath(path)
+    home = os.path.realpath(folder)
+    return real == home or real.startswith(home.rstrip("/") + "/")
 
 
 def modified(path: Place) -> float:
     """When a file was last written, in seconds since the epoch; 0.0 if a store does not tell."""
-    if isinstance(path, Path):
+    if not isinstance(path, StorePlace):
         return path.stat().st_mtime
     beside = path.store.list(path.parent.key, deep=False).files
     return next((entry.modified for entry in beside if entry.key == path.key), 0.0)
@@ -94,8 +98,8 @@ def member(folder: Place, name: str, said_by: str = "") -> Place:
     return found
 
 
-def _followed(path: Path, folder: Path, by: str) -> Path:
-    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+def _followed(path: Place, folder: Place, by: str) -> Place:
+    real, home = LocalPlace(os.path.realpath(path)), LocalPlace(os.path.realpath(folder))
     if not real.is_relative_to(home) and not _in_store(real, home):
         raise Damaged(f"{path}{by} is a link that leads out of the folder, to {real}: put the file itself there")
     return real

@@ -20,8 +20,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 from holdfast.errors import Damaged, HoldfastError, StorageError
 from holdfast.read.source import Descriptors
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import naming, naming_unless_missing, open_to_read
+from holdfast.storage.naming import naming, naming_unless_missing
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 KEPT_FILES, KEPT_BYTES = 64, 8 << 30
 """How much stays unpacked; what was read longer ago is unpacked again when it is asked for."""
@@ -59,7 +60,7 @@ class File:
         if isinstance(self.path, StorePlace):
             return self.path
         try:
-            return open_to_read(self.path)
+            return self.path.open_to_read()
         except FileNotFoundError:
             raise self._gone() from None
 

@@ -19,7 +19,8 @@ from holdfast.ondisk.box import Box
 from holdfast.read.damage import Damage
 from holdfast.read.read import ASKERS
 from holdfast.read.source import ReadStats
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 SPAN = 8 << 20
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 
 from holdfast.checkpoint import read_manifest
 from holdfast.commit.absent import what_is_in_store, what_is_there
@@ -23,8 +22,9 @@ from holdfast.journal import ASK, Entry, Now, Reader, joined, printable
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.run.steps import metric_of
 from holdfast.run.tiers.nodes import root_of_fast
-from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -82,7 +82,7 @@ class Past:
         """All there is now. Raises NotACheckpoint if there is neither a journal nor a step, ValueError for a step,
         and StorageError."""
         told = self._reader.read()
-        names = [name for name in storage.folders_in(self.root) if not name.startswith(".")]
+        names = [name for name in self.root.folder_names() if not name.startswith(".")]
         self._committed = {name: entry for name, entry in self._committed.items() if name in names}
         unknown = [name for name in names if name not in self._committed]
         refused: dict[str, str] = {}
@@ -98,7 +98,7 @@ class Past:
         saving = self._underway(lacking, told.now, told.entries, refused)
         if not (told.entries or there or saving or told.now):
             root = self.root
-            if storage.is_file(root / manifest.FILE_NAME):
+            if (root / manifest.FILE_NAME).is_file():
                 raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
             if refused:
                 raise StorageError(refused[min(refused)])
@@ -109,7 +109,7 @@ class Past:
         )  # fmt: skip
 
     def _fast_of(self) -> str | None:
-        root = root_of_fast(self.root) if isinstance(self.root, Path) else None
+        root = root_of_fast(self.root) if isinstance(self.root, LocalPlace) else None
         return None if root is None else printable(root)
 
     def _refuses(self, name: str, error: OSError, refused: dict[str, str]) -> None:
@@ -120,7 +120,7 @@ class Past:
 
     def _is_committed(self, name: str, refused: dict[str, str]) -> bool:
         try:
-            return storage.size_of(self.root / name / manifest.FILE_NAME) is not None
+            return (self.root / name / manifest.FILE_NAME).size() is not None
         except StorageError as error:
             self._refuses(name, error, refused)
             return False
@@ -185,7 +185,7 @@ class Past:
         if isinstance(folder, StorePlace):
             return False  # a store does not tell who still writes; training does
         try:
-            return bool(storage.living(folder, files))
+            return bool(folder.living(files))
         except StorageError:  # committed, or swept, while we looked
             return False
 

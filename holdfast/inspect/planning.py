@@ -26,7 +26,7 @@ from holdfast.read.shared.demand import Choice, Demand, Offer, demand_of, is_wor
 from holdfast.read.shared.pass_on import LONGEST, Line, line_of, wanted_of
 from holdfast.read.shared.relay import seat_of
 from holdfast.read.source import ReadStats
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Literal
 
 from holdfast.checkpoint import open_checkpoint, read_manifest
@@ -31,9 +30,11 @@ from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.run.steps import lacking_files, metric_of
 from holdfast.run.tiers.nodes import MARK
-from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded
 
@@ -100,7 +101,7 @@ def survey(
     tiers: list[tuple[str, Place]] = [("store" if fast is not None else "", home)]
     if fast is not None:
         tiers.append(("fast", there := location(fast)))
-        if isinstance(there, Path) and not there.is_dir():  # a slip of the pen must not read like "nothing there"
+        if isinstance(there, LocalPlace) and not there.is_dir():  # a slip of the pen must not read like "nothing there"
             raise NotACheckpoint(f"there is no folder {there}, which is to be the fast tier")
     found = [step for tier, folder in tiers for step in _look(folder, tier, headers=headers)]
     if not found:
@@ -110,15 +111,15 @@ def survey(
 
 
 def _look(root: Place, tier: str, *, headers: bool) -> list[Step]:
-    if storage.is_file(root / manifest.FILE_NAME) or (isinstance(root, Path) and root.is_file()):
+    if (root / manifest.FILE_NAME).is_file() or (isinstance(root, LocalPlace) and root.is_file()):
         return [_seen(root, "", tier, headers=headers)]
-    asked = [name for name in storage.folders_in(root) if not name.startswith(".")]
+    asked = [name for name in root.folder_names() if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
         ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), asked) if step]
     citations = Citations(root)
     ours = [_or_lent(root / step.name, step, citations) for step in ours]
     named = {step.name for step in ours}
-    if not ours and isinstance(root, Path) and storage.is_file(root.parent / manifest.FILE_NAME):
+    if not ours and isinstance(root, LocalPlace) and (root.parent / manifest.FILE_NAME).is_file():
         return []  # a part of a checkpoint: its files say less each than all of them
     if not ours:
         found = _ours(root, "", tier, headers=headers)
@@ -139,7 +140,7 @@ def _is_of_a_run(found: Step, folders: list[str]) -> bool:
 
 def _files_in(root: Place) -> list[str]:
     if isinstance(root, StorePlace):
-        with storage.naming(root, "list"):
+        with naming(root, "list"):
             listed = root.store.list(root.key, deep=False).files
         names = [entry.key.rpartition("/")[2] for entry in listed]
     else:
@@ -160,12 +161,12 @@ def _seen(path: Place, name: str, tier: str, *, headers: bool) -> Step:
 
 def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
     """A step of ours, whatever state it is in; None if nothing there is ours."""
-    if isinstance(path, Path) and not path.is_dir():
+    if isinstance(path, LocalPlace) and not path.is_dir():
         return None
     blank = Step(name, str(path), tier, manifest.FORMAT, "unreadable", step=_number_of(path.name))
     try:
         # Asked first: what there is instead, which is found out for the error, would be told to nobody.
-        if isinstance(path, Path) and storage.size_of(path / manifest.FILE_NAME) is None:
+        if isinstance(path, LocalPlace) and (path / manifest.FILE_NAME).size() is None:
             return _uncommitted(path, blank)
         record = read_manifest(path)
     except NotACheckpoint:
@@ -194,7 +195,7 @@ def _health(path: Place, record: Manifest, *, headers: bool) -> tuple[Health, st
     if lacking:
         fault = next(iter(lacking.values()))
         absent = all(" is missing" in text for text in lacking.values())
-        partly = absent and len(lacking) < len(record.files) and storage.is_file(path.parent / MARK)
+        partly = absent and len(lacking) < len(record.files) and (path.parent / MARK).is_file()
         return ("partly here" if partly else "damaged"), fault
     if headers:
         files = DataFiles(path, record.data_files)
@@ -216,7 +217,7 @@ def _uncommitted(path: Place, blank: Step) -> Step | None:
             return None
         nbytes = sum(sizes[name] for name in ours if datafile.save_of(name))
         found = replace(blank, created=_newest(path, ours), nbytes=nbytes, own=nbytes)
-        written = bool(storage.living(path, [name for name in ours if datafile.save_of(name)]))
+        written = bool(path.living([name for name in ours if datafile.save_of(name)]))
         if written and not isinstance(path, StorePlace):
             return replace(found, health="writing", fault="a living process writes it")
         if finished(path) is not None:
@@ -237,7 +238,7 @@ def _or_lent(path: Place, found: Step, citations: Citations | None = None) -> St
     if found.health not in ("writing", "unfinished"):
         return found
     try:
-        names = borrowers(path, [name for name in storage.files_below(path) if is_leaving(name)], citations)
+        names = borrowers(path, [name for name in path.files_below() if is_leaving(name)], citations)
     except StorageError as error:
         return replace(found, health="unreadable", fault=str(error))
     if not names:

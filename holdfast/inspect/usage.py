@@ -23,9 +23,9 @@ from holdfast.ondisk.cited import is_cited, sibling_of
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.ranks.ranks import DEADLINE
-from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import bounded
 
@@ -132,7 +132,7 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
     A step whose manifest cannot be read is taken to need all files of its folder.
     """
     home = bounded(location(root), DEADLINE)
-    folders = [name for name in storage.folders_in(home) if not name.startswith(".")]
+    folders = [name for name in home.folder_names() if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-usage") as pool:
         found = dict(zip(folders, pool.map(lambda name: _files(home / name), folders), strict=True))
         steps = [name for name in folders if manifest.FILE_NAME in found[name]]
@@ -161,7 +161,7 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
 
 def _files(folder: Place) -> dict[str, tuple[Hashable, int]]:
     """The files of a folder: what tells each from all others, whatever names it has, and its bytes."""
-    sizes = storage.sizes_below(folder)
+    sizes = folder.sizes_below()
     if isinstance(folder, StorePlace):
         return {path: (f"{folder}/{path}", n) for path, n in sizes.items()}
     found: dict[str, tuple[Hashable, int]] = {}

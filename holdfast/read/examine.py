@@ -24,7 +24,7 @@ from holdfast.read.damage import Fault, contents
 from holdfast.read.ranges import Range, jobs_of
 from holdfast.read.read import READERS, DataFiles, Files, altered, is_cell, is_right, threads_for
 from holdfast.read.source import ReadStats, Source, source_of
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 
 AHEAD = 4
 """Jobs for each thread that wait for it; and headers that are read ahead."""

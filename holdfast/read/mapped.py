@@ -9,7 +9,6 @@ import ctypes
 import os
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -17,7 +16,8 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.datafile import Piece
 from holdfast.read.source import damaged
 from holdfast.storage.local import disk
-from holdfast.storage.storage import naming_unless_missing
+from holdfast.storage.naming import naming_unless_missing
+from holdfast.storage.place import Place
 
 _PROT_READ, _PROT_WRITE, _MAP_PRIVATE, _MAP_NORESERVE = 1, 2, 2, 0x4000  # of Linux
 
@@ -33,9 +33,9 @@ class MappedFiles:
     """Files of one checkpoint, each mapped once; a mapping lives as long as any tensor of it."""
 
     def __init__(self) -> None:
-        self._mappings: dict[Path, Mapping | None] = {}
+        self._mappings: dict[Place, Mapping | None] = {}
 
-    def tensor(self, path: Path, piece: Piece, dtype: str, shape: Sequence[int]) -> torch.Tensor | None:
+    def tensor(self, path: Place, piece: Piece, dtype: str, shape: Sequence[int]) -> torch.Tensor | None:
         """The whole tensor that a piece of a file is; None if it cannot be mapped (it is not aligned, say).
 
         Raises Damaged if the file is missing or ends before it.
@@ -53,7 +53,7 @@ class MappedFiles:
         return data.view(dtypes.torch_dtype(dtype)).view(tuple(shape))
 
 
-def _mapping(path: Path) -> Mapping | None:
+def _mapping(path: Place) -> Mapping | None:
     """All of a file, copied page by page where it is written to; None if the file system or the memory has no room."""
     try:
         with naming_unless_missing(path, "open"):

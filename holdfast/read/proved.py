@@ -15,8 +15,8 @@ from holdfast.errors import Damaged
 from holdfast.events import log
 from holdfast.ondisk import blocks, datafile
 from holdfast.ondisk.manifest import FileRecord
-from holdfast.storage import storage
-from holdfast.storage.place import StorePlace
+from holdfast.storage.naming import naming_unless_missing
+from holdfast.storage.store_place import StorePlace
 
 PART = blocks.BLOCK
 """What is read at once: neighbouring blocks up to so many bytes."""
@@ -95,7 +95,7 @@ class ProvedFile:
             if self._stop.is_set():
                 raise Stopped
             try:
-                with storage.naming_unless_missing(self.place, "read"):
+                with naming_unless_missing(self.place, "read"):
                     got = self.place.store.get(self.place.key, begin, end)
             except FileNotFoundError:
                 raise damaged(self.place, "is missing") from None

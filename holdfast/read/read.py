@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,8 +30,8 @@ from holdfast.ondisk.signature import Signature, SignedFile
 from holdfast.read.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.read.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of
 from holdfast.storage.inside import Inside
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import open_to_read, read_small, read_start, size_of
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 STRIDE = 1 << 20
 """Bytes that are summed and then moved."""
@@ -65,7 +64,7 @@ class Files(Protocol):
     def path(self, index: int) -> Place:
         """The file of that number, for errors."""
 
-    def plain(self, index: int) -> Path | None:
+    def plain(self, index: int) -> Place | None:
         """The local file whose bytes the pieces of that number are, if it is one and nothing is unpacked."""
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
@@ -113,7 +112,7 @@ class DataFiles:
             return self._paths(index)
         if index not in self._elsewhere:
             own = self._paths(index)
-            self._elsewhere[index] = own if size_of(own) == record.bytes else self._in(self._beside, record)
+            self._elsewhere[index] = own if own.size() == record.bytes else self._in(self._beside, record)
         return self._elsewhere[index]
 
     def named(self, index: int) -> Place:
@@ -126,7 +125,7 @@ class DataFiles:
             found = self._proved[index] = self._inside.path(self.records[index].path)
         return found
 
-    def plain(self, index: int) -> Path | None:
+    def plain(self, index: int) -> Place | None:
         path = self.path(index)
         return None if isinstance(path, StorePlace) else path
 
@@ -135,7 +134,7 @@ class DataFiles:
         if self._named_beside is None:
             try:
                 target = beside / manifest.FILE_NAME
-                files = manifest.decode(read_small(target), str(target)).data_files
+                files = manifest.decode(target.read_small(), str(target)).data_files
             except (HoldfastError, OSError):  # then names have to do
                 files = []
             self._named_beside = {own_path(file.path): file.path for file in files}
@@ -160,7 +159,7 @@ class DataFiles:
             if isinstance(path, StorePlace):
                 self.header(index)
                 continue
-            size = size_of(path)
+            size = path.size()
             if size != self.records[index].bytes:
                 raise self._of_size(index, size)
 
@@ -184,7 +183,7 @@ class DataFiles:
         record, path = self.records[index], self.path(index)
         for last in (False, True):
             try:
-                data, size = read_start(path, record.header_bytes)
+                data, size = path.read_start(record.header_bytes)
             except FileNotFoundError:
                 raise self._of_size(index, None) from None
             if size != record.bytes:
@@ -217,7 +216,7 @@ class DataFiles:
             yield path
             return
         try:
-            cached, direct = open_to_read(path)
+            cached, direct = path.open_to_read()
         except FileNotFoundError:
             raise damaged(path, f"is missing{origin_of(self.records[index], self.folder.name)}") from None
         try:

@@ -15,8 +15,10 @@ from holdfast.errors import Damaged
 from holdfast.read.ranges import GAP, SPAN
 from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import is_cached, naming, naming_unless_missing
+from holdfast.storage.local.large import is_cached
+from holdfast.storage.naming import naming, naming_unless_missing
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.cached import Cached
 
 Descriptors = tuple[int, int | None]

@@ -18,7 +18,6 @@ from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats, source_of
-from holdfast.storage import storage
 from holdfast.storage.place import Place
 
 ALIKE = 4
@@ -97,7 +96,7 @@ class Donors:
                 continue
             try:
                 path = donor.files.path(index)
-                data, _ = storage.read_start(path, file.header_bytes)
+                data, _ = path.read_start(file.header_bytes)
             except (HoldfastError, FileNotFoundError) as error:
                 log.debug("cannot give a header: %s", error)
                 continue
@@ -138,7 +137,7 @@ class Donors:
                 if (size, known) != (nbytes, digest):
                     continue
                 try:
-                    data = storage.read_small(donor.where / path)
+                    data = (donor.where / path).read_small()
                 except (HoldfastError, FileNotFoundError) as error:
                     log.debug("cannot give an attachment: %s", error)
                     continue

@@ -30,10 +30,12 @@ from holdfast.ondisk.datafile import Header
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.read.damage import Fault
 from holdfast.repair.donors import Donors, Gift
-from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
 from holdfast.storage.store import Buffer
+from holdfast.storage.store_place import StorePlace
 
 READERS = 4
 """Blocks that are looked for at once."""
@@ -75,8 +77,8 @@ def mend_file(
     """
     done = Mending([], [fault for fault in faults if fault.key and not fault.nbytes])  # named, and not in the header
     # What a link leads to is not ours to write to, and may lie outside: the file itself comes back, or nothing does.
-    linked = isinstance(path, Path) and path.is_symlink()
-    fits = not linked and storage.size_of(path) == file.bytes
+    linked = isinstance(path, LocalPlace) and path.is_symlink()
+    fits = not linked and path.size() == file.bytes
     first = None
     if header is None or not fits:
         first = donors.header(file)
@@ -86,7 +88,7 @@ def mend_file(
     hit = None if first else {fault.begin for fault in faults}
     blocks = [block for block in _blocks(header) if hit is None or block.begin in hit]
     work = _Work(index, file, str(path), donors, done)
-    if fits and isinstance(path, Path):
+    if fits and isinstance(path, LocalPlace):
         try:
             work.in_place(path, first, blocks, dry_run=dry_run)
             return done
@@ -133,9 +135,9 @@ class _Work:
                 if dry_run:
                     deque(chunks, maxlen=0)
                 else:
-                    with storage.naming(at, "write"):
+                    with naming(at, "write"):
                         at.store.put(at.key, chunks, self.file.bytes)
-                    if isinstance(path, Path):
+                    if isinstance(path, LocalPlace):
                         with _written_over(path):  # nothing: what is looked at next comes from the disk
                             pass
             if not self.done.mended:  # what was too long had all of it
@@ -202,16 +204,16 @@ def _nowhere() -> Iterator[Callable[[int, bytes], None]]:
 @contextmanager
 def _written_over(path: Path) -> Iterator[Callable[[int, bytes], None]]:
     """What writes into a file that is there; at the end it is durable, and read from the disk when it is looked at."""
-    with storage.naming(path, "open"):
+    with naming(path, "open"):
         fd = disk.open(path, os.O_WRONLY | os.O_NOFOLLOW)
 
     def write(begin: int, data: bytes) -> None:
-        with storage.naming(path, "write"):
+        with naming(path, "write"):
             disk.write_all(fd, data, begin, path)
 
     try:
         yield write
-        with storage.naming(path, "sync"):
+        with naming(path, "sync"):
             disk.sync(fd, path)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

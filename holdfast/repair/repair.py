@@ -27,7 +27,6 @@ from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.repair.donors import Donor, Donors
 from holdfast.repair.mend import Mended, Mending, mend_file
-from holdfast.storage import storage
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
@@ -145,7 +144,7 @@ def _checkpoints(place: Place) -> list[tuple[Place, Manifest]]:
         events.log.warning("%s is no source: %s", place, error)
         return []
     found: list[tuple[Place, Manifest]] = []
-    for name in storage.folders_in(place):
+    for name in place.folder_names():
         with suppress(NotACheckpoint, Damaged, Unsupported):  # what cannot be read can give nothing
             found.append((place / name, read_manifest(place / name)))
     if not found:
@@ -200,9 +199,9 @@ def _mend_attachments(
         if of is None or gift is None:
             continue
         if not dry_run:
-            storage.make_folder(target.parent)
-            storage.write_small(target, gift.data)
-        if dry_run or blocks.digest(storage.read_small(target)) == digest:
+            target.parent.make_folder()
+            target.write_small(gift.data)
+        if dry_run or blocks.digest(target.read_small()) == digest:
             left.remove(of)
             mended.append(Mended(str(target), 0, nbytes, gift.source))
     return mended, left

@@ -33,7 +33,6 @@ from holdfast.read.examine import examine
 from holdfast.read.read import DataFiles
 from holdfast.read.rebuild import DataFile, Rebuilt, described, rebuilt
 from holdfast.read.source import ReadStats
-from holdfast.storage import storage
 from holdfast.storage.inside import Inside
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -92,16 +91,16 @@ def rescue(
         found = commit_late(target)
         if found is not None:
             return _told(target, found, "parts", [])
-    paths = storage.files_below(target)
-    if isinstance(target, os.PathLike) and storage.living(target, [p for p in paths if datafile.save_of(p)]):
+    paths = target.files_below()
+    if isinstance(target, os.PathLike) and target.living([p for p in paths if datafile.save_of(p)]):
         raise taken(f"somebody is saving to {target} right now")
     neighbour = None if like is None else read_manifest(patiently(location(like), deadline))
     record, origin, lost = _chosen(target, paths, neighbour, save, step)
     if damaged is not None:
-        storage.write_small(target / ASIDE, damaged)
+        (target / ASIDE).write_small(damaged)
         lost.append(f"the damaged manifest is kept as {ASIDE}")
-        storage.replace_small(
-            target / manifest.FILE_NAME, manifest.encode(record), f".manifest.{record.save}.{secrets.token_hex(4)}.tmp"
+        (target / manifest.FILE_NAME).replace_small(
+            manifest.encode(record), f".manifest.{record.save}.{secrets.token_hex(4)}.tmp"
         )
     else:
         commit(target, record, replaces=False)
@@ -115,7 +114,7 @@ def rescuable(
 ) -> tuple[Literal["parts", "copy", "headers"], list[str]]:  # fmt: skip
     """What `rescue` would make a manifest of, and what would be lost. Changes nothing; raises what `rescue` raises."""
     neighbour = None if like is None else read_manifest(like)
-    _, origin, lost = _chosen(folder, storage.files_below(folder), neighbour, None, None)
+    _, origin, lost = _chosen(folder, folder.files_below(), neighbour, None, None)
     return origin, lost
 
 
@@ -133,9 +132,9 @@ def _damaged_manifest(target: Place) -> bytes | None:
     try:
         read_manifest(target)
     except Damaged:
-        return storage.read_small(target / manifest.FILE_NAME)
+        return (target / manifest.FILE_NAME).read_small()
     except NotACheckpoint:
-        if storage.is_file(target / manifest.FILE_NAME):
+        if (target / manifest.FILE_NAME).is_file():
             raise  # another program's
         return None
     error = StorageError(f"{target} has a manifest that can be read, and needs no rescue; holdfast.repair mends data")
@@ -202,8 +201,8 @@ def _data_files(target: Place, paths: list[str]) -> tuple[dict[str, list[DataFil
         if save is None:
             continue
         try:
-            first, nbytes = storage.read_start(target / path, 8)
-            data, _ = storage.read_start(target / path, datafile.header_length(first, nbytes))
+            first, nbytes = (target / path).read_start(8)
+            data, _ = (target / path).read_start(datafile.header_length(first, nbytes))
             record = FileRecord(path, nbytes, len(data), blocks.digest(data))
             one = described(record, datafile.parse_header(data, nbytes))
             found.setdefault(save, []).append(one)
@@ -224,7 +223,7 @@ def _known(
     if own not in paths:
         return None
     try:
-        left = part.decode(storage.read_small(target / own), str(target / own)).manifest
+        left = part.decode((target / own).read_small(), str(target / own)).manifest
     except Damaged as error:
         log.warning("%s", error)
         return None
@@ -235,8 +234,8 @@ def _filled(target: Place, drafted: Manifest) -> Manifest:
     rows = []
     for file in drafted.data_files:
         try:
-            first, nbytes = storage.read_start(target / file.path, 8)
-            data, _ = storage.read_start(target / file.path, datafile.header_length(first, nbytes))
+            first, nbytes = (target / file.path).read_start(8)
+            data, _ = (target / file.path).read_start(datafile.header_length(first, nbytes))
             file = FileRecord(file.path, nbytes, len(data), blocks.digest(data))
         except (FileNotFoundError, ValueError) as error:  # it is found to lack
             log.debug("%s: %s", target / file.path, error)
@@ -309,12 +308,12 @@ def _losses(made: Rebuilt, like: Manifest | None) -> list[str]:
 
 def _attachments(target: Place, save: str) -> list[tuple[str, int, str]]:
     found, home = [], Inside(target)
-    for path in storage.files_below(target):
+    for path in target.files_below():
         above, _, rest = path.partition("/")
         other = re.fullmatch(r"[0-9a-f]{16}", rest.partition("/")[0]) is not None and not rest.startswith(f"{save}/")
         if above == "attachments" and not other and not names.split(path)[-1].startswith("."):
             try:
-                data = storage.read_small(home.path(path))
+                data = home.path(path).read_small()
                 found.append((path, len(data), blocks.digest(data)))
             except (Damaged, FileNotFoundError) as error:  # a link, to elsewhere or to nothing
                 log.warning("the attached file %s is left out: %s", target / path, error)

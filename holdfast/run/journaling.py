@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 
@@ -28,8 +27,11 @@ from holdfast.journal import Entry, Now
 from holdfast.saving import Saving
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
 from holdfast.storage.storage import JOURNAL
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.around import patiently
 
 WAITING = 1000
@@ -101,7 +103,7 @@ class Journal:
         as it may have to look at a disk, or to wait for a metric that a device still computes. None after `close`.
         """
         now = time.monotonic()
-        if now - self._told >= self._beat or (news and isinstance(self._folder, Path)):
+        if now - self._told >= self._beat or (news and isinstance(self._folder, LocalPlace)):
             self._told = now
             with self._changed:
                 if not self._closed:  # a save that was given up may end later: training has ended all the same
@@ -170,16 +172,16 @@ class Journal:
             if self._file is None or len(self._lines) + len(lines) > journal.CHUNK:
                 self._file, self._lines, self._torn = self._folder / _new_name(), [], False
             if isinstance(self._file, StorePlace):
-                storage.write_small(self._file, b"".join([*self._lines, *lines]))
+                self._file.write_small(b"".join([*self._lines, *lines]))
             else:
                 self._append(self._file, b"".join(lines))
             first, self._lines = not self._lines, [*self._lines, *lines]
             if first:
                 thin(self._folder)
 
-    def _append(self, path: Path, data: bytes) -> None:
+    def _append(self, path: Place, data: bytes) -> None:
         """Not synced: what a power cut takes of a journal, the steps themselves still tell."""
-        with storage.naming(path, "write"):
+        with naming(path, "write"):
             disk.make_folders(path.parent)
             fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
@@ -194,10 +196,10 @@ class Journal:
     def _put(self, path: Place, data: bytes) -> None:
         """Replace a file in one step; on disk without waiting until it is durable."""
         if isinstance(path, StorePlace):
-            storage.write_small(path, data)
+            path.write_small(data)
             return
         half = path.with_name(f".{path.name}.tmp")
-        with storage.naming(path, "write"):
+        with naming(path, "write"):
             disk.make_folders(path.parent)
             fd = disk.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
@@ -216,14 +218,14 @@ def thin(folder: Place) -> None:
 
     A crash in its middle leaves entries twice, never lost; readers take each once. Raises StorageError.
     """
-    names = sorted(name for name in storage.sizes_below(folder) if journal.NAME.fullmatch(name))
+    names = sorted(name for name in folder.sizes_below() if journal.NAME.fullmatch(name))
     if len(names) <= journal.FILES:
         return
     older = names[: len(names) // 2]
     for one, other in zip(older[::2], older[1::2], strict=False):
         entries = journal.joined(entry for name in (one, other) for entry in journal.entries_in(folder / name))
         lines = b"".join(msgspec.json.encode(entry) + b"\n" for entry in thinned(entries, journal.CHUNK))
-        storage.write_small(folder / _new_name(int(one[:13])), lines)
+        (folder / _new_name(int(one[:13]))).write_small(lines)
         storage.delete(folder / one, folder / other)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
 
 from holdfast.checkpoint import read_manifest
 from holdfast.commit.absent import what_is_in_store, what_is_lent, what_is_there
@@ -27,7 +26,10 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.repair.rescue import rescuable
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -71,14 +73,14 @@ class Collected:
     nbytes: int
 
 
-def collect(root: str | Path | StorePlace, *, dry_run: bool = True, deadline: float = DEADLINE) -> Collected:
+def collect(root: str | Place, *, dry_run: bool = True, deadline: float = DEADLINE) -> Collected:
     """Delete what dead processes left at ``root``, a checkpoint or a folder of them; with ``dry_run`` only tell it.
 
     Whatever a living process has locked stays, in a store whatever is younger than six hours. A save that all its ranks
     had finished stays: `holdfast.rescue` commits it. Raises NotACheckpoint if there is nothing at all, StorageError.
     """
     place = patiently(location(root), deadline)
-    if not (storage.files_below(place) or (isinstance(place, Path) and place.is_dir())):
+    if not (place.files_below() or (isinstance(place, LocalPlace) and place.is_dir())):
         raise NotACheckpoint(what_is_in_store(place) if isinstance(place, StorePlace) else what_is_there(place))
     leavings: list[Leaving] = []
     spared: list[Spared] = []
@@ -90,7 +92,7 @@ def collect(root: str | Path | StorePlace, *, dry_run: bool = True, deadline: fl
             paths, leaving = found
             try:
                 if not dry_run:
-                    _delete(Path(leaving.path) if isinstance(place, Path) else place, paths)
+                    _delete(LocalPlace(leaving.path) if isinstance(place, LocalPlace) else place, paths)
                 leavings.append(leaving)
             except StorageError as error:
                 if error.errno != errno.EBUSY:
@@ -105,21 +107,21 @@ Found = tuple[list[Place], Leaving] | Spared | None
 
 def _looks(place: Place) -> Iterator[Callable[[], Found]]:
     """A look into each folder, made when it is called: right before what it finds is deleted."""
-    if isinstance(place, Path) and place.name.endswith(".partial") and (place / "lock").is_file():
+    if isinstance(place, LocalPlace) and place.name.endswith(".partial") and (place / "lock").is_file():
         yield partial(_conversion, place)
         return
-    if storage.is_file(place / manifest.FILE_NAME) or _is_step(place):
+    if (place / manifest.FILE_NAME).is_file() or _is_step(place):
         yield partial(_step, place, partial(cited_in, place), Citations(root_of(place)[0]))
         return
-    names = storage.folders_in(place)
+    names = place.folder_names()
     citations = Citations(place)
     for name in names:
         folder = place / name
-        if isinstance(folder, Path) and folder.is_symlink():
+        if isinstance(folder, LocalPlace) and folder.is_symlink():
             continue  # it may lead out of the root
         if name.startswith(BENCH):
             yield partial(_bench, folder)
-        elif name.endswith(".partial") and isinstance(folder, Path):
+        elif name.endswith(".partial") and isinstance(folder, LocalPlace):
             yield partial(_conversion, folder)
         else:
             yield partial(_step, folder, partial(_cited, citations, names, name), citations)
@@ -131,7 +133,7 @@ def _cited(citations: Citations, names: Collection[str], name: str) -> Collectio
 
 def _is_step(place: Place) -> bool:
     """Whether a folder without a manifest is what a save left, and not the root of a run."""
-    return any(datafile.save_of(path) and path.count("/") == 1 for path in storage.files_below(place))
+    return any(datafile.save_of(path) and path.count("/") == 1 for path in place.files_below())
 
 
 def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Citations) -> Found:
@@ -147,7 +149,7 @@ def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Citati
         if isinstance(folder, StorePlace):
             raise
         return Spared(str(folder), str(error))
-    sizes = storage.sizes_below(folder)
+    sizes = folder.sizes_below()
     if MARK in sizes:
         return Spared(str(folder), "a conversion is being uploaded, or broke off: the same call would go on from it")
     ours = [path for path in sizes if is_leaving(path)]
@@ -159,8 +161,8 @@ def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Citati
     lent_to = borrowers(folder, ours, citations) if record is None else []
     if lent_to:
         return Spared(str(folder), what_is_lent(lent_to))
-    if storage.may_live(folder, ours):
-        sure = isinstance(folder, Path) and storage.living(folder, ours)
+    if folder.may_live(ours):
+        sure = isinstance(folder, LocalPlace) and folder.living(ours)
         why = "a save is under way" if sure else "younger than six hours, with no locks there: a save may be under way"
         return Spared(str(folder), why)
     if standing_save(folder) != (None if record is None else record.save):
@@ -204,42 +206,42 @@ def _found(
     return [folder / path for path in going], Leaving(str(folder), what, len(going), nbytes, warning)
 
 
-def _conversion(folder: Path) -> Found:
+def _conversion(folder: LocalPlace) -> Found:
     """What a conversion that was killed left: the same call would go on from there."""
     names = [path.name for path in folder.iterdir()]
     if "lock" not in names or not all(any(fnmatch(name, ours) for ours in OURS) for name in names):
         return None  # somebody else's
     target = folder.with_name(folder.name.removesuffix(".partial"))
-    if any(storage.in_use(path) for path in [folder / "lock", *(folder / "journal").glob("*")]):
+    if any(path.in_use() for path in [folder / "lock", *(folder / "journal").glob("*")]):
         return Spared(str(folder), "a conversion is under way")
     if (folder / "old").exists() and not target.exists():
         return Spared(
             str(folder), f"it holds what was at {target} before: convert to it again, or move it back by hand"
         )
-    sizes = storage.sizes_below(folder)
+    sizes = folder.sizes_below()
     told = f"a conversion to {target.name} that broke off (the same call would go on from it)"
     return [folder], Leaving(str(folder), told, len(sizes), sum(sizes.values()))
 
 
 def _bench(folder: Place) -> Found:
-    sizes = storage.sizes_below(folder)
-    if storage.living(folder, ["lock"]):
+    sizes = folder.sizes_below()
+    if folder.living(["lock"]):
         return Spared(str(folder), "a benchmark is under way, or was a short while ago")
-    if isinstance(folder, Path):
+    if isinstance(folder, LocalPlace):
         return [folder], Leaving(str(folder), "a benchmark that was killed", len(sizes), sum(sizes.values()))
     return _found(folder, "a benchmark that was killed", list(sizes), sizes)
 
 
 def _delete(folder: Place, paths: list[Place]) -> None:
     log.info("%s: deleting %d leavings", folder, len(paths))
-    if isinstance(folder, Path) and folder.name.endswith(".partial") and paths == [folder]:
+    if isinstance(folder, LocalPlace) and folder.name.endswith(".partial") and paths == [folder]:
         Partial(folder.with_name(folder.name.removesuffix(".partial"))).give_up()
         return
-    if isinstance(folder, Path) and paths == [folder]:
-        with storage.naming(folder, "delete"):
+    if isinstance(folder, LocalPlace) and paths == [folder]:
+        with naming(folder, "delete"):
             disk.delete_all(folder)
         return
     storage.delete(*paths)
-    if isinstance(folder, Path) and not storage.is_file(folder / manifest.FILE_NAME):
-        storage.delete_empty_folders(folder)
-    storage.delete_if_empty(folder / "parts")
+    if isinstance(folder, LocalPlace) and not (folder / manifest.FILE_NAME).is_file():
+        folder.delete_empty_folders()
+    (folder / "parts").delete_if_empty()

@@ -19,9 +19,9 @@ from holdfast.repair.drop import Dropped, drop_from
 from holdfast.run.keep import Keep, Kept
 from holdfast.run.steps import Steps, fault_of
 from holdfast.run.tiers.nodes import MARK
-from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -77,7 +77,7 @@ def prune(
     Raises NotACheckpoint if no steps are there, ValueError if ``root`` is a fast tier or names are mixed, StorageError.
     """
     place = patiently(location(root), deadline)
-    if storage.is_file(place / MARK):
+    if (place / MARK).is_file():
         raise ValueError(
             f"{place} is the fast tier of a run, where steps wait that are not in its store yet: its manager prunes it "
             "(keep_fast=); prune the store instead"
@@ -89,7 +89,7 @@ def prune(
     faults, lost = _looked_at(committed)
     rated = {step: steps.metric(path) if keep.best else None for step, path in committed.items()}
     kept = _kept(keep, rated, faults, lost)
-    others = tuple(sorted({*storage.folders_in(place)} - {path.name for path in steps.folders()}))
+    others = tuple(sorted({*place.folder_names()} - {path.name for path in steps.folders()}))
     fates = _fates(place, committed, keep, kept, rated, faults, others)
     if not dry_run:
         steps.prune(kept, committed)
@@ -105,10 +105,10 @@ def name_of(root: Place) -> str:
 
     Raises NotACheckpoint if there are none, ValueError if they are called in several ways.
     """
-    names = storage.folders_in(root) if isinstance(root, StorePlace) or root.is_dir() else []
-    if storage.is_file(root / manifest.FILE_NAME):
+    names = root.folder_names()
+    if (root / manifest.FILE_NAME).is_file():
         raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
-    found = [name for name in names if storage.is_file(root / name / manifest.FILE_NAME)]
+    found = [name for name in names if (root / name / manifest.FILE_NAME).is_file()]
     shapes = Counter(shape for name in found if (shape := _shape(name)) is not None)
     if not shapes:
         raise NotACheckpoint(f"{root} holds no step: {_told_of(root)}")
@@ -185,7 +185,7 @@ def _fates(
     loose = _loose(root, going)
     fates = []
     for step, path in committed.items():
-        sizes = storage.sizes_below(path)
+        sizes = path.sizes_below()
         fate = Fate(step, path.name, "nothing", tuple(_reasons(step, keep, rated, kept, faults)), sum(sizes.values()))
         if path.name in going:
             freed = account.of(path.name, sizes)
@@ -217,9 +217,9 @@ def _loose(root: Place, going: Sequence[str]) -> dict[str, Cited]:
 
 
 def _sizes_of(folder: Place, paths: Iterable[str]) -> dict[str, int]:
-    if storage.is_file(folder / manifest.FILE_NAME):  # a checkpoint still: all of it stays
+    if (folder / manifest.FILE_NAME).is_file():  # a checkpoint still: all of it stays
         return {}
-    sizes = storage.sizes_below(folder)
+    sizes = folder.sizes_below()
     return {path: sizes[path] for path in paths if path in sizes}
 
 

@@ -23,7 +23,6 @@ from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.repair.repair import Source, mended_of
 from holdfast.run.steps import Steps
-from holdfast.storage import storage
 from holdfast.storage.lowly import Pace, Stopped, be_lowly
 from holdfast.storage.place import Place
 
@@ -154,7 +153,7 @@ class Scrubbing:
             self._damaged |= {} if found.whole else {name: found.save}
             (steps.broken.discard if found.whole else steps.broken.add)(name)
             note.steps = {name: one for name, one in note.steps.items() if name in there}
-            storage.write_small(steps.root / NOTE, msgspec.json.encode(note))
+            (steps.root / NOTE).write_small(msgspec.json.encode(note))
 
     def _is_fresh(self, known: Checked) -> bool:
         age = datetime.now(timezone.utc) - datetime.fromisoformat(known.checked)
@@ -197,7 +196,7 @@ def _is_still(path: Place, record: Manifest) -> bool:
 
 def _read(root: Place) -> _Note:
     try:
-        return msgspec.json.decode(storage.read_small(root / NOTE), type=_Note)
+        return msgspec.json.decode((root / NOTE).read_small(), type=_Note)
     except (FileNotFoundError, StorageError, msgspec.MsgspecError) as error:
         log.debug("nothing is known of earlier scrubbing: %s", error)
         return _Note()

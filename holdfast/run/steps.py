@@ -43,7 +43,8 @@ from holdfast.policies.signing.keys import Signer
 from holdfast.repair.drop import Dropped, drop_from
 from holdfast.run.keep import Keep, Kept
 from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import LIVING, Place
+from holdfast.storage.store_place import StorePlace
 
 FEW = 16
 """Folders of a store that are looked into one by one."""
@@ -98,7 +99,7 @@ class Steps:
 
     def folders(self) -> list[Place]:
         """All folders that are called like a step."""
-        found = storage.folders_in(self.root)
+        found = self.root.folder_names()
         self._others = [name for name in found if not self._pattern.fullmatch(name) and name != storage.JOURNAL]
         return [self.root / name for name in found if self._pattern.fullmatch(name)]
 
@@ -118,10 +119,10 @@ class Steps:
     def _find_manifests(self, folders: list[str]) -> set[str]:
         """Which of these folders hold a manifest. In a store, many are looked for in one listing."""
         if isinstance(self.root, StorePlace) and len(folders) > FEW:
-            found = storage.files_below(self.root)
+            found = self.root.files_below()
             named = {path.partition("/")[0] for path in found if path.endswith(f"/{manifest.FILE_NAME}")}
             return named & set(folders)
-        return {name for name in folders if storage.is_file(self.root / name / manifest.FILE_NAME)}
+        return {name for name in folders if (self.root / name / manifest.FILE_NAME).is_file()}
 
     def made_by(self, path: Place) -> Made | None:
         """Which run made a committed step, and when, from the first bytes of its manifest; None if that is not told.
@@ -129,7 +130,7 @@ class Steps:
         Raises StorageError: what cannot be read now is not said to be of another run.
         """
         try:
-            head, _ = storage.read_start(path / manifest.FILE_NAME, HEAD)
+            head, _ = (path / manifest.FILE_NAME).read_start(HEAD)
         except FileNotFoundError:  # deleted meanwhile
             return None
         found = _MADE.search(head)
@@ -177,7 +178,7 @@ class Steps:
         partial: list[Place] = []
         # From the newest name on: in a store the first whole one ends the search, however many steps there are.
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
-            if path.name in refused or not storage.is_file(path / manifest.FILE_NAME):
+            if path.name in refused or not (path / manifest.FILE_NAME).is_file():
                 continue
             made = self.made_by(path) if run is not None else None
             if run is not None and (made is None or made.run != run):
@@ -204,9 +205,9 @@ class Steps:
         And then saves into it.
         """
         root, above = self.root, self.root.parent
-        if storage.is_file(root / manifest.FILE_NAME):
+        if (root / manifest.FILE_NAME).is_file():
             raise NotACheckpoint(f"{root} is one checkpoint: give the folder of its run, {above}")
-        if not storage.is_file(above / manifest.FILE_NAME):
+        if not (above / manifest.FILE_NAME).is_file():
             return
         try:
             files = read_manifest(above).data_files
@@ -222,7 +223,7 @@ class Steps:
         folders = sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True)
         # A manager in a store commits late only what no newer commit has overtaken: old steps are many there.
         for path in folders:
-            if isinstance(self.root, StorePlace) and storage.is_file(path / manifest.FILE_NAME):
+            if isinstance(self.root, StorePlace) and (path / manifest.FILE_NAME).is_file():
                 break
             try:
                 commit_late(path, patience=max(until - time.monotonic(), 0.0))
@@ -333,7 +334,7 @@ class Steps:
         for step, name in steps.items():
             if step in kept.steps and step not in kept.whole and name not in self._thin:
                 with self._leave([name]) as losing:
-                    if losing and not storage.is_link(self.root / name):
+                    if losing and not (self.root / name).is_symlink():
                         self._lose(self.root / name, kept.loses)
 
     def _cited(self, but: Collection[str] = ()) -> Cited:
@@ -378,7 +379,7 @@ class Steps:
                 done = path.name not in littered
                 if not done:
                     done = _sweep_folder(path, lambda folder: cited().get(folder.name, set()))
-                self._swept[path.name] = math.inf if done else now + storage.LIVING
+                self._swept[path.name] = math.inf if done else now + LIVING
         self._swept = {path.name: self._swept[path.name] for path in found if path.name in self._swept}
 
     def _littered(self, folders: list[Place]) -> set[str]:
@@ -386,7 +387,7 @@ class Steps:
         if not isinstance(self.root, StorePlace) or len(folders) <= FEW:
             return {path.name for path in folders}
         files: dict[str, list[str]] = {path.name: [] for path in folders}
-        for found in storage.files_below(self.root):
+        for found in self.root.files_below():
             name, _, path = found.partition("/")
             if name in files:
                 files[name].append(path)
@@ -455,7 +456,7 @@ def lacking_files(folder: Place, record: Manifest) -> dict[int, str]:
     files = record.data_files
     places = {sibling_of(file.path)[0] if is_cited(file.path) else "" for file in files}
     folders = {name: root_of(folder)[0] / name if name else folder for name in places}
-    sizes = {name: storage.sizes_below(found) for name, found in folders.items()}
+    sizes = {name: found.sizes_below() for name, found in folders.items()}
     found: dict[int, str] = {}
     for index, file in enumerate(files):
         name, path = sibling_of(file.path) if is_cited(file.path) else ("", file.path)

@@ -6,10 +6,11 @@ The reader and whoever deletes ask here before they touch a file that a manifest
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from holdfast.errors import Damaged
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 
 class Inside:
@@ -55,7 +56,7 @@ class Inside:
 
 def inside(folder: Place, paths: list[str]) -> list[Place]:
     """Those of ``paths`` that lie in the folder, links followed: what may be deleted with it."""
-    if isinstance(folder, Path):
+    if isinstance(folder, LocalPlace):
         home = Inside(folder)
         paths = [path for path in paths if home.leads_out(path) is None]
     return [folder / path for path in paths]

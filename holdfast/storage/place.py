@@ -1,186 +1,237 @@
-"""A place in a store: what a path is to a local disk, with the part of pathlib's words that readers use.
+"""A place: where a file or folder lies, on local disk or in a store, and all that can be done there.
 
-Every story takes a `Place`: a local path or a place. Never keeps what it has seen of the store.
+`location` makes one of what a user writes. Never keeps what it has seen of a disk or store.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import total_ordering
-from pathlib import Path, PurePosixPath
-from typing import BinaryIO, cast
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from holdfast.storage.store import Store
+from typing_extensions import Self
+
+LIVING = 6 * 3600.0
+"""Seconds for which a file that no manifest names may belong to a save under way, where there are no locks."""
 
 
-@total_ordering
-@dataclass(frozen=True, eq=False)
-class StorePlace:
-    """A file or folder of a ``store``, by its ``key`` (without ``/`` at either end; empty for all of the store)."""
+class Place(ABC):
+    """A file or folder on local disk (`LocalPlace`) or in a store (`StorePlace`).
 
-    store: Store
-    key: str
+    It has pathlib's words, and methods that name the file in what they raise (StorageError). What only one of the two
+    kinds can do is asked by a capability.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.store.url}/{self.key}" if self.key else self.store.url
+    is_remote: ClassVar[bool]
+    """Whether each question is a request over a network: ask once, and many at the same time."""
+    has_locks: ClassVar[bool]
+    """Whether the files of a save under way are locked; elsewhere only their age tells."""
+    has_folders: ClassVar[bool]
+    """Whether folders are made and deleted, and may be empty."""
+    has_links: ClassVar[bool]
+    """Whether a file can have several names, and a name can lead elsewhere."""
+    has_descriptors: ClassVar[bool]
+    """Whether files are opened to be written and read at any offset; elsewhere they are sent whole."""
 
-    def __repr__(self) -> str:
-        return f"Place({str(self)!r})"
+    # pathlib's words
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorePlace) and str(self) == str(other)
+    if TYPE_CHECKING:
 
-    def __lt__(self, other: StorePlace) -> bool:
-        return str(self) < str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-    # What follows from the key alone
-
-    def __truediv__(self, below: str | PurePosixPath) -> StorePlace:
-        parts: list[str] = []
-        for part in [*self.key.split("/"), *str(below).split("/")]:
-            if part == "..":
-                del parts[-1:]
-            elif part not in ("", "."):
-                parts.append(part)
-        return StorePlace(self.store, "/".join(parts))
-
-    joinpath = __truediv__
+        def __fspath__(self) -> str:
+            """For system calls, where there are descriptors; `os.fspath` raises TypeError for every other place."""
 
     @property
-    def _pure(self) -> PurePosixPath:
-        return PurePosixPath(self.key)
+    @abstractmethod
+    def name(self) -> str: ...
 
     @property
-    def name(self) -> str:
-        return self._pure.name
+    @abstractmethod
+    def stem(self) -> str: ...
 
     @property
-    def stem(self) -> str:
-        return self._pure.stem
+    @abstractmethod
+    def suffix(self) -> str: ...
 
     @property
-    def suffix(self) -> str:
-        return self._pure.suffix
+    @abstractmethod
+    def suffixes(self) -> list[str]: ...
 
     @property
-    def suffixes(self) -> list[str]:
-        return self._pure.suffixes
+    @abstractmethod
+    def parts(self) -> tuple[str, ...]: ...
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        return self._pure.parts
+    @abstractmethod
+    def parent(self) -> Self: ...
 
     @property
-    def parent(self) -> StorePlace:
-        return StorePlace(self.store, self.key.rpartition("/")[0])
+    @abstractmethod
+    def parents(self) -> Sequence[Self]: ...
 
-    def with_name(self, name: str) -> StorePlace:
-        return self.parent / name
+    @abstractmethod
+    def __truediv__(self, below: str | PurePosixPath) -> Self: ...
 
-    def with_suffix(self, suffix: str) -> StorePlace:
-        return StorePlace(self.store, str(self._pure.with_suffix(suffix)))
+    @abstractmethod
+    def with_name(self, name: str) -> Self: ...
 
-    def relative_to(self, above: StorePlace) -> PurePosixPath:
-        """The way from ``above`` to here. Raises ValueError if this does not lie below it."""
-        if self.store.url != above.store.url:
-            raise ValueError(f"{self} does not lie below {above}: it is in another store")
-        return PurePosixPath(self.key).relative_to(above.key)
+    @abstractmethod
+    def with_suffix(self, suffix: str) -> Self: ...
 
-    # What the store knows
+    @abstractmethod
+    def relative_to(self, above: Any, /) -> PurePosixPath: ...
 
-    def exists(self) -> bool:
-        return self.is_file() or self.is_dir()
+    @abstractmethod
+    def __lt__(self, other: Any) -> bool: ...
 
+    @abstractmethod
+    def exists(self) -> bool: ...
+
+    @abstractmethod
     def is_file(self) -> bool:
-        return bool(self.key) and self.store.size(self.key) is not None
+        """Whether there is a file of this name. Raises StorageError if that cannot be known."""
 
-    def is_dir(self) -> bool:
-        """Whether anything lies below; a store has no empty folders."""
-        found = self.store.list(self.key, deep=False)
-        return bool(found.files or found.folders)
+    @abstractmethod
+    def is_dir(self) -> bool: ...
 
-    def is_symlink(self) -> bool:
-        return False
+    @abstractmethod
+    def is_symlink(self) -> bool: ...
 
-    def stat(self) -> os.stat_result:
-        """Kind and size as of a file on disk; no time, which not every store tells. Raises FileNotFoundError."""
-        nbytes = self.store.size(self.key) if self.key else None
-        if nbytes is not None:
-            return os.stat_result((stat.S_IFREG | 0o444, 0, 0, 1, 0, 0, nbytes, 0, 0, 0))
-        if self.is_dir():
-            return os.stat_result((stat.S_IFDIR | 0o555, 0, 0, 1, 0, 0, 0, 0, 0, 0))
-        raise FileNotFoundError(f"there is nothing at {self}")
+    @abstractmethod
+    def stat(self) -> os.stat_result: ...
 
-    def iterdir(self) -> Iterator[StorePlace]:
-        found = self.store.list(self.key, deep=False)
-        for key in [*found.folders, *(entry.key for entry in found.files)]:
-            yield StorePlace(self.store, key)
+    @abstractmethod
+    def iterdir(self) -> Iterator[Self]: ...
 
-    def rglob(self, pattern: str) -> Iterator[StorePlace]:
-        """Files below, at any depth, whose name fits ``pattern``."""
-        for entry in self.store.list(self.key, deep=True).files:
-            if fnmatchcase(entry.key.rpartition("/")[2], pattern):
-                yield StorePlace(self.store, entry.key)
+    @abstractmethod
+    def glob(self, pattern: str) -> Iterator[Self]: ...
 
-    def glob(self, pattern: str) -> Iterator[StorePlace]:
-        """Files and folders below that fit ``pattern``, component by component (no ``**``)."""
-        first, _, rest = pattern.partition("/")
-        for found in self.iterdir():
-            if fnmatchcase(found.name, first):
-                if rest:
-                    yield from found.glob(rest)
-                else:
-                    yield found
+    @abstractmethod
+    def rglob(self, pattern: str) -> Iterator[Self]: ...
 
-    def read_bytes(self) -> bytes:
-        return bytes(self.store.get(self.key).data)
+    @abstractmethod
+    def open(self, mode: Any = "rb", buffering: int = 1 << 20) -> Any:
+        """The file for reading in any order."""
 
-    def read_text(self, encoding: str = "utf-8") -> str:
-        return self.read_bytes().decode(encoding)
+    @abstractmethod
+    def read_bytes(self) -> bytes: ...
 
-    def open(self, mode: str = "rb", buffering: int = 1 << 20) -> BinaryIO:
-        """The file for reading in any order. Raises FileNotFoundError; ValueError for a mode that writes."""
-        if mode != "rb":
-            raise ValueError(f"{self} can be opened with mode 'rb' only, not {mode!r}")
-        raw = _Reader(self, self.stat().st_size)
-        return cast(BinaryIO, raw if buffering == 0 else io.BufferedReader(raw, max(buffering, 1 << 16)))
+    @abstractmethod
+    def read_text(self, encoding: str = "utf-8") -> str: ...
 
+    # Small files
 
-Place = Path | StorePlace
-"""Where a checkpoint may lie: a local path, or a place in a store."""
+    @abstractmethod
+    def read_small(self) -> bytes:
+        """All bytes of a small file. Raises FileNotFoundError as it is, anything else as StorageError."""
 
+    @abstractmethod
+    def read_start(self, nbytes: int) -> tuple[bytes, int]:
+        """The first bytes of a file, and how long all of it is. Raises FileNotFoundError, StorageError."""
 
-class _Reader(io.RawIOBase):
-    """A file of a store as a stream."""
+    @abstractmethod
+    def write_small(self, data: bytes) -> None:
+        """Write a small file whole and durably under its final name. An older one is replaced in one step."""
 
-    def __init__(self, place: StorePlace, nbytes: int) -> None:
-        super().__init__()
-        self._place, self._nbytes, self._at = place, nbytes, 0
+    @abstractmethod
+    def create_small(self, data: bytes, temporary: str) -> bool:
+        """Create a small file whole and durably, only if there is none: False if the name is taken.
 
-    def readable(self) -> bool:
-        return True
+        ``temporary`` is a name in the same folder for the moments before, which nobody else uses. A crash leaves
+        either nothing, the temporary file, or the whole file.
+        """
 
-    def seekable(self) -> bool:
-        return True
+    @abstractmethod
+    def replace_small(self, data: bytes, temporary: str) -> None:
+        """Replace a small file in one durable step: at any moment either the old or the new one is there."""
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        self._at = max(start + offset, 0)
-        return self._at
+    @abstractmethod
+    def size(self) -> int | None:
+        """Bytes of a file; None if there is none. Raises StorageError."""
 
-    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
-        end = min(self._at + len(buffer), self._nbytes)
-        if end <= self._at:
-            return 0
-        data = memoryview(self._place.store.get(self._place.key, self._at, end).data)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+    @abstractmethod
+    def delete(self) -> None:
+        """Delete a file, if it is there."""
+
+    # What lies below
+
+    @abstractmethod
+    def folder_names(self) -> list[str]:
+        """Names of the folders in this folder; empty if there is none."""
+
+    @abstractmethod
+    def files_below(self) -> list[str]:
+        """Relative paths (with ``/``) of all files in this folder, sorted; empty if there is no folder."""
+
+    @abstractmethod
+    def sizes_below(self) -> dict[str, int]:
+        """Relative paths of all files in this folder with their bytes."""
+
+    @abstractmethod
+    def files_near(self, *, levels: int) -> list[str]:
+        """The files that lie at most so many folders deep, the upper ones first, of a folder with however many.
+
+        Of each folder no more than 1,000 entries are looked at, of all no more than 5,000. A folder that is not looked
+        into, for it is too deep or cannot be listed, is returned too, with a ``/`` at its end. Raises StorageError if
+        the folder itself cannot be listed.
+        """
+
+    @abstractmethod
+    def living(self, paths: list[str]) -> list[str]:
+        """Which of these files of this folder belong to a save under way: locked, or else too young to tell."""
+
+    @abstractmethod
+    def may_live(self, paths: list[str]) -> bool:
+        """Whether a save under way may need these files of this folder: for a caller that would delete them.
+
+        Where a disk has no locks, only what is old is known to be dead, as in a store.
+        """
+
+    # Where there are folders (`has_folders`); elsewhere there is nothing to do
+
+    @abstractmethod
+    def make_folder(self) -> None:
+        """Create this folder and its parents, durably: each new entry is synced into its own parent."""
+
+    @abstractmethod
+    def make_folders(self, names: Iterable[str]) -> None:
+        """`make_folder` for many folders below this one, which is synced once."""
+
+    @abstractmethod
+    def make_home(self) -> None:
+        """`make_folder` for a checkpoint. One that is there may be of a process that died before it was durable."""
+
+    @abstractmethod
+    def sync_folder(self) -> None:
+        """Make the entries of this folder durable."""
+
+    @abstractmethod
+    def delete_if_empty(self) -> None:
+        """Delete this folder if it holds nothing."""
+
+    @abstractmethod
+    def delete_empty_folders(self) -> None:
+        """Delete every folder at or below this one that holds nothing."""
+
+    # Where there are descriptors (`has_descriptors`) and locks (`has_locks`)
+
+    def open_to_write(self, nbytes: int) -> tuple[int, bool]:
+        """Create a new file of ``nbytes`` for large aligned writes: (descriptor, whether it writes directly).
+
+        The file carries a shared lock until it is closed, which tells a save under way from the orphans of a dead one.
+        """
+        raise io.UnsupportedOperation(f"{self} has no descriptors")
+
+    def open_to_read(self) -> tuple[int, int | None]:
+        """Descriptors of an existing file: through the page cache, and directly (None where that cannot be had)."""
+        raise io.UnsupportedOperation(f"{self} has no descriptors")
+
+    def open_locked(self) -> int:
+        """A descriptor of an existing file that, as a rule, marks it as part of a save under way until it is closed."""
+        raise io.UnsupportedOperation(f"{self} has no descriptors")
+
+    def in_use(self) -> bool:
+        """Whether a living process has this file open as part of a save under way."""
+        raise io.UnsupportedOperation(f"{self} has no locks")

@@ -11,7 +11,6 @@ import re
 import threading
 from collections.abc import Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -20,8 +19,10 @@ from holdfast.storage.cloud.cloud import Cloud
 from holdfast.storage.cloud.failures import no_credentials
 from holdfast.storage.cloud.options import checked
 from holdfast.storage.cloud.profiles import NoCredentials, profile_name, profile_settings
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
 from holdfast.storage.store import Store
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.retrying import Retrying
 
 SCHEMES = {
@@ -53,7 +54,7 @@ def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | 
 
     Raises ValueError for a URL or an option that cannot be meant, Unsupported if the client for stores is missing.
     """
-    if isinstance(path, StorePlace):
+    if isinstance(path, Place) and not isinstance(path, LocalPlace):
         if options:
             raise ValueError(f"{path} is a place in a store already: options belong to holdfast.at")
         return path
@@ -66,13 +67,13 @@ def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | 
     if options:
         raise ValueError(f"{text} is a local path: options are for URLs")
     if matched:
-        return Path(os.path.abspath(_of_file_url(matched[2], text)))
+        return LocalPlace(os.path.abspath(_of_file_url(matched[2], text)))
     if flattened := _FLATTENED.match(text):
         raise ValueError(
             f"{text!r} was a URL until pathlib took one slash away: pass {flattened[1]}://… as a str, "
             "or what holdfast.at returns"
         )
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    return LocalPlace(os.path.abspath(os.path.expanduser(text)))
 
 
 def at(url: str, options: Mapping[str, Any] | None = None) -> StorePlace:

@@ -19,6 +19,7 @@ from holdfast.ondisk import datafile, manifest, names
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.datafile import Piece
 from holdfast.read.read import DataFiles
+from holdfast.storage.local.local_place import LocalPlace
 
 SECTOR = 4096
 
@@ -48,7 +49,7 @@ def corrupt_block(
     ``tensor`` is a name or a pattern; among several, and among its blocks if ``block`` does not count them from 0
     (over all its cells, in their order), ``seed`` chooses. Raises ValueError if there is none, NotACheckpoint.
     """
-    checkpoint = Checkpoint(Path(path).absolute())
+    checkpoint = Checkpoint(LocalPlace(path).absolute())
     files = _data_files(checkpoint)
     found: dict[str, list[tuple[int, Piece, int]]] = {}
     for name, record in checkpoint.manifest.tensors.items():
@@ -144,7 +145,7 @@ def _told(file: Path, begin: int, nbytes: int) -> Damage:
     if relative == manifest.FILE_NAME:
         return Damage(str(file), "manifest", begin, nbytes)
     try:
-        files = _data_files(Checkpoint(folder))
+        files = _data_files(Checkpoint(LocalPlace(folder)))
         index = [record.path for record in files.records].index(relative)
         header = files.header(index)
     except ValueError:  # not one of its data files, or, as Damaged is a ValueError, damaged before

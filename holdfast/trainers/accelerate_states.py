@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -21,7 +20,8 @@ from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
 from holdfast.save import save
 from holdfast.storage.local import disk
-from holdfast.storage.storage import delete, files_below, make_folder, naming
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
 
 _THEIRS = "random_states_0.pkl"
 """The file that each of accelerate's own checkpoints has."""
@@ -39,7 +39,7 @@ class States:
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
-    ) -> Path:
+    ) -> LocalPlace:
         """Save to ``output_dir``, or to the next automatic folder, and return it once it is committed."""
         if options:
             raise Unsupported(f"save_state({', '.join(options)}=…): holdfast saves models without such options")
@@ -47,7 +47,7 @@ class States:
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
         folder = self._next_folder() if automatic else _given(output_dir)
         accelerator.wait_for_everyone()  # all have looked
-        make_folder(folder)
+        folder.make_folder()
         state = self._saved_models(folder)
         save(state, folder / self._place_in(folder), overwrite=not automatic, deadline=self._deadline)
         if automatic and accelerator.is_main_process:
@@ -62,7 +62,7 @@ class States:
         """Load from ``input_dir``, or from the newest automatic folder, whether holdfast or accelerate saved it."""
         accelerator = self._accelerator
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
-            folder = _newest(Path(accelerator.project_dir, "checkpoints"))
+            folder = _newest(LocalPlace(accelerator.project_dir, "checkpoints"))
         else:
             folder = _given(input_dir).expanduser()
         ours = _ours(folder)
@@ -82,7 +82,7 @@ class States:
             hook(models, str(folder))
         load(ours, self._without(models), deadline=self._deadline)
 
-    def _saved_models(self, folder: Path) -> dict[str, Any]:
+    def _saved_models(self, folder: LocalPlace) -> dict[str, Any]:
         """The state to save, after the hooks of users: a model whose weights they take out of the list is not in it."""
         accelerator = self._accelerator
         if not accelerator._save_model_state_pre_hook:
@@ -109,19 +109,19 @@ class States:
         gone = [model for model in self._accelerator._models if not any(model is one for one in kept)]
         return {name: value for name, value in state.items() if not any(value is model for model in gone)}
 
-    def _place_in(self, folder: Path) -> str:
+    def _place_in(self, folder: LocalPlace) -> str:
         """Where in a folder the checkpoint goes: all ranks are told what the first one sees."""
 
         def place(_: list[None]) -> str:
-            alone = all(is_leaving(path) for path in files_below(folder))
+            alone = all(is_leaving(path) for path in folder.files_below())
             return "" if alone or (folder / FILE_NAME).is_file() else _BESIDE
 
         with ranks_of(None).call(f"save_state {folder}", deadline=self._deadline) as call:
             return call.exchange("choose", lambda: None, place, str)
 
-    def _next_folder(self) -> Path:
+    def _next_folder(self) -> LocalPlace:
         accelerator = self._accelerator
-        folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+        folder = LocalPlace(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
         if _is_whole(folder):
             raise ValueError(
                 f"{folder} holds a checkpoint already: set accelerator.project_configuration.iteration to the number "
@@ -130,35 +130,35 @@ class States:
         return folder
 
 
-def _given(folder: str | os.PathLike[str] | None) -> Path:
+def _given(folder: str | os.PathLike[str] | None) -> LocalPlace:
     if folder is None:
         raise ValueError("give a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
     if "://" in os.fspath(folder):
         raise Unsupported(f"{os.fspath(folder)!r}: save_state and load_state take folders; use a CheckpointManager")
-    return Path(folder)
+    return LocalPlace(folder)
 
 
 def _same(given: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     return given.keys() == before.keys() and all(value is before[name] for name, value in given.items())
 
 
-def _ours(folder: Path) -> Path | None:
+def _ours(folder: LocalPlace) -> LocalPlace | None:
     """The checkpoint that holdfast has committed in a folder; None if there is none."""
     return next((place for place in (folder, folder / _BESIDE) if (place / FILE_NAME).is_file()), None)
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_whole(folder: LocalPlace) -> bool:
     """Whether holdfast has committed a checkpoint there, or it is one of accelerate's own."""
     return _ours(folder) is not None or (folder / _THEIRS).is_file()
 
 
-def _automatic(folder: Path) -> list[Path]:
+def _automatic(folder: LocalPlace) -> list[LocalPlace]:
     """The folders that automatic naming has made, oldest first."""
     named = [(re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.iterdir()]
     return [path for _, path in sorted((int(match[1]), path) for match, path in named if match)]
 
 
-def _newest(folder: Path) -> Path:
+def _newest(folder: LocalPlace) -> LocalPlace:
     """The newest automatic checkpoint. One that a save has left unfinished is passed over."""
     folders = _automatic(folder) if folder.is_dir() else []
     for path in reversed(folders):
@@ -168,12 +168,12 @@ def _newest(folder: Path) -> Path:
     raise FileNotFoundError(f"there is no checkpoint in {folder}: nothing can be loaded")
 
 
-def _delete_oldest(folder: Path, limit: int | None) -> None:
+def _delete_oldest(folder: LocalPlace, limit: int | None) -> None:
     """Leave ``limit`` checkpoints. The manifest goes first: without it a folder is no checkpoint."""
     folders = [path for path in _automatic(folder) if _is_whole(path)]
     for path in folders[: max(0, len(folders) - limit)] if limit is not None else ():
         ours = _ours(path)
         if ours is not None:
-            delete(ours / FILE_NAME)
+            (ours / FILE_NAME).delete()
         with naming(path, "delete"):
             disk.delete_all(path)

@@ -27,7 +27,6 @@ from holdfast.ranks.ranks import DEADLINE
 from holdfast.run.keep import Keep, Upload
 from holdfast.state import RNG, PerRank
 from holdfast.storage.place import Place
-from holdfast.storage.storage import is_file
 from holdfast.storage.urls import location
 from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.batches import Draws
@@ -185,7 +184,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         found = manager.restore(
             progress, only="trainer", run=self._run, other_model=self._other_model, require=self._require
         )
-        if wanted is None or not is_file(wanted / FILE_NAME):
+        if wanted is None or not (wanted / FILE_NAME).is_file():
             return found
         if found is None:
             self._source = wanted

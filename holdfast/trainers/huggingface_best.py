@@ -18,7 +18,6 @@ from holdfast.ranks.ranks import ranks_of
 from holdfast.run.keep import Keep
 from holdfast.saving import Saving
 from holdfast.storage.place import Place
-from holdfast.storage.storage import is_file
 
 NOT_GIVEN = Keep()
 """The default of ``keep=``, known by its identity: ``save_total_limit`` counts only if the user gave no `Keep`."""
@@ -78,7 +77,7 @@ def load_best(
     """
 
     def first(_: list[None]) -> int:
-        return next((number for number, place in enumerate(places) if is_file(place / FILE_NAME)), -1)
+        return next((number for number, place in enumerate(places) if (place / FILE_NAME).is_file()), -1)
 
     with ranks_of(None).call("find the best step", deadline=deadline) as call:
         number = call.exchange("choose", lambda: None, first, int)

@@ -18,6 +18,7 @@ from holdfast.copy import copy
 from holdfast.events import log
 from holdfast.saving import Saving
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 
 _FOLDER = "_holdfast-push"
@@ -28,7 +29,7 @@ def refuse_to_push_steps(args: Any, roots: Sequence[Place]) -> None:
     """Raise ValueError if Trainer would push the steps of a run with its output folder."""
     output = Path(args.output_dir).absolute()
     for root in roots if args.push_to_hub else ():
-        if isinstance(root, Path) and (root == output or output in root.parents):
+        if isinstance(root, LocalPlace) and (root == output or output in root.parents):
             inside = root.relative_to(output).as_posix()
             if not fnmatch(inside, "_*") and not fnmatch(inside, "checkpoint-*"):
                 raise ValueError(

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from time import monotonic
 from typing import Any
 from zlib import crc32
@@ -30,8 +29,9 @@ from holdfast.ranks.ranks import Call, Ranks
 from holdfast.save import label_of
 from holdfast.saving import Saving
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming, sync_folder
 
 SUFFIX = ".ckpt"
 
@@ -44,7 +44,7 @@ _READERS = 4
 
 def is_file_path(path: Place) -> bool:
     """Whether a checkpoint at this path is one file. In a store every checkpoint is a folder."""
-    return isinstance(path, Path) and path.name.endswith(SUFFIX)
+    return isinstance(path, LocalPlace) and path.name.endswith(SUFFIX)
 
 
 class FileSaver:
@@ -55,7 +55,7 @@ class FileSaver:
         self._memory: Buffer | None = None
         self._thread: threading.Thread | None = None
 
-    def save(self, state: Mapping[str, Any], path: Path, step: int | None) -> Saving:
+    def save(self, state: Mapping[str, Any], path: LocalPlace, step: int | None) -> Saving:
         """Begin to save ``state``: it may change once this returns. The save before this one has ended.
 
         Raises SaveFailed if the state cannot be saved; of what fails later the `Saving` tells.
@@ -94,7 +94,7 @@ class FileSaver:
             self._thread.join()
             self._thread = None
 
-    def _write(self, image: Image, path: Path, saving: Saving, span: events.Opened) -> None:
+    def _write(self, image: Image, path: LocalPlace, saving: Saving, span: events.Opened) -> None:
         failed: BaseException | None = None
 
         def write(_: list[int]) -> int:
@@ -110,23 +110,23 @@ class FileSaver:
         span.end(failed)
         saving._end(failed)
 
-    def _call(self, path: Path, step: int | None) -> AbstractContextManager[Call]:
+    def _call(self, path: LocalPlace, step: int | None) -> AbstractContextManager[Call]:
         """A part of a save, by this process alone: whatever goes wrong in it is raised as SaveFailed."""
         return Ranks(0, 1).call(label_of(path, step), deadline=self._deadline, saving=True)
 
 
-def _commit(temporary: Path, path: Path) -> None:
+def _commit(temporary: LocalPlace, path: LocalPlace) -> None:
     """Give a file that is whole and durable its own name."""
     with naming(path, "replace"):
         _give_name(temporary, path)
     try:
-        sync_folder(path.parent)
+        path.parent.sync_folder()
     except StorageError as error:
         error.settled = False  # it has its name, which may not outlast a power cut
         raise
 
 
-def _give_name(temporary: Path, path: Path) -> None:
+def _give_name(temporary: LocalPlace, path: LocalPlace) -> None:
     """Replace what has the name in one step: a file, a link, or the folder of a checkpoint."""
     if not path.is_dir() or path.is_symlink():
         disk.replace(temporary, path)
@@ -146,14 +146,14 @@ def _give_name(temporary: Path, path: Path) -> None:
     _delete_all(aside)
 
 
-def _delete_all(path: Path) -> None:
+def _delete_all(path: LocalPlace) -> None:
     try:
         disk.delete_all(path)
     except OSError as error:
         log.warning("%s stays, and is of no use any more: %s", path, error)
 
 
-def check_file(path: Path) -> bool:
+def check_file(path: LocalPlace) -> bool:
     """Whether `FileSaver` wrote this file; then every byte of it has been checked.
 
     Raises FileNotFoundError, Damaged, StorageError.

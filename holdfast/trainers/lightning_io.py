@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,7 @@ from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
-from holdfast.storage.storage import delete, delete_empty_folders, files_below, naming
+from holdfast.storage.storage import delete
 from holdfast.storage.urls import location
 from holdfast.trainers.lightning_files import FileSaver, check_file, is_file_path
 from holdfast.trainers.lightning_settings import with_plain_settings, with_settings_types
@@ -37,6 +36,8 @@ try:
 except ImportError as error:
     raise ImportError("holdfast.trainers.lightning needs Lightning: pip install lightning") from error
 
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
 from holdfast.trainers.lightning_steps import as_lightning, is_step
 
 _RUN_STAGE = Trainer._run_stage.__code__
@@ -93,12 +94,12 @@ class HoldfastCheckpointIO(CheckpointIO):
             )
         if self._last is not None and not self._last.settled() and beside and not self._last.heard:
             self._last.wait()  # raises its failure
-        if isinstance(place, Path) and is_file_path(place):
+        if isinstance(place, LocalPlace) and is_file_path(place):
             self._save_file(state, place, step, beside=beside)
         else:
             self._save_folder(state, place, step, beside=beside)
 
-    def _save_file(self, state: dict[str, Any], path: Path, step: int | None, *, beside: bool) -> None:
+    def _save_file(self, state: dict[str, Any], path: LocalPlace, step: int | None, *, beside: bool) -> None:
         if not beside:
             files = FileSaver(self._deadline)
             saving = files.save(state, path, step)
@@ -133,9 +134,9 @@ class HoldfastCheckpointIO(CheckpointIO):
         if self._last is not None:
             self._last.wait()
         place = location(path)
-        if isinstance(place, Path) and not place.exists():
+        if isinstance(place, LocalPlace) and not place.exists():
             raise NotACheckpoint(f"Checkpoint file not found: {path}")
-        if isinstance(place, Path) and place.is_file():
+        if isinstance(place, LocalPlace) and place.is_file():
             plain = check_file(place) or weights_only  # ours needs no code of anybody's
             return with_settings_types(TorchCheckpointIO().load_checkpoint(place, map_location, plain))
         checkpoint = open_checkpoint(path)
@@ -185,17 +186,17 @@ class HoldfastCheckpointIO(CheckpointIO):
 
 
 def _is_there(place: Place) -> bool:
-    return isinstance(place, Path) and place.exists()
+    return isinstance(place, LocalPlace) and place.exists()
 
 
 def _linked(folder: Place) -> str | None:
     """Where a link at this name points to; None if there is something else, or nothing."""
-    return os.readlink(folder) if isinstance(folder, Path) and folder.is_symlink() else None
+    return os.readlink(folder) if isinstance(folder, LocalPlace) and folder.is_symlink() else None
 
 
-def _set_aside(folder: Place) -> Path | None:
+def _set_aside(folder: Place) -> LocalPlace | None:
     """Rename a link at the place of a checkpoint that is to be saved; None if there is no link."""
-    if not isinstance(folder, Path) or not folder.is_symlink():
+    if not isinstance(folder, LocalPlace) or not folder.is_symlink():
         return None
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.link")
     with naming(folder, "rename the link"):
@@ -203,7 +204,7 @@ def _set_aside(folder: Place) -> Path | None:
     return aside
 
 
-def _settle_link(folder: Place, aside: Path | None, *, saved: bool) -> None:
+def _settle_link(folder: Place, aside: LocalPlace | None, *, saved: bool) -> None:
     """Delete a link that a checkpoint has replaced. If the save failed, give the link its name back."""
     if aside is None:
         return
@@ -228,14 +229,14 @@ def _remove(folder: Place, link: str | None) -> None:
     if _linked(folder) != link:
         return  # another one has taken the name
     if link is not None:
-        delete(folder)
+        folder.delete()
         return
-    if isinstance(folder, Path) and folder.is_file():
-        delete(folder)
+    if isinstance(folder, LocalPlace) and folder.is_file():
+        folder.delete()
         return
-    delete(folder / FILE_NAME)  # first: half a checkpoint is none
-    delete(*(folder / name for name in files_below(folder)))
-    delete_empty_folders(folder)
+    (folder / FILE_NAME).delete()  # first: half a checkpoint is none
+    delete(*(folder / name for name in folder.files_below()))
+    folder.delete_empty_folders()
 
 
 def _moved(node: Any, device: torch.device) -> Any:

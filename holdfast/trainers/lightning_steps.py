@@ -17,7 +17,6 @@ from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.run.steps import Steps
 from holdfast.storage.place import Place
-from holdfast.storage.storage import is_file
 from holdfast.storage.urls import location
 
 _HOOKS = "callbacks"
@@ -87,7 +86,7 @@ def _is_step_at(path: str | os.PathLike[str]) -> bool:
         folder = location(path)
     except ValueError:  # a URL that only Lightning knows
         return False
-    return is_file(folder / FILE_NAME) and is_step(open_checkpoint(folder))
+    return (folder / FILE_NAME).is_file() and is_step(open_checkpoint(folder))
 
 
 def _load_step(trainer: pl.Trainer, path: str | os.PathLike[str]) -> dict[str, Any]:

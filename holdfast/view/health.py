@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError, Untrusted
 from holdfast.ondisk import signature
 from holdfast.policies.signing.keys import found_signature
 from holdfast.read.damage import Verified
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 
 ASKED = 256
 """Files of a checkpoint in a store whose headers are asked for without being told to; of a local one all are."""

@@ -36,10 +36,10 @@ _KINDS = {
 
 def is_run(root: Place) -> bool:
     """Whether this is a folder of steps, and not a checkpoint itself. Raises StorageError."""
-    if storage.is_file(root / manifest.FILE_NAME):
+    if (root / manifest.FILE_NAME).is_file():
         return False
-    names = storage.folders_in(root)
-    return storage.JOURNAL in names or any(storage.is_file(root / name / manifest.FILE_NAME) for name in names)
+    names = root.folder_names()
+    return storage.JOURNAL in names or any((root / name / manifest.FILE_NAME).is_file() for name in names)
 
 
 def run_page(root: str | os.PathLike[str] | Place) -> str:

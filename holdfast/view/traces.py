@@ -9,7 +9,6 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ import msgspec
 from holdfast.errors import NotACheckpoint, StorageError
 from holdfast.report.recording import SUFFIX
 from holdfast.report.timeline import merge
-from holdfast.storage import storage
+from holdfast.storage.local.local_place import LocalPlace
 
 SPANS = 40_000
 """How many a page holds: of more the longest."""
@@ -39,17 +38,17 @@ class Timeline:
     window: tuple[float, float] | None = None
 
 
-def read_timeline(path: Path, *, of: str = "") -> Timeline:
+def read_timeline(path: LocalPlace, *, of: str = "") -> Timeline:
     """What was written down below a folder, joined on one clock; or the trace in one file, or the traces of a folder.
 
     ``of``: the name of the folder of the checkpoint that the page is about; its spans are what is looked at first.
     Raises NotACheckpoint if there is neither, StorageError if it cannot be read.
     """
-    names = storage.files_below(path)
+    names = path.files_below()
     if any(name.endswith(SUFFIX) for name in names):
         return _joined(merge(path).events, of)
     found = [path / name for name in names if name.endswith((".json", ".json.gz"))]
-    events = [event for one in found or ([path] if storage.is_file(path) else []) for event in _events(one)]
+    events = [event for one in found or ([path] if path.is_file() else []) for event in _events(one)]
     if not events:
         raise NotACheckpoint(
             f"there is no timeline at {path}: a folder that holdfast.timeline (or HOLDFAST_TIMELINE) has filled is "
@@ -58,9 +57,9 @@ def read_timeline(path: Path, *, of: str = "") -> Timeline:
     return _joined(events, of)
 
 
-def _events(path: Path) -> list[dict[str, Any]]:
+def _events(path: LocalPlace) -> list[dict[str, Any]]:
     try:
-        data, size = storage.read_start(path, LARGEST + 1)
+        data, size = path.read_start(LARGEST + 1)
         if data[:2] == b"\x1f\x8b":
             data = zlib.decompressobj(31).decompress(data, LARGEST + 1)
         if max(size, len(data)) > LARGEST:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.errors import HoldfastError
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import storage_error
+from holdfast.storage.naming import storage_error
+from holdfast.storage.place import Place
 from holdfast.storage.store import Store
+from holdfast.storage.store_place import StorePlace
 from holdfast.write.courier import Fault
 
 Small = tuple[Place, bytes]

@@ -21,8 +21,9 @@ from holdfast import events
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.events import log
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
 from holdfast.storage.store import Store
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.shipping import spec_of
 from holdfast.write import writer_process
 from holdfast.write.courier import Fault

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from holdfast.buffers.device import Moments, devices_of
 from holdfast.ondisk.manifest import FileRecord
-from holdfast.storage import storage
 from holdfast.storage.local.disk import SECTOR
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.write.arena import WINDOW, Slot, room_for
 from holdfast.write.image import Image, OpenFiles
 from holdfast.write.worker import ThreadWorker
@@ -62,7 +62,7 @@ def write_at_once(
     ``files`` collects what was opened, for the caller to close, or delete if this raises: StorageError.
     """
     files.paths += [folder / path for path, _ in small]
-    storage.make_folders(folder, (image.section for image in images))
+    folder.make_folders(image.section for image in images)
     sources = [tensor for image in images for tensor in image.sources]
     pinned = any(tensor.device.type != "cpu" for tensor in sources)
     with Ring(remote=isinstance(folder, StorePlace)) as ring:

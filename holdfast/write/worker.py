@@ -13,7 +13,8 @@ from pathlib import Path
 from holdfast import events
 from holdfast.errors import StorageError
 from holdfast.ranks.interrupts import interrupts_wait
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.write.courier import Courier
 from holdfast.write.jobs import Futures, Small, Worker, in_one_store
 from holdfast.write.process_worker import ProcessWorker

@@ -10,12 +10,12 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from holdfast.buffers.device import Copier, Moments
 from holdfast.ondisk import blocks, datafile
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import open_to_write
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.write.arena import Slot, room_for
 from holdfast.write.image import KEPT, Image, OpenFiles, Written, header_of
 from holdfast.write.stream import Coming, Stream
@@ -63,8 +63,8 @@ class Writing:
         self._headers[image.path] = header
         path, size = self.folder / image.path, len(header) + image.nbytes
         number = None
-        if isinstance(path, Path):
-            fd, direct = open_to_write(path, size)
+        if isinstance(path, LocalPlace):
+            fd, direct = path.open_to_write(size)
             files.paths.append(path)
             if len(self._streams) < KEPT:
                 files.descriptors.append(fd)

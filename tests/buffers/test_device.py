@@ -20,6 +20,7 @@ from holdfast.ondisk import datafile
 from holdfast.ondisk.datafile import Piece
 from holdfast.policies.replicas import replicas
 from holdfast.ranks.ranks import ranks_of
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.write import stream, sums
 from holdfast.write.arena import Slot
 from holdfast.write.image import Image, OpenFiles, Written
@@ -234,12 +235,12 @@ def test_files_from_a_device_are_those_from_the_host(
     plain = [
         Image(i.path, i.section, i.pieces, [s.as_subclass(torch.Tensor) for s in i.sources], i.shapes) for i in images
     ]
-    expected = write_all(plain, tmp_path_factory.mktemp("host"), windows)
+    expected = write_all(plain, LocalPlace(tmp_path_factory.mktemp("host")), windows)
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch)
         patch.setattr(device, "SMALL", small)
         patch.setattr(device, "BATCH", batch)
-        assert write_all(images, tmp_path_factory.mktemp("device"), windows) == expected
+        assert write_all(images, LocalPlace(tmp_path_factory.mktemp("device")), windows) == expected
 
 
 # Whole saves

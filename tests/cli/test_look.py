@@ -14,6 +14,7 @@ import torch
 import holdfast
 from holdfast.cli import app as application
 from holdfast.cli.codes import Code
+from holdfast.storage.local.local_place import LocalPlace
 from tests.citing import save_on, state_of
 from tests.damaging import contents_of, flip
 from tests.formats.truth import GOLDEN
@@ -53,7 +54,7 @@ def state(step: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two steps, of which the second differs."""
-    root = tmp_path_factory.mktemp("run")
+    root = LocalPlace(tmp_path_factory.mktemp("run"))
     for step in (3, 4):
         holdfast.save(state(step), root / f"step-{step}", step=step, files={"config.yaml": b"x" * 10})
     return root

@@ -26,8 +26,8 @@ from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import standing
 from holdfast.journal import Entry, Now
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
 from holdfast.storage.storage import JOURNAL
+from holdfast.storage.store_place import StorePlace
 from tests.cli.test_terminal import run_here
 from tests.rights import refused
 from tests.test_manager import before_each_write, held_back, refuse

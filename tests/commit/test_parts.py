@@ -21,8 +21,8 @@ import holdfast
 from holdfast.commit import parts
 from holdfast.commit.parts import commit_late
 from holdfast.ondisk import part
-from holdfast.storage import storage
-from holdfast.storage.storage import in_use
+from holdfast.storage.local import locks
+from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.patience import wait_until
 
@@ -50,7 +50,7 @@ def _is(path: Path, step: int) -> None:
 
 def _gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return LocalPlace(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
 
@@ -136,7 +136,7 @@ def test_nothing_is_committed_while_a_writer_is_at_it(tmp_path: Path) -> None:
     wait_until(lambda: _gone(pid))
     file = next((tmp_path / "c" / "a").iterdir())
     fd = os.open(file, os.O_RDONLY)
-    storage._lock(fd)
+    locks.lock(fd)
     assert commit_late(tmp_path / "c") is None
     assert commit_late(tmp_path / "c", patience=0.1) is None
     threading.Timer(0.3, os.close, [fd]).start()
@@ -277,7 +277,7 @@ def test_those_who_ask_whether_a_file_is_in_use_do_not_take_each_other_for_a_sav
     path = tmp_path / "file"
     path.write_bytes(b"x")
     with ThreadPoolExecutor(8) as threads:
-        asked = [threads.submit(lambda: any(in_use(path) for _ in range(50))) for _ in range(8)]
+        asked = [threads.submit(lambda: any(path.in_use() for _ in range(50))) for _ in range(8)]
         assert not any(future.result() for future in asked)
 
 

@@ -21,6 +21,7 @@ from holdfast.export.partial import Partial
 from holdfast.ondisk import manifest
 from holdfast.storage import storage
 from holdfast.storage.local import disk, durable
+from holdfast.storage.local.local_place import LocalPlace
 from tests.crash import operations
 from tests.crash.record import Rule
 from tests.crash.runs import Run
@@ -89,15 +90,15 @@ def storage_sync(path: Path) -> None:
 def delete_before_replace() -> Iterator[None]:
     """An overwrite makes room before it commits."""
 
-    def replace(path: Path, data: bytes, temporary: str) -> None:
+    def replace(path: LocalPlace, data: bytes, temporary: str) -> None:
         old = commit_module._previous(path)
         new = manifest.decode(data, "a manifest")
         if old is not None:
             commit_module.remove_old_files(path.parent, old, new)
         real(path, data, temporary)
 
-    real = storage.replace_small
-    with mock.patch.object(storage, "replace_small", replace):
+    real = LocalPlace.replace_small
+    with mock.patch.object(LocalPlace, "replace_small", replace):
         yield
 
 
@@ -107,7 +108,7 @@ def sweep_files_first() -> Iterator[None]:
 
     def delete(root: Path, names: Any, cited: Any, loose: Any, spare: Any = ()) -> None:
         for name in names:
-            held = [path for path in storage.files_below(root / name) if path not in cited.get(name, ())]
+            held = [path for path in (root / name).files_below() if path not in cited.get(name, ())]
             storage.delete(*(root / name / path for path in held if path != manifest.FILE_NAME))
         real(root, names, cited, loose, spare)
 
@@ -121,7 +122,7 @@ def manifest_not_synced_away() -> Iterator[None]:
     """A sweep does not make sure that the manifest is gone before the files go."""
 
     def delete(root: Path, names: Any, cited: Any, loose: Any, spare: Any = ()) -> None:
-        with mock.patch.object(storage, "sync_folder", lambda path: None):
+        with mock.patch.object(LocalPlace, "sync_folder", lambda path: None):
             real(root, names, cited, loose, spare)
 
     real = folder.delete_checkpoints
@@ -133,11 +134,11 @@ def manifest_not_synced_away() -> Iterator[None]:
 def overwrite_in_place() -> Iterator[None]:
     """The manifest is written where it stands, not beside it."""
 
-    def replace(path: Path, data: bytes, temporary: str) -> None:
+    def replace(path: LocalPlace, data: bytes, temporary: str) -> None:
         durable.write_synced(str(path), data)
-        storage.sync_folder(path.parent)
+        path.parent.sync_folder()
 
-    with mock.patch.object(storage, "replace_small", replace):
+    with mock.patch.object(LocalPlace, "replace_small", replace):
         yield
 
 
@@ -165,7 +166,7 @@ def names_of_content_not_synced() -> Iterator[None]:
 @contextmanager
 def trust_what_is_there() -> Iterator[None]:
     """Who finds a folder takes its name for durable."""
-    with mock.patch.object(storage, "make_home", storage.make_folder):
+    with mock.patch.object(LocalPlace, "make_home", LocalPlace.make_folder):
         yield
 
 

@@ -19,6 +19,7 @@ from torch import nn
 import holdfast
 from holdfast.export import torch_image
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 from tests.export.test_pickles import _TREES
 from tests.ondisk.test_values import same
 
@@ -61,7 +62,7 @@ def bits(node: Any) -> Any:
 @settings(max_examples=60)
 @given(state=STATES)
 def test_torch_reads_what_was_copied(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = written(state, tmp_path_factory.mktemp("state"))
+    path = written(state, LocalPlace(tmp_path_factory.mktemp("state")))
     assert same(bits(loaded(path)), bits(state))
 
 

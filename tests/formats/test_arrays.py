@@ -20,10 +20,11 @@ from holdfast.formats.machine.arrays import array_of, is_array
 from holdfast.formats.machine.pickles import Name, Record
 from holdfast.formats.machine.torch_files import load_pickle
 from holdfast.formats.stored import Opaque, Stored
+from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import hostile
 from tests.test_format import bytes_of
 
-WHERE = Path("some/file.pt")
+WHERE = LocalPlace("some/file.pt")
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 CODES = sorted(arrays._DTYPES)
 

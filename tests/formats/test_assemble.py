@@ -16,6 +16,7 @@ from holdfast.formats.machine.pickles import Name, Record
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored, concatenated, cut, float_scalar, plain
 from holdfast.ondisk.box import Box
+from holdfast.storage.local.local_place import LocalPlace
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def tensor(tmp_path: Path) -> Stored:
     return plain("float32", (6, 4), all_of(file(path)))
 
 
-def opened(state: dict[str, Any], path: Path = Path("/there"), **facts: Any) -> Checkpoint:
+def opened(state: dict[str, Any], path: Path = LocalPlace("/there"), **facts: Any) -> Checkpoint:
     return Checkpoint(path, foreign=assemble(Found("a test", state, **facts), path))
 
 
@@ -104,7 +105,7 @@ def test_records_come_as_values(leaf: Any, value: Any) -> None:
 
 
 def test_thousands_of_counters_are_one_source() -> None:
-    checkpoint = opened({"s": {str(i): float_scalar(float(i), Path("/there")) for i in range(3000)}})
+    checkpoint = opened({"s": {str(i): float_scalar(float(i), LocalPlace("/there")) for i in range(3000)}})
     assert len(checkpoint.manifest.files) == 1
     assert [float(t) for t in checkpoint.state_dict()["s"].values()] == [float(i) for i in range(3000)]
 

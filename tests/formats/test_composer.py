@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
+from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import truth
 from tests.formats.deepspeed_made import Run, run_of, zero3, zero12
 from tests.formats.test_deepspeed import SHAPES
@@ -50,7 +51,7 @@ def test_golden(name: str) -> None:
     assert not checkpoint.left_out
     assert truth.check(name, first(name)).reading == ""
     rank = str(first(name)).replace("rank0", "rank{rank}")
-    assert truth.check(name, Path(rank)).reading == first(name).name
+    assert truth.check(name, LocalPlace(rank)).reading == first(name).name
     rng = checkpoint.state_dict()["rng"]
     assert len(rng) == checkpoint.manifest.world_size == truth.Truth(name).facts["world_size"]
     assert {"python", "numpy", "torch"} <= rng[-1].keys()
@@ -97,7 +98,7 @@ def archives(folder: Path, files: dict[str, Any], world: int, name: str, tree: d
     """One archive for each rank, as Composer packs a folder for temporary files."""
     for rank in range(world):
         with tempfile.TemporaryDirectory() as temporary:
-            inside = Path(temporary)
+            inside = LocalPlace(temporary)
             (inside / "deepspeed").mkdir()
             for file, content in files.items():
                 told = re.match(r"(?:bf16_)?zero_pp_rank_(\d+)", file)

@@ -29,7 +29,7 @@ import holdfast
 from holdfast.formats.dcp.dcp import read_folder
 from holdfast.formats.sources import File
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.formats.truth import GOLDEN, NAMES, check, same
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.formats.sources import File
+from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import truth
 from tests.formats.truth import same
 
@@ -113,7 +114,7 @@ def test_any_number_of_ranks(world: int, tmp_path: Path) -> None:
 
 @given(world=st.integers(1, 9), shape=st.lists(st.integers(1, 7), max_size=4).map(tuple))
 def test_chunks_of_any_shape(world: int, shape: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("hfai")
+    folder = LocalPlace(tmp_path_factory.mktemp("hfai"))
     params = {"w": torch.arange(prod(shape), dtype=torch.float64).reshape(shape)}
     save(folder, world, [params], [], {})
     checkpoint = holdfast.open(folder)

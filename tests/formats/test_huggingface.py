@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import holdfast
 from holdfast.formats.huggingface import huggingface
 from holdfast.formats.sources import File
+from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.formats import truth
 from tests.formats.truth import same
@@ -319,7 +320,7 @@ def test_a_snapshot_over_blobs_that_repositories_share(tmp_path: Path) -> None:
 def test_a_snapshot_that_leads_elsewhere(where: str, tmp_path: Path) -> None:
     snapshot = cached(tmp_path)
     repository = snapshot.parent.parent
-    target = Path(os.path.normpath(repository / where))
+    target = LocalPlace(os.path.normpath(repository / where))
     target.parent.mkdir(exist_ok=True)
     shutil.copy(repository / "blobs" / ("0" * 64), target)
     link = snapshot / "model-00001-of-00003.safetensors"

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import holdfast
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
 from holdfast.formats.olmo import olmo
+from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import olmo_made as made
 from tests.formats.truth import GOLDEN, NAMES, check, same
 
@@ -30,7 +31,7 @@ TENSORS = {"a.w": torch.randn(5, 3), "a.b": torch.randn(2), "c": torch.randn(9, 
 
 def golden(name: str, into: Path) -> Path:
     """A copy of a golden checkpoint, to be altered."""
-    return Path(shutil.copytree(GOLDEN / name / "ckpt", into / "step3"))
+    return LocalPlace(shutil.copytree(GOLDEN / name / "ckpt", into / "step3"))
 
 
 # What OLMo itself wrote
@@ -70,7 +71,7 @@ def test_flat_parameters_of_any_shapes_and_world_size(
 ) -> None:
     root, inner = model
     shapes: made.Shapes = {"": root, **{f"block{i}": found for i, found in enumerate(inner)}}
-    folder = tmp_path_factory.mktemp("local") / "step5"
+    folder = LocalPlace(tmp_path_factory.mktemp("local")) / "step5"
     made.write_local(folder, shapes, world, old=old, dtype=dtype)
     checkpoint = holdfast.open(folder)
     state, truth = checkpoint.state_dict(), made.optimizer_truth(made.model_of(shapes))
@@ -277,7 +278,7 @@ def test_encoded_safetensors_are_taken_before_pt_files(tmp_path: Path) -> None:
 
 class Evil:
     def __reduce__(self) -> Any:
-        return (Path.touch, (Path("executed"),))
+        return (Path.touch, (LocalPlace("executed"),))
 
 
 def test_nothing_pickled_in_safetensors_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,11 @@ from hypothesis import strategies as st
 from holdfast.errors import Damaged, HoldfastError, Unsupported
 from holdfast.formats.machine import inert, pickles, torch_files
 from holdfast.formats.machine.pickles import EndsEarly, Name, Record
+from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import hostile
 from tests.formats.truth import GOLDEN, NAMES
 
-WHERE = Path("some/file.pt")
+WHERE = LocalPlace("some/file.pt")
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
 

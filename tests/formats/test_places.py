@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Got, Listing, Store
+from holdfast.storage.store_place import StorePlace
 from tests.formats.truth import GOLDEN, NAMES, Truth, check, same
 
 MIB = 1 << 20

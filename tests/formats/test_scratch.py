@@ -189,8 +189,9 @@ def test_a_child_lets_its_parent_read_on(tmp_path: Path, home: Path) -> None:
 
 def test_a_program_that_just_ends(tmp_path: Path, home: Path) -> None:
     program = (
-        "import sys, pathlib; from holdfast.formats.machine import scratch; "
-        "kept = scratch.unpacked(pathlib.Path(sys.argv[1]), lambda name: True)"
+        "import sys; from holdfast.formats.machine import scratch; "
+        "from holdfast.storage.local.local_place import LocalPlace; "
+        "kept = scratch.unpacked(LocalPlace(sys.argv[1]), lambda name: True)"
     )
     subprocess.run([sys.executable, "-c", program, str(archive(tmp_path / "a"))], check=True)
     assert left(home) == []

@@ -26,10 +26,11 @@ from holdfast.formats.shares import Mesh
 from holdfast.formats.sources import Memory, Stretch, all_of
 from holdfast.formats.stored import Stored, cut, of_bytes
 from holdfast.formats.torch_save import rank_files
+from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.formats.truth import same
 
-WHERE = Path("somewhere")
+WHERE = LocalPlace("somewhere")
 SHAPES = [(7, 5), (3,), (8, 3, 5), (1, 6), (2, 2), ()]
 
 
@@ -296,7 +297,7 @@ def test_small_neighbours_are_read_at_once() -> None:
             reads.append((begin, nbytes))
             return super().read(begin, nbytes)
 
-    sources = [Counted(Path(f"rank {r}"), torch.arange(1000.0).numpy().tobytes()) for r in range(2)]
+    sources = [Counted(LocalPlace(f"rank {r}"), torch.arange(1000.0).numpy().tobytes()) for r in range(2)]
     steps = [[Stored("float32", (), ((whole_box(), all_of(s).part(4 * i, 4)),)) for s in sources] for i in range(1000)]
     assert all(alike.same_tensors(steps))
     assert reads == [(0, 4000), (0, 4000)]

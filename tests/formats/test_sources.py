@@ -15,8 +15,9 @@ import pytest
 from holdfast.errors import Damaged, StorageError
 from holdfast.formats import sources
 from holdfast.formats.sources import File, Memory, Source, Stretch, Unpacked, all_of, file
+from holdfast.storage.local.local_place import LocalPlace
 
-WHERE = Path("some/file.bin")
+WHERE = LocalPlace("some/file.bin")
 
 
 def whole(source: Source) -> bytes:
@@ -60,11 +61,11 @@ def test_a_file_that_is_missing_or_goes_away(tmp_path: Path) -> None:
 
 def test_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # to open it would wait for ever
-    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+    for path in (tmp_path / "pipe", tmp_path, LocalPlace("/dev/zero")):
         with pytest.raises(StorageError, match="no regular file"):
             file(path)
     with pytest.raises(StorageError, match="a part of the path is a file"):
-        file(Path(__file__) / "x")
+        file(LocalPlace(__file__) / "x")
 
 
 def test_memory() -> None:

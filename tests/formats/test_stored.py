@@ -34,10 +34,11 @@ from holdfast.formats.stored import (
     strided,
 )
 from holdfast.ondisk import dtypes
+from holdfast.storage.local.local_place import LocalPlace
 from tests.test_format import bytes_of
 from tests.test_format import of_bytes as tensor_of_bytes
 
-WHERE = Path("some/file.bin")
+WHERE = LocalPlace("some/file.bin")
 DTYPES = sorted(dtypes._BY_NAME)
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
@@ -166,10 +167,10 @@ def test_a_large_view_takes_bounded_memory(tmp_path: Path) -> None:
         target.truncate(200_000_000)
     code = (
         "import resource, sys, torch\n"
-        "from pathlib import Path\n"
+        "from holdfast.storage.local.local_place import LocalPlace\n"
         "from holdfast.formats.sources import all_of, file\n"
         "from holdfast.formats.stored import strided\n"
-        "data = all_of(file(Path(sys.argv[1])))\n"
+        "data = all_of(file(LocalPlace(sys.argv[1])))\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
         "strided('float32', (10, 10), (1, 10), data, 0).pieces[0][1].read(0, 4)\n"
         "before = peak()\n"

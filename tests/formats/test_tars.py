@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.machine import tars
 from holdfast.formats.sources import Memory, Stretch, all_of
+from holdfast.storage.local.local_place import LocalPlace
 
-WHERE = Path("an archive")
+WHERE = LocalPlace("an archive")
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
 

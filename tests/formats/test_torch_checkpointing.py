@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.formats.torch_checkpointing import torch_checkpointing
+from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.formats import packed, truth
 from tests.formats.truth import same
@@ -55,7 +56,7 @@ def save_plain(folder: str) -> dict[str, torch.Tensor]:
     torch.save(model.state_dict(), f"{folder}/model_{rank}.pt")
     torch.save(torch.full((9,), rank, dtype=torch.uint8), f"{folder}/rng_{rank}.pt")
     torch.save(12, f"{folder}/step_{rank}.pt")
-    Path(folder, f"train_{rank}.json").write_text(json.dumps({"epoch": 3}))
+    LocalPlace(folder, f"train_{rank}.json").write_text(json.dumps({"epoch": 3}))
     return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach() for k, v in model.state_dict().items()}
 
 

@@ -29,12 +29,13 @@ from holdfast.formats.machine.torch_files import is_torch_file, load_file, load_
 from holdfast.formats.sources import Memory, all_of
 from holdfast.formats.stored import Opaque, Stored
 from holdfast.ondisk import dtypes
+from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import hostile
 from tests.formats.truth import GOLDEN
 from tests.test_format import bytes_of
 from tests.test_format import of_bytes as tensor_of_bytes
 
-WHERE = Path("some/file.pt")
+WHERE = LocalPlace("some/file.pt")
 BOTH = pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])
 
 
@@ -130,7 +131,7 @@ def test_tensors_as_torch_loads_them(groups: list[Made], new: bool, protocol: in
     for name, tensor in state.items():
         assert same(ours[name], theirs[name]) and same(ours[name], tensor), name
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.pt"
+        path = LocalPlace(folder) / "model.pt"
         path.write_bytes(data)
         opened = holdfast.open(path)
         for name, tensor in state.items():

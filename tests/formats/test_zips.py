@@ -19,8 +19,9 @@ from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.machine import zips
 from holdfast.formats.machine.zips import Archive, is_zip
 from holdfast.formats.sources import Memory, Stretch, all_of, file
+from holdfast.storage.local.local_place import LocalPlace
 
-WHERE = Path("some/archive.zip")
+WHERE = LocalPlace("some/archive.zip")
 
 
 def stretch(data: bytes) -> Stretch:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 import holdfast
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import save_in
+from holdfast.storage.local.local_place import LocalPlace
 
-HERE = Path(__file__).parent
+HERE = LocalPlace(__file__).parent
 FILES: dict[str, Any] = {"config.json": b'{"layers": 2}', "text/vocab.txt": "a\nb\né\n".encode()}
 WORLD = 3
 

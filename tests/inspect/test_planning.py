@@ -21,7 +21,7 @@ from holdfast.plan import share_plan
 from holdfast.plan.spread import WHOLE, boxes_held
 from holdfast.read.shared import demand, pass_on
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.formats.truth import GOLDEN
 from tests.inspect import plan_trials

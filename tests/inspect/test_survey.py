@@ -19,11 +19,10 @@ from holdfast.inspect.survey import Step, survey
 from holdfast.inspect.usage import usage_of_root
 from holdfast.ondisk import part
 from holdfast.ondisk.part import Part
-from holdfast.storage import storage
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
-from holdfast.storage.storage import open_locked
+from holdfast.storage.store_place import StorePlace
 from tests.citing import save_on, state_of
 from tests.damaging import contents_of, flip
 from tests.formats.truth import GOLDEN
@@ -50,7 +49,7 @@ def make_pending(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of which each step is in another state."""
-    root = tmp_path_factory.mktemp("run")
+    root = LocalPlace(tmp_path_factory.mktemp("run"))
     for step in range(1, 9):
         holdfast.save(state_of(step), root / f"step-{step}", step=step, files={"a.txt": b"x" * 100})
     (root / "step-2" / "manifest.json").write_text('{"format":"holdfast","ver')
@@ -94,7 +93,7 @@ def test_what_is_pending_can_be_recovered(run: Path, tmp_path: Path) -> None:
 
 def test_what_is_being_written(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "step-6", tmp_path / "step-6")
-    held = open_locked(data_file(tmp_path / "step-6"))
+    held = data_file(tmp_path / "step-6").open_locked()
     try:
         assert by_name(tmp_path)["step-6"].health == "writing"
     finally:
@@ -216,12 +215,12 @@ def test_a_data_set_beside_a_run_is_not_walked(run: Path, tmp_path: Path) -> Non
 
     with disk.hooked(note):
         assert [step.name for step in survey(tmp_path / "run")] == ["step-6"]
-        assert "data" in {name for path in listed for name in Path(path).parts}
+        assert "data" in {name for path in listed for name in LocalPlace(path).parts}
         with pytest.raises(holdfast.NotACheckpoint, match="holds no manifest.json, and no checkpoint of a format"):
             holdfast.open(tmp_path / "run" / "data")
         with pytest.raises(holdfast.NotACheckpoint, match="saves that never committed, step-6"):
             Past(tmp_path / "run").look()
-    assert not [path for path in listed if Path(path).is_relative_to(deep.parent)]
+    assert not [path for path in listed if LocalPlace(path).is_relative_to(deep.parent)]
 
 
 def test_in_a_store(run: Path, tmp_path: Path) -> None:
@@ -254,5 +253,5 @@ def test_a_swept_step_whose_files_others_borrow_is_neither_dead_nor_written(tmp_
         assert "since step-2, step-3 borrow them" in found["step-1"].fault
         assert by_name(root / "step-1")[""].health == "lent"
         stray = next(iter(save_on(state_of(1, model=9), root / "other").data_files)).path
-        storage.write_small(root / "step-1" / stray, b"x")  # a save there, of whichever kind, is told as before
+        (root / "step-1" / stray).write_small(b"x")  # a save there, of whichever kind, is told as before
         assert by_name(root)["step-1"].health == ("writing" if isinstance(root, StorePlace) else "unfinished")

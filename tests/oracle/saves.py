@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import holdfast
 from holdfast.state.tensors import FlatShard
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests import meshes, pool
 from tests.golden import make
 

@@ -25,7 +25,7 @@ from holdfast.read import ranges, read
 from holdfast.read.ranges import Share, jobs_of, ranges_of, spans_of
 from holdfast.read.read import Wanted, read_boxes
 from holdfast.read.source import ReadStats
-from holdfast.storage.storage import open_to_read
+from holdfast.storage.local.local_place import LocalPlace
 from tests.buffers.test_device import DEVICE, pretended
 
 SMALL = {"BLOCK": 256, "SPAN": 512, "GAP": 24, "DIRECT_FROM": 64, "PACKED": 128, "PACKED_RUNS": 3}
@@ -68,7 +68,7 @@ class OneFile:
 
     @contextmanager
     def opened(self, index: int) -> Iterator[Any]:
-        yield open_to_read(self._path)[0], None
+        yield self._path.open_to_read()[0], None
 
     def share(self, box: Box, view: torch.Tensor) -> Share:
         return Share(0, self._piece, self.sums, box, whole(self.record.shape), view, self.record.dtype)
@@ -111,7 +111,7 @@ def test_any_box_comes_to_any_view(
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
         tensor = made(shape, dtype)
-        files = OneFile(tmp_path_factory.mktemp("f"), tensor, at)
+        files = OneFile(LocalPlace(tmp_path_factory.mktemp("f")), tensor, at)
         box = data.draw(boxes(shape))
         view = view_of(kind, box.lengths, dtype)
         patch.setattr(scatter, "streams_of", lambda kind: None)
@@ -133,7 +133,7 @@ def test_ranges_hold_exactly_what_is_wanted(
 ) -> None:  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
-        files = OneFile(tmp_path_factory.mktemp("f"), made(shape, dtype), 0)
+        files = OneFile(LocalPlace(tmp_path_factory.mktemp("f")), made(shape, dtype), 0)
         box = data.draw(boxes(shape))
         share = files.share(box, view_of(kind, box.lengths, dtype))
         found = list(ranges_of(share, True, round_up=round_up, gap=gap))

@@ -19,9 +19,10 @@ import holdfast
 from holdfast.checkpoint import read_manifest
 from holdfast.commit import folder as folders
 from holdfast.run.leavings import BENCH, collect
-from holdfast.storage import storage
+from holdfast.storage import store_place
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests.citing import save_on, state_of
 from tests.damaging import contents_of
 
@@ -161,14 +162,14 @@ def test_a_save_that_commits_while_somebody_looks_stays(
 ) -> None:
     manifest, aside = root / "step-2" / "manifest.json", root / "aside"
     manifest.rename(aside)
-    living = storage.living
+    living = LocalPlace.living
 
-    def commits(folder: Path, paths: list[str]) -> list[str]:
+    def commits(folder: LocalPlace, paths: list[str]) -> list[str]:
         if aside.exists():
             aside.rename(manifest)
         return living(folder, paths)
 
-    monkeypatch.setattr(storage, "living", commits)
+    monkeypatch.setattr(LocalPlace, "living", commits)
     do(root / "step-2")
     monkeypatch.undo()
     holdfast.verify(root / "step-2")
@@ -200,16 +201,16 @@ def test_a_conversion_that_begins_while_somebody_looks_goes_on(root: Path, monke
     (root / "hf.partial" / "lock").write_bytes(b"")
     (root / "hf.partial" / "content").mkdir()
     began: list[int] = []
-    in_use = storage.in_use
+    in_use = LocalPlace.in_use
 
-    def begins(path: Path) -> bool:
+    def begins(path: LocalPlace) -> bool:
         found = in_use(path)
         if not began:
             began.append(os.open(root / "hf.partial" / "lock", os.O_RDWR))
             fcntl.flock(began[0], fcntl.LOCK_EX)
         return found
 
-    monkeypatch.setattr(storage, "in_use", begins)
+    monkeypatch.setattr(LocalPlace, "in_use", begins)
     done = collect(root, dry_run=False)
     assert not done.leavings and "another process is converting" in done.spared[0].why
     assert (root / "hf.partial" / "content").is_dir()
@@ -226,7 +227,7 @@ def test_what_is_called_like_a_conversion_and_is_none_stays(root: Path) -> None:
 def test_what_tells_that_an_upload_broke_off_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     place = StorePlace(Memory(), "models")
     place.store.put((place / "mine" / ".holdfast-converting").key, [b"x"], 1)
-    monkeypatch.setattr(storage, "LIVING", -1.0)
+    monkeypatch.setattr(store_place, "LIVING", -1.0)
     done = collect(place, dry_run=False)
     assert not done.leavings and "upload" in done.spared[0].why
 

@@ -16,6 +16,7 @@ from holdfast.commit.folder import delete_checkpoint
 from holdfast.run.keep import Keep
 from holdfast.run.prune import name_of, prune
 from holdfast.run.steps import Steps
+from holdfast.storage.local.local_place import LocalPlace
 from tests.citing import save_on, state_of
 
 
@@ -45,7 +46,7 @@ def test_what_is_told_is_what_happens(
     tmp_path_factory: pytest.TempPathFactory, last: int, every: int | None, model_every: int | None,
     optimizer_last: int | None,
 ) -> None:  # fmt: skip
-    root = tmp_path_factory.mktemp("run")
+    root = LocalPlace(tmp_path_factory.mktemp("run"))
     _run(root, range(1, 7))
     keep = Keep(last=last, every=every, model_every=model_every, optimizer_last=optimizer_last)
     told = prune(root, keep)

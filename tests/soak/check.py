@@ -15,7 +15,7 @@ import torch
 import holdfast
 from holdfast.commit.sections import dropped_of
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests.soak.content import Mark, shapes, whole
 from tests.soak.model import Model
 from tests.soak.plan import Run

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import holdfast
 import holdfast.saver
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from tests.soak import faults
 from tests.soak.content import State
 from tests.soak.plan import Episode, metric_of

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Store
+from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
 
 NAMES = ["a", "b.c", "b", "model.tar.gz", ".hidden", "step-1"]

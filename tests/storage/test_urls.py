@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.storage.cloud.cloud import Cloud
 from holdfast.storage.cloud.options import OPTIONS
-from holdfast.storage.place import StorePlace
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import at, location
 from holdfast.storage.wrappers.retrying import Retrying
 from holdfast.testing import Memory

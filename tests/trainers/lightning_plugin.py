@@ -21,6 +21,7 @@ import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.saving import Saving
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.trainers.lightning import HoldfastCheckpointIO
 
 
@@ -322,6 +323,6 @@ def restored_arguments(root: Path) -> dict[str, Any]:
             self.save_hyperparameters()
 
     trainer = make_trainer(root)
-    trainer.fit(Model(Path("/data"), {1: "one"}, scale=2.0))
+    trainer.fit(Model(LocalPlace("/data"), {1: "one"}, scale=2.0))
     trainer.save_checkpoint(root / "saved")
     return dict(_load_state(Model, HoldfastCheckpointIO().load_checkpoint(root / "saved")).hparams)

@@ -15,8 +15,8 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.ondisk.box import Box
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Got
+from holdfast.storage.store_place import StorePlace
 from holdfast.view.checkpoint import checkpoint_page
 from holdfast.view.traces import Timeline
 from tests.damaging import flip

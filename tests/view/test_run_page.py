@@ -17,9 +17,10 @@ from holdfast.cli.app import run
 from holdfast.cli.codes import Code
 from holdfast.journal import Now
 from holdfast.run.journaling import Journal
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
 from holdfast.storage.storage import JOURNAL
+from holdfast.storage.store_place import StorePlace
 from holdfast.view.run import is_run, run_page
 from tests.view.browser import Tab, script
 from tests.view.telling import HOSTILE, told
@@ -27,7 +28,7 @@ from tests.view.telling import HOSTILE, told
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("run") / "gpt-7b"
+    found = LocalPlace(tmp_path_factory.mktemp("run")) / "gpt-7b"
     found.mkdir()
     for entry in told(found)[-4:-1]:
         state = {"model": {"w": torch.zeros(64, 64)}, "step": entry.step}

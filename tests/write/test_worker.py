@@ -17,6 +17,7 @@ import pytest
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.local.disk import SECTOR
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.write import courier
 from holdfast.write.arena import Slot
 from holdfast.write.jobs import Worker
@@ -115,14 +116,14 @@ def test_a_fault_names_file_doing_and_number(desk: Desk, tmp_path: Path) -> None
     with pytest.raises(StorageError, match="cannot write .*read only") as caught:
         desk.write(file, b"x", 0).result(LONG)
     assert caught.value.errno == errno.EBADF and caught.value.file == str(tmp_path / "read only")
-    full = desk.open(Path("/dev/full"), os.O_RDWR)
+    full = desk.open(LocalPlace("/dev/full"), os.O_RDWR)
     with pytest.raises(StorageError, match="the disk is full") as caught:
         desk.write(full, b"x", 0).result(LONG)
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_after_a_fault_a_file_is_not_finished_and_nothing_is_left(desk: Desk, tmp_path: Path) -> None:
-    good, bad = desk.open(tmp_path / "good"), desk.open(Path("/dev/full"), os.O_RDWR)
+    good, bad = desk.open(tmp_path / "good"), desk.open(LocalPlace("/dev/full"), os.O_RDWR)
     desk.write(bad, b"x", 0)
     jobs = [
         desk.worker.finish(bad, b"h" * SECTOR, SECTOR),
@@ -188,7 +189,7 @@ def test_the_memory_of_a_slot_can_be_replaced(desk: Desk, tmp_path: Path) -> Non
 
 def _state(pid: int) -> str | None:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return LocalPlace(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return None
 
@@ -231,7 +232,7 @@ def test_a_slot_goes_over_to_the_next_process(process: ProcessWorker, tmp_path: 
 
 def test_the_process_knows_nothing_of_torch_and_little_of_anything(process: ProcessWorker, tmp_path: Path) -> None:
     process.leave([], [], [(tmp_path / "f", b"")]).result(LONG)  # so that it has started
-    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    maps = LocalPlace(f"/proc/{process.pid}/maps").read_text()
     assert "torch" not in maps and "site-packages" not in maps
     open_files = len(os.listdir(f"/proc/{process.pid}/fd"))
     assert open_files <= 5, "standard streams and its socket, twice: nothing of the trainer's"

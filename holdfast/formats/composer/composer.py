@@ -21,8 +21,8 @@ from holdfast.formats.machine.torch_files import is_torch_file, load_file
 from holdfast.formats.machine.zips import Archive, is_zip
 from holdfast.formats.members import real
 from holdfast.formats.sources import Stretch, all_of, file
+from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
-from holdfast.storage.storage import naming
 
 _STATES = "composer_states.pt"
 _DEEPSPEED = "deepspeed/"

@@ -22,7 +22,8 @@ from holdfast.formats.stored import Stored
 from holdfast.ondisk import dtypes
 from holdfast.read.source import Descriptors
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 MAX_VALUE = 1 << 30
 """More than any compressed object unpacks to."""

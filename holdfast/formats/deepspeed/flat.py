@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import ceil, prod
-from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import Damaged
@@ -16,6 +15,7 @@ from holdfast.formats.sources import Memory, Stretch
 from holdfast.formats.stored import Stored
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import flat_boxes
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 
 Shapes = Mapping[str, Sequence[int]]
@@ -103,5 +103,5 @@ def _stretches(parts: Sequence[Stored], what: str) -> tuple[str, list[Stretch]]:
     """The type of all parts, and the bytes of each."""
     if len({part.dtype for part in parts}) > 1 or any(len(part.pieces) > 1 for part in parts):
         raise Damaged(f"{what}: the ranks' parts are of several types: files of different saves lie there")
-    nothing = Stretch(Memory(Path(what), b""), 0, 0)
+    nothing = Stretch(Memory(LocalPlace(what), b""), 0, 0)
     return parts[0].dtype, [part.pieces[0][1] if part.pieces else nothing for part in parts]

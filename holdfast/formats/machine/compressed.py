@@ -14,7 +14,8 @@ from typing import Any
 
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.formats.sources import Stretch
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 _PIECE, _OF_STORE = 256 << 10, 4 << 20
 """How much is read at once; of a store more, which takes its time for every answer."""

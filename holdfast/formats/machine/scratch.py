@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -28,9 +27,11 @@ from holdfast.formats.machine import tars
 from holdfast.formats.machine.compressed import Unpacking, kind_of
 from holdfast.formats.members import modified
 from holdfast.formats.sources import File, Stretch, all_of, file
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.local.private import private_folder
-from holdfast.storage.place import Place, StorePlace
-from holdfast.storage.storage import naming, open_to_read
+from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 
 LIMIT = "HOLDFAST_SCRATCH_LIMIT"
 """The environment variable that says how many bytes an archive may unpack to; by default half of what is free."""
@@ -50,7 +51,7 @@ class Lease:
     The kernel gives the right up for a process that is killed; the next call of anybody sweeps what it left.
     """
 
-    def __init__(self, folder: Path, lock: int) -> None:
+    def __init__(self, folder: LocalPlace, lock: int) -> None:
         self.folder = folder
         self._end = weakref.finalize(self, _give_up, folder, lock, os.getpid())
 
@@ -61,16 +62,16 @@ class Scratched:
 
     path: Place = field(compare=False)
     nbytes: int = field(compare=False)
-    file: Path
+    file: LocalPlace
     lease: Lease = field(compare=False, repr=False)
 
     def open(self) -> tuple[int, int | None]:
-        return open_to_read(self._there())
+        return self._there().open_to_read()
 
     def read(self, begin: int, nbytes: int) -> bytes:
         return File(self._there(), self.nbytes).read(begin, nbytes)
 
-    def _there(self) -> Path:
+    def _there(self) -> LocalPlace:
         if not self.file.is_file():
             raise StorageError(f"{self.path} was unpacked to {self.file}, which somebody removed: open it again")
         return self.file
@@ -102,7 +103,7 @@ def unpacked(path: Place, wanted: Callable[[str], bool]) -> dict[str, Stretch]:
     }
 
 
-def _unpack(path: Place, folder: Path, limit: int, wanted: Callable[[str], bool]) -> None:
+def _unpack(path: Place, folder: LocalPlace, limit: int, wanted: Callable[[str], bool]) -> None:
     """Write the wanted members into ``folder`` under numbers, and at last which is which."""
     packed = all_of(file(path))
     kind = kind_of(packed.read(0, min(8, packed.nbytes)))
@@ -121,7 +122,7 @@ def _unpack(path: Place, folder: Path, limit: int, wanted: Callable[[str], bool]
     (folder / _INDEX).write_text(json.dumps(sizes))
 
 
-def _copy(stream: Unpacking, target: Path, nbytes: int | None) -> int:
+def _copy(stream: Unpacking, target: LocalPlace, nbytes: int | None) -> int:
     """The next bytes of a stream, or all that follow, into a file; how many."""
     if nbytes is not None and nbytes > stream.limit - stream.at:
         raise stream.exceeded()
@@ -141,7 +142,7 @@ _lock = threading.Lock()
 
 def _lease(path: Place, wanted: Callable[[str], bool]) -> Lease:
     with naming(path, "open"):
-        identity = _in_store(path) if isinstance(path, StorePlace) else _on_disk(Path(os.path.realpath(path)))
+        identity = _in_store(path) if isinstance(path, StorePlace) else _on_disk(LocalPlace(os.path.realpath(path)))
     key = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
     with _lock:
         lease = _leases.get(key)
@@ -153,7 +154,7 @@ def _lease(path: Place, wanted: Callable[[str], bool]) -> Lease:
         return lease
 
 
-def _on_disk(real: Path) -> list[Any]:
+def _on_disk(real: LocalPlace) -> list[Any]:
     status = real.stat()
     return [str(real), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
 
@@ -165,7 +166,7 @@ def _in_store(place: StorePlace) -> list[Any]:
     return [str(place), packed.nbytes, modified(place), xxhash.xxh3_128_hexdigest(ends)]
 
 
-def _await_lock(lock: int, how: int, folder: Path) -> None:
+def _await_lock(lock: int, how: int, folder: LocalPlace) -> None:
     """Wait for whoever unpacks into the folder, as long as it grows: a process that is frozen there lets go never."""
     grown, since = -1, time.monotonic()
     while True:
@@ -184,7 +185,7 @@ def _await_lock(lock: int, how: int, folder: Path) -> None:
         time.sleep(_PAUSE)
 
 
-def _size_below(folder: Path) -> int:
+def _size_below(folder: LocalPlace) -> int:
     size = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # deleted while we looked
@@ -192,7 +193,7 @@ def _size_below(folder: Path) -> int:
     return size
 
 
-def _taken(folder: Path, fill: Callable[[Path], None]) -> Lease:
+def _taken(folder: LocalPlace, fill: Callable[[LocalPlace], None]) -> Lease:
     """A lease of ``folder``, which is filled by the first who comes; the others wait for it."""
     while True:
         lock = _open_lock(folder)
@@ -216,11 +217,11 @@ def _taken(folder: Path, fill: Callable[[Path], None]) -> Lease:
         os.close(lock)
 
 
-def _open_lock(folder: Path) -> int:
+def _open_lock(folder: LocalPlace) -> int:
     return os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def _is_current(lock: int, folder: Path) -> bool:
+def _is_current(lock: int, folder: LocalPlace) -> bool:
     """Whether an open lock file is still the one of that name: who cleans up removes it."""
     try:
         return os.path.samestat(os.fstat(lock), folder.with_suffix(".lock").stat())
@@ -228,7 +229,7 @@ def _is_current(lock: int, folder: Path) -> bool:
         return False
 
 
-def _give_up(folder: Path, lock: int, process: int) -> None:
+def _give_up(folder: LocalPlace, lock: int, process: int) -> None:
     """End a lease; the last one cleans up. A forked child only lets go."""
     try:
         if os.getpid() == process:
@@ -237,22 +238,22 @@ def _give_up(folder: Path, lock: int, process: int) -> None:
         os.close(lock)
 
 
-def _remove_if_idle(folder: Path, lock: int) -> None:
+def _remove_if_idle(folder: LocalPlace, lock: int) -> None:
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_current(lock, folder):
             _remove(folder)
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: LocalPlace) -> None:
     # The lock file last: whoever waits for it then finds that it is another.
     shutil.rmtree(folder, ignore_errors=True)
     folder.with_suffix(".lock").unlink(missing_ok=True)
 
 
-def _sweep(root: Path, but: str) -> None:
+def _sweep(root: LocalPlace, but: str) -> None:
     """Remove what processes that were killed have left."""
-    for name in sorted({Path(name).stem for name in os.listdir(root)} - {but}):
+    for name in sorted({LocalPlace(name).stem for name in os.listdir(root)} - {but}):
         lock = _open_lock(root / name)
         try:
             _remove_if_idle(root / name, lock)
@@ -260,7 +261,7 @@ def _sweep(root: Path, but: str) -> None:
             os.close(lock)
 
 
-def _limit(root: Path) -> int:
+def _limit(root: LocalPlace) -> int:
     text = os.environ.get(LIMIT)
     if text is None:
         return shutil.disk_usage(root).free // 2

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from holdfast.errors import Damaged
 from holdfast.formats import members, recognise
@@ -16,6 +15,7 @@ from holdfast.formats.items import prove_joined
 from holdfast.formats.machine.torch_files import is_torch_file, load_path
 from holdfast.formats.sharded import has_shards, join_ranks
 from holdfast.formats.sources import all_of, file
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 
 RANK = "{rank}"
@@ -48,7 +48,7 @@ def _template(path: Place) -> dict[int, Place]:
     at = [i for i, part in enumerate(path.parts) if RANK in part]
     if len(at) != 1 or path.parts[at[0]].count(RANK) != 1:
         return {}
-    above, part, below = Path(*path.parts[: at[0]]), path.parts[at[0]], path.parts[at[0] + 1 :]
+    above, part, below = LocalPlace(*path.parts[: at[0]]), path.parts[at[0]], path.parts[at[0] + 1 :]
     pattern = re.compile("([0-9]{1,7})".join(map(re.escape, part.split(RANK))))
     if not above.is_dir():
         return {}

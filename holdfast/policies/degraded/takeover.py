@@ -33,7 +33,6 @@ from holdfast.plan.plan import Plan
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.state import Collected
 from holdfast.state.outline import owned_values
-from holdfast.storage import storage
 from holdfast.storage.place import Place
 from holdfast.write.image import OpenFiles
 from holdfast.write.images import images_of, memory_of
@@ -263,7 +262,7 @@ class Takeover:
         drafted = draft(identity, plan, self.state, self._values(did), self.records)
         ranks = [did.get(rank, _Share([], [], [])) for rank in range(self.ranks.size)]
         record = joined(drafted, [Did([*one.files, *one.more], one.cites) for one in ranks])
-        replaces = self.overwrite and storage.is_file(self.folder / manifest.FILE_NAME)
+        replaces = self.overwrite and (self.folder / manifest.FILE_NAME).is_file()
         call.confirm()
         commit(self.folder, record, replaces=replaces)
         return self.save

@@ -10,7 +10,6 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from holdfast.buffers.device import Copier
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError
@@ -24,9 +23,9 @@ from holdfast.plan.plan import Plan
 from holdfast.policies.incremental.fingerprint import Fingerprints, Prints
 from holdfast.policies.incremental.same import Claim, unchanged
 from holdfast.read.read import DataFiles
-from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.write.image import KEPT, Image, OpenFiles
 
 SMALLEST = 16 << 10
@@ -105,7 +104,7 @@ def open_base(previous: Previous, folder: Place) -> Base | None:
 def _read(folder: Place) -> Manifest:
     target = folder / manifest.FILE_NAME
     try:
-        return manifest.decode(storage.read_small(target), str(target))
+        return manifest.decode(target.read_small(), str(target))
     except (FileNotFoundError, StorageError) as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
@@ -153,14 +152,14 @@ def cite(
         if left is not None:
             found.images.append(left)
         elif any(path.parent == folder / image.section for path in opened.paths):  # else it is synced with the file
-            storage.sync_folder(folder / image.section)
+            (folder / image.section).sync_folder()
     return found
 
 
 def borrowed_is_there(folder: Place, cites: Sequence[Cite]) -> None:
     """Raise Damaged if a cited file is not, or no longer, in its place: what is committed must be whole."""
     for record in (cite.record for cite in cites):
-        size = storage.size_of(folder / record.path)
+        size = (folder / record.path).size()
         if size != record.bytes:
             found = "is gone" if size is None else f"has {size} bytes instead of {record.bytes}"
             raise Damaged(f"{folder / record.path}, which this save was to borrow, {found}: save again, without base=")
@@ -240,10 +239,10 @@ def _bring(base: Base, index: int, section: str, folder: Place, opened: OpenFile
         return None
 
 
-def _link(source: Path, target: Path, nbytes: int, opened: OpenFiles) -> bool:
+def _link(source: Place, target: Place, nbytes: int, opened: OpenFiles) -> bool:
     if disk.stat(source).st_size != nbytes:
         raise OSError(errno.EIO, "it has another size than its manifest says")
-    storage.make_folder(target.parent)
+    target.parent.make_folder()
     try:
         disk.link(source, target)
     except FileExistsError:
@@ -252,7 +251,7 @@ def _link(source: Path, target: Path, nbytes: int, opened: OpenFiles) -> bool:
     opened.paths.append(target)
     if len(opened.descriptors) < KEPT:
         # Locked as a file that is being written: whoever sweeps sees that this save lives.
-        opened.descriptors.append(storage.open_locked(target))
+        opened.descriptors.append(target.open_locked())
     return True
 
 

@@ -15,7 +15,6 @@ from holdfast.errors import Unsupported, Untrusted
 from holdfast.ondisk import signature
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.signature import Signature, SignedFile
-from holdfast.storage import storage
 from holdfast.storage.place import Place
 
 Key = Any
@@ -130,7 +129,7 @@ def read_signature(folder: Place, record: Manifest, require: Keys) -> Signature:
     keys = trusted(require)
     target = folder / signature.file_name(record)
     try:
-        data = storage.read_small(target)
+        data = target.read_small()
     except FileNotFoundError:
         raise Untrusted(
             f"{folder} is not signed: there is no {target}. Load it without require= if you trust where it comes from, "
@@ -145,7 +144,7 @@ def found_signature(folder: Place, record: Manifest) -> bytes | None:
     A signature of something else is left behind: readers that require one refuse what has none.
     """
     try:
-        data = storage.read_small(folder / signature.file_name(record))
+        data = (folder / signature.file_name(record)).read_small()
         said, _, _ = signature.decode(data, str(folder))
     except (FileNotFoundError, Untrusted):
         return None

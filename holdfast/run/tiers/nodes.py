@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,8 +22,9 @@ from holdfast.events import log
 from holdfast.ranks.heartbeat import Watch
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.run.keep import Kept
-from holdfast.storage import storage
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming
 
 MARK = ".holdfast-tier.json"
 """What a fast folder belongs to, so that two runs do not take each other's steps for their own."""
@@ -200,7 +200,7 @@ class Nodes:
             raise RankLost(f"the store of the process group does not answer ({error})") from error
 
 
-def find_nodes(call: Call, folder: Path, root: str, key: str) -> Nodes:
+def find_nodes(call: Call, folder: LocalPlace, root: str, key: str) -> Nodes:
     """Find out which ranks see the same ``folder``, and mark it as belonging to ``root``.
 
     Two rounds. Raises on all ranks what a rank raises: StorageError, Mismatch if the folder belongs to another root.
@@ -210,9 +210,9 @@ def find_nodes(call: Call, folder: Path, root: str, key: str) -> Nodes:
     own = folder / _TOKEN.format(token)
 
     def put() -> str:
-        storage.make_folder(folder)
+        folder.make_folder()
         _mark(folder, root, f".holdfast-{token}.tmp")
-        with storage.naming(own, "create"):
+        with naming(own, "create"):
             os.close(disk.open(own, os.O_WRONLY | os.O_CREAT))
         return token
 
@@ -233,20 +233,20 @@ def find_nodes(call: Call, folder: Path, root: str, key: str) -> Nodes:
     return nodes
 
 
-def root_of_fast(folder: Path) -> str | None:
+def root_of_fast(folder: LocalPlace) -> str | None:
     """The root whose fast tier a folder is marked as; None if it is not."""
     try:
-        return msgspec.json.decode(storage.read_small(folder / MARK), type=_Mark).root
+        return msgspec.json.decode((folder / MARK).read_small(), type=_Mark).root
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # nobody has marked it, or not for us to read
         return None
 
 
-def _mark(folder: Path, root: str, temporary: str) -> None:
+def _mark(folder: LocalPlace, root: str, temporary: str) -> None:
     mark = folder / MARK
     data = msgspec.json.encode(_Mark(root))
-    if storage.is_file(mark) or not storage.create_small(mark, data, temporary):
+    if mark.is_file() or not mark.create_small(data, temporary):
         try:
-            found = msgspec.json.decode(storage.read_small(mark), type=_Mark).root
+            found = msgspec.json.decode(mark.read_small(), type=_Mark).root
         except msgspec.MsgspecError as error:
             found = f"something else ({error})"
         if found != root:
@@ -256,7 +256,7 @@ def _mark(folder: Path, root: str, temporary: str) -> None:
             )
 
 
-def _sweep_tokens(folder: Path) -> None:
+def _sweep_tokens(folder: LocalPlace) -> None:
     for path in folder.glob(_TOKEN.format("*")):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _OLD:

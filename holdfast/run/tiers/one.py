@@ -23,7 +23,6 @@ from holdfast.run.keep import Keep
 from holdfast.run.steps import Steps
 from holdfast.run.tiers.home import Asked, Durability
 from holdfast.storage.place import Place
-from holdfast.storage.storage import is_file
 
 
 class OneRoot:
@@ -108,7 +107,7 @@ class OneRoot:
 
     def durability(self, step: int) -> Durability:
         """What is committed is safe in the root alone."""
-        return Durability(step, False, is_file(self.fast.path(step) / FILE_NAME), False)
+        return Durability(step, False, (self.fast.path(step) / FILE_NAME).is_file(), False)
 
     def backlog(self) -> int | None:
         """None: nothing goes anywhere else."""

@@ -24,7 +24,6 @@ from holdfast.policies.signing.keys import Keys
 from holdfast.run.steps import Steps, lacking_files
 from holdfast.run.tiers.home import Asked
 from holdfast.run.tiers.nodes import Nodes, Told
-from holdfast.storage import storage
 from holdfast.storage.place import Place
 
 
@@ -143,7 +142,7 @@ class Survey:
             except (Damaged, Unsupported) as error:
                 log.warning("%s is passed over: %s", path, error)
                 self.fast.broken.add(path.name)
-            saves = {datafile.save_of(file) for file in storage.files_below(path)} - {None}
+            saves = {datafile.save_of(file) for file in path.files_below()} - {None}
             if save or saves:
                 found.append(_Seen(path.name, save, created, sorted(map(str, saves)), lost))
         return _Sight(found)
@@ -303,7 +302,7 @@ def _lacks(one: _Seen, save: str, lost: bool) -> bool:
 def bytes_of(path: Place) -> bytes:
     """The manifest of a step as it is to be told; empty if there is none."""
     try:
-        return storage.read_small(path / manifest.FILE_NAME)
+        return (path / manifest.FILE_NAME).read_small()
     except FileNotFoundError:  # a later save has swept it
         return b""
 
@@ -311,6 +310,6 @@ def bytes_of(path: Place) -> bytes:
 def bring_manifest(path: Place, data: bytes) -> None:
     """Write what another node has committed; this one may have an older save of the step."""
     target, temporary = path / manifest.FILE_NAME, f".manifest.{os.getpid()}.{time.monotonic_ns()}.tmp"
-    storage.make_folder(path)
-    if not storage.create_small(target, data, temporary) and storage.read_small(target) != data:
-        storage.replace_small(target, data, temporary)
+    path.make_folder()
+    if not target.create_small(data, temporary) and target.read_small() != data:
+        target.replace_small(data, temporary)

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint
@@ -26,8 +25,8 @@ from holdfast.run.tiers.home import Asked, Durability
 from holdfast.run.tiers.nodes import Told, find_nodes
 from holdfast.run.tiers.survey import Survey, bring_manifest, bytes_of
 from holdfast.run.tiers.uploader import Uploader
-from holdfast.storage import storage
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 
@@ -49,9 +48,9 @@ class Tiers:
         sign: Callable[[], Signer] | None, ranks: Ranks, key: str, deadline: float,
     ) -> None:  # fmt: skip
         folder = location(fast)
-        if isinstance(folder, StorePlace):
+        if not isinstance(folder, LocalPlace):
             raise ValueError(f"fast={str(fast)!r} is to be a folder on local disk")
-        if isinstance(root, Path) and (folder == root or folder in root.parents or root in folder.parents):
+        if isinstance(root, LocalPlace) and (folder == root or folder in root.parents or root in folder.parents):
             raise ValueError(f"fast={str(fast)!r} and the root {root} lie in each other: give each its own folder")
         self._root, self._keep_fast, self._deadline = root, keep_fast, deadline
         self.fast, self.store = Steps(folder, name, sign=sign), Steps(patiently(root, deadline), name, sign=sign)
@@ -164,12 +163,12 @@ class Tiers:
     def durability(self, step: int) -> Durability:
         """Where a step is safe: one look at the disk, and one question to the store."""
         try:
-            stored: bool | None = storage.is_file(self._asked.path(step) / manifest.FILE_NAME)
+            stored: bool | None = (self._asked.path(step) / manifest.FILE_NAME).is_file()
         except StorageError as error:
             log.debug("the store does not tell whether it has step %d: %s", step, error)
             stored = None
         shown = self._uploader.current if self._nodes.leads else self._nodes.shown()
-        return Durability(step, storage.is_file(self.fast.path(step) / manifest.FILE_NAME), stored, shown == step)
+        return Durability(step, (self.fast.path(step) / manifest.FILE_NAME).is_file(), stored, shown == step)
 
     def backlog(self) -> int | None:
         """How many steps of the fast tier are still to go to the store, as far as is known: a look at the disk."""

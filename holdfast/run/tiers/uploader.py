@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
@@ -30,9 +29,9 @@ from holdfast.run.keep import Keep
 from holdfast.run.steps import Steps, lacking_files
 from holdfast.run.tiers.backlog import Backlog
 from holdfast.run.tiers.nodes import Nodes, Order
-from holdfast.storage import storage
 from holdfast.storage.local.local import Local
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.throttled import Throttled
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -224,7 +223,7 @@ class Uploader:
             self._await_others(number)
             self._progress(0)  # who has been stopped commits nothing
             self._check(target, record, into)
-            storage.make_folder(target)
+            target.make_folder()
             signed = found_signature(self._fast.root / target.name, record)
             commit(target, into, replaces=self._backlog.replaces(step), signed=signed)
         except StorageError as error:
@@ -281,7 +280,7 @@ class Uploader:
         files, absent = into.data_files, lacking_files(target, into)
         lacking = [files[index].path for index in absent]
         if into.attachments:
-            there = storage.sizes_below(target)
+            there = target.sizes_below()
             lacking += [path for path, nbytes, _ in into.attachments if there.get(path) != nbytes]
         if lacking:
             # Another process may have swept the store; a file that no node has does not come by trying.
@@ -361,7 +360,7 @@ class Uploader:
             except NotACheckpoint:
                 pass
             # The order may have been faster than the news of the commit.
-            here = any(datafile.save_of(file) for file in storage.files_below(path))  # links keep their older names
+            here = any(datafile.save_of(file) for file in path.files_below())  # links keep their older names
             if not here or time.monotonic() > until:
                 return None
             if self._stop.wait(LOOK / 4):
@@ -383,7 +382,7 @@ def _own(record: Manifest) -> Manifest:
 
 
 def _throttled(root: Place, bandwidth: float | None) -> StorePlace:
-    place = StorePlace(Local(root), "") if isinstance(root, Path) else root
+    place = root if isinstance(root, StorePlace) else StorePlace(Local(str(root)), "")
     return place if bandwidth is None else StorePlace(Throttled(place.store, bandwidth), place.key)
 
 

@@ -14,14 +14,14 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
 
 from holdfast.errors import StorageError
 from holdfast.events import log
-from holdfast.storage import storage
 from holdfast.storage.keys import check_key, clipped
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.naming import naming, naming_unless_missing, storage_error
 from holdfast.storage.store import Buffer, Entry, Got, Listing
 
 _TEMPORARY = re.compile(r"\.holdfast-[0-9a-f]{16}\.tmp")
@@ -44,7 +44,7 @@ class Local:
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = Path(os.path.abspath(root))
+        self._root = LocalPlace(os.path.abspath(root))
 
     @property
     def url(self) -> str:
@@ -53,19 +53,19 @@ class Local:
     def list(self, prefix: str, *, deep: bool) -> Listing:
         folder = self._followed(prefix) if prefix else self._root
         told = Listing([], [])
-        with storage.naming(folder, "list"):
+        with naming(folder, "list"):
             self._look_into(folder, f"{prefix}/" if prefix else "", told, deep=deep)
         return Listing(sorted(told.files), sorted(told.folders))
 
     def size(self, key: str) -> int | None:
         path = self._followed(key)
-        with storage.naming(path, "look for"):
+        with naming(path, "look for"):
             found = _status(path)
         return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
         path = self._followed(key)
-        with storage.naming_unless_missing(path, "read"):
+        with naming_unless_missing(path, "read"):
             try:
                 fd = disk.open_regular(path)
             except OSError as error:
@@ -83,7 +83,7 @@ class Local:
     def create(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         try:
-            return _in_folder(path.parent, lambda: storage.create_small(path, data, _temporary()))
+            return _in_folder(path.parent, lambda: path.create_small(data, _temporary()))
         except BaseException:
             self._tidy(path.parent)
             raise
@@ -95,7 +95,7 @@ class Local:
             fd = _in_folder(path.parent, lambda: _open_new(temporary, nbytes))
             try:
                 _write(fd, path, chunks, nbytes)
-                with storage.naming(path, "write"):
+                with naming(path, "write"):
                     disk.sync(fd, temporary)
                     disk.replace(temporary, path)
             except BaseException:
@@ -114,7 +114,7 @@ class Local:
         paths = [self._path(key) for key in keys]
         for path in paths:
             try:
-                with storage.naming(path, "delete"):
+                with naming(path, "delete"):
                     if not path.is_dir():
                         disk.delete(path)
             except OSError as error:
@@ -123,7 +123,7 @@ class Local:
         for folder in sorted({path.parent for path in paths}, reverse=True):
             if folder.is_dir():
                 _sync(folder)
-                with storage.naming(folder, "tidy up"):
+                with naming(folder, "tidy up"):
                     _sweep(folder)
                 self._tidy(folder)
         if failed is not None:
@@ -131,7 +131,7 @@ class Local:
 
     # Keys and paths
 
-    def _path(self, key: str) -> Path:
+    def _path(self, key: str) -> LocalPlace:
         """Where a file of this key lies or will lie. Raises ValueError, and OSError if its folder leads out."""
         path = self._root / check_key(self.url, key)
         if any(_TEMPORARY.fullmatch(part) for part in path.parts):
@@ -139,35 +139,35 @@ class Local:
         self._refuse_out(path, path.parent)
         return path
 
-    def _followed(self, key: str) -> Path:
+    def _followed(self, key: str) -> LocalPlace:
         path = self._path(key)
         self._refuse_out(path, path)
         return path
 
-    def _refuse_out(self, path: Path, linked: Path) -> None:
+    def _refuse_out(self, path: LocalPlace, linked: LocalPlace) -> None:
         if self._leads_out(linked):
             real = os.path.realpath(linked)
             text = f"a link leads out of {self._root}, to {real}: name a folder that holds both"
-            raise storage.storage_error("use", str(path), errno.EXDEV, text)
+            raise storage_error("use", str(path), errno.EXDEV, text)
 
-    def _leads_out(self, path: Path) -> bool:
+    def _leads_out(self, path: LocalPlace) -> bool:
         root = os.path.realpath(self._root)
         return os.path.commonpath([os.path.realpath(path), root]) != root
 
     # Folders
 
-    def _look_into(self, folder: Path, above: str, told: Listing, *, deep: bool) -> None:
+    def _look_into(self, folder: LocalPlace, above: str, told: Listing, *, deep: bool) -> None:
         for found in _scan(folder):
             key = above + found.name
             if _TEMPORARY.fullmatch(found.name):
                 continue
             if found.is_dir(follow_symlinks=False):
                 if deep:
-                    self._look_into(Path(found.path), f"{key}/", told, deep=True)
+                    self._look_into(LocalPlace(found.path), f"{key}/", told, deep=True)
                 else:
                     told.folders.append(key)
                 continue
-            path = Path(found.path)
+            path = LocalPlace(found.path)
             status = _status(path)
             if status is None:  # deleted meanwhile, or a link to nothing
                 continue
@@ -178,7 +178,7 @@ class Local:
                 continue
             told.files.append(Entry(key, status.st_size, status.st_mtime))
 
-    def _tidy(self, folder: Path) -> None:
+    def _tidy(self, folder: LocalPlace) -> None:
         """Delete a folder if it is empty, and those above it that are empty then."""
         while folder != self._root and self._root in folder.parents:
             try:
@@ -195,35 +195,35 @@ def _temporary() -> str:
     return f".holdfast-{secrets.token_hex(8)}.tmp"
 
 
-def _in_folder(folder: Path, work: Callable[[], T]) -> T:
+def _in_folder(folder: LocalPlace, work: Callable[[], T]) -> T:
     """Do ``work`` in a folder that is made if need be; whoever deletes the last file of it may just take it away."""
     for _ in range(_ATTEMPTS):
         try:
-            storage.make_folder(folder)
+            folder.make_folder()
             return work()
         except OSError as error:
             if error.errno != errno.ENOENT:
                 raise
-    storage.make_folder(folder)
+    folder.make_folder()
     return work()
 
 
-def _sync(folder: Path) -> None:
+def _sync(folder: LocalPlace) -> None:
     try:
-        storage.sync_folder(folder)
+        folder.sync_folder()
     except StorageError as error:
         if error.errno != errno.ENOENT:  # others have deleted all that was in it, and then the folder
             raise
 
 
-def _open_new(path: Path, nbytes: int) -> int:
-    fd, direct = storage.open_to_write(path, nbytes)
+def _open_new(path: LocalPlace, nbytes: int) -> int:
+    fd, direct = path.open_to_write(nbytes)
     if direct:  # chunks lie at any address and have any length
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
     return fd
 
 
-def _write(fd: int, path: Path, chunks: Iterable[Buffer], nbytes: int) -> None:
+def _write(fd: int, path: LocalPlace, chunks: Iterable[Buffer], nbytes: int) -> None:
     at = 0
     for chunk in chunks:  # what this raises is raised as it is
         at = _write_one(fd, path, chunk, at)
@@ -232,8 +232,8 @@ def _write(fd: int, path: Path, chunks: Iterable[Buffer], nbytes: int) -> None:
         raise ValueError(f"cannot write {path}: {nbytes} bytes were announced and {at} came")
 
 
-def _write_one(fd: int, path: Path, chunk: Buffer, at: int) -> int:
-    with storage.naming(path, "write"), memoryview(chunk) as whole, whole.cast("B") as view:
+def _write_one(fd: int, path: LocalPlace, chunk: Buffer, at: int) -> int:
+    with naming(path, "write"), memoryview(chunk) as whole, whole.cast("B") as view:
         done = 0
         while done < len(view):
             with view[done:] as rest:
@@ -241,7 +241,7 @@ def _write_one(fd: int, path: Path, chunk: Buffer, at: int) -> int:
     return at + done
 
 
-def _read(fd: int, path: Path, begin: int, end: int) -> Buffer:
+def _read(fd: int, path: LocalPlace, begin: int, end: int) -> Buffer:
     data = memoryview(bytearray(end - begin))
     done = 0
     while done < len(data):
@@ -252,7 +252,7 @@ def _read(fd: int, path: Path, begin: int, end: int) -> Buffer:
     return data
 
 
-def _scan(folder: Path) -> Iterator[os.DirEntry[str]]:
+def _scan(folder: LocalPlace) -> Iterator[os.DirEntry[str]]:
     try:
         yield from disk.listed(folder)
     except OSError as error:
@@ -260,7 +260,7 @@ def _scan(folder: Path) -> Iterator[os.DirEntry[str]]:
             raise
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _status(path: LocalPlace) -> os.stat_result | None:
     try:
         return disk.stat(path)
     except OSError as error:
@@ -269,12 +269,12 @@ def _status(path: Path) -> os.stat_result | None:
         return None
 
 
-def _sweep(folder: Path) -> None:
+def _sweep(folder: LocalPlace) -> None:
     """Delete temporary files of processes that died: they are not listed, and would keep the folder for ever."""
     for found in list(_scan(folder)):
         if _TEMPORARY.fullmatch(found.name):
-            path = Path(found.path)
+            path = LocalPlace(found.path)
             status = _status(path)
-            if status is not None and time.time() - status.st_mtime > _DEAD and not storage.in_use(path):
+            if status is not None and time.time() - status.st_mtime > _DEAD and not path.in_use():
                 with suppress(FileNotFoundError):
                     disk.delete(path)

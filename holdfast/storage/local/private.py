@@ -9,15 +9,15 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 from holdfast.errors import StorageError
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 
 
-def private_folder(name: str) -> Path:
+def private_folder(name: str) -> LocalPlace:
     """A folder for temporary files that nobody else can write to. Raises StorageError if somebody else made it."""
-    root = Path(tempfile.gettempdir()) / f"holdfast-{name}-{os.geteuid()}"
+    root = LocalPlace(tempfile.gettempdir()) / f"holdfast-{name}-{os.geteuid()}"
     with suppress(FileExistsError):
         disk.make_folder(root, 0o700)
     told = root.lstat()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-from holdfast.storage.place import Place, StorePlace
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.cached import Cached
 from holdfast.storage.wrappers.deadline import Deadline
 from holdfast.storage.wrappers.hedged import Hedged

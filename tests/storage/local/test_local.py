@@ -17,8 +17,8 @@ import holdfast
 from holdfast.errors import StorageError
 from holdfast.storage.local.local import Local
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Buffer, Store
+from holdfast.storage.store_place import StorePlace
 
 _: Store = Local("anywhere")
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from holdfast.storage.memory import Memory
-from holdfast.storage.place import StorePlace
 from holdfast.storage.store import Got, Listing
+from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers import listed
 from holdfast.storage.wrappers.listed import CHUNK, SMALL, Listed
 

@@ -1,0 +1,104 @@
+"""How a large local file is opened: directly past the page cache, with its space taken up front, under a lock.
+
+`LocalPlace` and the `Local` store call it. Never reads or writes a byte of a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast.storage.local import disk, locks
+from holdfast.storage.local.disk import SECTOR
+from holdfast.storage.naming import naming, naming_unless_missing
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
+    """Create a new file of ``nbytes`` for large aligned writes: (descriptor, whether it writes directly).
+
+    Space is taken up front where the file system can, so that a full disk is found before any copying. The file
+    carries a shared lock until it is closed, which tells a save under way from the orphans of a dead one.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    with naming(path, "create"):
+        try:
+            fd, direct = disk.open(path, flags | os.O_DIRECT), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # tmpfs before Linux 6.6 and some network file systems
+                raise
+            _delete(path)
+            fd, direct = disk.open(path, flags), False
+    try:
+        with naming(path, "lock"):
+            locks.lock(fd)
+        with naming(path, f"reserve {nbytes} bytes for"):
+            _reserve(fd, nbytes, path)
+    except BaseException:
+        os.close(fd)
+        _delete(path)
+        raise
+    return fd, direct
+
+
+def open_to_read(path: Path) -> tuple[int, int | None]:
+    """Descriptors of an existing file: through the page cache, and directly (None where that cannot be had)."""
+    with naming_unless_missing(path, "open"):
+        cached = disk.open_regular(path)
+    try:
+        return cached, disk.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError:
+        return cached, None
+
+
+def open_locked(path: Path) -> int:
+    """A descriptor of an existing file that, as a rule, marks it as part of a save under way until it is closed."""
+    with naming(path, "open"):
+        fd = disk.open_regular(path)
+        with suppress(OSError):  # somebody who asks whether it is in use has it locked for a moment
+            locks.lock(fd)
+        return fd
+
+
+def _reserve(fd: int, nbytes: int, path: Path) -> None:
+    try:
+        if nbytes:
+            disk.reserve(fd, nbytes, path)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+
+
+def _delete(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        disk.delete(path)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
+
+
+_CACHESTAT = 451  # the same number on every architecture; Linux 6.5
+
+
+def is_cached(fd: int, offset: int, nbytes: int) -> bool:
+    """Whether every page of a range of a file is in the page cache; looking brings none in.
+
+    A read that must not wait (``RWF_NOWAIT``) would tell as well, but on a cold page it starts a read-ahead, and the
+    disk then reads everything twice (measured). Without cachestat(2) one page stands for the range.
+    """
+    pages = _Pages()
+    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(_Range(offset, nbytes)), ctypes.byref(pages), 0) == 0:
+        return int(pages.cached) > (offset + nbytes - 1) // SECTOR - offset // SECTOR
+    try:
+        return disk.read(fd, bytearray(1), offset, "", flags=os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False
