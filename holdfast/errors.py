@@ -1,7 +1,6 @@
 """The tree of errors: seven reactions a caller can have, each also the built-in that a reader expects.
 
-Every floor raises from here; the public package exports the classes.
-Never does I/O and never knows about ranks beyond carrying their numbers.
+Every room raises these, and the package exports them. Never does I/O, and knows of ranks only their numbers.
 """
 
 from __future__ import annotations

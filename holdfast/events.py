@@ -1,7 +1,7 @@
-"""Observation from outside: tasks, phases and spans of time, told to whoever listens.
+"""Observation from outside: tasks, phases and spans of time, reported to listeners.
 
-The engine calls `task`, `reached` and `span`; progress bars and tests call `listen`, timelines and telemetry `observe`.
-Never raises into the engine, never prints, costs one list check when nobody listens.
+Saves and loads call `task`, `reached` and `span`; progress bars and tests call `listen`, timelines and telemetry
+`observe`. Never raises into a save, never prints, and costs one list check without listeners.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from itertools import count
 log = logging.getLogger("holdfast")
 
 BACKGROUND = "background save"
-"""The task of a save that nobody waits for."""
+"""The task of a save in the background."""
 
 SAVING = ("gather", "plan", "layout", "stage", "write", "durable", "commit", "committed", "saved")
-"""The phases of a save, in order; each is told when it begins.
+"""The phases of a save, in order; each is reported when it begins.
 
-``gather``: collect the state. ``plan``: tell the ranks what there is. ``layout``: tell what they do not know yet.
+``gather``: collect the state. ``plan``: send the ranks what there is. ``layout``: send what they do not know yet.
 ``stage``: open the files and copy. ``write``: all is copied, the files are being written. ``durable``: this rank's
 files are, and it reports. On the first rank alone ``commit``: all have reported, the manifest comes next, and
-``committed``: it stands, and nobody has been told. ``saved``: this rank knows.
+``committed``: it stands, and no other rank knows. ``saved``: this rank knows.
 """
 
 LOADING = ("open", "match", "read", "filled", "loaded")
 """The phases of a load, in order.
 
-``open``: the manifest. ``match``: tell the ranks what is wanted. ``read``: the bytes. ``filled``: this rank has all and
+``open``: the manifest. ``match``: send the ranks what is wanted. ``read``: the bytes. ``filled``: this rank has all and
 reports. ``loaded``: it knows that all have.
 """
 
@@ -79,9 +79,9 @@ class Span:
     """A stretch of time of this process: a whole save or load, a part of one, or a wait.
 
     ``number`` counts the spans of the process. ``path``: what is saved or loaded, or the file of it that is written.
-    ``rank`` as of an `Event`, -1 of who only writes files. ``whole``: a save or load from end to end, of which the
-    others with its path, or one below it, are parts. ``lane`` names the thread (``thread`` its number in the system),
-    or what else the span belongs to. ``began`` and ``ended`` by `time.monotonic`; ``ended`` is 0 until it has.
+    ``rank`` as of an `Event`, -1 of a process that only writes files. ``whole``: a save or load from end to end, of
+    which the others with its path, or one below it, are parts. ``lane`` names the thread (``thread`` its number in the
+    system), or what else the span belongs to. ``began`` and ``ended`` by `time.monotonic`; ``ended`` is 0 until it has.
     ``nbytes`` is known at the end; ``error`` is what ended it, if it failed.
     """
 
@@ -121,7 +121,7 @@ def ignore(observer: Observer) -> None:
 
 
 def observed() -> bool:
-    """Whether anybody is told of spans."""
+    """Whether there are observers of spans."""
     return bool(_observers)
 
 
@@ -167,7 +167,7 @@ def span(
     opened.end()
 
 
-def told(name: str, path: str, lane: str, thread: int, began: float, ended: float, nbytes: int) -> None:
+def record(name: str, path: str, lane: str, thread: int, began: float, ended: float, nbytes: int) -> None:
     """A span that is over, of a thread that writes files, in this process or in its writer process."""
     if _observers:
         begun = Span(next(_numbers), name, path, -1, began, lane, thread)
@@ -191,14 +191,14 @@ def at_exit(then: Callable[[], object]) -> None:
     _last.append(then)
 
 
-@atexit.register  # handlers run from the last to the first, and this module is imported before whatever saves
+@atexit.register  # handlers run from the last to the first, and this module is imported before those that save
 def _end() -> None:
     for then in _last:
         then()
 
 
 class Moved:
-    """Bytes that the tasks of one thread have told of so far."""
+    """Bytes that the tasks of one thread have reported so far."""
 
     done = 0
 
@@ -212,7 +212,7 @@ _mine = _Mine()
 
 
 def moved() -> Moved:
-    """What the tasks that this thread begins tell of, from whichever threads: how it is seen to make progress."""
+    """What the tasks that this thread begins report, from any thread: so it is seen to make progress."""
     return _mine.moved
 
 
@@ -239,7 +239,7 @@ class Task:
 
 
 def reached(phase: str, path: object, rank: int) -> None:
-    """Tell that this rank begins a phase of saving or loading ``path``."""
+    """Report that this rank begins a phase of saving or loading ``path``."""
     if _listeners:
         _tell(Event("phase", phase, str(path), rank, 0, 0, 0.0))
 

@@ -35,7 +35,7 @@ from holdfast.read.shared import share as sharing
 from holdfast.read.source import ReadStats
 from holdfast.state import collect
 from holdfast.state.fresh import plain_tensors
-from holdfast.state.layers import heard, unlike
+from holdfast.state.layers import decode_kinds, unlike
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import cached, hedged, patiently
@@ -168,7 +168,7 @@ def open_and_match(
     if options.only != "*":
         note.unfit, note.awaited = unfit_in_load(options.only, options.rename, renamed, own_names(state, into))
     if options.rename is None and checkpoint.format == FORMAT and not options.other_model:
-        differences.misfits.extend(unlike(heard(checkpoint.manifest.producer), state.kinds, asked))
+        differences.misfits.extend(unlike(decode_kinds(checkpoint.manifest.producer), state.kinds, asked))
     shares = options.share == "auto" and ranks.size > 1
     demand = sharing.demand_of(
         matched.rest.wanted, matched.rest.spreads, checkpoint.manifest, ranks.rank, shares=shares

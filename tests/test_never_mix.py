@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.ondisk import manifest, part
-from holdfast.state.layers import heard, kinds_of, told
+from holdfast.state.layers import decode_kinds, encode_kinds, kinds_of
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
 from holdfast.testing import faults
@@ -342,25 +342,27 @@ def test_a_background_save_remembers_the_kinds(tmp_path: Path) -> None:
         for number in (1, 2, 3):
             saver.save({"model": model}, tmp_path / str(number)).wait()
     for number in (1, 2, 3):
-        assert heard(holdfast.open(tmp_path / str(number)).manifest.producer)["model/layers.*.norm"] == "LayerNorm"
+        producer = holdfast.open(tmp_path / str(number)).manifest.producer
+        assert decode_kinds(producer)["model/layers.*.norm"] == "LayerNorm"
 
 
 def test_what_is_told_is_short_and_says_all() -> None:
     model = Model()
     model.layers[3].act = nn.Tanh()  # type: ignore[union-attr]
     kinds = dict(kinds_of("model", model))
-    text = told(kinds)
+    text = encode_kinds(kinds)
     assert len(text) < 1000
-    short = heard({"modules": text})
+    short = decode_kinds({"modules": text})
     assert short["model/layers.3.act"] == "Tanh" and short["model/layers.4.act"] == "ReLU"
     assert short["model/embed"] == "Embedding" and "model/layers.*.act" not in short
-    assert told({}) == told({"model": ""}) == "" and heard({}) == heard({"modules": "[1"}) == {}
+    assert encode_kinds({}) == encode_kinds({"model": ""}) == ""
+    assert decode_kinds({}) == decode_kinds({"modules": "[1"}) == {}
 
 
 def test_kinds_of_a_dropped_checkpoint_stay(tmp_path: Path) -> None:
     model = Model()
     holdfast.save({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, tmp_path / "c")
-    assert heard(holdfast.open(tmp_path / "c").manifest.producer)
+    assert decode_kinds(holdfast.open(tmp_path / "c").manifest.producer)
 
 
 def test_a_step_that_is_saved_again_is_of_the_same_run(tmp_path: Path) -> None:

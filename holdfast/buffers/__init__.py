@@ -1,1 +1,1 @@
-"""Host memory: buffers, copies from devices, and tensors that hold still while they are copied."""
+"""Host memory: buffers, copies from devices, and tensors that stay stable while they are copied."""

@@ -31,8 +31,8 @@ def streams_of(kind: str) -> Any:
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """The devices with streams that hold any of these tensors."""
-    found = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
-    return [d for d in found if streams_of(d.type) is not None]
+    devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
+    return [d for d in devices if streams_of(d.type) is not None]
 
 
 def _recorded(device: torch.device, stream: Any) -> Any:
@@ -63,7 +63,7 @@ class Moments:
     def make_current(self) -> None:
         """Make their devices this thread's own. A new thread stands on the first device of the process.
 
-        Whatever it asks of CUDA would set up a context there, half a gigabyte for each rank of a node.
+        Any call to CUDA would set up a context there, half a gigabyte for each rank of a node.
         """
         for device, _ in self.events:
             streams_of(device.type).set_device(device)
@@ -138,7 +138,7 @@ class Copier:
         stack, module = ExitStack(), streams_of(device.type)
         if module is not None:
             if device not in self._streams:
-                # One for all saves: what a stream has freed of a device's memory serves nobody but this stream.
+                # One for all saves: memory that a stream has freed can be used again by this stream alone.
                 if device not in _side:
                     _side.setdefault(device, module.Stream(device))
                 self._streams[device] = _side[device]

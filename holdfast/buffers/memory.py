@@ -71,7 +71,7 @@ def address_of(data: object) -> int:
 def lend(memory: memoryview, back: Callable[[], object]) -> memoryview:
     """A view of writable ``memory``; once nothing refers to it any more, ``back`` is called, from whichever thread.
 
-    So a window of memory is known to be free although whoever reads it does not say when it is done.
+    So memory is known to be free although its reader does not say when it is done.
     """
     array = (ctypes.c_ubyte * len(memory)).from_buffer(memory)
     weakref.finalize(array, back)

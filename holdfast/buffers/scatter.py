@@ -59,9 +59,9 @@ os.register_at_fork(after_in_child=_forked.set)
 
 
 def ready_for_threads() -> None:
-    """Before several threads hand over at once.
+    """Call this before several threads hand over at once.
 
-    torch makes its pool of threads anew in a forked process when it is first asked, and not safely if two threads ask
+    In a forked process torch makes its pool of threads again when it first needs one, and not safely if two threads do
     at a time: one may find none ("Invalid thread pool!", met once in some hundred loads of forked processes).
     """
     if _forked.is_set():
@@ -96,7 +96,7 @@ class RunBuffer:
 class Streams:
     """The devices' streams that were current where a read was called: other threads queue their copies there.
 
-    So whatever the caller queued before comes before them, and what it queues afterwards comes after.
+    So copies come after what the caller queued before, and before what it queues afterwards.
     """
 
     def __init__(self) -> None:

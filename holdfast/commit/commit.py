@@ -33,7 +33,7 @@ from holdfast.plan.owners import Owned, PlannedTensor
 from holdfast.plan.plan import Plan
 from holdfast.plan.volumes import file_of
 from holdfast.state import Collected
-from holdfast.state.layers import KEY, told
+from holdfast.state.layers import KEY, encode_kinds
 from holdfast.storage import storage
 from holdfast.storage.cloud.conditions import STALE
 from holdfast.storage.inside import inside
@@ -90,7 +90,7 @@ def _producer(state: Collected, lost: tuple[int, ...]) -> dict[str, str]:
     made = {"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()}
     if lost:
         made["lost"] = manifest.ranges(lost)
-    if kinds := told(state.kinds):
+    if kinds := encode_kinds(state.kinds):
         made[KEY] = kinds
     return made
 

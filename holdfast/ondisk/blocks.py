@@ -14,7 +14,7 @@ BLOCK = 8 << 20
 """A piece is cut into blocks of this many bytes from its start; the last one is shorter."""
 
 STRONG = 64
-"""Hex digits of a sum that nobody can forge."""
+"""Hex digits of a sum that cannot be forged."""
 
 Buffer = Any  # anything with the buffer protocol
 
@@ -30,7 +30,7 @@ def block_sum(data: Buffer) -> str:
 
 
 def running_sum(known: str = "") -> Any:
-    """The sum of bytes that come one after the other: ``update`` takes them, ``hexdigest`` tells it.
+    """The sum of bytes that come one after the other: ``update`` takes them, ``hexdigest`` returns it.
 
     Of the kind of a ``known`` one, to be compared with: by default XXH3-64.
     """
@@ -45,7 +45,7 @@ def is_sum(data: Buffer, known: str) -> bool:
 
 
 def strong_sum(data: Buffer) -> str:
-    """SHA-256 as 64 hex digits: what nobody can forge, where a signature has to cover it."""
+    """SHA-256 as 64 hex digits, which cannot be forged, where a signature has to cover it."""
     return hashlib.sha256(data).hexdigest()
 
 

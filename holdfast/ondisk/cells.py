@@ -1,6 +1,6 @@
 """How a tensor is cut into cells, and which data file holds each of them, as a manifest has it.
 
-The manifest holds a `TensorRecord` for each tensor; whoever plans a save or a read asks it. Never looks at a file.
+The manifest holds a `TensorRecord` for each tensor; plans of saves and reads ask it. Never looks at a file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.ondisk import dtypes, spans
 from holdfast.ondisk.box import Box, Grid, grid_of, intersect, regular_cuts, tiling_fault, whole
 
 MAX_CELLS = 1 << 20
-"""Cells of one tensor, which a few characters can claim to be as many as one likes."""
+"""Cells of one tensor at most: a few characters of a hostile file can claim any number."""
 
 MAX_AXES = 64
 """As many as torch can work with."""
@@ -131,10 +131,10 @@ def record_fault(record: TensorRecord, files: int) -> str | None:
         return "cells are neither cuts nor boxes"
     if count > MAX_CELLS:
         return f"{count} cells are more than {MAX_CELLS}"
-    found = spans.read(record.files)
-    if found.count != count:
+    numbers = spans.read(record.files)
+    if numbers.count != count:
         return f"{count} cells, files {record.files!r}"
-    return None if found.largest < files else f"files {record.files!r}, but there are only {files}"
+    return None if numbers.largest < files else f"files {record.files!r}, but there are only {files}"
 
 
 @lru_cache(maxsize=4096)

@@ -178,16 +178,16 @@ def fault_of(note: Note) -> str | None:
     return "has a key twice"
 
 
-def mapping_of(note: Note | None, found: Mapping[str, Any]) -> dict[Any, Any]:
+def mapping_of(note: Note | None, children_by_name: Mapping[str, Any]) -> dict[Any, Any]:
     """A dict as it is noted, from its children by name."""
     if not isinstance(note, Container):
         if note != "dict":
-            return dict(found)
-        return {int(name) if looks_like_integer(name) else name: child for name, child in found.items()}
+            return dict(children_by_name)
+        return {int(name) if looks_like_integer(name) else name: child for name, child in children_by_name.items()}
     first = {name: at for at, name in enumerate(note.order)}
-    names = sorted(found, key=lambda name: first.get(name, len(first))) if first else list(found)
+    names = sorted(children_by_name, key=lambda name: first.get(name, len(first))) if first else list(children_by_name)
     keys = {name: scalars.decode_key(key) for name, key in note.keys}
-    return built_mapping(note.kind, [(keys.get(name, name), found[name]) for name in names], note.factory)
+    return built_mapping(note.kind, [(keys.get(name, name), children_by_name[name]) for name in names], note.factory)
 
 
 def built_mapping(kind: str, pairs: Iterable[tuple[Any, Any]], factory: str | None = None) -> dict[Any, Any]:

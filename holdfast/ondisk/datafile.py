@@ -93,7 +93,7 @@ def build_header(
     """The first bytes of a data file: length, JSON, spaces up to a multiple of 4096.
 
     ``pieces`` as arranged; ``shapes`` holds the global shape of each tensor held in part. The length depends on
-    ``sums`` only through its length, so a header of zeros tells where the tensors begin. ``strong``: the SHA-256 of the
+    ``sums`` only through its length, so a header of zeros shows where the tensors begin. ``strong``: the SHA-256 of the
     same blocks, if a signature is to cover them.
     """
     codes = {dtype: dtypes.code_of(dtype) for dtype in {p.dtype for p in pieces}}
@@ -158,7 +158,7 @@ _decode_strings = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def metadata_of(data: bytes) -> dict[str, str]:
-    """What a header says of its file, whatever else is wrong with it. Raises ValueError if it cannot be read."""
+    """The metadata of a header, even if the rest of it is damaged. Raises ValueError if it cannot be read."""
     try:
         return _decode_meta(memoryview(data)[8:]).metadata
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -169,8 +169,8 @@ def is_named(path: str, metadata: Mapping[str, str]) -> bool:
     """Whether a file's relative path names the rank and the section that its header says."""
     section, _, name = path.rpartition("/")
     rank = metadata.get("rank", "")
-    told = f"{int(rank):05d}-" if rank.isdecimal() and len(rank) < 10 else ""
-    return section == metadata.get("section", section) and name.startswith(told)
+    start = f"{int(rank):05d}-" if rank.isdecimal() and len(rank) < 10 else ""
+    return section == metadata.get("section", section) and name.startswith(start)
 
 
 def header_length(first: bytes, file_bytes: int) -> int:

@@ -23,7 +23,7 @@ FILE_NAME = "manifest.json"
 FORMAT, VERSION = "holdfast", 1
 
 VERSIONS = (VERSION, 2)
-"""Those that are read. What version 1 can say is written as version 1; `versioned` tells what needs version 2."""
+"""Those that are read. What version 1 can say is written as version 1; `versioned` knows what needs version 2."""
 
 NOTES = "holdfast-manager.json"
 """The attachment in which a manager keeps the metric of a step."""
@@ -121,8 +121,8 @@ def seal(text: bytes) -> bytes:
 
 def is_sealed(data: bytes) -> bool:
     """Whether the digest at the end of ``data`` is the one of what stands before it."""
-    found = _TAIL.search(data)
-    return found is not None and blocks.digest(data[: found.start()]).encode() == found[1]
+    tail = _TAIL.search(data)
+    return tail is not None and blocks.digest(data[: tail.start()]).encode() == tail[1]
 
 
 def decode(data: bytes, where: str) -> Manifest:
@@ -167,12 +167,12 @@ def _check(manifest: Manifest) -> None:
 
 
 def check_said(manifest: Manifest) -> int:
-    """Raise ValueError for what cannot be, whatever the sizes of files: also of a draft. Bytes of all tensors."""
+    """Raise ValueError for what cannot be, but for sizes of files, which a draft lacks. Returns bytes of tensors."""
     if len({raw[0] for raw in manifest.files}) < len(manifest.files):
         raise ValueError("a file is listed twice")
-    for told in (manifest.save, manifest.run):
-        if not _ID.fullmatch(told):  # names of files are made of it
-            raise ValueError(f"a save or a run is called {told[:40]!r}, not by 16 hex digits")
+    for identity in (manifest.save, manifest.run):
+        if not _ID.fullmatch(identity):  # names of files are made of it
+            raise ValueError(f"a save or a run is called {identity[:40]!r}, not by 16 hex digits")
     if not 1 <= manifest.world_size <= MAX_RANKS:
         raise ValueError(f"{manifest.world_size} ranks cannot have saved it")
     _check_names(manifest)
@@ -206,8 +206,8 @@ def check_said(manifest: Manifest) -> int:
     if _version_needed(manifest) > manifest.version:
         raise ValueError(f"it says version {manifest.version}, and holds what only a later one has")
     for path, files in manifest.per_rank.items():
-        found = spans.read(files)
-        if found.count != manifest.world_size or found.largest >= len(manifest.files):
+        numbers = spans.read(files)
+        if numbers.count != manifest.world_size or numbers.largest >= len(manifest.files):
             raise ValueError(f"value {path!r} of each rank names files {files!r}")
     return claimed
 

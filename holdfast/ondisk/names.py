@@ -31,7 +31,7 @@ def escape(key: str) -> str:
         key.encode()
     except UnicodeEncodeError:
         raise Unsupported(f"the key {key!r} is no Unicode text; rename it") from None
-    return _SPECIAL.sub(lambda found: f"%{ord(found[0]):02X}", key)
+    return _SPECIAL.sub(lambda character: f"%{ord(character[0]):02X}", key)
 
 
 def unescape(key: str) -> str:

@@ -45,7 +45,7 @@ def _names(node: Any) -> int:
 def packed(node: Any) -> JSON:
     """A container of values as one value: a list of floats as their bytes, anything else as one text. Raises Refused.
 
-    It is text so that a manifest is read without making objects of what nobody may ask for.
+    It is text so that reading a manifest makes no objects of values that may never be asked for.
     """
     if type(node) is list and _are_floats(node):
         return {"$": "floats", "v": base64.b64encode(values.little(array("d", node)).tobytes()).decode()}

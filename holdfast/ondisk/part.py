@@ -94,33 +94,33 @@ def decode(data: bytes, where: str) -> Part:
     Raises Damaged if it is truncated, altered or of another version, or names a file outside of its checkpoint.
     """
     try:
-        found = _decoder.decode(data) if is_sealed(data) else None
+        part = _decoder.decode(data) if is_sealed(data) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Damaged(f"{where} is no part of a save: {error}") from None
-    if found is None or (found.format, found.version) != (FORMAT, version_for(found.cites, found.manifest)):
+    if part is None or (part.format, part.version) != (FORMAT, version_for(part.cites, part.manifest)):
         raise Damaged(f"{where} is truncated, altered or of another version")
-    fault = _fault(found)
+    fault = _fault(part)
     if fault:
         raise Damaged(f"{where} is no part of a save: {fault}")
-    return found
+    return part
 
 
 def _fault(part: Part) -> str | None:
     """What is said in it that cannot be: it is believed before there is a manifest that is proved as a whole."""
     if not _ID.fullmatch(part.save) or not 0 <= part.rank < part.world_size <= MAX_RANKS:
         return f"rank {part.rank} of {part.world_size} of save {part.save[:40]!r} cannot be"
-    told = part.manifest
-    if told is not None and (told.save, told.world_size) != (part.save, part.world_size):
+    manifest = part.manifest
+    if manifest is not None and (manifest.save, manifest.world_size) != (part.save, part.world_size):
         return "its manifest is that of another save"
-    if told is not None and told.version not in VERSIONS:
-        return f"its manifest has version {told.version}, which this holdfast does not read"
+    if manifest is not None and manifest.version not in VERSIONS:
+        return f"its manifest has version {manifest.version}, which this holdfast does not read"
     try:
         for file in part.files:
             check_file(file)
         for cite in part.cites:
             check_file(cite.file)
-        if told is not None:
-            check_said(told)
+        if manifest is not None:
+            check_said(manifest)
     except ValueError as error:
         return str(error)
     return None

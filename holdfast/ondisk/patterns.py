@@ -1,6 +1,6 @@
-"""Which names are meant: the patterns of ``only=``, the names of ``rename=``, and what to say if one fits nothing.
+"""The names that ``only=`` and ``rename=`` mean, and what an error says of a pattern that fits nothing.
 
-Everything that takes patterns calls it. Both arguments mean the names that the checkpoint has, before any renaming.
+Everything that takes patterns calls it. Both arguments mean the names in the checkpoint, before any renaming.
 Never looks at what a name holds.
 """
 
@@ -35,7 +35,7 @@ def names_in(record: Manifest) -> list[str]:
 
 
 def matcher(only: Patterns, said: str = "only=") -> Callable[[str], bool]:
-    """Tells whether a name fits a pattern: is it, lies below it, or fits it as a glob (``*`` crosses ``/``)."""
+    """A function that says whether a name is a pattern, lies below it, or fits it as a glob (``*`` crosses ``/``)."""
     patterns = patterns_in(only, said)
     if "*" in patterns:
         return lambda name: True
@@ -45,12 +45,12 @@ def matcher(only: Patterns, said: str = "only=") -> Callable[[str], bool]:
 
 def unfit(only: Patterns, known: Collection[str]) -> list[str]:
     """The patterns that fit none of the ``known`` names."""
-    found = {at for name in known for at in _upwards(name)}
+    paths = {at for name in known for at in _upwards(name)}
     return [
         pattern
         for pattern in patterns_in(only)
         if pattern != "*"
-        and pattern.rstrip("/") not in found
+        and pattern.rstrip("/") not in paths
         and not (_is_glob(pattern) and any(fnmatchcase(name, pattern) for name in known))
     ]
 
@@ -105,8 +105,8 @@ def near(name: str, known: Collection[str]) -> str:
 
     last = name.rpartition("/")[2]
     candidates = [k for k in known if k.rpartition("/")[2] == last or len(known) <= 2000]
-    found = get_close_matches(name, candidates[:2000], n=1, cutoff=0.7)
-    return f" (did you mean {found[0]}?)" if found else ""
+    close = get_close_matches(name, candidates[:2000], n=1, cutoff=0.7)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _paths(patterns: Iterable[str]) -> set[str]:
@@ -155,8 +155,8 @@ def check_rename(rename: Rename | None, known: Sequence[str], where: object, *, 
     """Raise Mismatch if a table renames what none of the ``known`` names of ``where`` is, or lies below."""
     if rename is None or callable(rename):
         return
-    found = {at for name in known for at in _upwards(name, separator)}
-    if odd := [old for old in rename if old.rstrip(separator) not in found]:
+    paths = {at for name in known for at in _upwards(name, separator)}
+    if odd := [old for old in rename if old.rstrip(separator) not in paths]:
         example = f": the names are as in {known[0]!r}" if known else ""
         raise Mismatch(
             f"rename= maps {quoted(odd, known, separator=separator)}, but no name of {where} is that or lies below it"
@@ -165,25 +165,25 @@ def check_rename(rename: Rename | None, known: Sequence[str], where: object, *, 
 
 
 def asked_in_target(only: Patterns, rename: Rename | None, renamed: Mapping[str, str]) -> Callable[[str], bool]:
-    """Tells whether a name, as the target of a load calls it, is asked for: if the saved name of it fits ``only``.
+    """A function that says whether a name of a load's target is asked for: whether its saved name fits ``only``.
 
     ``renamed``: the target's name of each saved one. What nothing is saved of goes by the name that it would have been
     saved under. A function cannot be asked for that: with one such a name counts as asked for, and is missed then.
     """
     fits = matcher(only)
-    asked = {own: fits(saved) for saved, own in renamed.items()}
+    fitting = {own: fits(saved) for saved, own in renamed.items()}
     if callable(rename):
-        for own, is_asked in list(asked.items()):
+        for own, is_asked in list(fitting.items()):
             for path in _upwards(own):
-                asked[path] = asked.get(path, False) or is_asked
-        return lambda own: asked.get(own, True)
-    return lambda own: asked[own] if own in asked else any(map(fits, _saved_as(own, rename)))
+                fitting[path] = fitting.get(path, False) or is_asked
+        return lambda own: fitting.get(own, True)
+    return lambda own: fitting[own] if own in fitting else any(map(fits, _saved_as(own, rename)))
 
 
 def unfit_in_load(
     only: Patterns, rename: Rename | None, renamed: Mapping[str, str], own: Iterable[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Of the patterns that fit nothing saved: those that fit nothing here either, as errors tell them; and the others.
+    """Of the patterns that fit nothing saved: those that fit nothing here either, as errors quote them; and the others.
 
     ``own``: names of the target. A pattern may fit one of which nothing is saved, and which is missed then.
     """
@@ -201,6 +201,6 @@ def _saved_as(own: str, rename: Mapping[str, str] | None) -> list[str]:
     if not rename:
         return [own]
     called, table = renamer(rename), _table(rename, "/")
-    found = [old + own[len(new) :] for old, new in table if new and names.under(own, new)]
-    found = found or [own, *(f"{old}/{own}" for old, new in table if not new)]
-    return [saved for saved in found if called(saved) == own] or [own]
+    candidates = [old + own[len(new) :] for old, new in table if new and names.under(own, new)]
+    candidates = candidates or [own, *(f"{old}/{own}" for old, new in table if not new)]
+    return [saved for saved in candidates if called(saved) == own] or [own]

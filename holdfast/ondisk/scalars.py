@@ -58,7 +58,7 @@ def encode(value: object) -> JSON:
 
 def is_numpy_scalar(value: object) -> bool:
     """Whether it is a single value of NumPy's, as ``numpy.float32(0.5)``."""
-    # Nobody can have one who has not imported NumPy; importing it here would cost every start.
+    # A program that has not imported NumPy cannot have one; importing it here would cost every start.
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
 
@@ -127,10 +127,10 @@ def decode(tag: object, inner: Any) -> object:
     if tag == "complex":
         return complex(float(inner[0]), float(inner[1]))
     if tag == "dtype":
-        found = getattr(torch, inner, None)
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, inner, None)
+        if not isinstance(dtype, torch.dtype):
             raise ValueError(f"this torch has no dtype {inner!r}")
-        return found
+        return dtype
     if tag == "device":
         return torch.device(inner)
     if tag == "size":

@@ -59,8 +59,8 @@ def file_name(record: Manifest) -> str:
 
 def save_of(path: str) -> str | None:
     """The save that a file signs, by its relative path; None if it is no signature."""
-    found = _NAME.fullmatch(path)
-    return found["save"] if found else None
+    match = _NAME.fullmatch(path)
+    return match["save"] if match else None
 
 
 def canonical(record: Manifest) -> str:
@@ -87,10 +87,10 @@ def attachment_name(path: str, save: str) -> str:
 
 def stated(record: Manifest, files: Sequence[SignedFile], attachments: Mapping[str, str], key: str) -> bytes:
     """The statement without its signature; `signed_bytes` of it are what has to be signed."""
-    made = Signature(
+    signature = Signature(
         save=record.save, manifest=canonical(record), files=list(files), attachments=dict(attachments), key=key
     )
-    return msgspec.json.encode(made)[:-1]
+    return msgspec.json.encode(signature)[:-1]
 
 
 def signed_bytes(statement: bytes) -> bytes:
@@ -105,27 +105,27 @@ def sealed(statement: bytes, signature: bytes) -> bytes:
 
 def decode(data: bytes, where: str) -> tuple[Signature, bytes, bytes]:
     """What a file says, the statement in it, and the signature, which is yet to be checked. Raises Untrusted."""
-    found = _TAIL.search(data)
-    if found is None:
+    tail = _TAIL.search(data)
+    if tail is None:
         raise Untrusted(f"{where} is no signature, or was cut off")
     try:
-        said = _decoder.decode(data)
+        signature = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Untrusted(f"{where} is no signature: {error}") from None
-    if (said.format, said.version) != (FORMAT, VERSION):
+    if (signature.format, signature.version) != (FORMAT, VERSION):
         raise Untrusted(
-            f"{where} is a {said.format!r} of version {said.version}, this holdfast knows version {VERSION}"
+            f"{where} is a {signature.format!r} of version {signature.version}, this holdfast knows version {VERSION}"
         )
-    return said, data[: found.start()], bytes.fromhex(found[1].decode())
+    return signature, data[: tail.start()], bytes.fromhex(tail[1].decode())
 
 
-def fault(said: Signature, record: Manifest) -> str | None:
+def fault(signature: Signature, record: Manifest) -> str | None:
     """Why a statement is not about this manifest; None if it is."""
-    if said.save != record.save:
-        return f"it is of save {said.save}, the manifest of save {record.save}"
-    if said.manifest != canonical(record):
+    if signature.save != record.save:
+        return f"it is of save {signature.save}, the manifest of save {record.save}"
+    if signature.manifest != canonical(record):
         return "the manifest is not the one that was signed"
     names = [attachment_name(path, record.save) for path, _, _ in record.attachments]
-    if len(said.files) != len(record.files) or sorted(said.attachments) != sorted(names):
+    if len(signature.files) != len(record.files) or sorted(signature.attachments) != sorted(names):
         return "it names other files than the manifest"
     return None

@@ -81,10 +81,10 @@ def _term(part: str, text: str) -> Term:
         raise ValueError(f"{text!r} is no list of ranges")
     start, last, axes = match.groups()
     if axes:
-        found = tuple((int(n), int(step)) for n, _, step in (axis.partition("x") for axis in axes[1:].split("+")))
-        if any(0 in axis for axis in found):
+        axes_read = tuple((int(n), int(step)) for n, _, step in (axis.partition("x") for axis in axes[1:].split("+")))
+        if any(0 in axis for axis in axes_read):
             raise ValueError(f"{text!r} is no list of ranges")
-        return Term(int(start), found)
+        return Term(int(start), axes_read)
     if last is None:
         return Term(int(start), ())
     if int(last) < int(start):
@@ -120,7 +120,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def _folded(terms: list[Term]) -> list[Term]:
     """Terms that are alike and equally far apart made one of one more axis."""
-    found = []
+    folded = []
     first = 0
     while first < len(terms):
         start, axes = terms[first]
@@ -129,6 +129,6 @@ def _folded(terms: list[Term]) -> list[Term]:
         if step > 0:
             while last + 1 < len(terms) and terms[last + 1] == (terms[last].start + step, axes):
                 last += 1
-        found.append(Term(start, ((last - first + 1, step), *axes)) if last > first else terms[first])
+        folded.append(Term(start, ((last - first + 1, step), *axes)) if last > first else terms[first])
         first = last + 1
-    return found
+    return folded

@@ -1,6 +1,6 @@
 """Leaves that are no tensors, and containers of them, as JSON and back; nothing executable can be written or read.
 
-Called by the state on save and by the checkpoint on load. Never guesses: a type outside of the table is refused.
+The state encodes, and the checkpoint decodes. Never guesses: an unknown type is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FIRST_TAGS = frozenset({"int", "float", "bytes", "complex", "dtype", "device", 
 """What a reader of version 1 knows in a manifest; in a value of one rank it also knows tuple, dict and tensor."""
 
 FAULTS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
-"""What decoding raises for what nobody can have encoded."""
+"""What decoding raises for what `encode` cannot have made."""
 
 TensorAt = Callable[[torch.Tensor], str]
 TensorOf = Callable[[str], torch.Tensor]

@@ -1,1 +1,1 @@
-"""Who writes and who reads which box: pure functions of names, boxes and holders."""
+"""Which rank writes and reads which box: pure functions of names, boxes and holders."""

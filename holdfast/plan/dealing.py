@@ -1,4 +1,4 @@
-"""Replicated boxes dealt out to their holders by bytes: who writes which, and where one is cut.
+"""Replicated boxes dealt out to their holders by bytes: which holder writes which, and where a box is cut.
 
 The plan calls `deal` for a line of boxes that the same ranks hold. Pure, and knows no ranks: holders have numbers.
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple
 from holdfast.ondisk.box import Box, flat_boxes
 
 SMALLEST_CUT = 4096
-"""A replicated piece of fewer bytes is never cut, and no share is smaller: who loads a thousand scalars reads a header
-or two, and not one of each of a thousand files."""
+"""A replicated piece of fewer bytes is never cut, and no share is smaller: a thousand scalars are then read from a file
+or two, and not from a thousand."""
 
 CUT_SHARE = 0.02
 """Nor one that is smaller than this part of what its holder writes: giving it away whole keeps the balance."""
@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
 
 Given = int | tuple[Part, ...]
-"""Who writes a box: one holder, or several a part each."""
+"""The writers of a box: one holder, or several with a part each."""
 
 
 class Hand(NamedTuple):
@@ -48,7 +48,7 @@ class Hand(NamedTuple):
     cut: dict[int, tuple[Part, ...]]
 
     def given(self, at: int) -> Given:
-        """Who writes the box at this place of the line."""
+        """The writers of the box at this place of the line."""
         holder = self.holders[at]
         return self.cut[at] if holder < 0 else holder
 

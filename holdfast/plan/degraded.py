@@ -1,7 +1,7 @@
-"""Who writes what lost ranks were to write: a plan and the ranks that are gone → a plan of those that are left.
+"""The writers of what lost ranks were to write: from a plan and the lost ranks, a plan for the ranks that are left.
 
-`takeover` calls `taken_over` once ranks are lost, and before that `kept_by`, where copies have to be made in time.
-Pure, and the same on every rank: never gives a piece to a rank that does not hold it, nor says that one is held.
+The failover of a save calls `taken_over` once ranks are lost, and `kept_by` before that, where copies have to be made
+in time. Pure, and the same on every rank. Never gives a piece to a rank that does not hold it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from holdfast.plan.holders import Holders, Lie, Listed
 from holdfast.plan.owners import Owned, OwnPieces, PlannedTensor
 from holdfast.plan.plan import Plan
 
-_TOLD = 8  # names that an error tells at the most
+_NAMED = 8  # pieces that an error names at the most
 
 Key = tuple[str, Box]
 """A piece: the tensor's name and the box."""
 
 Named = tuple[str, PlannedTensor, Box]
-"""A piece as a plan tells it."""
+"""A piece as a plan lists it."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def writer_of(rank: int, world_size: int, attempt: int) -> int:
 
 
 def spare_of(holders: Holders, owner: int) -> int | None:
-    """Who keeps a copy of what ``owner`` writes of a box with these holders; None if nobody else has it.
+    """The rank that keeps a copy of what ``owner`` writes of a box with these holders; None if no other has it.
 
-    The one half the way around: neighbours are often on the same host, and are lost together.
+    It is the one half the way around: neighbours are often on the same host, and are lost together.
     """
     count = len(holders)
     return holders[(holders.index(owner) + count // 2) % count] if count > 1 else None
@@ -79,9 +79,9 @@ def taken_over(
 ) -> TakenOver:
     """The plan with every piece of a ``lost`` rank given to one that is left and holds it.
 
-    Pieces that the same ranks hold are laid end to end, and each of these takes an equal run, by bytes; of tensors
-    that each rank has its own of (buffers), the first one left takes all. With ``spares`` nobody holds anything but
-    the spare of its owner.
+    Pieces that the same ranks hold are laid end to end, and each of these ranks takes an equal run, by bytes. Of
+    tensors that each rank has for itself (buffers), the first rank left takes all. With ``spares`` a piece counts as
+    held by the spare of its owner alone.
     """
     left = [rank for rank in range(world_size) if rank not in lost]
     missing = [f"{path} of rank {rank}" for rank in sorted(lost) for path in plan.per_rank]
@@ -109,9 +109,9 @@ def taken_over(
     return TakenOver(_plan_without(plan, lost, heirs, lambda heir: writer_of(heir, world_size, attempt)))
 
 
-def told(missing: Sequence[str]) -> str:
-    """``missing`` as an error tells it."""
-    return ", ".join(missing[:_TOLD]) + (f" and {len(missing) - _TOLD} more" if len(missing) > _TOLD else "")
+def listed(missing: Sequence[str]) -> str:
+    """``missing`` as an error lists it."""
+    return ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
 
 
 class _Held:
@@ -122,7 +122,7 @@ class _Held:
         self._known: dict[Lie, list[tuple[Box, Holders]]] = {}
 
     def holders(self, lie: Lie, piece: Box) -> Holders:
-        """Who holds the box that ``piece`` is a part of."""
+        """The ranks that hold the box that ``piece`` is a part of."""
         if lie not in self._known:
             self._known[lie] = lie.of(self._rank)
         return next((holders for box, holders in self._known[lie] if _contains(box, piece)), (self._rank,))
@@ -135,7 +135,7 @@ def _contains(outer: Box, inner: Box) -> bool:
 
 
 def _dealt(line: Sequence[Named], holders: Holders) -> dict[Key, int]:
-    """Whole pieces in runs of about equal bytes: whoever holds the middle of a piece's bytes takes it."""
+    """Whole pieces in runs of about equal bytes: the rank whose run has the middle of a piece takes it."""
     sizes = [box.size * dtypes.itemsize(tensor.dtype) for _, tensor, box in line]
     share = sum(sizes) / len(holders)
     bounds = [share * (k + 1) for k in range(len(holders) - 1)]
@@ -146,7 +146,7 @@ def _dealt(line: Sequence[Named], holders: Holders) -> dict[Key, int]:
 
 
 def _plan_without(plan: Plan, lost: Collection[int], heirs: Mapping[Key, int], writer: Callable[[int], int]) -> Plan:
-    """The plan with its owners spelled out, since dealing anew would deal all of it in another way."""
+    """The plan with its owners listed, because dealing it out again would change all of it."""
     kinds: dict[tuple[object, ...], PlannedTensor] = {}
     tensors = {}
     for name, tensor, owned in plan.owned():

@@ -1,7 +1,7 @@
 """Which ranks hold which boxes of a tensor, worked out once for all tensors of one shape that lie alike.
 
 The plan makes one for each class of tensors. A complete mesh is arithmetic on its coordinates, and nothing is listed
-for each rank until it is asked for; what is no complete mesh is a list of boxes. Pure.
+for each rank until it is needed; anything else is a list of boxes. Pure.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def cut_of(shape: tuple[int, ...], boxes: Sequence[Box]) -> Cut:
 class Listed:
     """A tensor as a list of boxes with their holders, in any order."""
 
-    def __init__(self, shape: tuple[int, ...], found: Sequence[tuple[Box, Holders]]) -> None:
+    def __init__(self, shape: tuple[int, ...], boxes: Sequence[tuple[Box, Holders]]) -> None:
         self.shape = shape
-        self.boxes = [box for box, _ in found]
-        self.holders = [holders for _, holders in found]
+        self.boxes = [box for box, _ in boxes]
+        self.holders = [holders for _, holders in boxes]
         self._of: dict[int, list[int]] | None = None
 
     def of(self, rank: int) -> list[tuple[Box, Holders]]:
@@ -100,7 +100,7 @@ class OnMesh:
     @property
     def holders(self) -> list[Holders]:
         """The holders of each box, in row-major order."""
-        if self.sole:  # as many as ranks, and asked for once: not kept
+        if self.sole:  # as many as ranks, and needed once: not kept
             ranks = self._layers[0].mesh.ranks
             return [(ranks[sum(at)],) for at in product(*self._places(self._layers[0]))]
         return self._shared

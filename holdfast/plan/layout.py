@@ -1,6 +1,6 @@
-"""What one rank tells the others of its state before a save: names, shapes, spreads; never bytes or values.
+"""What one rank sends the others of its state before a save: names, shapes, spreads; never bytes or values.
 
-Made by `state.outline`, told once for each distinct one, joined by the plan. Pure data.
+`state.outline` makes a layout, ranks send each distinct one once, and the plan joins them. Pure data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.plan.spread import Spread
 class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
     """One tensor; ``spread`` indexes the layout's table. ``alias`` is set if it is the same memory as another name.
 
-    ``empty`` says that the telling rank has no element of it, and so cannot know whether it is an alias. ``first``
+    ``empty``: the rank has no element of it, and so cannot know whether it is an alias. ``first``
     asks for the copy of the first rank that holds it, whole: a buffer, which ranks may have updated each on its own.
     """
 
@@ -35,7 +35,7 @@ class TensorLayout(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Layout(msgspec.Struct, array_like=True, frozen=True):
-    """All that a plan needs of one rank. Ranks of one mesh tell equal ones.
+    """All that a plan needs of one rank. Ranks of one mesh have equal ones.
 
     ``version``: the version of the format that its PerRank values need.
     """
@@ -64,15 +64,15 @@ def digest_of(message: object) -> str:
     return digest(_json.encode(message))
 
 
-def join_values(told: Sequence[tuple[int, Layout, dict[str, JSON]]]) -> dict[str, JSON]:
-    """The values of all ranks; ``told`` = (rank, its layout, its values). A rank may lack values that another has.
+def join_values(of_ranks: Sequence[tuple[int, Layout, dict[str, JSON]]]) -> dict[str, JSON]:
+    """The values of all ranks; ``of_ranks`` = (rank, its layout, its values). A rank may lack values that another has.
 
     Raises Mismatch for the first value that two ranks have differently, or a list that is longer on one of them.
     """
     values: dict[str, JSON] = {}
     source: dict[str, int] = {}
     lists: dict[str, tuple[int, int]] = {}
-    for rank, layout, own in told:
+    for rank, layout, own in of_ranks:
         for path, value in own.items():
             if values.setdefault(path, value) != value:
                 at, one, two = _first_difference(values[path], value)
@@ -97,14 +97,14 @@ _PER_RANK = "Wrap it as holdfast.PerRank(…) if every rank has its own, else ma
 def _lengths(layout: Layout, values: Iterable[str]) -> dict[str, int]:
     """How many children with values each list, tuple or deque of a rank has."""
     kinds = {path: note if isinstance(note, str) else note.kind for path, note in layout.containers.items()}
-    found: dict[str, set[str]] = {path: set() for path, kind in kinds.items() if kind in SEQUENCES}
-    for path in values if found else ():
+    children: dict[str, set[str]] = {path: set() for path, kind in kinds.items() if kind in SEQUENCES}
+    for path in values if children else ():
         above, _, key = path.rpartition("/")
         while above:
-            if above in found:
-                found[above].add(key)
+            if above in children:
+                children[above].add(key)
             above, _, key = above.rpartition("/")
-    return {path: len(keys) for path, keys in found.items()}
+    return {path: len(keys) for path, keys in children.items()}
 
 
 _NOTHING = object()
@@ -155,15 +155,15 @@ def _check_one_group(path: str, joined: JoinedGroups, at: int, params: Sequence[
             )
 
 
-def join_owned(layouts: Sequence[Layout], told: Sequence[tuple[int, int, OwnedValues]]) -> OwnedJoin:
-    """One set of values and groups from those of all ranks; ``told`` = (rank, index of its layout, its values).
+def join_owned(layouts: Sequence[Layout], of_ranks: Sequence[tuple[int, int, OwnedValues]]) -> OwnedJoin:
+    """One set of values and groups from those of all ranks; ``of_ranks`` = (rank, index of its layout, its values).
 
     A group of one rank joins that of another if their settings are equal, in order; so pipeline stages, each with
     its own parameters, make one list of groups. Raises Mismatch where one path has two values.
     """
-    values = join_values([(rank, layouts[layout], owned.values) for rank, layout, owned in told])
+    values = join_values([(rank, layouts[layout], owned.values) for rank, layout, owned in of_ranks])
     groups: dict[str, JoinedGroups] = {}
-    for rank, layout, owned in told:
+    for rank, layout, owned in of_ranks:
         for path, settings in owned.group_settings.items():
             joined = groups.setdefault(path, JoinedGroups([], []))
             used: set[int] = set()

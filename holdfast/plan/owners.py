@@ -1,4 +1,4 @@
-"""Who writes which piece: for one rank by itself, or for all of them at once.
+"""Which rank writes which piece: for one rank alone, or for all of them at once.
 
 A plan makes one `OwnPieces` on every rank and one `AllPieces` on the first. Neither lists the other ranks' boxes of a
 tensor unless it has to: boxes held by one rank are its own, and lines of replicated boxes that are alike are dealt out
@@ -22,7 +22,7 @@ Group = tuple[Holders, list[int]]
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, eq=False):
-    """What is planned alike for all tensors that share it: type, shape, and who holds which box.
+    """What is planned alike for all tensors that share it: type, shape, and which ranks hold which box.
 
     ``first`` says that the first holder of a box writes all of it.
     """
@@ -116,7 +116,7 @@ class AllPieces:
             ]
             for kind in kinds
         }
-        self._steps = {kind: [(number, len(line)) for number, line in found] for kind, found in entries.items()}
+        self._steps = {kind: [(number, len(line)) for number, line in lines] for kind, lines in entries.items()}
         self._hands = _dealt(tensors, entries, counts)
         self._known: dict[tuple[object, ...], Owned] = {}
 
@@ -162,11 +162,11 @@ class AllPieces:
 
 def _shared(lie: Lie) -> dict[Holders, list[int]]:
     """The boxes (by number) that several ranks hold, by their holders."""
-    found: dict[Holders, list[int]] = {}
+    by_holders: dict[Holders, list[int]] = {}
     for number, holders in enumerate(() if lie.sole else lie.holders):
         if len(holders) > 1:
-            found.setdefault(holders, []).append(number)
-    return found
+            by_holders.setdefault(holders, []).append(number)
+    return by_holders
 
 
 def _entries(kind: PlannedTensor, boxes: Sequence[Box]) -> _Line:

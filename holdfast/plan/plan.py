@@ -1,7 +1,7 @@
-"""Who writes which box: a pure function of names, boxes and holders, the same on every rank.
+"""Which rank writes which box: a pure function of names, boxes and holders, the same on every rank.
 
-`save` calls `make_plan` with all distinct layouts. Touches no tensor, no file and no rank; runs in one process for
-meshes of any size: tensors that lie alike are worked out once, and one rank's pieces without those of the others.
+`save` calls `make_plan` with all distinct layouts. Touches no tensor, no file and no rank. A mesh of any size can be
+planned in one process: tensors that lie alike are worked out once, and a rank's pieces without those of the others.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PiecedTensor:
 
 
 def plan_of(tensors: Mapping[str, PiecedTensor], containers: dict[str, Note]) -> Plan:
-    """A plan that others have made."""
+    """A plan for pieces that are known already."""
     listed = {
         name: PlannedTensor(t.dtype, t.shape, Listed(t.shape, [(box, (rank,)) for box, rank in t.pieces]))
         for name, t in tensors.items()
@@ -79,36 +79,36 @@ def plan_of(tensors: Mapping[str, PiecedTensor], containers: dict[str, Note]) ->
 
 
 def make_plan(layouts: Sequence[Layout], layout_of: Sequence[int]) -> Plan:
-    """Join the layouts of all ranks; rank r told ``layouts[layout_of[r]]``.
+    """Join the layouts of all ranks; that of rank r is ``layouts[layout_of[r]]``.
 
     Raises Mismatch, naming tensor and ranks, where ranks disagree or their boxes do not tile a tensor.
     """
     members: list[list[int]] = [[] for _ in layouts]
     for rank, index in enumerate(layout_of):
         members[index].append(rank)
-    told: dict[str, list[tuple[int, TensorLayout]]] = {}
+    layouts_of: dict[str, list[tuple[int, TensorLayout]]] = {}
     for index, layout in enumerate(layouts):
         for tensor in layout.tensors:
-            told.setdefault(tensor.name, []).append((index, tensor))
-    _check_names(told, members)
-    aliases = _join_aliases(layouts, told)
+            layouts_of.setdefault(tensor.name, []).append((index, tensor))
+    _check_names(layouts_of, members)
+    aliases = _join_aliases(layouts, layouts_of)
     tensors: dict[str, PlannedTensor] = {}
     kinds: dict[tuple[object, ...], PlannedTensor] = {}
     lies = _Lies(layouts, members)
-    for name, told_by in told.items():
-        first = told_by[0][1]
-        if len(told_by) > 1:  # most states are told once, and may have a million tensors
-            _check_alike(name, told_by, members)
+    for name, versions in layouts_of.items():
+        first = versions[0][1]
+        if len(versions) > 1:  # as a rule all ranks share a layout, which may have a million tensors
+            _check_alike(name, versions, members)
         if name in aliases:
             continue
-        views = tuple([(index, tensor.spread) for index, tensor in told_by if not lies.is_idle(index, tensor)])
+        views = tuple([(index, tensor.spread) for index, tensor in versions if not lies.is_idle(index, tensor)])
         key = (first.dtype, first.shape, first.first, views)
         kind = kinds.get(key)
         if kind is None:
             lie = lies.of(first.shape, views)
             fault = tiling_fault(lie.shape, lie.boxes) if isinstance(lie, Listed) and 0 not in lie.shape else None
             if fault:
-                ranks = sorted(r for index, _ in told_by for r in members[index])
+                ranks = sorted(r for index, _ in versions for r in members[index])
                 raise Mismatch(
                     f"{name} of shape {list(first.shape)} is not whole: {fault}. Ranks {_some(ranks)} hold it; either "
                     "a rank did not bring its shard, or this group is not the one that the tensor is sharded over"
@@ -132,7 +132,7 @@ class _Lies:
         self._meshes: dict[tuple[Spread, tuple[int, ...]], Placed | None] = {}
 
     def is_idle(self, layout: int, tensor: TensorLayout) -> bool:
-        """Whether the ranks of the layout told of no box: each speaks for itself alone, and has no element."""
+        """Whether the ranks of the layout have no element, and list boxes of their own alone."""
         return tensor.empty and isinstance(self._spreads[layout][tensor.spread], Boxes)
 
     def of(self, shape: tuple[int, ...], views: Views) -> Lie:
@@ -144,21 +144,21 @@ class _Lies:
     def _made(self, shape: tuple[int, ...], views: Views) -> Lie:
         if 0 in shape:
             return single(shape, self._members[views[0][0]][0])
-        told: dict[Spread, list[int]] = {}
+        layouts_with: dict[Spread, list[int]] = {}
         for layout, spread in views:
-            told.setdefault(self._spreads[layout][spread], []).append(layout)
-        meshes = [self._mesh(spread, tuple(by)) for spread, by in told.items()]
+            layouts_with.setdefault(self._spreads[layout][spread], []).append(layout)
+        meshes = [self._mesh(spread, tuple(by)) for spread, by in layouts_with.items()]
         complete = [mesh for mesh in meshes if mesh is not None]
         if meshes and len(complete) == len(meshes) and cut_alike(shape, complete):
             return OnMesh(shape, complete)
-        found: dict[Box, set[int]] = {}
+        holders: dict[Box, set[int]] = {}
         for layout, number in views:
             for rank, box in held_by(shape, self._spreads[layout][number], self._members[layout]):
-                found.setdefault(box, set()).add(rank)
-        return Listed(shape, [(box, tuple(sorted(ranks))) for box, ranks in found.items()])
+                holders.setdefault(box, set()).add(rank)
+        return Listed(shape, [(box, tuple(sorted(ranks))) for box, ranks in holders.items()])
 
     def _mesh(self, spread: Spread, layouts: tuple[int, ...]) -> Placed | None:
-        """The mesh of a spread that these layouts tell, if every rank of it is there."""
+        """The mesh of a spread of these layouts, if every rank of it is there."""
         key = (spread, layouts)
         if key not in self._meshes:
             self._meshes[key] = self._complete(spread, layouts)
@@ -176,26 +176,26 @@ class _Lies:
         return spread if is_mesh and named.issuperset(spread.ranks) else None
 
 
-def _check_alike(name: str, told_by: Sequence[tuple[int, TensorLayout]], members: Sequence[Sequence[int]]) -> None:
+def _check_alike(name: str, versions: Sequence[tuple[int, TensorLayout]], members: Sequence[Sequence[int]]) -> None:
     """One name, one tensor."""
-    first = told_by[0][1]
-    for index, other in told_by[1:]:
+    first = versions[0][1]
+    for index, other in versions[1:]:
         if (other.dtype, other.shape) != (first.dtype, first.shape):
             raise Mismatch(
-                f"{name} is {first.dtype} {list(first.shape)} on rank {members[told_by[0][0]][0]} and {other.dtype} "
+                f"{name} is {first.dtype} {list(first.shape)} on rank {members[versions[0][0]][0]} and {other.dtype} "
                 f"{list(other.shape)} on rank {members[index][0]}: one name, one tensor. If every rank has its "
                 "own, wrap it as holdfast.PerRank(…); if these are shards, as DTensor or holdfast.Shard"
             )
 
 
-def _check_names(told: dict[str, list[tuple[int, TensorLayout]]], members: Sequence[Sequence[int]]) -> None:
+def _check_names(layouts_of: dict[str, list[tuple[int, TensorLayout]]], members: Sequence[Sequence[int]]) -> None:
     """A name that is a tensor on one rank cannot lie above a tensor of another: no nested state has both."""
     fine = {""}
-    for name, views in told.items():
+    for name, views in layouts_of.items():
         above = name.rpartition("/")[0]
         while above not in fine:  # neighbours lie below the same names
-            if above in told:
-                one, other = members[told[above][0][0]][0], members[views[0][0]][0]
+            if above in layouts_of:
+                one, other = members[layouts_of[above][0][0]][0], members[views[0][0]][0]
                 raise Mismatch(
                     f"{above} is a tensor on rank {one}, and on rank {other} it holds {name}: make the ranks agree, "
                     "or rename one"
@@ -204,18 +204,18 @@ def _check_names(told: dict[str, list[tuple[int, TensorLayout]]], members: Seque
             above = above.rpartition("/")[0]
 
 
-def _join_aliases(layouts: Sequence[Layout], told: dict[str, list[tuple[int, TensorLayout]]]) -> dict[str, str]:
+def _join_aliases(layouts: Sequence[Layout], layouts_of: dict[str, list[tuple[int, TensorLayout]]]) -> dict[str, str]:
     """Names that are stored under another one: only if every rank that can know agrees."""
     aliases = {}
-    for name, views in told.items():
+    for name, views in layouts_of.items():
         target = next((t.alias for _, t in views if not t.empty), None)
-        if target is None or target not in told or target == name:
+        if target is None or target not in layouts_of or target == name:
             continue
         if all(t.alias == target or t.empty for _, t in views):
             aliases[name] = target
     for layout in layouts:
         for name, target in layout.aliases.items():
-            if name not in told and target in told and aliases.setdefault(name, target) != target:
+            if name not in layouts_of and target in layouts_of and aliases.setdefault(name, target) != target:
                 raise Mismatch(f"{name} is tied to {aliases[name]} on one rank and to {target} on another")
     # An alias of an alias (a name un-aliased elsewhere) points at what is stored.
     for name, target in list(aliases.items()):

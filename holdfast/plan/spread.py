@@ -1,7 +1,7 @@
 """Spreads: how a tensor lies over ranks, as plain numbers, and which boxes of it a rank holds.
 
-The state makes one for each tensor, ranks tell each other theirs, the plan turns them into owners.
-Pure: knows no torch; the same function of the same numbers on every rank, for ranks that do not exist here too.
+The state makes one for each tensor, ranks send each other theirs, and the plan turns them into owners. Pure, and the
+same on every rank; it can be asked about any rank of any mesh.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def _chunk(length: int, parts: int, index: int) -> tuple[int, int]:
 
 def _cut(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
     """Elements ``start:stop`` of the concatenation of ``runs`` (start, length)."""
-    found, at = [], 0
+    kept, at = [], 0
     for begin, length in runs:
         low, high = max(start - at, 0), min(stop - at, length)
         if low < high:
-            found.append((begin + low, high - low))
+            kept.append((begin + low, high - low))
         at += length
-    return found
+    return kept
 
 
 @lru_cache(maxsize=65536)
@@ -180,8 +180,8 @@ def axis_cells(length: int, splits: tuple[tuple[int, int, int], ...]) -> tuple[t
             for index, kept in enumerate(_parted(runs, parts, strides))
             if kept
         ]
-    found = sorted((start, place) for runs, place in held for start, _ in _merged(runs))
-    return tuple(found)
+    cells = sorted((start, place) for runs, place in held for start, _ in _merged(runs))
+    return tuple(cells)
 
 
 def _parted(runs: list[tuple[int, int]], parts: int, strides: int) -> Iterator[list[tuple[int, int]]]:
@@ -208,7 +208,7 @@ def held_by(shape: tuple[int, ...], spread: Spread, members: Collection[int]) ->
     if isinstance(spread, Whole):
         yield from ((rank, whole(shape)) for rank in sorted(named))
     elif isinstance(spread, Boxes):
-        for who, boxes in sorted(spread.of, key=lambda told: told[0]) if len(spread.of) > 1 else spread.of:
+        for who, boxes in sorted(spread.of, key=lambda pair: pair[0]) if len(spread.of) > 1 else spread.of:
             if who in named:
                 yield from ((who, Box(o, n)) for o, n in boxes if 0 not in n)
     else:

@@ -1,7 +1,7 @@
-"""Signs of life and of progress: a rank that is at work for long tells in the store how far it is, and others look.
+"""Signs of life and of progress: a rank that works for long writes its progress to the store, and others look.
 
-`Call` in `ranks` and the uploader tell (`at_work`); who waits for others, in a round or beside it, has a `Watch`.
-Never writes for work that ends within an interval, and never judges: who watches knows how long it will wait.
+`Call` in `ranks` and the uploader write signs (`at_work`); a rank that waits for others has a `Watch`. Never writes for
+work that ends within an interval, and never decides how long a rank is waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IDLE = 1.0  # seconds without work after which the thread that writes signs end
 
 
 class Sign(msgspec.Struct, array_like=True, frozen=True):
-    """``beats`` counts signs, ``moves`` whatever is progress, ``done`` the bytes of it."""
+    """``beats`` counts signs, ``moves`` any progress, and ``done`` the bytes of it."""
 
     beats: int
     moves: int
@@ -55,7 +55,7 @@ def key_of(rank: int) -> str:
 class Work:
     """Work of this process that others may come to wait for.
 
-    ``done()`` counts bytes; `tick` tells of progress that moves no byte: of a wait that will end, say.
+    ``done()`` counts bytes; `tick` counts progress that moves no byte, such as a wait that will end.
     """
 
     store: Any
@@ -75,7 +75,7 @@ class Work:
         """Count as progress that the caller came here."""
         self.ticks += 1
 
-    def tell(self) -> None:
+    def write_sign(self) -> None:
         """Write a sign, unless the work has ended."""
         with self._lock:
             if self._ended:
@@ -91,10 +91,10 @@ class Work:
             if self._beats and not ended:
                 with suppress(RuntimeError):  # the store is gone: the next round says so
                     self.store.delete_key(self.key)
-        _teller.forget(self)
+        _writer.forget(self)
 
 
-class _Teller:
+class _Writer:
     """The one thread of a process that writes signs, so that a phase costs no thread of its own."""
 
     def __init__(self) -> None:
@@ -133,18 +133,18 @@ class _Teller:
             for work in due:
                 work.due = time.monotonic() + work.pause
                 try:
-                    work.tell()
-                except BaseException as error:  # noqa: BLE001 - it tells for all work of this process; who waits for
-                    # this rank gets no sign, and this rank meets the same store when it has done its work
+                    work.write_sign()
+                except BaseException as error:  # noqa: BLE001 - the thread serves all work of this process. Others
+                    # then see no sign of this rank, and this rank meets the same store when its work is done.
                     log.debug("no sign of life can be written: %s", error)
 
 
-_teller = _Teller()
+_writer = _Writer()
 
 
 def _after_fork() -> None:
-    global _teller
-    _teller = _Teller()  # the thread of the parent is not here, and its lock may be held for ever
+    global _writer
+    _writer = _Writer()  # the thread of the parent is not here, and its lock may be held for ever
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -152,12 +152,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextmanager
 def at_work(store: Any, rank: int, deadline: float, done: Callable[[], int]) -> Iterator[Work]:
-    """While the block is at work, tell of it under the rank's key; the first time after an interval."""
+    """While the block is at work, write signs under the rank's key; the first one after an interval."""
     work = Work(store, key_of(rank), interval(deadline), done)
     if store is None:
         yield work
         return
-    _teller.add(work)
+    _writer.add(work)
     try:
         yield work
     finally:
@@ -189,22 +189,22 @@ class Watch:
         self._seen.setdefault(rank, _Seen(now)).since = now
 
     def forget(self, ranks: Iterable[int] | None = None) -> None:
-        """They have come (all of them, if none is given): nobody waits for them any more."""
+        """They have come (all of them, if none is given) and are not waited for any more."""
         for rank in list(self._seen) if ranks is None else ranks:
             self._seen.pop(rank, None)
 
     def look(self, ranks: Iterable[int]) -> None:
         """Look at the signs of these ranks, which are expected."""
         for rank in ranks:
-            found = bytes(self.store.compare_set(key_of(rank), _NOTHING, _NOTHING))
-            if found == _NOTHING:
+            data = bytes(self.store.compare_set(key_of(rank), _NOTHING, _NOTHING))
+            if data == _NOTHING:
                 continue
             try:
-                sign = msgspec.msgpack.decode(found, type=Sign)
-            except msgspec.MsgspecError:  # of another version of holdfast, whose word will tell
+                sign = msgspec.msgpack.decode(data, type=Sign)
+            except msgspec.MsgspecError:  # of another version of holdfast, which its message will show
                 continue
             now, seen = time.monotonic(), self._seen[rank]
-            # Of the first sign nobody knows how old it is: it may be of this moment.
+            # The age of the first sign is not known: it may be of this moment.
             if sign.moves != (seen.sign.moves if seen.sign else 0):
                 seen.since = now
             if seen.sign is not None and sign != seen.sign:
@@ -239,8 +239,8 @@ class Watch:
 class Vigil:
     """A wait for others inside of a phase, watched: `begin`, `look` again and again, `end` once they have come.
 
-    What was seen stays if they do not come, for the round that comes next. ``tick`` tells that this rank is not stuck:
-    it waits for others, and not for ever.
+    If they do not come, what was seen stays for the next round. ``tick`` shows that this rank is not stuck: it waits
+    for others, and not for ever.
     """
 
     watch: Watch
@@ -269,7 +269,7 @@ class Vigil:
         return any(self.watch.silent(rank, now) > self.watch.deadline for rank in self.others)
 
     def expect(self) -> None:
-        """Count the silence of the others from the beginning of this wait, whatever comes of it."""
+        """Count the silence of the others from the beginning of this wait."""
         if not self._looked:
             self._looked = True
             self.watch.expect(self.others, self._began)

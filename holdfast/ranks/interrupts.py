@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a few lines of bookkeeping that must be done whole: it is handled after them.
+"""Ctrl-C in the middle of a few lines of bookkeeping that have to finish: it is handled after them.
 
 The Saver and the manager use it in the calling thread. Never keeps an interrupt for longer than the block lasts.
 """
@@ -19,11 +19,11 @@ def interrupts_wait() -> Iterator[None]:
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    arrived: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[0])
+        if arrived:
+            handler(*arrived[0])

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a round, and how it lies in the store: messages go up, verdicts come down.
+"""What ranks send each other in a round, as it lies in the store: messages go up, verdicts come down.
 
 `Call` makes and reads them, and a `Round` carries them. Never touches a store.
 """

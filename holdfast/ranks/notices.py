@@ -1,7 +1,7 @@
-"""A board on which any rank of a training loop puts a notice, and all ranks act on it at the same step.
+"""Notices that any rank of a training loop puts up, and on which all ranks act at the same step.
 
-The manager owns one. Costs one look at the store a step, or less where ranks are many, and never waits for another
-rank.
+The manager has one `Notices`. It looks at the store once a step, or less where there are many ranks, and never waits
+for another rank.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Kind = Literal["stop", "failed"]
 
 
 LOOKS = 2048
-"""Ranks that look at one step at the most: together they keep the server of the store busy for some 25 ms."""
+"""Ranks that look at the same step at most: together they keep the server of the store busy for some 25 ms."""
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others: a ``kind``, the step ``of`` which it speaks, and the step ``at`` which it was put.
+    """A message to all ranks: its ``kind``, the step ``of`` which it speaks, and the step ``at`` which it was put up.
 
     ``flying``: whether a save was under way there. ``hurry``: whether little time is left.
     """
@@ -46,14 +46,14 @@ class Notices:
         self._due: list[tuple[int, Notice]] = []
 
     def put(self, notice: Notice) -> None:
-        """Put a notice up, unless one of its kind that speaks of the same step hangs there."""
+        """Put a notice up, unless there is one of its kind that speaks of the same step."""
         while not any(_subject(seen) == _subject(notice) for seen in self._seen):
-            found = notice
+            standing = notice
             if self._store is not None:
                 mine = msgspec.json.encode(notice).decode()
                 stands = bytes(self._store.compare_set(f"{self._key}/{len(self._seen)}", "", mine))
-                found = msgspec.json.decode(stands, type=Notice)
-            self._take(found)
+                standing = msgspec.json.decode(stands, type=Notice)
+            self._take(standing)
 
     def due(self, step: int) -> list[Notice]:
         """The notices to act on at ``step``, each once."""
@@ -61,9 +61,9 @@ class Notices:
             while self._store.check([f"{self._key}/{len(self._seen)}"]):
                 stands = bytes(self._store.get(f"{self._key}/{len(self._seen)}"))
                 self._take(msgspec.json.decode(stands, type=Notice))
-        now = [notice for at, notice in self._due if step >= at]
+        due = [notice for at, notice in self._due if step >= at]
         self._due = [(at, notice) for at, notice in self._due if step < at]
-        return now
+        return due
 
     @property
     def pending(self) -> list[Notice]:

@@ -319,7 +319,7 @@ _alone = Ranks(0, 1)
 def ranks_of(group: dist.ProcessGroup | Ranks | None = None) -> Ranks:
     """The ranks of ``group`` (default: the default process group; without one, this process alone).
 
-    ``Ranks(0, 1)`` stands for this process alone, whatever groups there are. Works for any backend: only the group's
+    ``Ranks(0, 1)`` stands for this process alone, in any group. Works for any backend: only the group's
     store is used. Raises Mismatch if this rank is not in the group.
     """
     if isinstance(group, Ranks):

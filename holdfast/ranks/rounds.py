@@ -21,13 +21,13 @@ from holdfast.ranks.messages import Message, Verdict, decode, encode
 from holdfast.ranks.tree import Node, Tree
 
 _CLAIMED = b"claimed"  # the first rank is deciding; ranks listed behind it are asked for their labels in full
-_FAILING = b"failing"  # somebody, whose rank is behind it, has declared the round failed, and finds out who is absent
+_FAILING = b"failing"  # the rank behind it has declared the round failed, and finds out which ranks are absent
 _NOTHING = b"?"  # never a message or a verdict
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at the store; one look costs 15 us
 _MANY_FIRST, _MANY_LONGEST = 5e-6, 25e-6  # the same for each rank, where so many look that the store would drown
 _TURN = 0.2  # seconds that each level below the first rank leaves it to those above to declare a round failed
 _PATIENCE = 3.0  # seconds between two looks past a leader that may be gone, of a rank that leads nobody
-_NAMING = 5.0  # seconds to find out who is absent, before others do it too
+_NAMING = 5.0  # seconds to find out which ranks are absent, before others do it too
 _ASKING = 10.0  # seconds that the first rank waits for labels
 _LOOKED_AT = 256  # ranks whose signs are looked at before they are named, at the most
 
@@ -47,8 +47,8 @@ class Round:
     ``lost`` makes the verdict of a round that failed because of some ranks. ``limit`` is the moment that no wait
     outlasts. ``watch`` has seen the signs of others; ``tick`` is called while this rank waits, as a sign of its own.
 
-    Who watches whom: the first rank all that are absent, and all of them the first rank; a leader those of its blocks.
-    Up to `FLAT` ranks each watches all.
+    The first rank watches all that are absent, and all watch the first rank; a leader watches those of its blocks. Up
+    to `FLAT` ranks, each watches all.
     """
 
     store: Any
@@ -101,17 +101,17 @@ class Round:
                 if naming == math.inf:
                     naming = now + _NAMING
                     self.watch.moved(0, now)
-                elif claimed and hurried:  # not for the others to know: they may have the time
+                elif claimed and hurried:  # the others are not told: they may have the time
                     return self._undecided()
                 elif claimed and past and self._lost_of([0], began):
-                    # The first rank looks for its claim before it commits, and before it tells the outcome.
+                    # The first rank looks for its claim before it commits, and before it passes the outcome on.
                     self._set_if(stands, encode(self._undecided()))
                 elif not claimed and (hurried or now > naming):
                     self._name_absent(stands, [])
                     continue
             elif duties and self._is_there(duties[0], past=past):
-                # The claim keeps one verdict: once it stands nobody may declare the round failed, and if somebody has
-                # declared it, the first rank must not commit.
+                # The claim keeps the verdict single: once it stands no rank may declare the round failed, and once a
+                # rank has declared it, the first rank must not commit.
                 if duties[0] != root:
                     joined = self._join(duties[0])
                     if joined is not None:  # else a verdict stands, and a rank has taken its message away
@@ -138,19 +138,19 @@ class Round:
         return self._look(self.tree.root) == self._claim
 
     def ask(self, ranks: Sequence[int]) -> dict[int, str]:
-        """The labels of these ranks in full, as far as they tell; only while the first rank decides."""
-        asked = _CLAIMED + msgspec.msgpack.encode(ranks)
-        if not self._set_if(self._claim, asked):
+        """The labels of these ranks in full, as far as they answer; only while the first rank decides."""
+        claim = _CLAIMED + msgspec.msgpack.encode(ranks)
+        if not self._set_if(self._claim, claim):
             return {}  # this rank has been given up
-        self._claim = asked
-        self._pass_on(asked)
+        self._claim = claim
+        self._pass_on(claim)
         keys = [self._label(rank) for rank in ranks]
         until = time.monotonic() + min(self.deadline, _ASKING)
         while not self.store.check(keys) and time.monotonic() < min(until, self.limit()):
             self.tick()
             time.sleep(_LONGEST_PAUSE)
-        found = {rank: self._peek(key) for rank, key in zip(ranks, keys, strict=True)}
-        return {rank: text.decode() for rank, text in found.items() if text is not None}
+        labels = {rank: self._peek(key) for rank, key in zip(ranks, keys, strict=True)}
+        return {rank: text.decode() for rank, text in labels.items() if text is not None}
 
     def forget(self) -> None:
         """Leave nothing of the round in the store: each rank takes back what it sent, the last reader of a block the
@@ -224,27 +224,27 @@ class Round:
             self._passed = stands
 
     def _tell_label(self, stands: bytes) -> None:
-        asked = stands.removeprefix(_CLAIMED)
+        ranks = stands.removeprefix(_CLAIMED)
         key = self._label(self.rank)
-        if asked and asked != stands and key not in self._sent and self.rank in msgspec.msgpack.decode(asked):
+        if ranks and ranks != stands and key not in self._sent and self.rank in msgspec.msgpack.decode(ranks):
             self._send(key, self.label.encode())
 
-    # Who is waited for, and who is lost
+    # Which ranks are waited for, and which are lost
 
     def _suspects(self, duties: list[Node], *, late: bool) -> list[int]:
         """The ranks that this one watches."""
         tree = self.tree
         if self.rank == 0 or tree.levels == 1:
-            found = self._absent(tree.root)
+            suspects = self._absent(tree.root)
         elif duties:
-            found = self._absent(duties[-1])
-        elif self._led or late:  # who leads nobody leaves it to those who do, and who have been watching for long
+            suspects = self._absent(duties[-1])
+        elif self._led or late:  # ranks that lead no block leave it to those that do
             node = tree.heard_by(self.rank)
             leader = node.number * tree.width**node.level
-            found = [] if self.store.check([self._message(Node(0, leader))]) else [leader]
+            suspects = [] if self.store.check([self._message(Node(0, leader))]) else [leader]
         else:
             return []
-        return sorted({0, *found} - {self.rank})
+        return sorted({0, *suspects} - {self.rank})
 
     def _lost_of(self, suspects: list[int], began: float) -> list[int]:
         """Those that have made no progress for as long as the deadline says."""
@@ -269,7 +269,7 @@ class Round:
         named = [rank for rank in absent if rank in lost or self._gives_no_sign(rank, lost, absent)]
         if named:
             verdict = self.lost(named, absent, "never came to", self.watch)
-        elif absent and not lost:  # whoever knew which of them is lost is lost itself
+        elif absent and not lost:  # the rank that knew which of them is lost is lost itself
             verdict = self.lost(absent, absent, "never came to")
         elif 0 in lost or not lost:  # all are there: the first rank has stopped between its word and its claim
             verdict = self.lost([0], sorted({0, *absent}), "came to, but never decided,", self.watch)
@@ -319,8 +319,8 @@ class Round:
 
     def _peek(self, key: str) -> bytes | None:
         """What a key holds, if it is there. A `get` would wait for one that somebody takes away at this moment."""
-        found = bytes(self.store.compare_set(key, _NOTHING, _NOTHING))
-        return None if found == _NOTHING else found
+        data = bytes(self.store.compare_set(key, _NOTHING, _NOTHING))
+        return None if data == _NOTHING else data
 
     def _turn(self) -> float:
         """How much longer than the first rank this one waits before it declares a round failed: others have done it."""

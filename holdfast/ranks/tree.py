@@ -1,6 +1,6 @@
-"""How words climb to the first rank and its verdict comes down: a tree of blocks of neighbouring ranks.
+"""How messages climb to the first rank and its verdict comes down: a tree of blocks of neighbouring ranks.
 
-`rounds` asks it who listens to whom. Pure: every rank works the same tree out of the number of ranks alone, so it
+`rounds` asks it which rank hears which. Pure: every rank works out the same tree from the number of ranks alone, so it
 never depends on what a rank may have missed.
 """
 

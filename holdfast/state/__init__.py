@@ -1,7 +1,7 @@
-"""A training state as leaves: the only room that knows torch's tensor kinds, modules and optimizers.
+"""A training state as leaves: the only room that knows torch's kinds of tensors, modules and optimizers.
 
-`save` and `load` call `collect`; nothing after it knows what a DTensor is.
-Never moves bytes, never talks to other ranks.
+`save` and `load` call `collect`; nothing after it knows what a DTensor is. What becomes of each kind of object is in
+`table`. Never moves bytes and never talks to other ranks.
 """
 
 from holdfast.state.collect import collect

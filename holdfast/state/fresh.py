@@ -29,7 +29,7 @@ HOST = torch.device("cpu")
 
 @contextmanager
 def plain_tensors() -> Iterator[None]:
-    """What a load makes is an ordinary tensor, whatever mode and default device the caller has set."""
+    """Tensors made inside are ordinary ones, in any mode and with any default device of the caller."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         yield
 

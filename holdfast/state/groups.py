@@ -58,7 +58,7 @@ def saved_parameters(path: str, saved: Saved) -> set[str]:
 def match(path: str, live: Sequence[Sequence[str]], tree: Sequence[Mapping[str, Any]]) -> list[Settings]:
     """For each live group the settings of the saved one, by the names of its parameters. Raises Mismatch if unclear."""
     if not any("params" in group for group in tree):
-        # A format that does not keep which parameters a group has (Megatron's): then only the order can tell.
+        # A format that does not keep the parameters of a group (Megatron's): only their order is known.
         if len(tree) != len(live):
             raise Mismatch(
                 f"{path}: {len(tree)} groups were saved without the names of their parameters, here there are "

@@ -66,10 +66,10 @@ def _has_group(path: str, number: int, saved: Mapping[str, JSON]) -> bool:
 
 
 def _numbered(path: str, saved: Mapping[str, JSON]) -> list[tuple[str, JSON]]:
-    found: list[tuple[str, JSON]] = []
-    while (at := f"{path}/{len(found)}") in saved:
-        found.append((at, saved[at]))
-    return found
+    ids: list[tuple[str, JSON]] = []
+    while (at := f"{path}/{len(ids)}") in saved:
+        ids.append((at, saved[at]))
+    return ids
 
 
 def _at(into: Any, keys: tuple[str, ...]) -> list[Any]:
@@ -78,5 +78,5 @@ def _at(into: Any, keys: tuple[str, ...]) -> list[Any]:
             into = into[int(key)]
         else:
             into = into.get(key) if isinstance(into, Mapping) else None
-    found = into if isinstance(into, (list, tuple)) else [into]
-    return list(found) if found and all(map(is_optimizer_like, found)) else []
+    nodes = into if isinstance(into, (list, tuple)) else [into]
+    return list(nodes) if nodes and all(map(is_optimizer_like, nodes)) else []

@@ -1,7 +1,7 @@
-"""torch's classes for sharded tensors and wrapped modules, told without importing them.
+"""torch's classes for sharded tensors and wrapped modules, recognised without importing them.
 
 Called by the rest of this folder. A value can only be of a class whose module is loaded, so nothing here ever loads
-one: torch.distributed.tensor takes longer to import than all of holdfast, and who trains on one GPU never needs it.
+one: torch.distributed.tensor takes longer to import than all of holdfast, and training on one GPU never needs it.
 """
 
 from __future__ import annotations

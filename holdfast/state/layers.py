@@ -1,7 +1,7 @@
-"""What kind of layer each module of a state is, told in the manifest: another model may have the same names and shapes.
+"""The kind of layer of each module, kept in the manifest: another model may have the same names and shapes.
 
-The walk calls `kinds_of`, the commit `told`, `load` `heard` and `unlike`. Never compares what torch does not define
-itself: classes of users and of other libraries are renamed, fused and replaced without becoming other models.
+The walk calls `kinds_of`, the commit `encode_kinds`, a load `decode_kinds` and `unlike`. Never compares classes that
+torch does not define: users and libraries rename, fuse and replace them without making another model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.ondisk import names
 from holdfast.state.modules import named_modules, unwrapped
 
 KEY = "modules"
-"""Where a manifest's ``producer`` tells it."""
+"""The key of a manifest's ``producer`` that holds them."""
 
 _FAMILIES: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.Linear, "Linear"),
@@ -61,20 +61,20 @@ def kinds_of(path: str, module: nn.Module) -> Iterator[tuple[str, str]]:
             yield (names.child(path, prefix[:-1]) if prefix else path), _kind(cast(Hashable, type(sub)))
 
 
-def told(kinds: Mapping[str, str]) -> str:
-    """The kinds in few words: numbers in names are ``*`` where all layers are alike. Empty if there is none."""
+def encode_kinds(kinds: Mapping[str, str]) -> str:
+    """The kinds as JSON: numbers in names become ``*`` where all layers are alike. Empty if there is none."""
     by_pattern: dict[str, dict[str, str]] = {}
     for name, kind in kinds.items():
         by_pattern.setdefault(_pattern(name), {})[name] = kind
     short: dict[str, str] = {}
-    for pattern, found in by_pattern.items():
-        short.update({pattern: next(iter(found.values()))} if len(set(found.values())) == 1 else found)
+    for pattern, same in by_pattern.items():
+        short.update({pattern: next(iter(same.values()))} if len(set(same.values())) == 1 else same)
     short = {name: kind for name, kind in short.items() if kind}
     return msgspec.json.encode(short).decode() if short else ""
 
 
-def heard(producer: Mapping[str, str]) -> dict[str, str]:
-    """What `told` told; nothing if nobody did."""
+def decode_kinds(producer: Mapping[str, str]) -> dict[str, str]:
+    """The inverse of `encode_kinds`; empty if there is nothing, or nothing readable."""
     try:
         return msgspec.json.decode(producer.get(KEY, "{}"), type=dict[str, str])
     except (msgspec.MsgspecError, RecursionError):
@@ -82,7 +82,7 @@ def heard(producer: Mapping[str, str]) -> dict[str, str]:
 
 
 def unlike(saved: Mapping[str, str], own: Mapping[str, str], asked: Callable[[str], bool]) -> list[str]:
-    """A line for each module that was saved as another kind than it is here, of the names that are ``asked`` for."""
+    """A line for each module that was saved as another kind than it is here, if its name is ``asked`` for."""
     lines = []
     for name, kind in own.items() if saved else ():
         was = saved.get(name) or saved.get(_pattern(name))

@@ -252,7 +252,7 @@ def _run_hooks(path: str, call: Callable[[], None]) -> None:
         call()
     except HoldfastError:
         raise
-    except Exception as error:  # whatever the hook raises
+    except Exception as error:  # a hook may raise anything
         raise Mismatch(
             f"{path}: a hook that the module runs after a load failed ({type(error).__name__}: {error}); what was "
             "saved had been filled in by then"

@@ -1,7 +1,6 @@
-"""Parameters and buffers of modules, whatever wraps them: plain, DDP, compiled, FSDP1, FSDP2, tensor parallel, Fabric.
+"""Parameters and buffers of modules in any wrapper: plain, DDP, compiled, FSDP1, FSDP2, tensor parallel, Fabric.
 
-Called by the walk for modules and by the optimizers for the names of their parameters.
-Never gathers: FSDP1's flat parameters are read as flat shards where they lie.
+`module_leaves` and the optimizers ask it. Never gathers: FSDP1's flat parameters are read as shards where they lie.
 """
 
 from __future__ import annotations
@@ -113,18 +112,18 @@ def buffer_names(module: nn.Module) -> set[str]:
 
 def flat_parameters(module: nn.Module) -> dict[Any, list[FlatPart]]:
     """FSDP1: each flat parameter with the original parameters of which this rank's shard holds elements."""
-    found: dict[Any, list[FlatPart]] = {}
+    parts_of: dict[Any, list[FlatPart]] = {}
     for prefix, sub in named_modules(module):
         handle = getattr(sub, "_handle", None) if is_fsdp1(sub) else None
         if handle is None:
             continue
         flat = handle.flat_param
         spans = _sharded_spans(flat) if handle.uses_sharded_strategy else _unsharded_spans(flat)
-        found[flat] = [
+        parts_of[flat] = [
             FlatPart(prefix + plain_fqn(fqn), tuple(shape), *span)
             for fqn, shape, span in zip(flat._fqns, flat._shapes, spans, strict=True)
         ]
-    return found
+    return parts_of
 
 
 def _sharded_spans(flat: Any) -> list[tuple[int, int, int]]:

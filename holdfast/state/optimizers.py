@@ -83,7 +83,7 @@ def collect_optimizers(
     path: str, optimizers: Sequence[Optimizer], known: Known, ranks: Ranks, into: Collected, saved: Saved | None
 ) -> None:  # fmt: skip
     """Add the state and groups of ``optimizers`` under ``path`` (several share it: one for each pipeline chunk)."""
-    found: list[Group] = []
+    saved_groups: list[Group] = []
     live: groups.Live = []
     listed = groups.saved_parameters(path, saved) if saved is not None else set()
     optimizer: Any
@@ -102,11 +102,11 @@ def collect_optimizers(
                     at.save()
                 else:
                     at.load(listed)
-            found.append(Group(groups.settings(path, len(found), group), fqns))
+            saved_groups.append(Group(groups.settings(path, len(saved_groups), group), fqns))
             live.append((optimizer, group, fqns))
         fqns_here = [fqn for named in called.values() for fqn in named.fqns]
         _collect_shared(path, optimizer, fqns_here, listed, ranks, into, saved)
-    into.groups[path] = found
+    into.groups[path] = saved_groups
     at_groups = names.child(path, "param_groups")
     if saved is not None:
         check = partial(groups.match, path, [fqns for _, _, fqns in live])
@@ -241,7 +241,7 @@ class _State:
         return name in saved.values and not is_container(value)
 
     def _whole(self, name: str, put: Callable[[Any], None]) -> Target:
-        """A target that makes the value at ``name`` anew."""
+        """A target that makes a new value for ``name``."""
         if self.saved is None:
             raise TypeError("a target is for a load")
         shape = {n: s for n, (_, s) in self.saved.tensors.items() if n == name}.get(name, ())
@@ -322,7 +322,7 @@ def _collect_shared(
             name = names.child(prefix, key)
             trees.add_tree(name, value, into, add_tensor, owned=True)
             if is_container(value) and not packing.is_long(value):
-                into.containers.setdefault(name, "dict")  # tells it from the state of another rank's parameter
+                into.containers.setdefault(name, "dict")  # else it looks like another rank's parameter
         return
     below = saved.below(prefix)
     keys = dict.fromkeys(key_of(name, prefix) for name in below)

@@ -1,6 +1,6 @@
-"""What a rank tells the others of its collected state: its layout, and the values that they may lack.
+"""What a rank sends the others of its collected state: its layout, and the values that they may lack.
 
-Called before the ranks agree on a plan. Never meets another rank itself.
+Called before the ranks agree on a plan. Never talks to another rank itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def layout_of(state: Collected) -> Layout:
             table[id(entry.spread)] = index
         alias = state.aliases.get(entry.name)
         empty = not entry.views and 0 not in entry.shape
-        # A rank without elements says nothing of its own: its layout then equals that of its mesh neighbours.
+        # A rank without elements leaves this to others, so that its layout equals that of its mesh neighbours.
         lone = empty and alias is None
         buffer = entry.name in state.changes.buffers
         tensors.append(TensorLayout(entry.name, entry.dtype, entry.shape, index, alias, lone, buffer))
@@ -37,7 +37,7 @@ def layout_of(state: Collected) -> Layout:
 
 
 def owned_digest(state: Collected) -> str:
-    """Stands for the owned values and for which parameters are in which group: stages may differ in either."""
+    """A digest of the owned values and of the parameters of each group: pipeline stages may differ in either."""
     return digest_of([owned_values(state), {path: [g.params for g in groups] for path, groups in state.groups.items()}])
 
 

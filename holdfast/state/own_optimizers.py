@@ -25,11 +25,11 @@ from holdfast.state.walk import Loading, Put, Walk
 
 def is_optimizer_like(node: object) -> bool:
     """Whether an object has parameter groups, as torch's optimizers do."""
-    found = getattr(node, "param_groups", None)
+    param_groups = getattr(node, "param_groups", None)
     return (
-        isinstance(found, list)
-        and bool(found)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in found)
+        isinstance(param_groups, list)
+        and bool(param_groups)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in param_groups)
     )
 
 
@@ -140,12 +140,12 @@ def parameter_of(optimizer: Any, fqns: Sequence[str]) -> Callable[[str], torch.T
 
 def _numbers(tree: Mapping[str, Any], count: int) -> list[int] | None:
     """The numbers of all parameters in their order, if ``tree`` is a state dict as torch's optimizers give it."""
-    found = tree.get("param_groups")
-    if not isinstance(tree.get("state"), dict) or not isinstance(found, list):
+    param_groups = tree.get("param_groups")
+    if not isinstance(tree.get("state"), dict) or not isinstance(param_groups, list):
         return None
-    if not all(isinstance(group, dict) and isinstance(group.get("params"), (list, tuple)) for group in found):
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), (list, tuple)) for group in param_groups):
         return None
-    numbers = [number for group in found for number in group["params"]]
+    numbers = [number for group in param_groups for number in group["params"]]
     ok = len(numbers) == count and all(type(number) is int for number in numbers) and len(set(numbers)) == count
     return numbers if ok else None
 

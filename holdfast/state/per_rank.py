@@ -60,7 +60,7 @@ def leaf(path: str, value: Any, put: Callable[[Any], None], elsewhere: Elsewhere
             raise values.Refused("", f"a {type(tensor).__qualname__} inside of a PerRank value")
         try:
             dtype_name("it", tensor)
-        except Unsupported as error:  # its bytes do not tell it
+        except Unsupported as error:  # it has no plain bytes
             raise values.Refused("", str(error)) from None
         reference = str(len(tensors))
         tensors[reference] = tensor.detach()
@@ -73,7 +73,7 @@ def leaf(path: str, value: Any, put: Callable[[Any], None], elsewhere: Elsewhere
 
 
 def no_rule(path: str, elsewhere: object, saved_world: int, world: int) -> list[str]:
-    """What stands against loading a value saved by ``saved_world`` ranks on ``world`` ranks, if anything."""
+    """Why a value saved by ``saved_world`` ranks cannot be loaded on ``world`` ranks, if it cannot."""
     if saved_world == world or elsewhere == "first" or callable(elsewhere):
         return []
     return [
@@ -101,8 +101,8 @@ class RNG:
     own streams; a new rank gets streams seeded from rank 0's state and its own number, so that no two ranks draw
     the same and the same restart draws the same. ``elsewhere`` overrides that rule, as in `PerRank`.
 
-    What draws after a restore and did not at the save puts the streams out of step: above all the iterator of a loader
-    that goes on inside of its epoch, which takes a seed when it is made. `rewind` mends that.
+    Anything that draws numbers after the restore, and did not at the save, puts the streams out of step: above all a
+    loader's iterator in the middle of an epoch, which takes a seed when it is made. `rewind` mends that.
     """
 
     elsewhere: Elsewhere | None = None
@@ -179,7 +179,7 @@ def _numpy() -> Any:
 
 
 def _is_used(accelerator: Any) -> bool:
-    # Generators of a device that nobody has used have drawn nothing, and to ask for them would take memory there.
+    # Generators of an unused device have drawn nothing, and asking for them would take memory there.
     return not hasattr(accelerator, "is_initialized") or bool(accelerator.is_initialized())
 
 

@@ -55,22 +55,22 @@ class Recall:
         return self._again(path, module, partial(self._marks_of_module, module), into) is not None
 
     def optimizers(
-        self, path: str, found: Sequence[Optimizer], owners: Owners, into: Collected
+        self, path: str, optimizers: Sequence[Optimizer], owners: Owners, into: Collected
     ) -> list[list[str]] | None:
         """The same for optimizers that share a path; the names of the parameters of each group, or None.
 
         ``owners`` are the modules of the state by path. They give parameters their names.
         """
-        return self._again(path, found[0], partial(self._marks_of_optimizers, found, owners), into)
+        return self._again(path, optimizers[0], partial(self._marks_of_optimizers, optimizers, owners), into)
 
     def note_module(self, path: str, module: nn.Module, added: Collected) -> None:
         """Remember what the module ``added``. Its leaves must be live parameters and buffers, all of them."""
         self._marks.pop(id(module), None)  # FSDP2 shards its parameters again when it is asked for its state
         self._note(path, module, self._marks_of_module(module), added)
 
-    def note_optimizers(self, path: str, found: Sequence[Optimizer], owners: Owners, added: Collected) -> None:
+    def note_optimizers(self, path: str, optimizers: Sequence[Optimizer], owners: Owners, added: Collected) -> None:
         """Remember what optimizers ``added``, but for the settings of their groups."""
-        self._note(path, found[0], self._marks_of_optimizers(found, owners), added)
+        self._note(path, optimizers[0], self._marks_of_optimizers(optimizers, owners), added)
 
     def _again(self, path: str, key: Any, marks: Callable[[], Marks | None], into: Collected) -> list[list[str]] | None:
         seen = self._seen.get(key)
@@ -92,10 +92,10 @@ class Recall:
             self._marks[id(module)] = _marks_of_module(module)
         return self._marks[id(module)]
 
-    def _marks_of_optimizers(self, found: Sequence[Optimizer], owners: Owners) -> Marks | None:
+    def _marks_of_optimizers(self, optimizers: Sequence[Optimizer], owners: Owners) -> Marks | None:
         # The modules give the parameters their names.
         marks = [(path, self._marks_of_module(owner)) for path, owner in owners]
-        own = _marks_of_optimizers(found)
+        own = _marks_of_optimizers(optimizers)
         return None if own is None or any(of_module is None for _, of_module in marks) else [*marks, *own]
 
 
@@ -111,9 +111,9 @@ def _marks_of_module(module: nn.Module) -> Marks | None:
     return marks
 
 
-def _marks_of_optimizers(found: Sequence[Optimizer]) -> Marks | None:
+def _marks_of_optimizers(optimizers: Sequence[Optimizer]) -> Marks | None:
     marks: Marks = []
-    for optimizer in found:
+    for optimizer in optimizers:
         marks.append(id(optimizer))
         state = state_of(optimizer)
         if any(not isinstance(key, torch.Tensor) for key in state):
@@ -128,7 +128,7 @@ def _marks_of_optimizers(found: Sequence[Optimizer]) -> Marks | None:
 
 
 def _mark(key: Any, tensor: Any, marks: Marks) -> bool:
-    """Add marks of a tensor; False if it is something else, or has no memory that tells it.
+    """Add marks of a tensor; False if it is something else, or has no memory to know it by.
 
     A subclass that wraps other tensors is known by these: it has no address, and they may be exchanged inside of it.
     """

@@ -1,7 +1,7 @@
 """The optimizers that step in this process, and the memory that each of them owns: its parameters and its state.
 
-A hook on every step of torch's optimizers calls `note`; a save asks `claim` what nothing but a step changes. Keeps no
-optimizer and no tensor alive, and never believes that an optimizer owns what it has not stepped yet.
+A hook on every step of torch's optimizers calls `note`; a save calls `claim` to find what only a step changes. Keeps no
+optimizer and no tensor alive, and never assumes that an optimizer owns what it has not stepped yet.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def memory_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def claim(state: Collected) -> None:
-    """Find the tensors of ``state`` that lie in the memory of live optimizers: they hold still until its next step.
+    """Find the tensors of ``state`` that lie in the memory of live optimizers: they are stable until its next step.
 
     Adds their names to ``state.changes.stable`` and the optimizers to ``state.changes.optimizers``.
     """
     restless = [entry for name, entry in state.entries.items() if name not in state.changes.stable and entry.views]
-    owners = [found for ref in _seen.keyrefs() if (found := ref()) is not None and _is_trusted(found)]
+    owners = [optimizer for ref in _seen.keyrefs() if (optimizer := ref()) is not None and _is_trusted(optimizer)]
     if not restless or not owners:
         return
     memory = _Memory(owners)
@@ -69,11 +69,11 @@ def claim(state: Collected) -> None:
 
 
 def _is_trusted(optimizer: Any) -> bool:
-    """Whether nothing that belongs to an optimizer's way of working changes its memory outside of ``step()``."""
+    """Whether an optimizer changes its memory in ``step()`` alone."""
     return (
         not _seen.get(optimizer, True)
         and changes_in_steps(optimizer)
-        # schedulefree exchanges the parameters when it is told to evaluate.
+        # schedulefree exchanges the parameters when it switches to evaluation.
         and not callable(getattr(optimizer, "eval", None))
         # It changes them in the backward pass.
         and not (is_zero(optimizer) and optimizer._overlap_with_ddp)
@@ -114,7 +114,7 @@ class _Memory:
         return self._owner_around(device, *within) if owner is None else owner
 
     def _owner_around(self, device: torch.device, begin: int, end: int) -> Any:
-        """The owner of a tensor that is larger than what is asked for."""
+        """The owner of a larger tensor that these bytes are a part of."""
         if device not in self._spans:
             spans = sorted(
                 (_Span(*within, owner) for within, owner in self._owners.get(device, {}).items()), key=lambda s: s[:2]

@@ -27,8 +27,9 @@ class Note(msgspec.Struct, omit_defaults=True):
     """``kind``: module and name of the subclass, empty for none; ``context``: what it gives beside its parts;
     ``outer``: its size and strides.
 
-    ``strides``: of a plain tensor whose elements lie in another order than those of a new one would: sums over them
-    come out otherwise. ``placements``: of a DTensor, by mesh axis the tensor axis that it cuts, null if it replicates.
+    ``strides``: of a plain tensor whose elements lie in another order than those of a new one, because sums over them
+    would come out differently. ``placements``: of a DTensor, by mesh axis the tensor axis that it cuts, null if it
+    replicates.
     """
 
     kind: str = ""
@@ -40,12 +41,12 @@ class Note(msgspec.Struct, omit_defaults=True):
 
 
 def is_flattening(tensor: object) -> bool:
-    """Whether ``tensor`` is of a subclass that tells its parts, and no DTensor."""
+    """Whether ``tensor`` is of a subclass that can be flattened into its parts, and no DTensor."""
     return hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor)
 
 
 def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> Container | None:
-    """What to note of a tensor of an optimizer's or object's state, so that it can be made anew; None if nothing.
+    """What a load has to know to make a tensor of an optimizer's or object's state; None if nothing.
 
     Raises Unsupported if the subclass gives a context that no checkpoint keeps.
     """

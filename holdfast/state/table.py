@@ -1,4 +1,4 @@
-"""The one table of what becomes of each kind of object in a state: how it is told, gathered, and handed back.
+"""The one table of what becomes of each kind of object in a state: how it is recognised, gathered, and handed back.
 
 `collect` walks a state with it, for saves and loads alike, and docs/states.md shows it. The rows name the functions
 that do the work; those of containers and lists, which come back here for what they hold, stand in this file.
@@ -23,7 +23,7 @@ from holdfast.state.walk import Loading, Put, Walk
 
 
 class Rule(NamedTuple):
-    """One kind of object. ``is_one`` tells it, and the first rule that fits counts.
+    """One kind of object. ``is_one`` recognises it, and the first rule that fits counts.
 
     A save calls ``gather(walk, path, node, put)``, which adds what there is to ``walk.into``. A load calls
     ``hand_back``, which also adds how the object takes back what was saved; ``put`` stores a new value in its place.
@@ -106,18 +106,18 @@ def _optimizers(walk: Walk, path: str, node: Any, put: Put) -> None:
         visit(walk, names.child(path, str(i)), optimizer, keep)
 
 
-def _at_one_path(walk: Walk, path: str, found: list[Any]) -> None:
+def _at_one_path(walk: Walk, path: str, here: list[Any]) -> None:
     if walk.recall is None:
-        optimizers.collect_optimizers(path, found, walk.known, walk.ranks, walk.into, walk.saved)
+        optimizers.collect_optimizers(path, here, walk.known, walk.ranks, walk.into, walk.saved)
         return
-    params = walk.recall.optimizers(path, found, walk.owners, walk.into)
+    params = walk.recall.optimizers(path, here, walk.owners, walk.into)
     if params is not None:
-        optimizers.collect_settings(path, found, params, walk.into)
+        optimizers.collect_settings(path, here, params, walk.into)
         return
     added = Collected()
-    optimizers.collect_optimizers(path, found, walk.known, walk.ranks, added, None)
+    optimizers.collect_optimizers(path, here, walk.known, walk.ranks, added, None)
     walk.into.merge(added)
-    walk.recall.note_optimizers(path, found, walk.owners, added)
+    walk.recall.note_optimizers(path, here, walk.owners, added)
 
 
 def _gather_values(walk: Walk, path: str, node: Any, put: Put) -> None:
@@ -125,7 +125,7 @@ def _gather_values(walk: Walk, path: str, node: Any, put: Put) -> None:
 
 
 def _hand_values_back(walk: Loading, path: str, node: Any, put: Put) -> None:
-    """A container of values that stands there is filled, so that others who hold it see them."""
+    """A container of values is filled where it is, so that other references to it see them."""
     _gather_values(walk, path, node, put)
     fill, fill_some = partial(walk.filling.put, node, put), partial(walk.filling_some.put, node, put)
     walk.into.handback.targets.append(Target(path, fill, put_some=fill_some))
@@ -173,7 +173,7 @@ CONTAINER = Rule(
 )
 
 _OF_DICTS = (VALUES, CONTAINER)
-"""All that a dict can be, of which a state of bare tensors has as many as parameters."""
+"""All that a dict can be; a state of bare tensors has one for each parameter."""
 
 RULES = (
     Rule(

@@ -1,6 +1,6 @@
 """Every kind of tensor becomes boxes: plain, DTensor, ShardedTensor, `holdfast.Shard`, flattening subclasses.
 
-Called by the walk for each tensor leaf. Never copies a byte; what cannot be told exactly is refused by name.
+The walk calls `entries_of` for each tensor. Never copies a byte; a layout that is not known exactly is refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FlatShard:
 
 
 def is_tensor_leaf(value: object) -> bool:
-    """Whether the walk hands ``value`` to `entries_of`."""
+    """Whether ``value`` is something that `entries_of` takes."""
     return isinstance(value, (torch.Tensor, Shard, FlatShard)) or is_sharded_tensor(value)
 
 
@@ -122,7 +122,7 @@ def dtype_name(name: str, tensor: torch.Tensor) -> str:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's storage was taken from it. To read it would end the process."""
+    """Whether the storage of a tensor was freed. Reading it would end the process."""
     # Only an address that no memory has is looked into: this is asked of every tensor of a save.
     return tensor.data_ptr() < _LOWEST and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 

@@ -60,7 +60,7 @@ def note_container(
     try:
         named = containers.key_names(node) if isinstance(node, dict) else [(str(i), i) for i in range(len(node))]
         if path:
-            # A module's state dict is an OrderedDict of tensors: of such the class does not matter.
+            # A module's state dict is an OrderedDict of tensors, whose class does not matter.
             exact = not in_place and not (node and all(map(is_tensor_leaf, containers.children(node))))
             ordered = not in_place and isinstance(node, dict) and _comes_back_in_another_order(node)
             note = containers.note_of(node, named, ordered=ordered, exact=exact)
@@ -101,7 +101,7 @@ def add_tree(path: str, node: Any, into: Collected, leaf: Leaf, *, owned: bool) 
 
 
 def note_tensor(path: str, tensor: Any, parameter: torch.Tensor | None, into: Collected) -> None:
-    """Note what a tensor is beside its bytes, if that has to be known to make it anew."""
+    """Note what a tensor is beside its bytes, if a load has to know it to make the tensor."""
     note = note_of(path, tensor, parameter) if isinstance(tensor, torch.Tensor) else None
     if note is not None:
         into.containers[path] = note

@@ -181,7 +181,7 @@ class ProcessWorker:
                     found = json.loads(line)
                     if isinstance(found, dict):
                         name, path, lane, *rest = found["span"]  # by the same clock as here
-                        events.told(name, path, f"writer process: {lane}", *rest)
+                        events.record(name, path, f"writer process: {lane}", *rest)
                         continue
                     job, fault = found
                     self._futures.answer(job, None if fault is None else Fault(*fault))

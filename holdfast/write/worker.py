@@ -38,7 +38,7 @@ class ThreadWorker:
         self._courier.map(slot, memory)
 
     def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
-        self._courier.told = events.told if events.observed() else None
+        self._courier.told = events.record if events.observed() else None
         file = self._futures.file()
         self._courier.open(file, os.fspath(path), fd, direct=direct)
         return file
@@ -54,7 +54,7 @@ class ThreadWorker:
         return future
 
     def begin(self, place: StorePlace, header: bytes, size: int) -> int:
-        self._courier.told = events.told if events.observed() else None
+        self._courier.told = events.record if events.observed() else None
         file = self._futures.file()
         self._courier.begin(file, place.store, place.key, header, size)
         return file

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.ondisk import datafile, dtypes
 from holdfast.ondisk.box import Box, intersect, tiling_fault, whole
-from holdfast.plan.degraded import Key, kept_by, spare_of, taken_over, told, writer_of
+from holdfast.plan.degraded import Key, kept_by, listed, spare_of, taken_over, writer_of
 from holdfast.plan.plan import Plan, make_plan
 from holdfast.plan.spread import WHOLE, Placed, Split, Spread, boxes_held
 from holdfast.plan.volumes import file_of
@@ -181,7 +181,7 @@ def test_shards_are_missing_and_named() -> None:
     state = {f"model/{i}": ("float32", (40,), Placed((0, 1, 2, 3), (4,), (Split(0),))) for i in range(12)}
     missing = taken_over(planned([Rank(state) for _ in range(4)]), [3], 4).missing
     assert missing == [f"model/{i}[30:40] of rank 3" for i in range(12)]
-    assert told(missing).endswith("model/7[30:40] of rank 3 and 4 more")
+    assert listed(missing).endswith("model/7[30:40] of rank 3 and 4 more")
 
 
 def test_files_of_what_is_taken_over_are_of_their_own() -> None:

@@ -85,9 +85,10 @@ def test_a_rank_that_is_stuck_is_named_and_a_slow_one_is_not(size: int, fan_in: 
 @pytest.mark.timed
 def test_a_rank_that_goes_on_and_dies_is_named_without_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet(3)
-    kept = heartbeat.Work.tell
+    kept = heartbeat.Work.write_sign
     frozen = threading.Event()
-    monkeypatch.setattr(heartbeat.Work, "tell", lambda w: None if frozen.is_set() and w.key.endswith("/1") else kept(w))
+    is_frozen = lambda work: frozen.is_set() and work.key.endswith("/1")  # noqa: E731
+    monkeypatch.setattr(heartbeat.Work, "write_sign", lambda work: None if is_frozen(work) else kept(work))
 
     def work() -> int:
         slowly(2 * SOON)
@@ -100,7 +101,7 @@ def test_a_rank_that_goes_on_and_dies_is_named_without_a_sign_of_life(monkeypatc
 
 def test_quick_phases_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(heartbeat.Work, "tell", lambda work: told.append(work.key))
+    monkeypatch.setattr(heartbeat.Work, "write_sign", lambda work: told.append(work.key))
     fleet = Fleet(5)
     for _ in range(20):
         assert set(fleet.all(lambda ranks: call(ranks, lambda: 1, 60.0)).values()) == {5}
@@ -142,11 +143,11 @@ def test_a_watch_takes_change_for_progress_and_nothing_else() -> None:
     watch = Watch(store, 10.0)
     watch.expect([1], 0.0)
     work = heartbeat.Work(store, heartbeat.key_of(1), 1.0, lambda: count[0])
-    work.tell()
+    work.write_sign()
     watch.look([1])
     assert watch.silent(1, 5.0) == 5.0, "it lives, and has not moved"
     count[0] = 3
-    work.tell()
+    work.write_sign()
     watch.look([1])
     assert watch.silent(1, 5.0) < 5.0
     assert watch.progress(1) == "3 bytes done" and "alive" in watch.described(1)

@@ -27,7 +27,7 @@ from holdfast.ondisk import blocks, manifest, names
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.ondisk.part import Cite
-from holdfast.plan.degraded import Key, TakenOver, kept_by, taken_over, told, writer_of
+from holdfast.plan.degraded import Key, TakenOver, kept_by, listed, taken_over, writer_of
 from holdfast.plan.layout import OwnedJoin, OwnedValues, join_owned
 from holdfast.plan.plan import Plan
 from holdfast.ranks.ranks import Call, Ranks
@@ -146,7 +146,7 @@ class Takeover:
             taken = taken_over(self.plan, gone, self.ranks.size, attempt=attempt, spares=self.spares is not None)
             missing = [*taken.missing, *self._values_missing(gone)]
             if missing:
-                raise _refused(lost, f"Nobody else has {told(missing)}, so that its share cannot be taken over")
+                raise _refused(lost, f"Nobody else has {listed(missing)}, so that its share cannot be taken over")
             if time.monotonic() > self.ranks.limit:
                 raise _refused(lost, "No time is left to take its share over")
             left = [rank for rank in range(self.ranks.size) if rank not in gone]
