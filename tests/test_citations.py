@@ -28,7 +28,8 @@ from holdfast.commit.folder import delete_checkpoint, delete_checkpoints, sweep_
 from holdfast.ondisk import manifest
 from holdfast.policies.incremental import borrow
 from holdfast.run.keep import Kept
-from holdfast.run.steps import Steps, fault_of
+from holdfast.run.retention import KeptSteps as Steps
+from holdfast.run.whole import fault_of
 from holdfast.storage import storage
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace

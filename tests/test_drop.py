@@ -14,7 +14,7 @@ import holdfast
 from holdfast import Keep
 from holdfast.checkpoint import read_manifest
 from holdfast.commit import sections
-from holdfast.run.steps import Steps
+from holdfast.run.retention import KeptSteps
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Memory
@@ -197,7 +197,7 @@ def test_a_disk_that_refuses(verb: str, tmp_path: Path, monkeypatch: pytest.Monk
         else:
             holdfast.drop(tmp_path / "step-3", "optimizer")
     is_state(tmp_path / "step-3", state, () if verb == "replace" else ("optimizer",))
-    Steps(tmp_path, "step-{step}").clean(())
+    KeptSteps(tmp_path, "step-{step}").clean(())
     assert set(tmp_path.files_below()) == needed(tmp_path)
 
 

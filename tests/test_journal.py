@@ -21,7 +21,7 @@ from holdfast import CheckpointManager, Keep, events, journal
 from holdfast.journal import Entry, Now, Reader, read
 from holdfast.run import journaling
 from holdfast.run.journaling import Journal, thin, thinned
-from holdfast.run.steps import Steps
+from holdfast.run.retention import KeptSteps
 from holdfast.storage.local import disk
 from holdfast.storage.memory import Memory
 from holdfast.storage.place import Place
@@ -87,7 +87,7 @@ def test_what_fails_and_what_is_skipped(tmp_path: Path) -> None:
             first = manager.step(1, state_of(1))
             second = manager.step(2, state_of(2))
             assert first is not None and second is not None and not second.settled()
-            manager._journal.settle(30)
+            manager._record.journal.settle(30)
             now = Reader(tmp_path).read().now
             assert now is not None and now.saving == 1 and now.since is not None and now.at >= now.since
         manager.wait()
@@ -130,7 +130,7 @@ def save_and_die(root: str) -> None:
     manager = CheckpointManager(root, every=1, signals=(), worker="thread")
     for step in (1, 2, 3):
         manager.save(step, state_of(step))
-    manager._journal.settle(30)  # what is written a moment later is what may be lost
+    manager._record.journal.settle(30)  # what is written a moment later is what may be lost
     manager.step(4, state_of(4))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -162,7 +162,7 @@ def test_nobody_takes_it_for_a_step(kind: str, tmp_path: Path) -> None:
         for step in (1, 2, 3):
             manager.step(step, state_of(step))
         assert manager.steps() == [2, 3] and len(manager.scrub().wait(240)) == 2
-    steps = Steps(root, "step-{step:09d}")
+    steps = KeptSteps(root, "step-{step:09d}")
     assert sorted(path.name for path in steps.folders()) == ["step-000000002", "step-000000003"] and steps._others == []
     steps.clean(())
     assert len(read(root)) == 3
@@ -181,7 +181,7 @@ def test_a_disk_that_fails_costs_the_journal_alone(tmp_path: Path, caplog: pytes
         with disk_faults.faults("any", times=0, error="ENOSPC", under=tmp_path / JOURNAL) as met:
             for step in (1, 2, 3):
                 manager.save(step, state_of(step))
-            manager._journal.settle(30)
+            manager._record.journal.settle(30)
             assert met.count
         assert read(tmp_path) == []
         told = [record.getMessage() for record in caplog.records]
@@ -193,7 +193,7 @@ def test_a_disk_that_fails_costs_the_journal_alone(tmp_path: Path, caplog: pytes
 def test_a_write_that_ends_in_its_middle(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, every=1, worker="thread") as manager:
         manager.save(1, state_of(1))
-        manager._journal.settle(30)
+        manager._record.journal.settle(30)
         half = threading.Event()
 
         def tear(call: Any, do: Any) -> Any:
@@ -206,7 +206,7 @@ def test_a_write_that_ends_in_its_middle(tmp_path: Path) -> None:
 
         with disk.hooked(tear):
             manager.save(2, state_of(2))
-            manager._journal.settle(30)
+            manager._record.journal.settle(30)
         assert [e.step for e in read(tmp_path)] == [1] and len(lines_of(tmp_path)) == 2
         manager.save(3, state_of(3))
     assert [e.step for e in read(tmp_path)] == [1, 2, 3]
@@ -226,7 +226,7 @@ def test_a_store_that_hangs_keeps_no_save_waiting(tmp_path: Path, caplog: pytest
     for step in (1, 2, 3):
         manager.save(step, state_of(step))
     assert manager.steps() == [2, 3] and read(store) == []
-    manager._journal.settle(0.0)
+    manager._record.journal.settle(0.0)
     assert "the last entries may be lost" in caplog.text
     free.set()
     manager.close()
@@ -256,7 +256,7 @@ def test_a_thread_that_cannot_be_started_costs_the_journal_alone(
 def test_numbers_of_other_kinds(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, every=1, worker="thread", keep=Keep(last=9)) as manager:
         manager.step(0, state_of(0), due=False, metric=10**400)
-        manager._journal.tell(manager._now, news=True)
+        manager._record.journal.tell(manager._record.now, news=True)
         manager.save(np.int64(1), state_of(1))
         manager.save(torch.tensor(2), state_of(2))  # type: ignore[arg-type]
         assert manager.step(np.int64(2), state_of(2)) is None
@@ -328,7 +328,7 @@ def test_in_a_bucket(moto: Server, caplog: pytest.LogCaptureFixture) -> None:
         with CheckpointManager(bucket.at("run"), every=1, worker="thread") as manager:
             for step in (1, 2):
                 manager.save(step, state_of(step))
-            manager._journal.settle(60)
+            manager._record.journal.settle(60)
             assert [e.step for e in read(bucket.at("run"))] == [1, 2]
             written = [r for r in bucket.proxy.requests() if r.method == "PUT" and "journal" in r.path]
             assert len({r.path for r in written}) == 2, "one file of entries, and where training is"

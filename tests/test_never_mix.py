@@ -151,7 +151,7 @@ def _run(root: Any, steps: range, value: float, *, restore: bool = True) -> str:
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def begin() -> None:
         fresh = os.urandom(8).hex()
-        for module in ("holdfast.save", "holdfast.saver", "holdfast.manager"):
+        for module in ("holdfast.save", "holdfast.saver", "holdfast.run.saves"):
             monkeypatch.setattr(sys.modules[module], "RUN", fresh)
 
     return begin

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
+from holdfast.run.saves import Saves
 from holdfast.write import courier
 from tests import pool
 
@@ -47,7 +48,7 @@ class Blocked:
     """The writes of this rank, held back until `release`, which may make them fail."""
 
     def __init__(self, manager: CheckpointManager, worker: str) -> None:
-        self.pid = manager._saver._worker.pid if worker == "process" else None
+        self.pid = manager._saves.saver._worker.pid if worker == "process" else None
         self._free, self._write, self._error = threading.Event(), courier._write, None
         if self.pid is not None:
             os.kill(self.pid, signal.SIGSTOP)
@@ -178,18 +179,18 @@ def test_if_the_save_under_way_fails_the_last_step_is_saved(on_failure: str, bus
 
 def train_and_mend(root: str, options: dict[str, Any]) -> dict[str, Any]:
     """`train` on a disk that is full for the save of step 4 alone."""
-    begin, write = CheckpointManager._begin, courier._write
+    begin, write = Saves.begin, courier._write
 
-    def begin_on_a_mended_disk(self: CheckpointManager, step: int, *args: Any, **options: Any) -> Any:
+    def begin_on_a_mended_disk(self: Saves, step: int, *args: Any, **options: Any) -> Any:
         if step > 4:
             courier._write = write
         return begin(self, step, *args, **options)
 
-    CheckpointManager._begin = begin_on_a_mended_disk
+    Saves.begin = begin_on_a_mended_disk
     try:
         return train(root, options)
     finally:
-        CheckpointManager._begin, courier._write = begin, write
+        Saves.begin, courier._write = begin, write
 
 
 def test_saves_that_were_skipped_do_not_hide_the_one_under_way(tmp_path: Path) -> None:

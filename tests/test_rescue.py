@@ -14,7 +14,7 @@ import holdfast
 from holdfast.checkpoint import read_manifest
 from holdfast.ondisk import part
 from holdfast.run.keep import Keep
-from holdfast.run.steps import Steps
+from holdfast.run.retention import KeptSteps
 from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from tests import pool
@@ -96,7 +96,7 @@ def test_a_copy_gives_all(run: Path, tmp_path: Path) -> None:
 def test_the_damaged_manifest_is_not_in_the_way_of_a_later_save(run: Path) -> None:
     flip(run / "step-1" / "manifest.json", 200)
     holdfast.rescue(run / "step-1")
-    steps = Steps(run, "step-{step}")
+    steps = KeptSteps(run, "step-{step}")
     steps.clean(())
     assert (run / "step-1" / "manifest.json.damaged").exists()
     steps.prune(Keep(last=1).verdict({1: None, 2: None}), {1, 2})

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
-from holdfast.run.steps import Steps
+from holdfast.run.retention import KeptSteps
 from holdfast.storage import store_place
 from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
@@ -428,7 +428,7 @@ def test_what_changes_while_it_is_sent_from_where_it_lies_is_not_committed(per_r
 def test_what_was_too_young_to_be_swept_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Memory()
     store.create("run/step-000000001/model/00000-of-00001.0123456789abcdef.safetensors", b"left by a dead save")
-    steps = Steps(StorePlace(store, "run"), "step-{step:09d}")
+    steps = KeptSteps(StorePlace(store, "run"), "step-{step:09d}")
     steps.clean(())
     assert store.list("", deep=True).files, "a living save may still need it"
     monkeypatch.setattr(store_place, "LIVING", 0.0)

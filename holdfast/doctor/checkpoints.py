@@ -21,7 +21,8 @@ from holdfast.doctor.mending import BRING_BACK, command, fits, lacking, mend, ne
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.repair.rescue import rescuable
-from holdfast.run.steps import Steps, fault_of, lacking_files
+from holdfast.run.steps import Steps
+from holdfast.run.whole import fault_of, lacking_files
 from holdfast.storage import storage
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place

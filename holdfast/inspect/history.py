@@ -20,8 +20,8 @@ from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError
 from holdfast.events import log
 from holdfast.journal import ASK, Entry, Now, Reader, joined, printable
 from holdfast.ondisk import datafile, manifest, part
-from holdfast.run.steps import metric_of
 from holdfast.run.tiers.nodes import root_of_fast
+from holdfast.run.whole import metric_of
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace

@@ -28,8 +28,8 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats
-from holdfast.run.steps import lacking_files, metric_of
 from holdfast.run.tiers.nodes import MARK
+from holdfast.run.whole import lacking_files, metric_of
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming

@@ -6,9 +6,9 @@ The manager of an incremental run owns one. Never lets a step be swept that a sa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from holdfast.run.steps import Steps
+from holdfast.run.retention import KeptSteps
 from holdfast.saving import Saving
 from holdfast.storage.place import Place
 
@@ -20,7 +20,7 @@ class Bases:
     base, about which every rank knows the same.
     """
 
-    def __init__(self, steps: Steps, slots: int, recent: Callable[[], Iterable[Saving]]) -> None:
+    def __init__(self, steps: KeptSteps, slots: int, recent: Iterable[Saving]) -> None:
         self._steps, self._slots, self._recent = steps, slots, recent
         self._bases: tuple[Saving, ...] = ()  # what coming saves may cite, the first one next
         self._held: set[Place] = set()  # steps that must stay for it
@@ -46,7 +46,7 @@ class Bases:
     def let_go(self) -> None:
         """Free the steps that no save under way, and none to come, can have as its base."""
         with self._holding:
-            bases, savings = self._bases, [*self._bases, *self._recent()]
+            bases, savings = self._bases, [*self._bases, *self._recent]
             needed = {base.path for base in bases} | {path for saving in savings for path in saving.leans_on()}
             for path in self._held - needed:
                 self._steps.free(path)

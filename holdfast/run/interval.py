@@ -1,12 +1,20 @@
-"""How often to save: what is lost to saving against what is lost to failures.
+"""How often to save: what a rank measures of its steps and saves, and the interval that follows from it.
 
-The manager calls `advise` with what it has measured. Pure.
+The manager owns one `Figures` and reports to it when steps end and saves commit.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from dataclasses import dataclass
+from statistics import fmean, median
+
+from holdfast.saving import Timing
+
+MEASURED = 50
+"""Steps and saves whose times count."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +52,40 @@ def check_mtbf(mtbf: float) -> None:
     """Raise ValueError unless ``mtbf`` is a positive number."""
     if not mtbf > 0 or not math.isfinite(mtbf):
         raise ValueError(f"mtbf={mtbf} must be a positive number of seconds")
+
+
+class Figures:
+    """The latest steps and saves of one rank."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=MEASURED)
+        self._left: tuple[int, float] | None = None
+        self._saves: deque[tuple[float, float]] = deque(maxlen=MEASURED)
+
+    def arrived(self, step: int) -> None:
+        """Training has done ``step``; what is between `left` and here is training's own time."""
+        if self._left is not None and step > self._left[0]:
+            self._steps.append((time.monotonic() - self._left[1]) / (step - self._left[0]))
+
+    def left(self, step: int) -> None:
+        """Training goes on from ``step``."""
+        self._left = (step, time.monotonic())
+
+    def saved(self, timing: Timing) -> None:
+        """A save has committed."""
+        self._saves.append((timing.stall, timing.total))
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of the latest steps; None before the second one."""
+        seconds = [*self._steps]  # other threads ask, too
+        return median(seconds) if seconds else None
+
+    def advice(self, mtbf: float) -> Advice | None:
+        """See `CheckpointManager.advice`."""
+        check_mtbf(mtbf)
+        step = self.step_seconds
+        if not self._saves or step is None:
+            return None
+        stall, total = (fmean(values) for values in zip(*[*self._saves], strict=True))
+        return advise(mtbf, stall=stall, save=total, step=step)

@@ -14,17 +14,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
 
 from holdfast import journal
-from holdfast.checkpoint import read_manifest
-from holdfast.errors import HoldfastError
 from holdfast.events import at_exit, log
 from holdfast.journal import Entry, Now
-from holdfast.saving import Saving
 from holdfast.storage import storage
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
@@ -39,34 +35,6 @@ WAITING = 1000
 
 LEAVE = 5.0
 """Seconds that the last entries of a manager that nobody closed get to be written, when the interpreter ends."""
-
-
-def as_number(metric: object) -> float | None:
-    """A metric as a number; None for what is none, which is no reason to stop training."""
-    try:
-        return float(metric)  # type: ignore[arg-type]
-    except (TypeError, ValueError, ArithmeticError, RuntimeError):
-        return None
-
-
-def entry_of(
-    saving: Saving, *, metric: float | None, ranks: int, step_seconds: float | None, backlog: int | None
-) -> Entry:
-    """What there is to tell of a save whose outcome is known."""
-    timing, failed = saving.timing, saving.failed
-    nbytes = written = timing.bytes
-    if failed is None:
-        with suppress(HoldfastError):  # another save may have swept it already
-            files = read_manifest(saving.path).data_files
-            nbytes, written = sum(f.bytes for f in files), sum(f.bytes for f in files if f.save is None)
-    return Entry(
-        step=saving.step or 0, began=saving.began, committed=saving.began + timing.total if failed is None else None,
-        seconds=timing.total, stall=timing.stall, bytes=nbytes, written=written, ranks=ranks,
-        metric=as_number(metric), backlog=backlog, step_seconds=step_seconds,
-        outcome="skipped" if saving.skipped else "saved" if failed is None else "failed",
-        error="" if failed is None else str(failed),
-        phases={"staging": timing.staging, "writing": timing.writing, "commit": timing.commit},
-    )  # fmt: skip
 
 
 class Journal:

@@ -17,8 +17,9 @@ from holdfast.errors import HoldfastError, NotACheckpoint, StorageError
 from holdfast.ondisk import manifest
 from holdfast.repair.drop import Dropped, drop_from
 from holdfast.run.keep import Keep, Kept
-from holdfast.run.steps import Steps, fault_of
+from holdfast.run.retention import KeptSteps
 from holdfast.run.tiers.nodes import MARK
+from holdfast.run.whole import fault_of
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
@@ -82,7 +83,7 @@ def prune(
             f"{place} is the fast tier of a run, where steps wait that are not in its store yet: its manager prunes it "
             "(keep_fast=); prune the store instead"
         )
-    steps = Steps(place, name or name_of(place))
+    steps = KeptSteps(place, name or name_of(place))
     committed = steps.committed()
     if not committed:
         raise NotACheckpoint(f"{place} holds no step: {_told_of(place)}")

@@ -37,7 +37,7 @@ class Recent:
         return self.begun
 
     @property
-    def flying(self) -> list[Saving]:
+    def under_way(self) -> list[Saving]:
         """Those under way, oldest first."""
         return [saving for saving in self if not saving.done]
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.errors import Unsupported
 from holdfast.events import log
@@ -22,9 +21,8 @@ from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ondisk.patterns import Patterns
-from holdfast.policies.signing.keys import Key, Keys
-from holdfast.ranks.ranks import DEADLINE
-from holdfast.run.keep import Keep, Upload
+from holdfast.run.options import ResumeOptions, RunOptions
+from holdfast.save_options import takes, values_of
 from holdfast.state import RNG, PerRank
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -35,7 +33,14 @@ try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer import TRAINER_STATE_NAME
 
-    from holdfast.trainers.huggingface_best import NOT_GIVEN, BestSaves, load_best, nothing_deleted_by, retention
+    from holdfast.trainers.huggingface_best import (
+        BestSaves,
+        CallbackOptions,
+        Retention,
+        load_best,
+        nothing_deleted_by,
+        retention,
+    )
     from holdfast.trainers.huggingface_hooks import HOOKED, Hooks, hook
     from holdfast.trainers.huggingface_progress import Progress, states_of_callbacks
     from holdfast.trainers.huggingface_push import Pushes, refuse_to_push_steps
@@ -57,34 +62,15 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     ``every`` optimizer steps; without it, whenever Trainer would have saved by itself (``save_strategy``,
     ``save_steps``), in place of that. ``metric`` of `Keep` is what an evaluation of the step gave for
-    ``metric_for_best_model``, the loss if none is named. All other arguments are those of `CheckpointManager`, and
-    ``run``, ``other_model`` and ``require`` those of its `restore`. See docs/trainers-huggingface.md.
+    ``metric_for_best_model``, the loss if none is named. Takes the options of `CallbackOptions` as keywords: all those
+    of `CheckpointManager` and of its `restore`. See docs/trainers-huggingface.md.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str] | Place, *, every: int | None = None, keep: Keep = NOT_GIVEN,
-        also: Mapping[str, Any] | None = None, run: str | None = None, other_model: bool = False,
-        require: Keys | None = None, name: str = "step-{step:09d}",
-        fast: str | os.PathLike[str] | None = None, upload: Upload = Upload(), keep_fast: Keep = Keep(last=2),
-        incremental: bool = False, files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
-        deadline: float = DEADLINE, worker: Literal["process", "thread", "none"] = "process", slots: int = 1,
-        busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
-        on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
-        signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
-        mtbf: float | None = None, degraded: bool = False, check_replicas: bool | Patterns = False,
-        sign: Key | Literal[True] | None = None, journal: bool = True,
-    ) -> None:  # fmt: skip
-        if every is not None and every < 1:
-            raise ValueError(f"every={every} must be at least 1, or None for Trainer's own save_strategy")
-        # The group of ranks exists once Trainer has made it, so the manager is made when training begins.
-        self._make = partial(
-            CheckpointManager, root, every=every or 1, keep=keep, name=name, fast=fast, upload=upload,
-            keep_fast=keep_fast, incremental=incremental, files=files, deadline=deadline, worker=worker, slots=slots,
-            busy=busy, memory_limit=memory_limit, on_failure=on_failure, grace=grace, signals=signals, poll=poll,
-            mtbf=mtbf, degraded=degraded, check_replicas=check_replicas, sign=sign, journal=journal,
-        )  # fmt: skip
-        self.every, self._also = every, dict(also or {})
-        self._run, self._other_model, self._require = run, other_model, require
+    @takes(CallbackOptions)
+    def __init__(self, options: CallbackOptions) -> None:
+        if options.every is not None and options.every < 1:
+            raise ValueError(f"every={options.every} must be at least 1, or None for Trainer's own save_strategy")
+        self._options, self.every, self._also = options, options.every, dict(options.also or {})
         self.manager: CheckpointManager | None = None
         self.restored: Loaded | None = None
         self.should_stop = False
@@ -96,8 +82,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._folder, self._expected = "", -1
         self._source: Place | None = None  # a step of another folder that this run begins from
         self._best: Place | None = None  # the best step of the state that was restored, if its folder has moved
-        self._keep, self._keep_fast, self._deadline = keep, keep_fast, deadline
-        self._given_roots, self._name = (root,) if fast is None else (fast, root), name
         self._roots: list[Place] = []  # where saves go to comes first
         self._only_best, self._best_saves = False, BestSaves(None)
         self._rng: dict[str, Any] | None = None
@@ -122,8 +106,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             raise Unsupported(
                 "a Trainer with DeepSpeed leaves its state to an engine that saves it itself: use Trainer's checkpoints"
             )
-        retention(trainer.args, self._keep, self._keep_fast)
-        self._roots = [location(given) for given in self._given_roots]
+        retention(trainer.args, self._options)
+        self._roots = [location(root) for root in (self._options.fast, self._options.root) if root is not None]
         refuse_to_push_steps(trainer.args, self._roots)
         if self._trainer is not None and self._trainer is not trainer:
             raise ValueError("this HoldfastCallback is attached to another Trainer already: make one for each")
@@ -148,10 +132,10 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 
     def _train(self, train: Callable[..., Any], asked: Any) -> Any:
         self.should_stop, self.restored, self._rng, self._source, self._best = False, None, None, None, None
-        kept = retention(self._trainer.args, self._keep, self._keep_fast)
+        kept = retention(self._trainer.args, self._options)
         self._only_best = kept.only_best
         with (
-            self._make(keep=kept.keep, keep_fast=kept.keep_fast) as self.manager,
+            self._manager_that(kept) as self.manager,
             TemporaryDirectory(prefix="holdfast-") as self._folder, nothing_deleted_by(self._trainer.args),
             ExitStack() as stack,
         ):  # fmt: skip
@@ -167,6 +151,11 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                     log.warning("training goes on from step %s, as the one after it cannot be read", other.found.step)
                     found = other.found
 
+    def _manager_that(self, kept: Retention) -> CheckpointManager:
+        """Made when training begins: the group of ranks exists once Trainer has made it."""
+        options = values_of(self._options, RunOptions)
+        return CheckpointManager(**options | {"every": self.every or 1, "keep": kept.keep, "keep_fast": kept.keep_fast})
+
     @property
     def _running(self) -> CheckpointManager:
         if self.manager is None:
@@ -181,9 +170,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             return None
         wanted = location(asked) if isinstance(asked, (str, os.PathLike)) else None
         progress = {"trainer": PerRank(self._progress, elsewhere="first")}
-        found = manager.restore(
-            progress, only="trainer", run=self._run, other_model=self._other_model, require=self._require
-        )
+        found = manager.restore(progress, only="trainer", **values_of(self._options, ResumeOptions))
         if wanted is None or not (wanted / FILE_NAME).is_file():
             return found
         if found is None:
@@ -197,11 +184,11 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             )
         return found
 
-    def _load(self, path: Place, into: dict[str, Any], *, only: Patterns = "*") -> Loaded:
-        run = None if self._run == "any" else self._run
+    def _load(self, path: Place, into: dict[str, Any], *, only: Patterns) -> Loaded:
+        options = self._options
         return load(
-            path, into, only=only, deadline=self._deadline, require=self._require, run=run,
-            other_model=self._other_model,
+            path, into, only=only, deadline=options.deadline, require=options.require, run=options.of_run,
+            other_model=options.other_model,
         )  # fmt: skip
 
     def _expect(self, found: Loaded) -> None:
@@ -219,9 +206,9 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """Everything at once, into what Trainer has prepared: so models may be sharded, and nothing is gathered."""
         manager, loaded = self._running, None
         if self._source is not None:
-            loaded = self._load(self._source, self._state())
+            loaded = self._load(self._source, self._state(), only="*")
         else:
-            loaded = manager.restore(self._state(), run=self._run, other_model=self._other_model, require=self._require)
+            loaded = manager.restore(self._state(), **values_of(self._options, ResumeOptions))
         if loaded is None or loaded.step != self._expected:
             raise _OlderStep(loaded) if loaded is not None else RuntimeError(f"{manager.root} has lost its steps")
         self.restored = loaded
@@ -275,7 +262,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             state.stateful_callbacks = states_of_callbacks(trainer)
         before = state.best_model_checkpoint
         if is_best:
-            state.best_model_checkpoint = str(self._roots[0] / self._name.format(step=step))
+            state.best_model_checkpoint = str(self._roots[0] / self._options.name.format(step=step))
         saving = manager.step(step, self._state(), metric=self._metric_of(step), due=due)
         if saving is None:
             state.best_model_checkpoint = before
@@ -303,10 +290,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         places = [location(best)]
         if places[0].parent in self._roots:
             places = [root / places[0].name for root in reversed(self._roots)]
-        load_best(
-            self._trainer.model, places, otherwise, deadline=self._deadline, require=self._require,
-            other_model=self._other_model,
-        )  # fmt: skip
+        load_best(self._trainer.model, places, otherwise, self._options)
 
     # Trainer's events
 

@@ -13,14 +13,23 @@ from typing import Any, Literal
 from holdfast.events import log
 from holdfast.load import load
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.policies.signing.keys import Keys
 from holdfast.ranks.ranks import ranks_of
 from holdfast.run.keep import Keep
+from holdfast.run.options import ResumeOptions, RunOptions
 from holdfast.saving import Saving
 from holdfast.storage.place import Place
 
-NOT_GIVEN = Keep()
-"""The default of ``keep=``, known by its identity: ``save_total_limit`` counts only if the user gave no `Keep`."""
+
+@dataclass(frozen=True, kw_only=True)
+class CallbackOptions(RunOptions, ResumeOptions):
+    """What `HoldfastCallback` takes."""
+
+    every: int | None = None
+    """Save every so many steps of the optimizer. Without it, whenever Trainer would have saved by itself
+    (``save_strategy``, ``save_steps``), in place of that."""
+
+    also: Mapping[str, Any] | None = None
+    """Objects and values of your own to save, by name."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,9 @@ class Retention:
     only_best: bool
 
 
-def retention(args: Any, keep: Keep, keep_fast: Keep) -> Retention:
+def retention(args: Any, options: RunOptions) -> Retention:
     """What to keep by the arguments of a Trainer. Raises ValueError if ``keep`` calls another step the best."""
+    keep, keep_fast = options.keep, options.keep_fast
     mode: Literal["min", "max"] = "max" if args.greater_is_better else "min"
     limit = args.save_total_limit
     has_best = args.metric_for_best_model is not None and args.eval_strategy != "no" and args.save_strategy != "no"
@@ -57,7 +67,8 @@ def retention(args: Any, keep: Keep, keep_fast: Keep) -> Retention:
                 f"Keep(best={rule.best}, mode={rule.mode!r}) would delete the step that load_best_model_at_end is to "
                 f"load: greater_is_better={args.greater_is_better} asks for mode={mode!r}"
             )
-    limited = keep is NOT_GIVEN and limit is not None and limit > 0
+    # The default is known by its identity: ``save_total_limit`` counts only if the user gave no `Keep`.
+    limited = keep is RunOptions.keep and limit is not None and limit > 0
     if limited:
         keep = TotalLimit(last=limit, best=1 if has_best else 0, mode=mode)
     if args.load_best_model_at_end:
@@ -66,10 +77,7 @@ def retention(args: Any, keep: Keep, keep_fast: Keep) -> Retention:
     return Retention(keep, keep_fast, args.load_best_model_at_end or (limited and has_best))
 
 
-def load_best(
-    model: Any, places: Sequence[Place], otherwise: Callable[[], None], *, deadline: float, require: Keys | None,
-    other_model: bool,
-) -> None:  # fmt: skip
+def load_best(model: Any, places: Sequence[Place], otherwise: Callable[[], None], options: CallbackOptions) -> None:
     """Load the best step into the live ``model``, sharded or not, from the first of ``places`` that holds it.
 
     Called by every rank. If none holds a checkpoint of holdfast, ``otherwise`` is called: Trainer loads one of its own,
@@ -79,13 +87,15 @@ def load_best(
     def first(_: list[None]) -> int:
         return next((number for number, place in enumerate(places) if (place / FILE_NAME).is_file()), -1)
 
-    with ranks_of(None).call("find the best step", deadline=deadline) as call:
+    with ranks_of(None).call("find the best step", deadline=options.deadline) as call:
         number = call.exchange("choose", lambda: None, first, int)
     if number < 0:
         otherwise()
         return
-    best = places[number]
-    load(best, {"model": model}, only="model", deadline=deadline, require=require, other_model=other_model)
+    load(
+        places[number], {"model": model}, only="model", deadline=options.deadline, require=options.require,
+        other_model=options.other_model,
+    )  # fmt: skip
 
 
 class BestSaves:

@@ -6,25 +6,19 @@ writes a pickle, and leaves Lightning's own checkpoints alone (`lightning_io.py`
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Mapping
-from functools import partial
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.load import Loaded
 from holdfast.manager import CheckpointManager
-from holdfast.ondisk.patterns import Patterns
-from holdfast.policies.signing.keys import Key, Keys
-from holdfast.ranks.ranks import DEADLINE
-from holdfast.run.keep import Keep, Upload
+from holdfast.run.options import ResumeOptions, RhythmOptions
 from holdfast.run.steps import Steps
+from holdfast.save_options import takes, values_of
 from holdfast.state.per_rank import Elsewhere
-from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.lightning_io import HoldfastCheckpointIO
@@ -44,6 +38,20 @@ import holdfast
 __all__ = ["HoldfastCheckpoint", "HoldfastCheckpointIO"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions(RhythmOptions, ResumeOptions):
+    """What `HoldfastCheckpoint` takes. Steps are those of the optimizer."""
+
+    resume: bool = True
+    """False starts from scratch, in a root without steps."""
+
+    elsewhere: Elsewhere = "error"
+    """What a loader and a datamodule get on another number of ranks, as of `holdfast.PerRank`."""
+
+    monitor: str | None = None
+    """The name of the logged metric that ``Keep(best=…)`` compares."""
+
+
 class HoldfastCheckpoint(Checkpoint):
     """Saves the state of a run every ``every`` steps of its optimizers below ``root``, and goes on from there.
 
@@ -55,11 +63,9 @@ class HoldfastCheckpoint(Checkpoint):
     all loops, the positions of loaders that have a ``state_dict`` (`torchdata.StatefulDataLoader`), the states of the
     callbacks, of the datamodule and of the precision plugin, what ``on_save_checkpoint`` hooks add, and the generators.
 
-    ``elsewhere`` says what a loader and a datamodule get on another number of ranks, as of `holdfast.PerRank`.
-    ``monitor`` is the name of the logged metric that ``Keep(best=…)`` compares. ``resume=False`` begins anew, in a root
-    without steps. All other arguments are those of `holdfast.CheckpointManager`, which is there as ``manager`` while
-    `fit` runs, and ``run``, ``other_model`` and ``require`` those of its `restore`. A ``fast_dev_run`` neither restores
-    nor saves. With this callback Lightning adds no `ModelCheckpoint` of its own.
+    Takes the options of `CheckpointOptions` as keywords: all those of `holdfast.CheckpointManager` and of its
+    `restore`. The manager is there as ``manager`` while `fit` runs. A ``fast_dev_run`` neither restores nor saves. With
+    this callback Lightning adds no `ModelCheckpoint` of its own.
 
     ``ckpt_path=`` of `validate`, `test` and `predict` may be the folder of a step, or ``"best"``. Of the step it takes
     the module's weights, which each rank reads as it holds them, and what hooks and callbacks restore from.
@@ -68,30 +74,11 @@ class HoldfastCheckpoint(Checkpoint):
     SIGTERM or SIGUSR1 the last step is saved, and `fit` ends.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str] | Place, *, every: int, keep: Keep = Keep(), resume: bool = True,
-        elsewhere: Elsewhere = "error", monitor: str | None = None, run: str | None = None, other_model: bool = False,
-        require: Keys | None = None, name: str = "step-{step:09d}",
-        fast: str | os.PathLike[str] | None = None, upload: Upload = Upload(), keep_fast: Keep = Keep(last=2),
-        incremental: bool = False, files: Mapping[str, str | os.PathLike[str] | bytes] | None = None,
-        deadline: float = DEADLINE, worker: Literal["process", "thread", "none"] = "process", slots: int = 1,
-        busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
-        on_failure: Literal["raise", "warn"] = "raise", grace: float = 25.0,
-        signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGUSR1), poll: int = 1,
-        mtbf: float | None = None, degraded: bool = False, check_replicas: bool | Patterns = False,
-        sign: Key | Literal[True] | None = None, journal: bool = True,
-    ) -> None:  # fmt: skip
+    @takes(CheckpointOptions)
+    def __init__(self, options: CheckpointOptions) -> None:
         super().__init__()
-        # The group of ranks exists once the strategy is set up, so the manager is made when `fit` begins.
-        self._make = partial(
-            CheckpointManager, root, every=every, keep=keep, name=name, fast=fast, upload=upload, keep_fast=keep_fast,
-            incremental=incremental, files=files, deadline=deadline, worker=worker, slots=slots, busy=busy,
-            memory_limit=memory_limit, on_failure=on_failure, grace=grace, signals=signals, poll=poll, mtbf=mtbf,
-            degraded=degraded, check_replicas=check_replicas, sign=sign, journal=journal,
-        )  # fmt: skip
-        self._root, self._name, self._keep = root, name, keep
-        self.resume, self.elsewhere, self.monitor = resume, elsewhere, monitor
-        self._run, self._other_model, self._require = run, other_model, require
+        self._options = options
+        self.resume, self.elsewhere, self.monitor = options.resume, options.elsewhere, options.monitor
         self.manager: CheckpointManager | None = None
         self.loaded: Loaded | None = None
         """What the last `fit` went on from; None if it began anew."""
@@ -107,13 +94,13 @@ class HoldfastCheckpoint(Checkpoint):
 
         Which is better says the ``mode`` of ``keep``. Looks at the disk; as `trainer.validate(ckpt_path="best")` does.
         """
-        step = best(self._steps(), self._keep.mode) if self.monitor is not None else newest(self._steps())
+        step = best(self._steps(), self._options.keep.mode) if self.monitor is not None else newest(self._steps())
         return "" if step is None else str(step.path)
 
     @property
     def best_model_score(self) -> torch.Tensor | None:
         """The metric of the step at `best_model_path`; None if it has none."""
-        step = best(self._steps(), self._keep.mode)
+        step = best(self._steps(), self._options.keep.mode)
         return None if step is None or self.monitor is None else torch.tensor(step.metric)
 
     @property
@@ -123,7 +110,7 @@ class HoldfastCheckpoint(Checkpoint):
         return "" if step is None else str(step.path)
 
     def _steps(self) -> Steps:
-        return Steps(location(self._root), self._name)
+        return Steps(location(self._options.root), self._options.name)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         take_steps(trainer)
@@ -137,7 +124,8 @@ class HoldfastCheckpoint(Checkpoint):
         self.loaded = None
         if getattr(trainer, "fast_dev_run", False):
             return  # a trial of the code: a run that begins later must not go on from it
-        self.manager = self._make()
+        # The group of ranks exists once the strategy is set up.
+        self.manager = CheckpointManager(**values_of(self._options, RhythmOptions))
         self._state = self._state_of(trainer)
         self.loaded = self._restore(self.manager)
         self._told, self._ends_epoch = trainer.global_step, False
@@ -149,7 +137,7 @@ class HoldfastCheckpoint(Checkpoint):
             refuse_old_steps(manager, "resume=False")
             return None
         try:
-            return manager.restore(self._state, run=self._run, other_model=self._other_model, require=self._require)
+            return manager.restore(self._state, **values_of(self._options, ResumeOptions))
         except Mismatch as error:
             if "elsewhere" not in str(error):
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,8 +18,9 @@ from holdfast.errors import NotACheckpoint
 from holdfast.events import log
 from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.ranks.ranks import DEADLINE, Ranks
+from holdfast.ranks.ranks import Ranks
 from holdfast.save import save
+from holdfast.save_options import WorkerOptions, takes, values_of
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.storage.local import disk
@@ -62,12 +63,13 @@ class HoldfastCheckpointIO(CheckpointIO):
     (functions, classes, modules) are left out, with a warning.
 
     Lightning gathers the state on rank 0 before it calls a plugin; `HoldfastCheckpoint` saves it as it lies.
-    ``worker`` says who writes folders, as of `holdfast.Saver`; a thread of this process writes files. ``deadline`` as
-    of `holdfast.Saver`.
+    Takes the options of `WorkerOptions` as keywords. ``worker`` says who writes folders; a thread of this process
+    writes files.
     """
 
-    def __init__(self, *, worker: Literal["process", "thread"] = "process", deadline: float = DEADLINE) -> None:
-        self._worker, self._deadline = worker, deadline
+    @takes(WorkerOptions)
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options, self._deadline = options, options.deadline
         self._saver: Saver | None = None
         self._files: FileSaver | None = None
         self._last: Saving | None = None
@@ -167,7 +169,7 @@ class HoldfastCheckpointIO(CheckpointIO):
 
     def _save_beside(self, state: dict[str, Any], folder: Place, step: int | None) -> Saving:
         if self._saver is None:
-            self._saver = Saver(worker=self._worker, deadline=self._deadline, group=Ranks(0, 1))
+            self._saver = Saver(**values_of(self._options, WorkerOptions), group=Ranks(0, 1))
         self._last = self._saver.save(state, folder, overwrite=True, step=step)
         return self._last
 

@@ -42,7 +42,7 @@ def trained(root: Any, steps: int = 4, **options: Any) -> CheckpointManager:
     for step in range(1, steps + 1):
         manager.step(step, state_of(step), metric=1.0 / step)
         manager.wait()
-    manager._journal.settle(30)
+    manager._record.journal.settle(30)
     return manager
 
 
@@ -62,7 +62,7 @@ def test_a_run_that_trains_and_one_that_has_ended(tmp_path: Path, capsys: pytest
         assert told["last"]["rate"] > 0 and told["best"]["metric"] == 0.25 and len(told["stalls"]) == 2
         with held_back():
             manager.step(6, state_of(6))
-            manager._journal.settle(30)
+            manager._record.journal.settle(30)
             told = json.loads(shown(capsys, "watch", tmp_path, "--once", "--json"))
             assert told["state"] == "saving" and [one["step"] for one in told["saving"]] == [6]
             assert "saving" in shown(capsys, "watch", tmp_path, "--once")
@@ -72,7 +72,7 @@ def test_a_run_that_trains_and_one_that_has_ended(tmp_path: Path, capsys: pytest
 def test_a_run_that_only_calls_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with CheckpointManager(tmp_path, every=1, worker="none") as manager:
         manager.save(3, state_of(3), metric=0.5)
-        told = manager._now()
+        told = manager._record.now()
         assert (told.step, told.metric) == (3, 0.5)
     assert "ended at step 3" in shown(capsys, "watch", tmp_path, "--once")
 
@@ -196,7 +196,7 @@ def test_at_a_terminal(tmp_path: Path) -> None:
             read_until(above, "running at step 4")
             manager.save(6, state_of(6))
             manager.step(6, state_of(6))
-            manager._journal.tell(manager._now, news=True)
+            manager._record.journal.tell(manager._record.now, news=True)
             assert "\x1b[" in read_until(above, "running at step 6"), "it draws over what was there"
             os.kill(watcher, signal.SIGINT)
             read_until_closed(above)
@@ -228,7 +228,7 @@ def test_in_a_pipe_each_save_is_a_line(
             with before_each_write(refuse if step == 8 else lambda path: None):
                 manager.step(step, state_of(step))
                 manager.wait()
-            manager._journal.settle(30)
+            manager._record.journal.settle(30)
 
         monkeypatch.setattr(watching.time, "sleep", later)
         lines = shown(capsys, "watch", tmp_path).splitlines()

@@ -113,7 +113,7 @@ def sweep_files_first() -> Iterator[None]:
         real(root, names, cited, loose, spare)
 
     real = folder.delete_checkpoints
-    with mock.patch("holdfast.run.steps.delete_checkpoints", delete):
+    with mock.patch("holdfast.run.retention.delete_checkpoints", delete):
         yield
 
 
@@ -126,7 +126,7 @@ def manifest_not_synced_away() -> Iterator[None]:
             real(root, names, cited, loose, spare)
 
     real = folder.delete_checkpoints
-    with mock.patch("holdfast.run.steps.delete_checkpoints", delete):
+    with mock.patch("holdfast.run.retention.delete_checkpoints", delete):
         yield
 
 
@@ -145,7 +145,7 @@ def overwrite_in_place() -> Iterator[None]:
 @contextmanager
 def cited_files_swept() -> Iterator[None]:
     """Nobody asks who borrows from a step that goes."""
-    with mock.patch("holdfast.run.steps.Steps._cited", lambda self, but=(): {}):
+    with mock.patch("holdfast.run.retention.KeptSteps._cited", lambda self, but=(): {}):
         yield
 
 

@@ -15,7 +15,7 @@ import holdfast
 from holdfast.commit.folder import delete_checkpoint
 from holdfast.run.keep import Keep
 from holdfast.run.prune import name_of, prune
-from holdfast.run.steps import Steps
+from holdfast.run.retention import KeptSteps
 from holdfast.storage.local.local_place import LocalPlace
 from tests.citing import save_on, state_of
 
@@ -111,13 +111,13 @@ def test_a_step_that_is_committed_meanwhile_stays(tmp_path: Path, monkeypatch: p
     root, aside = tmp_path / "run", tmp_path / "aside"
     _run(root, range(1, 5), incremental=False)
     (root / "step-4").rename(aside)
-    steps_prune = Steps.prune
+    steps_prune = KeptSteps.prune
 
     def commits(*given: Any) -> None:
         aside.rename(root / "step-4")
         steps_prune(*given)
 
-    monkeypatch.setattr(Steps, "prune", commits)
+    monkeypatch.setattr(KeptSteps, "prune", commits)
     prune(root, Keep(last=1), dry_run=False)
     assert sorted(path.name for path in root.iterdir()) == ["step-3", "step-4"]
     holdfast.verify(root / "step-4")

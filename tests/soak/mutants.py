@@ -11,7 +11,7 @@ from typing import Any
 from holdfast import checkpoint
 from holdfast.commit import folder, save_work
 from holdfast.errors import HoldfastError
-from holdfast.run import steps
+from holdfast.run import keep, retention, steps
 from holdfast.write import image, stream, write
 
 
@@ -23,14 +23,14 @@ def commit_before_written() -> None:
 
 def sweep_newest() -> None:
     """The rules keep all but the newest."""
-    verdict = steps.Keep.verdict
+    verdict = keep.Keep.verdict
 
     def worst(self: Any, there: Any) -> Any:
         kept = verdict(self, there)
         return kept._replace(steps=kept.steps - {max(there, default=0)})
 
-    steps.Keep.verdict = worst  # type: ignore[method-assign]
-    steps.Kept.and_whole = lambda self, more: self  # type: ignore[method-assign]
+    keep.Keep.verdict = worst  # type: ignore[method-assign]
+    keep.Kept.and_whole = lambda self, more: self  # type: ignore[method-assign]
 
 
 def restore_oldest() -> None:
@@ -52,8 +52,8 @@ def wrong_byte() -> None:
 
 def leave_litter() -> None:
     """What dead saves left is never swept."""
-    steps.sweep_dead = lambda path, cited=None: True
-    steps.sweep_beside = lambda path, record, cited=None: True
+    retention.sweep_dead = lambda path, cited=None: True
+    retention.sweep_beside = lambda path, record, cited=None: True
     folder.prepare.__globals__["is_leaving"] = lambda path: False
 
 

@@ -1,38 +1,29 @@
-"""What a wrapper of `CheckpointManager` takes, beside what the manager takes: run where the wrapper can be imported."""
+"""What a wrapper of `CheckpointManager` hands on to it: run where the wrapper can be imported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import Parameter, signature
+from dataclasses import fields
 from typing import Any
+from unittest import mock
 
-from holdfast.manager import CheckpointManager
-
-NOT_OF_A_WRAPPER = {"self", "root", "every", "group", "state", "only"}
-
-
-def forgotten(wrapper: type) -> list[str]:
-    """Arguments of the manager and of its `restore` that ``wrapper`` lacks, or takes with another default or type."""
-    takes = signature(wrapper).parameters
-    asked = [*_arguments(CheckpointManager), *_arguments(CheckpointManager.restore)]
-    return [name for name, given in asked if name not in takes or _terms(takes[name]) != _terms(given)]
+from holdfast.run.options import ResumeOptions, RunOptions
+from holdfast.save_options import values_of
 
 
-def lost(make: Callable[..., Any]) -> list[str]:
-    """Arguments that do not get to the manager, of a wrapper that ``make`` makes with them.
+def lost(wrapper: type, make_manager: Callable[[Any], Any]) -> list[str]:
+    """Options of the manager and of its `restore` that ``wrapper`` does not take, or that do not get to the manager."""
+    given = {field.name: object() for kind in (RunOptions, ResumeOptions) for field in fields(kind)} | {"every": 7}
+    made = wrapper(**given)
+    arrived: dict[str, Any] = values_of(made._options, ResumeOptions)
 
-    Told by its ``_make``, a partial of the manager, and by ``_run``, ``_other_model`` and ``_require``.
-    """
-    given = {name: object() for name, _ in [*_arguments(CheckpointManager), *_arguments(CheckpointManager.restore)]}
-    made = make(**given)
-    of_restore = {name: getattr(made, f"_{name}", None) for name, _ in _arguments(CheckpointManager.restore)}
-    got = {**made._make.keywords, **of_restore}
-    return [name for name, value in given.items() if got.get(name) is not value]
+    def record(**options: Any) -> Any:
+        arrived.update(options)
+        raise StopIteration
 
-
-def _arguments(of: Callable[..., Any]) -> list[tuple[str, Parameter]]:
-    return [(name, p) for name, p in signature(of).parameters.items() if name not in NOT_OF_A_WRAPPER]
-
-
-def _terms(parameter: Parameter) -> tuple[Any, Any]:
-    return parameter.default, parameter.annotation
+    with mock.patch(f"{wrapper.__module__}.CheckpointManager", record):
+        try:
+            make_manager(made)
+        except StopIteration:
+            return [name for name, value in given.items() if arrived.get(name) is not value]
+    raise AssertionError("no manager was made")

@@ -9,6 +9,7 @@ import signal
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -197,8 +198,8 @@ def fit_and_stop(root: Path, after: int, name: str) -> tuple[list[str], int]:
 
 def arguments_that_are_missing(root: Path) -> list[str]:
     """Of what a manager takes: what `HoldfastCheckpoint` does not take or does not hand on."""
-    given = arguments.lost(lambda **given: HoldfastCheckpoint(root, every=1, **given))
-    return [*arguments.forgotten(HoldfastCheckpoint), *given]
+    trainer = SimpleNamespace(strategy=None)
+    return arguments.lost(HoldfastCheckpoint, lambda saves: saves.on_fit_start(trainer, None))
 
 
 def fit_wrongly(root: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 import holdfast
 from holdfast.run.keep import Keep
 from holdfast.trainers.huggingface import HoldfastCallback
-from holdfast.trainers.huggingface_best import NOT_GIVEN, TotalLimit, retention
+from holdfast.trainers.huggingface_best import CallbackOptions, TotalLimit, retention
 from tests import pool
 from tests.trainers import hf_runs
 
@@ -263,12 +263,12 @@ def test_a_total_limit_keeps_what_trainer_keeps(limit, best):
 
 
 def test_what_is_kept_follows_the_arguments(tmp_path):
-    def rules(keep=NOT_GIVEN, **args):
-        return retention(hf_runs.trainer_of(tmp_path, **args).args, keep, Keep(last=2))
+    def rules(options=CallbackOptions("run"), **args):
+        return retention(hf_runs.trainer_of(tmp_path, **args).args, options)
 
     assert rules().keep == Keep() and not rules().only_best
     assert rules(save_total_limit=4).keep == TotalLimit(last=4)
-    assert rules(Keep(last=9), save_total_limit=4).keep == Keep(last=9)
+    assert rules(CallbackOptions("run", keep=Keep(last=9)), save_total_limit=4).keep == Keep(last=9)
     best = rules(**BEST)
     assert (best.keep.best, best.keep.mode, best.keep_fast.best, best.only_best) == (1, "min", 1, True)
     assert rules(**{**BEST, "greater_is_better": True}).keep.mode == "max"

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.load import Loaded
-from holdfast.ondisk.patterns import Patterns, patterns_in
-from holdfast.policies.signing.keys import Keys
-from holdfast.run.steps import Steps
+from holdfast.run.options import RestoreOptions
+from holdfast.run.retention import KeptSteps
 from holdfast.storage.place import Place
 
 
@@ -29,35 +28,11 @@ class Durability:
     uploading: bool
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is asked of a step that is to be restored; see `CheckpointManager.restore`."""
-
-    only: Patterns = "*"
-    require: Keys | None = None
-    run: str | None = None
-    other_model: bool = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether a step that has lost sections is only taken if there is no other."""
-        return self.only == "*"
-
-    def check(self) -> bool:
-        """Raise Mismatch if nothing is asked for. For an exchange, so that all ranks raise it."""
-        return bool(patterns_in(self.only))
-
-    @property
-    def of_run(self) -> str | None:
-        """The one run that the step has to be of."""
-        return None if self.run == "any" else self.run
-
-
 class Home(Protocol):
     """Saves go to ``fast``, what lasts is in ``store``; a run with one root has both in one."""
 
-    fast: Steps
-    store: Steps
+    fast: KeptSteps
+    store: KeptSteps
 
     def label(self, step: int) -> str | None:
         """What errors call a save of this step; None for its path."""
@@ -69,7 +44,7 @@ class Home(Protocol):
         """
 
     def restore(
-        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Place]
+        self, state: dict[str, Any], options: RestoreOptions, patience: float, spare: Collection[Place]
     ) -> Loaded | None:  # fmt: skip
         """Load the newest whole step; None if there is none. Called by all ranks.
 

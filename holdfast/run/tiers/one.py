@@ -10,18 +10,16 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Damaged, NotACheckpoint, Untrusted
 from holdfast.events import log
 from holdfast.load import Loaded, load
 from holdfast.ondisk.manifest import FILE_NAME
-from holdfast.policies.signing.keys import Signer
-from holdfast.ranks.ranks import ranks_of
-from holdfast.run.keep import Keep
-from holdfast.run.steps import Steps
-from holdfast.run.tiers.home import Asked, Durability
+from holdfast.ranks.ranks import Ranks
+from holdfast.run.options import ManagerOptions, RestoreOptions
+from holdfast.run.retention import KeptSteps
+from holdfast.run.tiers.home import Durability
+from holdfast.save import signing
 from holdfast.storage.place import Place
 
 
@@ -29,13 +27,11 @@ class OneRoot:
     """A run's steps in ``root``. ``doubtful`` tells names of steps that were found damaged, to be taken last."""
 
     def __init__(
-        self, root: Place, name: str, *, keep: Keep, sign: Callable[[], Signer] | None,
-        doubtful: Callable[[], Collection[str]], group: dist.ProcessGroup | None, deadline: float,
-    ) -> None:  # fmt: skip
+        self, root: Place, options: ManagerOptions, ranks: Ranks, *, doubtful: Callable[[], Collection[str]]
+    ) -> None:
         self.root = root
-        self.fast = self.store = Steps(root, name, sign=sign)
-        self._keep, self._doubtful = keep, doubtful
-        self._group, self._deadline, self._ranks = group, deadline, ranks_of(group)
+        self.fast = self.store = KeptSteps(root, options.name, sign=signing(options.sign))
+        self._options, self._ranks, self._doubtful = options, ranks, doubtful
         self._spared = (-1, -1)  # number and step of the last save that has ended well
 
     def label(self, step: int) -> str | None:
@@ -49,18 +45,18 @@ class OneRoot:
             self.fast.renewed(step)
             # Saves may end in another order than they were begun: what is spared is the last one, not this one.
             self._spared = max(self._spared, (number, step))
-            self.fast.sweep(self._keep, self._spared[1], writing_to)
+            self.fast.sweep(self._options.keep, self._spared[1], writing_to)
 
     def restore(
-        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Place]
+        self, state: dict[str, Any], options: RestoreOptions, patience: float, spare: Collection[Place]
     ) -> Loaded | None:  # fmt: skip
         """Load the newest whole step, and sweep first; see `Home.restore`."""
         refused: list[str] = []
         untrusted: Untrusted | None = None
         while True:
-            with self._ranks.call(f"restore {self.root}", deadline=self._deadline) as call:
-                choose = partial(self._choose, asked, refused, patience, spare)
-                name = call.exchange("choose", asked.check, lambda notes: choose(), str)
+            with self._ranks.call(f"restore {self.root}", deadline=self._options.deadline) as call:
+                choose = partial(self._choose, options, refused, patience, spare)
+                name = call.exchange("choose", options.check, lambda notes: choose(), str)
             if not name:
                 if untrusted is not None:
                     raise untrusted
@@ -69,8 +65,9 @@ class OneRoot:
                 return None
             try:
                 return load(
-                    self.root / name, state, only=asked.only, group=self._group, deadline=self._deadline,
-                    require=asked.require, run=asked.of_run, other_model=asked.other_model,
+                    self.root / name, state, only=options.only, group=self._options.group,
+                    deadline=self._options.deadline, require=options.require, run=options.of_run,
+                    other_model=options.other_model,
                 )  # fmt: skip
             except (Damaged, NotACheckpoint, Untrusted) as error:
                 untrusted = error if isinstance(error, Untrusted) else untrusted
@@ -78,17 +75,17 @@ class OneRoot:
                 refused.append(name)
                 self.fast.broken.add(name)
 
-    def _choose(self, asked: Asked, refused: list[str], patience: float, spare: Collection[Place]) -> str:
+    def _choose(self, options: RestoreOptions, refused: list[str], patience: float, spare: Collection[Place]) -> str:
         """On the first rank: the name of the step to load; empty if there is none."""
         steps = self.fast
         if not refused:
             steps.commit_late(patience)
-            steps.sweep(self._keep, None, spare)
+            steps.sweep(self._options.keep, None, spare)
         doubtful = self._doubtful()
-        newest = steps.newest([*refused, *doubtful], complete=asked.complete, run=asked.of_run)
+        newest = steps.newest([*refused, *doubtful], complete=options.complete, run=options.of_run)
         if newest is None and doubtful:  # what is damaged may not be what is asked for: loading tells
-            newest = steps.newest(refused, complete=asked.complete, run=asked.of_run)
-        if newest is not None and asked.run is None:
+            newest = steps.newest(refused, complete=options.complete, run=options.of_run)
+        if newest is not None and options.run is None:
             steps.refuse_another_run(newest, refused)
         if newest is None:
             steps.refuse_a_checkpoint()

@@ -21,9 +21,10 @@ from holdfast.load import Loaded, Options, load_opened
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import Keys
-from holdfast.run.steps import Steps, lacking_files
-from holdfast.run.tiers.home import Asked
+from holdfast.run.options import RestoreOptions
+from holdfast.run.retention import KeptSteps
 from holdfast.run.tiers.nodes import Nodes, Told
+from holdfast.run.whole import lacking_files
 from holdfast.storage.place import Place
 
 
@@ -72,14 +73,14 @@ class _Found(msgspec.Struct):
 class Survey:
     """A look at the fast folders of all nodes and at the store. All ranks make the same calls."""
 
-    def __init__(self, fast: Steps, store: Steps, nodes: Nodes, deadline: float) -> None:
+    def __init__(self, fast: KeptSteps, store: KeptSteps, nodes: Nodes, deadline: float) -> None:
         self.fast, self.store, self._nodes, self._deadline = fast, store, nodes, deadline
         self._ranks = nodes.ranks
         self._found: dict[int, _Found] = {}
         self._restores = 0
 
     def restore(
-        self, state: dict[str, Any], asked: Asked, patience: float, spare: Container[Place]
+        self, state: dict[str, Any], options: RestoreOptions, patience: float, spare: Container[Place]
     ) -> Loaded | None:  # fmt: skip
         """Load the newest step that is whole on the fast tier or in the store; None if there is none.
 
@@ -91,8 +92,8 @@ class Survey:
         try:
             while True:
                 with self._ranks.call(f"restore {self.store.root}", deadline=self._deadline) as call:
-                    choose = partial(self._choose, refused, complete=asked.complete)
-                    choice = call.exchange("choose", asked.check, lambda notes: choose(), Choice)
+                    choose = partial(self._choose, refused, complete=options.complete)
+                    choice = call.exchange("choose", options.check, lambda notes: choose(), Choice)
                 if not choice.name:
                     if untrusted is not None:
                         raise untrusted
@@ -101,10 +102,11 @@ class Survey:
                         raise NotACheckpoint(f"no checkpoint of {self.store.root} can be restored: {names}")
                     return None
                 try:
-                    opening, label = partial(self._open, choice, asked.require), f"restore {choice.name}"
+                    opening, label = partial(self._open, choice, options.require), f"restore {choice.name}"
                     return load_opened(
                         opening, state, f"{label} of {self.store.root}", self._ranks,
-                        Options(asked.only, run=asked.of_run, other_model=asked.other_model), deadline=self._deadline,
+                        Options(options.only, run=options.of_run, other_model=options.other_model),
+                        deadline=self._deadline,
                     )  # fmt: skip
                 except (Damaged, NotACheckpoint, Untrusted) as error:
                     untrusted = error if isinstance(error, Untrusted) else untrusted

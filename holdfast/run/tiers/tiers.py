@@ -5,10 +5,9 @@ The manager owns one if it has ``fast=``. Never lets training wait for the store
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint
@@ -16,15 +15,18 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk import manifest
-from holdfast.policies.signing.keys import Signer
 from holdfast.ranks.ranks import Ranks
-from holdfast.run.keep import Keep, Kept, Upload
-from holdfast.run.steps import Steps, fault_of
+from holdfast.run.keep import Kept
+from holdfast.run.options import ManagerOptions, RestoreOptions
+from holdfast.run.retention import KeptSteps
+from holdfast.run.steps import Steps
 from holdfast.run.tiers.backlog import Backlog
-from holdfast.run.tiers.home import Asked, Durability
+from holdfast.run.tiers.home import Durability
 from holdfast.run.tiers.nodes import Told, find_nodes
 from holdfast.run.tiers.survey import Survey, bring_manifest, bytes_of
 from holdfast.run.tiers.uploader import Uploader
+from holdfast.run.whole import fault_of
+from holdfast.save import signing
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -43,28 +45,25 @@ class Tiers:
     Raises ValueError for a ``fast`` that is no local folder of its own, Mismatch if it belongs to another root.
     """
 
-    def __init__(
-        self, fast: str | os.PathLike[str], root: Place, name: str, *, upload: Upload, keep: Keep, keep_fast: Keep,
-        sign: Callable[[], Signer] | None, ranks: Ranks, key: str, deadline: float,
-    ) -> None:  # fmt: skip
-        folder = location(fast)
+    def __init__(self, root: Place, options: ManagerOptions, ranks: Ranks, key: str) -> None:
+        fast, name, deadline = options.fast, options.name, options.deadline
+        folder = location(fast or "")
         if not isinstance(folder, LocalPlace):
             raise ValueError(f"fast={str(fast)!r} is to be a folder on local disk")
         if isinstance(root, LocalPlace) and (folder == root or folder in root.parents or root in folder.parents):
             raise ValueError(f"fast={str(fast)!r} and the root {root} lie in each other: give each its own folder")
-        self._root, self._keep_fast, self._deadline = root, keep_fast, deadline
-        self.fast, self.store = Steps(folder, name, sign=sign), Steps(patiently(root, deadline), name, sign=sign)
+        self._root, self._keep_fast, self._deadline = root, options.keep_fast, deadline
+        sign = signing(options.sign)
+        self.fast = KeptSteps(folder, name, sign=sign)
+        self.store = KeptSteps(patiently(root, deadline), name, sign=sign)
         self._asked = Steps(patiently(root, min(ASK, deadline)), name)
         with ranks.call(f"tiers of {root}", deadline=deadline) as call:
-            self._nodes = find_nodes(call, folder, str(root), f"{key}/tiers")
+            self._nodes = find_nodes(call, folder, str(root), key)
         self._newest_word = (-1, Kept(frozenset(), frozenset()))
         self._hearing = threading.Lock()
         self._survey = Survey(self.fast, self.store, self._nodes, deadline)
-        self._backlog = Backlog(self.fast, self.store, upload=upload, keep=keep)
-        self._uploader = Uploader(
-            self.fast, self.store, self._backlog, self._nodes, keep=keep, keep_fast=keep_fast,
-            bandwidth=upload.bandwidth, deadline=deadline,
-        )  # fmt: skip
+        self._backlog = Backlog(self.fast, self.store, upload=options.upload, keep=options.keep)
+        self._uploader = Uploader(self.fast, self.store, self._backlog, self._nodes, options)
 
     # After a save
 
@@ -125,11 +124,11 @@ class Tiers:
             self._uploader.start()
 
     def restore(
-        self, state: dict[str, Any], asked: Asked, patience: float, spare: Collection[Place]
+        self, state: dict[str, Any], options: RestoreOptions, patience: float, spare: Collection[Place]
     ) -> Loaded | None:  # fmt: skip
         """`Survey.restore`; uploads begin after it, as they would take disk and network from it."""
         try:
-            return self._survey.restore(state, asked, patience, spare)
+            return self._survey.restore(state, options, patience, spare)
         finally:
             self._start()
 

@@ -25,10 +25,11 @@ from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import found_signature
 from holdfast.ranks.heartbeat import Watch, at_work
-from holdfast.run.keep import Keep
-from holdfast.run.steps import Steps, lacking_files
+from holdfast.run.options import ManagerOptions
+from holdfast.run.retention import KeptSteps
 from holdfast.run.tiers.backlog import Backlog
 from holdfast.run.tiers.nodes import Nodes, Order
+from holdfast.run.whole import lacking_files
 from holdfast.storage.local.local import Local
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
@@ -51,20 +52,19 @@ LEAVE = 2.0
 
 
 class Uploader:
-    """Uploads the ``backlog`` of ``fast`` to ``store``. ``keep`` and ``keep_fast`` say what stays in each."""
+    """Uploads the ``backlog`` of ``fast`` to ``store``."""
 
     def __init__(
-        self, fast: Steps, store: Steps, backlog: Backlog, nodes: Nodes, *, keep: Keep, keep_fast: Keep,
-        bandwidth: float | None, deadline: float,
+        self, fast: KeptSteps, store: KeptSteps, backlog: Backlog, nodes: Nodes, options: ManagerOptions
     ) -> None:  # fmt: skip
         self.current: int | None = None
         """The step that is under way, on leaders."""
         self._fast, self._store, self._backlog, self._nodes = fast, store, backlog, nodes
-        self._keep, self._keep_fast = keep, keep_fast
-        self._into = _throttled(store.root, bandwidth)
+        self._options = options
+        self._into = _throttled(store.root, options.upload.bandwidth)
         self._down_since: float | None = None
         self._pause = 0.0
-        self._deadline, self._sent = deadline, 0
+        self._sent = 0
         self._attempts: dict[str, int] = {}  # by save: how often a file was missing once all had been sent
         self._moved = time.monotonic()
         self._obeyed = 0  # the number of the last order that was carried out here
@@ -251,22 +251,26 @@ class Uploader:
         """Both tiers have a step more: on the fast one what was held for its sake may go."""
         fast = self._fast.committed()
         # What is half there may be continued as long as the fast tier has it.
-        self._store.sweep(self._keep, step, {self._store.path(other) for other in fast})
-        kept = self._fast.kept(self._keep_fast)
+        self._store.sweep(self._options.keep, step, {self._store.path(other) for other in fast})
+        kept = self._fast.kept(self._options.keep_fast)
         if kept is not None and fast:
             kept = kept.and_whole(self._backlog.held(fast))
             self._fast.retire(kept, max(fast))
             self._nodes.order(kept=kept, upto=max(fast))
 
     def _await_others(self, number: int) -> None:
-        watch, began, followers = Watch(self._nodes.signs, self._deadline), time.monotonic(), self._nodes.followers
+        watch, began, followers = (
+            Watch(self._nodes.signs, self._options.deadline),
+            time.monotonic(),
+            self._nodes.followers,
+        )
         while len(reports := self._nodes.reports(number)) < len(followers):
             missing = [leader for leader in followers if leader not in reports]
             watch.expect(missing, began)
             lost = self._nodes.silent(missing, watch)
             if lost:
                 raise HoldfastError(
-                    f"rank {lost[0]}, which uploads what its node has, has made no progress for {self._deadline:g} s"
+                    f"rank {lost[0]}, which uploads what its node has, has made no progress for {watch.deadline:g} s"
                 )
             if self._stop.wait(LOOK):
                 raise _Stopped
@@ -341,7 +345,7 @@ class Uploader:
             record = self._ordered(order)
             if record is not None:
                 self.current = record.step
-                with at_work(self._nodes.signs, self._nodes.leader, self._deadline, lambda: self._sent):
+                with at_work(self._nodes.signs, self._nodes.leader, self._options.deadline, lambda: self._sent):
                     self._send(order.name, record, self._as_stored(order.name, record, order.lender))
         except (HoldfastError, OSError) as error:
             return f"{type(error).__name__}: {error}"

@@ -1,0 +1,151 @@
+"""The saves of a run: how one is begun, which run it belongs to, and what follows from its outcome.
+
+The manager owns one `Saves`. Never decides when to save.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from holdfast.errors import SaveFailed, StorageError
+from holdfast.events import log
+from holdfast.load import Loaded
+from holdfast.ondisk.manifest import NOTES
+from holdfast.policies.incremental.borrow import Previous
+from holdfast.ranks.interrupts import interrupts_wait
+from holdfast.ranks.ranks import Ranks
+from holdfast.run.bases import Bases
+from holdfast.run.foreground import Foreground
+from holdfast.run.options import ManagerOptions
+from holdfast.run.recent import Recent
+from holdfast.run.record import Record
+from holdfast.run.tiers.home import Home
+from holdfast.run.whole import note_of
+from holdfast.save import RUN
+from holdfast.save_options import SaverOptions, values_of
+from holdfast.saver import Saver
+from holdfast.saving import Saving
+from holdfast.storage.place import Place
+
+
+class Saves:
+    """Begins saves in the ``home`` of a run and remembers the last one."""
+
+    def __init__(self, options: ManagerOptions, ranks: Ranks, home: Home, recent: Recent, record: Record) -> None:
+        self._options, self._ranks, self._home, self._recent, self._record = options, ranks, home, recent, record
+        self.saver: Saver | Foreground
+        if options.worker == "none":
+            self.saver = Foreground(options)
+        else:
+            self.saver = Saver(**values_of(options, SaverOptions), group=options.group)
+        self._bases = None
+        if options.incremental:
+            self._bases = Bases(home.fast, 1 if options.worker == "none" else options.slots, recent)
+        self.writing_to: set[Place] = set()
+        """Folders of saves under way, which no sweep may touch."""
+        self.newest: Saving | None = None
+        """The save that was begun last, since the last restore."""
+        self.restored: Place | None = None
+        self._restored_step: int | None = None
+        self._run: str | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step that was saved or restored last."""
+        return self._restored_step if self.newest is None else self.newest.step
+
+    def go_on_from(self, loaded: Loaded) -> None:
+        """A step was restored: what is saved from now on continues its run."""
+        path = loaded.checkpoint.path
+        self._run, self.newest = loaded.checkpoint.manifest.run, None
+        self.restored, self._restored_step = path, loaded.step
+        if self._bases is not None:
+            self._bases.start_from(path, loaded.step)
+
+    def begin(self, step: int, state: Mapping[str, Any], metric: float | None, *, overwrite: bool = False) -> Saving:
+        """Begin to save ``step``. Without a worker, the outcome is known when this returns."""
+        if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
+            log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
+        path, run, fast = self._home.fast.path(step), self._run_of(step), self._home.fast
+        # A step that is there, but was not restored, stands in the way of its own successor.
+        overwrite = overwrite or path.name in fast.broken | fast.passed
+        base = None if self._bases is None else self._bases.next or Previous(lambda: None)
+        self.writing_to.add(path)
+        saving: Saving | None = None
+        try:
+            saving = self.saver.save(
+                state, path, step=step, base=base, files={**(self._options.files or {}), NOTES: note_of(metric)},
+                overwrite=overwrite, run=run, label=self._home.label(step),
+            )  # fmt: skip
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt may come when the save goes on already
+                saving = self.saver.under_way(path)
+            raise
+        finally:
+            with interrupts_wait():
+                if saving is not None:
+                    self._begun(saving, step, metric)
+                else:
+                    self.writing_to.discard(path)
+        if isinstance(self.saver, Foreground):
+            if saving.failed is not None and self._options.on_failure == "warn":
+                log.warning("%s: %s", saving.path, saving.failed)
+            with self.raising():
+                saving.wait()
+        return saving
+
+    @contextmanager
+    def raising(self, *, quiet: bool = False) -> Iterator[None]:
+        """Around what raises the failure of a save: with ``on_failure="warn"``, or ``quiet``, it goes no further."""
+        try:
+            yield
+        except SaveFailed:
+            if self._options.on_failure == "raise" and not quiet:
+                raise
+
+    def _begun(self, saving: Saving, step: int, metric: float | None) -> None:
+        self.newest = saving
+        number = self._recent.add(saving)
+        if self._bases is not None:
+            self._bases.begun(saving)
+        self._record.begun(step, metric)
+        saving.add_done_callback(partial(self._ended, number, step, metric))
+
+    def _ended(self, number: int, step: int, metric: float | None, saving: Saving) -> None:
+        """In the thread of a save, once its outcome is known."""
+        if self._bases is not None:
+            self._bases.let_go()
+        self._record.ended(saving, metric)
+        if saving.failed is None:
+            self._home.committed(number, step, self.writing_to)
+            return
+        self.writing_to.discard(saving.path)
+        if self._options.on_failure == "warn":
+            saving.hear()  # it was logged, and that is all
+
+    def _run_of(self, step: int) -> str | None:
+        """The id of the run that ``step`` belongs to. The first rank's counts."""
+        if self._run is not None or not self._ranks.first:
+            return self._run
+        try:
+            newest = self._home.newest_fast()
+            if newest is None:
+                self._run = RUN
+            elif newest.step is None or step > newest.step:
+                self._run = newest.run
+            else:
+                # A run that starts from scratch beside old steps is another run, and so is one that goes back behind
+                # them without having restored them here.
+                log.warning(
+                    "%s holds steps up to %s, and this run goes on at step %d without having restored them: it is "
+                    "another run from now on, and cannot save a step that is there. Give each run its own folder",
+                    self._home.store.root, newest.step, step,
+                )  # fmt: skip
+                self._run = secrets.token_hex(8)
+        except StorageError as error:  # then the save fails too, on all ranks
+            log.warning("cannot tell which run %s belongs to: %s", self._home.store.root, error)
+        return self._run
