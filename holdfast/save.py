@@ -28,7 +28,6 @@ from holdfast.policies.incremental.borrow import Previous
 from holdfast.policies.signing.keys import Key, Signer, signer
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.around import patiently
 from holdfast.write.ring import Ring
@@ -94,7 +93,7 @@ def save_in(
     rank = call.ranks.rank
     with (
         events.span("save", folder, rank, whole=True, step=step) as whole,
-        Ring(remote=isinstance(folder, StorePlace)) as ring,
+        Ring(remote=folder.is_remote) as ring,
     ):
         order = Order(
             call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded,

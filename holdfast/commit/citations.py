@@ -7,7 +7,6 @@ one that a save of ours wrote and that no committed checkpoint names.
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,9 +18,7 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
 from holdfast.storage.inside import inside
 from holdfast.storage.local import disk
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 Cited = dict[str, set[str]]
 """By the name of a folder, the paths in it that are cited from elsewhere."""
@@ -60,7 +57,7 @@ class Citations:
         """What the checkpoints of these names cite, all together. Raises StorageError, Unsupported."""
         stamps = {name: self._stamp(name) for name in names}
         lacking = [name for name, stamp in stamps.items() if self._known.get(name, (_NONE,))[0] != stamp]
-        if isinstance(self._root, StorePlace) and len(lacking) > 1:
+        if self._root.is_remote and len(lacking) > 1:
             with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-cited") as pool:
                 found = list(pool.map(self._read, lacking))
         else:
@@ -81,7 +78,7 @@ class Citations:
         return _citations_at(self._root / name)
 
     def _stamp(self, name: str) -> object:
-        if isinstance(self._root, StorePlace):
+        if self._root.is_remote:
             return None
         try:
             found = disk.stat(self._root / name / manifest.FILE_NAME)
@@ -102,7 +99,7 @@ def _citations_at(folder: Place) -> Cited:
         try:
             return citations_of(manifest.decode(data, str(target)))
         except Damaged:
-            if not isinstance(folder, StorePlace):
+            if not folder.is_remote:
                 raise
             return citations_of(manifest.decode(target.read_small(), str(target)))  # on the way a bit may flip
     except (FileNotFoundError, NotACheckpoint):
@@ -118,7 +115,7 @@ def _citations_at(folder: Place) -> Cited:
 
 def root_of(folder: Place) -> tuple[Place, str]:
     """Where the siblings of a checkpoint lie, and what it is called there; links are followed as `..` follows them."""
-    real = LocalPlace(os.path.realpath(folder)) if isinstance(folder, LocalPlace) else folder
+    real = folder.real()
     return real.parent, real.name
 
 
@@ -166,7 +163,7 @@ def let_go(root: Place, loose: Cited, cited: Cited, spare: Collection[Place] = (
     """
     for name, paths in sorted(loose.items()):
         folder = root / name
-        if isinstance(folder, LocalPlace) and folder.is_symlink():
+        if folder.is_symlink():
             continue  # it may lead out of the root
         free = {path for path in paths - cited.get(name, set()) if datafile.save_of(path) is not None}
         free = _unnamed(folder, free) if free else free

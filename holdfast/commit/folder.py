@@ -16,7 +16,6 @@ from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 HINT = ".metadata"
 HINT_BEGINS = b"\x80\x04\x8c\x2csaved by holdfast: load it with holdfast.dcp0"
@@ -32,7 +31,7 @@ TAKEN = "already holds a committed checkpoint"
 
 def prepare(folder: Place, *, overwrite: bool) -> None:
     """Create the folder, or make sure that it may take a save; leavings of dead saves are removed."""
-    if not isinstance(folder, StorePlace) and folder.exists() and not folder.is_dir():
+    if folder.has_folders and folder.exists() and not folder.is_dir():
         raise taken(f"{folder} is a file")
     found = folder.files_below()  # of a store the one request that tells everything
     if manifest.FILE_NAME in found:
@@ -44,7 +43,7 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
     if foreign:
         raise taken(f"{folder} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
     if folder.living([f for f in ours if datafile.save_of(f)]):
-        if isinstance(folder, StorePlace):
+        if not folder.has_locks:
             return  # a dead save's or a living one's, who can tell: names hold save ids, and the commit has one winner
         raise taken(f"another save is writing to {folder} right now")
     if ours and (folder / manifest.FILE_NAME).is_file():
@@ -135,7 +134,7 @@ def withdraw(paths: Sequence[Place], folder: Place) -> None:
     try:
         storage.delete(*paths)
         # A writer that was killed may have left a small file under the name that it has before it is whole.
-        local = [path for path in paths if not isinstance(path, StorePlace)]
+        local = [path for path in paths if not path.is_remote]
         storage.delete(*(half for path in local for half in path.parent.glob(f".{path.name}.*.tmp")))
         folder.delete_empty_folders()
     except OSError as error:

@@ -17,9 +17,7 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.part import Part
 from holdfast.storage import storage
 from holdfast.storage.inside import Inside
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 
 def commit_late(folder: Place, *, patience: float = 0.0, strict: bool = False) -> Manifest | None:
@@ -76,7 +74,7 @@ def sizes_of_save(folder: Place) -> dict[str, int]:
 
     A data set beside a run may be millions of files. Raises StorageError.
     """
-    if isinstance(folder, LocalPlace):
+    if not folder.is_remote:
         near = folder.files_near(levels=2)
         if not any(datafile.save_of(path) or part.save_of(path) for path in near):
             return {}
@@ -84,7 +82,7 @@ def sizes_of_save(folder: Place) -> dict[str, int]:
 
 
 def _is_written_to(folder: Place) -> bool:
-    if isinstance(folder, StorePlace):
+    if not folder.has_locks:
         return False  # a store shows whole files alone; a later look finds the parts that are missing now
     return bool(folder.living([path for path in folder.files_below() if path.endswith(".safetensors")]))
 

@@ -47,7 +47,6 @@ from holdfast.policies.replicas.divergence import compare
 from holdfast.ranks.ranks import Call
 from holdfast.state import Collected, collect
 from holdfast.state.outline import layout_of, owned_values
-from holdfast.storage.store_place import StorePlace
 from holdfast.write.image import OpenFiles
 
 
@@ -124,7 +123,7 @@ class SaveWork:
                 self._attached = readable_attachments(attachments)
             if order.still and order.degraded:
                 self._watched = watch_all(self.collected)
-            if order.still and isinstance(order.folder, StorePlace):  # summed, and sent later from where it lies
+            if order.still and not order.place.has_descriptors:  # summed, and sent later from where it lies
                 self._sent = watch_all(self.collected)
             if then is not None:
                 then()
@@ -271,7 +270,7 @@ class SaveWork:
         if ranks.first:
             self._replaces = order.overwrite and (order.place / manifest.FILE_NAME).is_file()
             # In a store another save to this path may be under way: then nothing of theirs may have the same name.
-            fresh = not self._replaces and not isinstance(order.folder, StorePlace)
+            fresh = not self._replaces and order.place.has_locks
             self._records, small = place_attachments(self._attached, self.save_id, fresh=fresh)
         if order.leaves_part:
             drafted = self._draft() if ranks.first else None
@@ -334,7 +333,7 @@ class SaveWork:
                         "%s: what was written stays, in case the lost rank's writer finishes", order.folder
                     )
                 raise
-            if not isinstance(order.folder, StorePlace) and not isinstance(lost, RankLost):
+            if order.place.has_folders and not isinstance(lost, RankLost):
                 raise  # the disk failed under a manifest that stands: its name may be gone after a power cut
             events.log.warning("%s is committed, although the ranks could not settle it: %s", order.folder, lost.cause)
         except BaseException:

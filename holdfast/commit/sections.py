@@ -19,7 +19,6 @@ from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 DROPPED = "dropped"
 """The key of ``producer`` under which a manifest tells what it has lost: sections, joined by ``/``."""
@@ -105,7 +104,7 @@ def replace(
     any more: a save or a delete came in between.
     """
     target, data = folder / manifest.FILE_NAME, manifest.encode(new)
-    marks = [folder / MARK] if isinstance(folder, StorePlace) else []
+    marks = [] if folder.has_locks else [folder / MARK]
     for mark in marks:  # by their names what is left of a drop in a store cannot be told from the files that stay
         mark.write_small(b"sections are being dropped, or were when a process died\n")
     try:

@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 
@@ -20,9 +18,9 @@ from holdfast.ondisk import blocks, manifest
 from holdfast.ondisk.cited import is_cited, own_path, sibling_of
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.read.proved import PART, Parts, ProvedFile, damaged
-from holdfast.storage.local.local import Local
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store import Buffer
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.retrying import is_transient
@@ -79,10 +77,10 @@ def sharing(record: Manifest, name: str, lender: Manifest, at: str, absent: Cont
 
 def home(path: Place) -> StorePlace:
     """A location as a place in a store; of a local path with its siblings, from which it may have borrowed."""
-    if isinstance(path, StorePlace):
-        return path
-    real = Path(os.path.realpath(path))
-    return StorePlace(Local(real.parent), real.name)
+    if path.is_remote:
+        return as_store(path)
+    real = path.real()
+    return as_store(real.parent) / real.name
 
 
 def copy_files(

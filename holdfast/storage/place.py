@@ -121,6 +121,14 @@ class Place(ABC):
     @abstractmethod
     def read_text(self, encoding: str = "utf-8") -> str: ...
 
+    @abstractmethod
+    def real(self) -> Self:
+        """Where links lead; in a store there are none."""
+
+    @abstractmethod
+    def modified(self) -> float:
+        """When a file was last written, in seconds since the epoch; 0.0 if a store does not tell."""
+
     # Small files
 
     @abstractmethod
@@ -156,6 +164,10 @@ class Place(ABC):
         """Delete a file, if it is there."""
 
     # What lies below
+
+    @abstractmethod
+    def file_names(self) -> list[str]:
+        """Names of the files in this folder; links count. Raises StorageError, also if there is no folder on disk."""
 
     @abstractmethod
     def folder_names(self) -> list[str]:

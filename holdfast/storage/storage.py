@@ -1,17 +1,23 @@
-"""What is done to many places at once.
+"""What is asked of a place as a store, and what is done to many places at once.
 
-Called by whatever deletes many files. Never opens one.
+Called by what deletes, copies and uploads. Never opens a file.
 """
 
 from __future__ import annotations
 
 from holdfast.errors import StorageError
+from holdfast.storage.local.local import Local
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 
 JOURNAL = ".journal"
 """The folder in a run's root that tells of the run. It is never a checkpoint, nor looked into for one."""
+
+
+def as_store(place: Place) -> StorePlace:
+    """The place in a store: of a local folder, in a store of all that lies below it."""
+    return place if isinstance(place, StorePlace) else StorePlace(Local(str(place)), "")
 
 
 def delete(*paths: Place) -> None:

@@ -165,6 +165,13 @@ class StorePlace(Place):
         raw = _Reader(self, self.stat().st_size)
         return cast(BinaryIO, raw if buffering == 0 else io.BufferedReader(raw, max(buffering, 1 << 16)))
 
+    def real(self) -> StorePlace:
+        return self
+
+    def modified(self) -> float:
+        beside = self.store.list(self.parent.key, deep=False).files
+        return next((entry.modified for entry in beside if entry.key == self.key), 0.0)
+
     # Small files
 
     def read_small(self) -> bytes:
@@ -199,6 +206,10 @@ class StorePlace(Place):
             self.store.delete([self.key])
 
     # What lies below
+
+    def file_names(self) -> list[str]:
+        with naming(self, "list"):
+            return [entry.key.rpartition("/")[2] for entry in self.store.list(self.key, deep=False).files]
 
     def folder_names(self) -> list[str]:
         """In a store one request for a thousand of them."""

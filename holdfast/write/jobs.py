@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Protocol
 
 from holdfast.errors import HoldfastError
 from holdfast.storage.naming import storage_error
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store import Store
 from holdfast.storage.store_place import StorePlace
 from holdfast.write.courier import Fault
@@ -35,7 +35,7 @@ class Worker(Protocol):
     def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
         """Make the memory of a slot known (None: forget it); ``fd`` where it is shared."""
 
-    def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
+    def open(self, path: Place, fd: int | None, *, direct: bool) -> int:
         """The number of a file from now on; the descriptor stays the caller's. Without one it is opened as needed."""
 
     def begin(self, place: StorePlace, header: bytes, size: int) -> int:
@@ -100,7 +100,7 @@ class Futures:
 
 def in_one_store(folders: Sequence[Place], small: Sequence[Small]) -> tuple[Store | None, list[str], list[str]]:
     """The store of small files and their keys; or None, local folders and paths. A save lies in one place."""
-    places = [path for path, _ in small if isinstance(path, StorePlace)]
+    places = [as_store(path) for path, _ in small if path.is_remote]
     if places:
         return places[0].store, [], [place.key for place in places]
-    return None, [str(f) for f in folders if not isinstance(f, StorePlace)], [str(path) for path, _ in small]
+    return None, [str(f) for f in folders if not f.is_remote], [str(path) for path, _ in small]

@@ -75,7 +75,7 @@ class ProcessWorker:
         nbytes = 0 if memory is None else len(memory)
         self._send({"verb": "map", "slot": slot, "nbytes": nbytes}, fds=[] if memory is None else [fd])
 
-    def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
+    def open(self, path: Place, fd: int | None, *, direct: bool) -> int:
         file = self._futures.file()
         self._send(
             {"verb": "open", "file": file, "path": os.fspath(path), "direct": direct}, fds=[] if fd is None else [fd]

@@ -12,7 +12,6 @@ from holdfast.buffers.device import Moments, devices_of
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.storage.local.disk import SECTOR
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.write.arena import WINDOW, Slot, room_for
 from holdfast.write.image import Image, OpenFiles
 from holdfast.write.worker import ThreadWorker
@@ -65,7 +64,7 @@ def write_at_once(
     folder.make_folders(image.section for image in images)
     sources = [tensor for image in images for tensor in image.sources]
     pinned = any(tensor.device.type != "cpu" for tensor in sources)
-    with Ring(remote=isinstance(folder, StorePlace)) as ring:
+    with Ring(remote=folder.is_remote) as ring:
         writing = Writing(
             images, folder, save=save, rank=rank, files=files, progress=progress,
             slot=ring.take([image.nbytes for image in images], pinned=pinned), after=Moments.now(devices_of(sources)),

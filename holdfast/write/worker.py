@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from holdfast import events
 from holdfast.errors import StorageError
@@ -37,7 +36,7 @@ class ThreadWorker:
     def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
         self._courier.map(slot, memory)
 
-    def open(self, path: Path, fd: int | None, *, direct: bool) -> int:
+    def open(self, path: Place, fd: int | None, *, direct: bool) -> int:
         self._courier.told = events.record if events.observed() else None
         file = self._futures.file()
         self._courier.open(file, os.fspath(path), fd, direct=direct)

@@ -13,9 +13,8 @@ from concurrent.futures import Future
 
 from holdfast.buffers.device import Copier, Moments
 from holdfast.ondisk import blocks, datafile
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
+from holdfast.storage.storage import as_store
 from holdfast.write.arena import Slot, room_for
 from holdfast.write.image import KEPT, Image, OpenFiles, Written, header_of
 from holdfast.write.stream import Coming, Stream
@@ -63,7 +62,7 @@ class Writing:
         self._headers[image.path] = header
         path, size = self.folder / image.path, len(header) + image.nbytes
         number = None
-        if isinstance(path, LocalPlace):
+        if path.has_descriptors:
             fd, direct = path.open_to_write(size)
             files.paths.append(path)
             if len(self._streams) < KEPT:
@@ -110,8 +109,8 @@ class Writing:
         image = stream.image
         header = self._headers[image.path] = datafile.with_sums(self._headers[image.path], *sums.texts())
         path = self.folder / image.path
-        if stream.file is None and isinstance(path, StorePlace):
-            stream.begin(self.slot.worker.begin(path, header, len(header) + image.nbytes))
+        if stream.file is None and not path.has_descriptors:
+            stream.begin(self.slot.worker.begin(as_store(path), header, len(header) + image.nbytes))
         self._written[image.path] = Written(
             image.path, len(header) + image.nbytes, len(header), blocks.digest(header),
             blocks.strong_sum(header) if self._strong else "",

@@ -29,6 +29,12 @@ class LocalPlace(PosixPath, Place):
         with naming(self, "look for"):
             return super().is_file()
 
+    def real(self) -> LocalPlace:
+        return LocalPlace(os.path.realpath(self))
+
+    def modified(self) -> float:
+        return self.stat().st_mtime
+
     # Small files
 
     def read_small(self) -> bytes:
@@ -133,6 +139,10 @@ class LocalPlace(PosixPath, Place):
             disk.delete(self)
 
     # What lies below
+
+    def file_names(self) -> list[str]:
+        with naming(self, "list"):
+            return [entry.name for entry in disk.listed(self) if entry.is_symlink() or entry.is_file()]
 
     def folder_names(self) -> list[str]:
         with naming(self, "list"):
