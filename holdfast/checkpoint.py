@@ -38,12 +38,12 @@ from holdfast.read.per_rank import value_of_rank
 from holdfast.read.ranges import Verify
 from holdfast.read.read import DataFiles, Files, Wanted, read_boxes
 from holdfast.read.source import ReadStats
-from holdfast.storage.inside import Inside
+from holdfast.storage.links import LinkCheck
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import bounded, cached
+from holdfast.storage.wrappers.layers import with_cache, with_default_deadline
 
 if TYPE_CHECKING:
     from holdfast.formats import Foreign
@@ -228,7 +228,7 @@ class Checkpoint:
             for name in (path, f"attachments/{self.manifest.save}/{self._attachment_name(path)}"):
                 if folder is not None:
                     with suppress(FileNotFoundError):
-                        return Inside(folder).path(name).read_small()
+                        return LinkCheck(folder).path(name).read_small()
         raise Damaged(f"{self.path / path} is missing")
 
     def _attachment_name(self, path: str) -> str:
@@ -380,9 +380,9 @@ def open_checkpoint(
     Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
     future, Damaged if the manifest was altered, Untrusted if it is not signed as required.
     """
-    target = bounded(location(path), DEADLINE)
+    target = with_default_deadline(location(path), DEADLINE)
     if cache is not None:
-        target = cached(target, cache)
+        target = with_cache(target, cache)
     checkpoint = Checkpoint(target, require=require)
     try:
         checkpoint.manifest  # noqa: B018 - reading it is the check
@@ -411,7 +411,7 @@ def recover(path: str | os.PathLike[str] | Place) -> Checkpoint:
 
     `CheckpointManager.restore` does so by itself. Raises NotACheckpoint if not all ranks had finished, StorageError.
     """
-    folder = bounded(location(path), DEADLINE)
+    folder = with_default_deadline(location(path), DEADLINE)
     commit_late(folder, strict=True)
     return open_checkpoint(folder)
 

@@ -25,7 +25,7 @@ from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -68,7 +68,7 @@ def convert(
             f"are in {folder}/model.safetensors"
         )
     ranks, began = ranks_of(group), monotonic()
-    place = patiently(location(target), deadline)
+    place = with_deadline(location(target), deadline)
     grown = place if isinstance(place, LocalPlace) else grown_at(place)
     work = ConvertWork(source, place, replace(asked, overwrite=overwrite or grown != place), ranks, Partial(grown))
     with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:

@@ -34,7 +34,7 @@ from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 from holdfast.storage.wrappers.throttled import Throttled
 
 How = Literal["create", "replace", "keep"]
@@ -78,10 +78,10 @@ def copy(
     ours, theirs = location(source), location(target)
     if f"{home(theirs)}/".startswith(f"{home(ours)}/"):
         raise ValueError(f"the target {theirs} is the source {ours}, or lies in it")
-    place = home(patiently(ours, deadline))
+    place = home(with_deadline(ours, deadline))
     if bandwidth is not None:
         place = StorePlace(Throttled(place.store, bandwidth), place.key)
-    copied = _copy(place, patiently(theirs, deadline), overwrite)
+    copied = _copy(place, with_deadline(theirs, deadline), overwrite)
     copied.seconds = monotonic() - began
     return copied
 

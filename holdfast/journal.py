@@ -19,7 +19,7 @@ from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 CHUNK = 200
 """Entries of one file. In a store a file is rewritten with each entry until it is full."""
@@ -126,7 +126,7 @@ class Reader:
     """A journal that is read again and again: what has not changed is not read twice."""
 
     def __init__(self, root: str | os.PathLike[str] | Place) -> None:
-        self._folder = patiently(location(root), ASK) / JOURNAL
+        self._folder = with_deadline(location(root), ASK) / JOURNAL
         self._known: dict[str, tuple[int, list[Entry]]] = {}
 
     def read(self) -> Log:

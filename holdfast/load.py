@@ -38,7 +38,7 @@ from holdfast.state.fresh import plain_tensors
 from holdfast.state.layers import decode_kinds, unlike
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import cached, hedged, patiently
+from holdfast.storage.wrappers.layers import with_cache, with_deadline, with_hedging
 
 __all__ = ["Loaded", "Options", "load", "load_opened", "restore"]
 
@@ -84,10 +84,10 @@ def load(
     if require is not None and verify is False:
         raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
     options = Options(only, rename, cast, missing, verify, share, run, other_model)
-    source = patiently(hedged(location(path)), deadline)
+    source = with_deadline(with_hedging(location(path)), deadline)
     label = f"load {source}"
     if cache is not None:
-        source = cached(source, cache)
+        source = with_cache(source, cache)
     ranks = ranks_of(group)
 
     def opening() -> Checkpoint:

@@ -31,7 +31,7 @@ from holdfast.save_options import takes
 from holdfast.saving import Saving
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 SURVIVORS = 60.0
 """Seconds to wait at a restart for writer processes that outlived their trainers."""
@@ -61,7 +61,7 @@ class CheckpointManager:
     @takes(ManagerOptions)
     def __init__(self, options: ManagerOptions) -> None:
         self._options = options
-        self.root = patiently(location(options.root), options.deadline)
+        self.root = with_deadline(location(options.root), options.deadline)
         self.every, self.keep = options.every, options.keep
         self.should_stop = False
         self._ranks = ranks = ranks_of(options.group)

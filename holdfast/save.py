@@ -29,7 +29,7 @@ from holdfast.policies.signing.keys import Key, Signer, signer
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 from holdfast.write.ring import Ring
 
 RUN = secrets.token_hex(8)
@@ -71,7 +71,7 @@ def save(
     rank and also the built-in error of its cause (OSError, TypeError, ValueError, TimeoutError); then nothing was
     committed, training may go on, and an older checkpoint at ``path`` is as it was.
     """
-    folder = patiently(location(path), deadline)
+    folder = with_deadline(location(path), deadline)
     label, step = label or label_of(folder, step), step_of(state, step)
     ranks, began = ranks_of(group), monotonic()
     with no_collection(), ranks.call(label, deadline=deadline, saving=True) as call:
@@ -137,7 +137,7 @@ def previous_of(base: Base | Previous | None, deadline: float) -> Previous | Non
     """What a save may cite, from what its caller named; a checkpoint that cannot be a base fails the save."""
     if base is None or isinstance(base, Previous):
         return base
-    found = base.path if isinstance(base, Checkpoint) else patiently(location(base), deadline)
+    found = base.path if isinstance(base, Checkpoint) else with_deadline(location(base), deadline)
 
     def choose() -> Place:
         if isinstance(base, Checkpoint) and base.format != FORMAT:

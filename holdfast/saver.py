@@ -40,7 +40,7 @@ from holdfast.saving import Saving
 from holdfast.state import Recall
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 from holdfast.write.arena import WINDOW, Slot, room_for
 from holdfast.write.jobs import Worker
 from holdfast.write.worker import start
@@ -170,7 +170,7 @@ class Saver:
         once its outcome is known. So ``saving = saver.save(state, path, base=saving)`` writes what changes.
         """
         self._check_open()
-        folder = patiently(location(path), self._deadline)
+        folder = with_deadline(location(path), self._deadline)
         label, step = label or label_of(folder, step), step_of(state, step)
         rank = self._ranks.rank
         previous = previous_of(Previous(base.to_cite) if isinstance(base, Saving) else base, self._deadline)

@@ -20,7 +20,7 @@ from holdfast.events import log
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import bounded
+from holdfast.storage.wrappers.layers import with_default_deadline
 
 if TYPE_CHECKING:
     from holdfast.checkpoint import Checkpoint
@@ -128,7 +128,7 @@ def is_root(path: str) -> bool:
     from holdfast.view.run import is_run
 
     try:
-        return is_run(bounded(location(path), DEADLINE))
+        return is_run(with_default_deadline(location(path), DEADLINE))
     except StorageError as error:  # opening it says what is wrong
         log.debug("%s: %s", path, error)
         return False

@@ -16,7 +16,7 @@ from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.cited import is_cited, sibling_of
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage import storage
-from holdfast.storage.inside import inside
+from holdfast.storage.links import without_links_out
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 
@@ -168,7 +168,7 @@ def let_go(root: Place, loose: Cited, cited: Cited, spare: Collection[Place] = (
         free = {path for path in paths - cited.get(name, set()) if datafile.save_of(path) is not None}
         free = _unnamed(folder, free) if free else free
         if free:
-            storage.delete(*inside(folder, sorted(free)))
+            storage.delete(*without_links_out(folder, sorted(free)))
             if folder not in spare:
                 folder.delete_empty_folders()
 

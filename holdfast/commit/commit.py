@@ -36,7 +36,7 @@ from holdfast.state import Collected
 from holdfast.state.layers import KEY, encode_kinds
 from holdfast.storage import storage
 from holdfast.storage.cloud.conditions import STALE
-from holdfast.storage.inside import inside
+from holdfast.storage.links import without_links_out
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.wrappers.retrying import is_transient
@@ -279,7 +279,9 @@ def remove_old_files(folder: Place, old: Manifest, new: Manifest, cited: Cited |
     try:
         root, name = root_of(folder)
         cited = cited_beside(folder) if cited is None else cited
-        gone = inside(folder, [path for path in own if path not in kept and path not in cited.get(name, set())])
+        gone = without_links_out(
+            folder, [path for path in own if path not in kept and path not in cited.get(name, set())]
+        )
         signed = {signature.file_name(old)} - {signature.file_name(new)}
         storage.delete(*gone, *(folder / path for path in signed))
         if new.save != old.save:

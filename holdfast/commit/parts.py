@@ -16,7 +16,7 @@ from holdfast.ondisk import blocks, datafile, manifest, part
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.part import Part
 from holdfast.storage import storage
-from holdfast.storage.inside import Inside
+from holdfast.storage.links import LinkCheck
 from holdfast.storage.place import Place
 
 
@@ -101,7 +101,7 @@ def _prove(folder: Place, save: str) -> Manifest | None:
         return None
     if any(one.save != save or one.world_size != first.world_size for one in found.values()):
         raise Damaged(f"the parts of save {save} contradict each other")
-    home = Inside(folder)
+    home = LinkCheck(folder)
     for one in found.values():
         for path, nbytes, header_bytes, digest, *_ in [*one.records, *(cite.record for cite in one.cites)]:
             _prove_file(home.path(path), nbytes, header_bytes, digest)

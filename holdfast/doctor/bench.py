@@ -33,7 +33,7 @@ from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 DEADLINE = 600.0
 """Seconds to wait for any one answer of a store."""
@@ -90,7 +90,7 @@ def bench(
     Of ``rounds`` the quickest counts. ``tell`` is called with each row as it is known. Host memory: twice ``nbytes``.
     Raises StorageError, also if there is too little room or memory.
     """
-    place = patiently(location(root), DEADLINE)
+    place = with_deadline(location(root), DEADLINE)
     nbytes = max(nbytes // CHUNK, 1) * CHUNK
     _check_room(place, nbytes)
     rows: list[Row] = []

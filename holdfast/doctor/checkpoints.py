@@ -28,7 +28,7 @@ from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import bounded
+from holdfast.storage.wrappers.layers import with_default_deadline
 
 NAME = "checkpoint"
 DEADLINE = 60.0
@@ -40,7 +40,7 @@ FEW = 5
 
 def diagnose(path: str | Path | StorePlace) -> list[Finding]:
     """What is at ``path``, and what is wrong with it. Raises StorageError."""
-    place = bounded(location(path), DEADLINE)
+    place = with_default_deadline(location(path), DEADLINE)
     above = _checkpoint_around(place)
     if above is not None:
         told = f"{place} is a part of the checkpoint {above}"

@@ -17,6 +17,7 @@ from holdfast.storage.cloud.credentials import credentials_for
 from holdfast.storage.cloud.profiles import NoCredentials
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.deadline import Deadline
+from holdfast.storage.wrappers.wrapper import nested
 
 DEADLINE = 30.0
 SKEW = 60.0
@@ -50,11 +51,9 @@ def findings(place: StorePlace, *, write: bool = True) -> Iterator[Finding]:
 
 
 def _spec_of(place: StorePlace) -> Mapping[str, Any]:
-    store: Any = place.store
-    while (inside := getattr(store, "store", None)) is not None:
-        store = inside
-    found = getattr(store, "spec", {})
-    return found if isinstance(found, Mapping) else {}
+    *_, innermost = nested(place.store)
+    spec = getattr(innermost, "spec", {})
+    return spec if isinstance(spec, Mapping) else {}
 
 
 def _credentials(scheme: str, options: Mapping[str, Any]) -> Finding:

@@ -26,7 +26,7 @@ from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 ASKERS = 16
 """Folders of a store that are looked into at once."""
@@ -74,7 +74,7 @@ class Past:
     """What there is to tell of the run in ``root``, a path or a URL."""
 
     def __init__(self, root: str | os.PathLike[str] | Place) -> None:
-        self.root = patiently(location(root), ASK)
+        self.root = with_deadline(location(root), ASK)
         self._reader = Reader(self.root)
         self._committed: dict[str, Entry | None] = {}  # by folder; None for what is no step, or cannot be read
 

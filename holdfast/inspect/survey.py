@@ -36,7 +36,7 @@ from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import bounded
+from holdfast.storage.wrappers.layers import with_default_deadline
 
 ASKERS = 16
 """Folders of a store that are looked into at once."""
@@ -97,7 +97,7 @@ def survey(
     ``headers``: read the header of each data file and compare it with the manifest. Raises NotACheckpoint if there is
     none at all, saying what is there instead, and StorageError if the root cannot be listed.
     """
-    home = bounded(location(root), DEADLINE)
+    home = with_default_deadline(location(root), DEADLINE)
     tiers: list[tuple[str, Place]] = [("store" if fast is not None else "", home)]
     if fast is not None:
         tiers.append(("fast", there := location(fast)))

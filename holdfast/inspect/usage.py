@@ -27,7 +27,7 @@ from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import bounded
+from holdfast.storage.wrappers.layers import with_default_deadline
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
 
     A step whose manifest cannot be read is taken to need all files of its folder.
     """
-    home = bounded(location(root), DEADLINE)
+    home = with_default_deadline(location(root), DEADLINE)
     folders = [name for name in home.folder_names() if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-usage") as pool:
         found = dict(zip(folders, pool.map(lambda name: _files(home / name), folders), strict=True))

@@ -29,7 +29,7 @@ from holdfast.ondisk.manifest import FileRecord
 from holdfast.ondisk.signature import Signature, SignedFile
 from holdfast.read.ranges import Range, Share, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.read.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of
-from holdfast.storage.inside import Inside
+from holdfast.storage.links import LinkCheck
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 
@@ -100,7 +100,7 @@ class DataFiles:
     ) -> None:  # fmt: skip
         self.folder, self.records, self._beside = folder, records, beside
         self._signature = signature
-        self._inside = Inside(folder)
+        self._inside = LinkCheck(folder)
         self._headers: dict[int, Header] = {}
         self._elsewhere: dict[int, Place] = {}
         self._proved: dict[int, Place] = {}

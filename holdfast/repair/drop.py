@@ -19,7 +19,7 @@ from holdfast.policies.signing.keys import Key, found_signature, read_signature,
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def drop(
     fits no section, ValueError if no tensor would be left, Unsupported if what stays shares bytes with what goes,
     NotACheckpoint, Damaged, StorageError.
     """
-    folder, patterns = patiently(location(path), deadline), patterns_in(sections, "sections=")
+    folder, patterns = with_deadline(location(path), deadline), patterns_in(sections, "sections=")
     record = read_known(folder)
     there, lost = parts.sections_of(record), parts.dropped_of(record)
     if odd := unfit(patterns, [*there, *lost]):

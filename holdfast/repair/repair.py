@@ -29,7 +29,7 @@ from holdfast.repair.donors import Donor, Donors
 from holdfast.repair.mend import Mended, Mending, mend_file
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 Source = str | os.PathLike[str] | Place
 
@@ -81,7 +81,7 @@ def repair(
     Raises NotACheckpoint or Damaged if there is no manifest that can be read (see `rescue`), StorageError if something
     cannot be read or written. ``deadline``: seconds to wait for any one answer of a store.
     """
-    began, checkpoint = monotonic(), Checkpoint(patiently(location(path), deadline))
+    began, checkpoint = monotonic(), Checkpoint(with_deadline(location(path), deadline))
     _refuse_without_manifest(checkpoint)
     found = checkpoint.examine()
     return mended_of(checkpoint, found, sources, dry_run=dry_run, began=began)
@@ -127,7 +127,7 @@ def _refuse_without_manifest(checkpoint: Checkpoint) -> None:
 def _donors(sources: Iterable[Source], target: Place, record: Manifest) -> list[Donor]:
     found: list[Donor] = []
     for source in sources:
-        place = patiently(location(source), DEADLINE)
+        place = with_deadline(location(source), DEADLINE)
         kin = [one for one in _checkpoints(place) if str(home(one[0])) != str(home(target))]
         kin.sort(key=lambda one: (one[1].save != record.save, abs((one[1].step or 0) - (record.step or 0))))
         found += [Donor(where, theirs, DataFiles(where, theirs.data_files)) for where, theirs in kin]

@@ -33,10 +33,10 @@ from holdfast.read.examine import examine
 from holdfast.read.read import DataFiles
 from holdfast.read.rebuild import DataFile, Rebuilt, described, rebuilt
 from holdfast.read.source import ReadStats
-from holdfast.storage.inside import Inside
+from holdfast.storage.links import LinkCheck
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 from holdfast.version import __version__
 
 RESCUED = "rescued"
@@ -85,7 +85,7 @@ def rescue(
     that can be read, or somebody saves there; NotACheckpoint if there are no data files; Damaged if no save is whole,
     saying what lacks; Mismatch if that cannot be told without ``like`` or ``save``, or if ``like`` has other tensors.
     """
-    target = patiently(location(folder), deadline)
+    target = with_deadline(location(folder), deadline)
     damaged = _damaged_manifest(target)
     if damaged is None:
         found = commit_late(target)
@@ -94,7 +94,7 @@ def rescue(
     paths = target.files_below()
     if isinstance(target, os.PathLike) and target.living([p for p in paths if datafile.save_of(p)]):
         raise taken(f"somebody is saving to {target} right now")
-    neighbour = None if like is None else read_manifest(patiently(location(like), deadline))
+    neighbour = None if like is None else read_manifest(with_deadline(location(like), deadline))
     record, origin, lost = _chosen(target, paths, neighbour, save, step)
     if damaged is not None:
         (target / ASIDE).write_small(damaged)
@@ -307,7 +307,7 @@ def _losses(made: Rebuilt, like: Manifest | None) -> list[str]:
 
 
 def _attachments(target: Place, save: str) -> list[tuple[str, int, str]]:
-    found, home = [], Inside(target)
+    found, home = [], LinkCheck(target)
     for path in target.files_below():
         above, _, rest = path.partition("/")
         other = re.fullmatch(r"[0-9a-f]{16}", rest.partition("/")[0]) is not None and not rest.startswith(f"{save}/")

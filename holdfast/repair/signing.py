@@ -26,7 +26,7 @@ from holdfast.read.proved import ProvedFile
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 __all__ = ["generate", "load_key", "sign"]
 
@@ -43,7 +43,7 @@ def sign(path: str | os.PathLike[str] | Place, key: Key, *, deadline: float = DE
     Raises ValueError for what is no key, Unsupported for a checkpoint of another format, NotACheckpoint, Damaged,
     StorageError.
     """
-    made, folder = signer(key), patiently(location(path), deadline)
+    made, folder = signer(key), with_deadline(location(path), deadline)
     if made is None:
         raise ValueError("sign needs a private key")
     opened = open_checkpoint(folder)

@@ -17,7 +17,7 @@ from holdfast.ranks.ranks import DEADLINE, ranks_of
 from holdfast.read.damage import Findings, Verified
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 
 def verify(
@@ -40,7 +40,7 @@ def verify(
     opened: list[Checkpoint] = []
 
     def work() -> Findings:
-        opened.append(open_checkpoint(patiently(location(path), deadline)))
+        opened.append(open_checkpoint(with_deadline(location(path), deadline)))
         return opened[0].examine(deep=deep, share=(ranks.rank, ranks.size))
 
     if ranks.size == 1:

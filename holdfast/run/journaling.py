@@ -28,7 +28,7 @@ from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.store_place import StorePlace
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 WAITING = 1000
 """Entries that are kept in memory while they cannot be written."""
@@ -43,7 +43,7 @@ class Journal:
     def __init__(self, root: Place) -> None:
         self.root = root
         self.start = secrets.token_hex(4)
-        self._folder = patiently(root, journal.ASK) / JOURNAL
+        self._folder = with_deadline(root, journal.ASK) / JOURNAL
         self._beat = journal.BEAT_IN_STORE if isinstance(root, StorePlace) else journal.BEAT
         self._changed = threading.Condition()
         self._pending: list[Entry] = []

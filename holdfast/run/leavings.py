@@ -31,7 +31,7 @@ from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 DEADLINE = 600.0
 """Seconds to wait for any one answer of a store."""
@@ -79,7 +79,7 @@ def collect(root: str | Place, *, dry_run: bool = True, deadline: float = DEADLI
     Whatever a living process has locked stays, in a store whatever is younger than six hours. A save that all its ranks
     had finished stays: `holdfast.rescue` commits it. Raises NotACheckpoint if there is nothing at all, StorageError.
     """
-    place = patiently(location(root), deadline)
+    place = with_deadline(location(root), deadline)
     if not (place.files_below() or (isinstance(place, LocalPlace) and place.is_dir())):
         raise NotACheckpoint(what_is_in_store(place) if isinstance(place, StorePlace) else what_is_there(place))
     leavings: list[Leaving] = []

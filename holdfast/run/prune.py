@@ -24,7 +24,7 @@ from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 DEADLINE = 600.0
 """Seconds to wait for any one answer of a store."""
@@ -77,7 +77,7 @@ def prune(
     have borrowed stay. A run may be under way: its manager's newest step is never touched.
     Raises NotACheckpoint if no steps are there, ValueError if ``root`` is a fast tier or names are mixed, StorageError.
     """
-    place = patiently(location(root), deadline)
+    place = with_deadline(location(root), deadline)
     if (place / MARK).is_file():
         raise ValueError(
             f"{place} is the fast tier of a run, where steps wait that are not in its store yet: its manager prunes it "

@@ -23,7 +23,7 @@ from holdfast.read.read import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.repair.repair import Source, mended_of
 from holdfast.run.steps import Steps
-from holdfast.storage.lowly import Pace, Stopped, be_lowly
+from holdfast.storage.background import Pace, Stopped, lower_priority
 from holdfast.storage.place import Place
 
 NOTE = ".holdfast-scrub.json"
@@ -113,7 +113,7 @@ class Scrubbing:
             self._thread.join(timeout)
 
     def _run(self, steps: Steps) -> None:
-        be_lowly()
+        lower_priority()
         try:
             while True:
                 try:
@@ -163,7 +163,7 @@ class Scrubbing:
         """What there is to say of a step; None if it was deleted or replaced meanwhile."""
         began, checkpoint, stats = monotonic(), Checkpoint(path), ReadStats()
         files = DataFiles(path, record.data_files)
-        faults = examine(files, record, stats, pace=self._pace, threads=1, begin=be_lowly)
+        faults = examine(files, record, stats, pace=self._pace, threads=1, begin=lower_priority)
         found = Findings(record.save, 0, stats.read, 0, faults, checkpoint.altered_attachments())
         hurt: Sequence[Damage] = [*found.others, *damages(record, faults, files.named)]
         if hurt and not _is_still(path, record):

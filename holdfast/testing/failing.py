@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeVar
 
-from holdfast.storage.keys import named
-from holdfast.storage.store import Buffer, Got, Listing, Store
+from holdfast.storage.store import Buffer, Store
 from holdfast.storage.wrappers.chunks import taken
+from holdfast.storage.wrappers.wrapper import Wrapper
 
 T = TypeVar("T")
 When = Literal["before", "within", "after"]
 
 
-class Failing:
+class Failing(Wrapper):
     """The same `Store`, whose verbs from the ``nth`` on (the first is 1) fail, ``times`` of them.
 
     With ``"before"`` nothing is done, with ``"after"`` all of it and the answer is lost, with ``"within"`` an upload
@@ -35,27 +35,11 @@ class Failing:
         when: When = "before",
         error: Callable[[], OSError] | None = None,
     ) -> None:
-        self.store = store
+        super().__init__(store)
         self._failing = range(nth, nth + times) if nth else range(0)
         self._when, self._error = when, error
         self._lock = threading.Lock()
         self.count = 0
-
-    @property
-    def url(self) -> str:
-        return self.store.url
-
-    def list(self, prefix: str, *, deep: bool) -> Listing:
-        return self._call("list", prefix, lambda: self.store.list(prefix, deep=deep))
-
-    def size(self, key: str) -> int | None:
-        return self._call("size", key, lambda: self.store.size(key))
-
-    def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
-        return self._call("get", key, lambda: self.store.get(key, begin, end))
-
-    def create(self, key: str, data: bytes) -> bool:
-        return self._call("create", key, lambda: self.store.create(key, data))
 
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
         def broken() -> None:
@@ -73,9 +57,6 @@ class Failing:
             raise self._fault("put", key)
 
         self._call("put", key, lambda: self.store.put(key, chunks, nbytes), broken)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self._call("delete", named(keys), lambda: self.store.delete(keys))
 
     def _call(self, verb: str, key: str, work: Callable[[], T], broken: Callable[[], T] | None = None) -> T:
         with self._lock:

@@ -24,7 +24,7 @@ from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.storage.store import Store
 from holdfast.storage.store_place import StorePlace
-from holdfast.storage.wrappers.shipping import spec_of
+from holdfast.storage.wrappers.spec import spec_of
 from holdfast.write import writer_process
 from holdfast.write.courier import Fault
 from holdfast.write.jobs import Futures, Small, in_one_store

@@ -173,7 +173,7 @@ def _hook(
 def _made(paths: list[str], spec: dict[str, Any]) -> Store:
     """A store in this process, of which the trainer has told."""
     sys.path[:] = paths
-    store: Store = import_module("holdfast.storage.wrappers.shipping").store_from(spec)
+    store: Store = import_module("holdfast.storage.wrappers.spec").store_from(spec)
     return store
 
 

@@ -30,7 +30,7 @@ from holdfast.save import signing
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.around import patiently
+from holdfast.storage.wrappers.layers import with_deadline
 
 HEARSAY = 60.0
 """Seconds to wait for what the first rank tells after a commit."""
@@ -55,8 +55,8 @@ class Tiers:
         self._root, self._keep_fast, self._deadline = root, options.keep_fast, deadline
         sign = signing(options.sign)
         self.fast = KeptSteps(folder, name, sign=sign)
-        self.store = KeptSteps(patiently(root, deadline), name, sign=sign)
-        self._asked = Steps(patiently(root, min(ASK, deadline)), name)
+        self.store = KeptSteps(with_deadline(root, deadline), name, sign=sign)
+        self._asked = Steps(with_deadline(root, min(ASK, deadline)), name)
         with ranks.call(f"tiers of {root}", deadline=deadline) as call:
             self._nodes = find_nodes(call, folder, str(root), key)
         self._newest_word = (-1, Kept(frozenset(), frozenset()))

@@ -1,6 +1,6 @@
-"""Creating a file that must have one writer: by the store's own condition, or by claims where it ignores conditions.
+"""Creates a file that must have one writer: by the store's own condition, or by claims where it ignores conditions.
 
-`storage/storage.py` calls `create_once` for a manifest. Never trusts a store that it has not seen refuse.
+`storage/storage.py` calls `create_once` for a manifest. Never trusts a store before it has seen it refuse.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 
 from holdfast.events import log
 from holdfast.storage.store import Store
+from holdfast.storage.wrappers.wrapper import nested
 
 SETTLE = 2.0
 """Seconds between a claim and the look at the others, and between a file and the look whether it is still ours."""
 
 STALE = 300.0
-"""Seconds after which the claim of a writer that wrote nothing counts no longer: it is taken for dead."""
+"""Seconds after which the claim of a writer that wrote nothing no longer counts: it is taken for dead."""
 
-_known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_honoured: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -37,32 +38,24 @@ def create_once(store: Store, key: str, data: bytes, save_id: str) -> bool:
 
 def honours_conditions(store: Store, folder: str) -> bool:
     """Whether a second `create` of a key fails: tried in ``folder`` with a file of its own, once for each store."""
-    innermost = _innermost(store)
+    # What is put around a store is new for each save; the store within is the same.
+    *_, innermost = nested(store)
     with _lock:
         try:
-            known = _known.get(innermost)
+            known = _honoured.get(innermost)
         except TypeError:  # a store that cannot be referred to weakly is tried each time
-            return _tried(store, folder)
+            return _probe(store, folder)
         if known is None:
-            known = _known[innermost] = _tried(store, folder)
+            known = _honoured[innermost] = _probe(store, folder)
         return known
 
 
-def _innermost(store: Store) -> Any:
-    # What is put around a store is made anew for each save; what it is put around is not.
-    found: Any = store
-    while (inside := getattr(found, "store", None)) is not None:
-        found = inside
-    return found
-
-
-def _tried(store: Store, folder: str) -> bool:
+def _probe(store: Store, folder: str) -> bool:
     key = f"{folder}/.holdfast-probe-{uuid.uuid4().hex}".lstrip("/")
     try:
         if not store.create(key, b"the first"):
-            raise OSError(
-                errno.EIO, f"{store.url}/{key} was just named at random and exists: the store answers at random"
-            )
+            text = f"{store.url}/{key} was just named at random and exists: the store answers at random"
+            raise OSError(errno.EIO, text)
     except OSError as error:
         if error.errno != errno.ENOTSUP:
             raise
@@ -73,7 +66,7 @@ def _tried(store: Store, folder: str) -> bool:
     finally:
         _tidy(store, key)
     if not honoured:
-        _warn(store, "ignores conditions: of two that create one file both are told that they did")
+        _warn(store, "ignores conditions: two writers that create one file both succeed")
     return honoured
 
 
@@ -124,12 +117,12 @@ def create_by_claims(store: Store, key: str, data: bytes, save_id: str) -> bool:
         time.sleep(SETTLE)
         return bytes(store.get(key).data) == data
     finally:
-        # After the manifest: whoever sees no claim then sees the manifest.
+        # After the manifest: a writer that sees no claim then sees the manifest.
         _tidy(store, own)
 
 
 def _await(store: Store, key: str, patience: float) -> None:
-    """Until the file is there, for so long: whoever has lost can then be told to whom."""
+    """Wait until the file is there: then the writer that lost can say to whom."""
     until = time.monotonic() + patience
     while store.size(key) is None and time.monotonic() < until:
         time.sleep(patience / 20)

@@ -21,7 +21,7 @@ from holdfast.storage.local import disk
 from holdfast.storage.store import Entry, Got, Listing, Store
 from holdfast.storage.wrappers.eviction import CacheFolder
 from holdfast.storage.wrappers.extents import EXTENT, PAGE, PAGES, DiskFault, Extent, Run, Version, runs
-from holdfast.storage.wrappers.passing import Passing
+from holdfast.storage.wrappers.wrapper import Wrapper
 
 if sys.version_info >= (3, 12):
     from collections.abc import Buffer
@@ -42,7 +42,7 @@ SMALL = 1 << 20
 """Files of other formats are cached from so many bytes on."""
 
 
-class Cached(Passing):
+class Cached(Wrapper):
     """``store`` with a cache in ``folder`` on local disk, which other stores and any number of processes may share.
 
     What is read of data files of ours, which never change, is kept in pages of 64 KiB: exactly one process fetches

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from time import monotonic
 from typing import TypeVar
 
-from holdfast.storage.keys import named
-from holdfast.storage.store import Buffer, Got, Listing, Store
-from holdfast.storage.wrappers.aside import aside
+from holdfast.storage.store import Buffer, Store
 from holdfast.storage.wrappers.chunks import taken
 from holdfast.storage.wrappers.retrying import transient
+from holdfast.storage.wrappers.threads import in_thread
+from holdfast.storage.wrappers.wrapper import Wrapper
 
 T = TypeVar("T")
 
 
-class Deadline:
-    """The same `Store`, where each verb ends within ``seconds``, with OSError(ETIMEDOUT), ``transient``, if need be.
+class Deadline(Wrapper):
+    """The same `Store`, where each verb ends within ``seconds``, if need be with a ``transient`` OSError(ETIMEDOUT).
 
     For `put` they count from the last chunk that the store took, and stand still while the next one is made. Verbs run
     in threads of their own, and chunks are made there too. After the end a hanging `put` is given no more chunks, but
@@ -32,35 +32,17 @@ class Deadline:
     def __init__(self, store: Store, seconds: float) -> None:
         if not seconds > 0:
             raise ValueError(f"seconds must be more than 0, not {seconds}")
-        self.store, self.seconds = store, float(seconds)
-
-    @property
-    def url(self) -> str:
-        return self.store.url
-
-    def list(self, prefix: str, *, deep: bool) -> Listing:
-        return self._within("list", prefix, lambda: self.store.list(prefix, deep=deep))
-
-    def size(self, key: str) -> int | None:
-        return self._within("size", key, lambda: self.store.size(key))
-
-    def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
-        return self._within("get", key, lambda: self.store.get(key, begin, end))
-
-    def create(self, key: str, data: bytes) -> bool:
-        return self._within("create", key, lambda: self.store.create(key, data))
+        super().__init__(store)
+        self.seconds = float(seconds)
 
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
         watch = _Watch(self.seconds)
         timed = taken(chunks, watch.take)
-        self._within("put", key, lambda: self.store.put(key, timed, nbytes), watch)
+        self._call("put", key, lambda: self.store.put(key, timed, nbytes), watch)
 
-    def delete(self, keys: Sequence[str]) -> None:
-        self._within("delete", named(keys), lambda: self.store.delete(keys))
-
-    def _within(self, verb: str, key: str, work: Callable[[], T], watch: _Watch | None = None) -> T:
+    def _call(self, verb: str, key: str, work: Callable[[], T], watch: _Watch | None = None) -> T:
         watch = watch or _Watch(self.seconds)
-        future = aside(work, verb)
+        future = in_thread(work, verb)
         try:
             while not future.done():
                 left = watch.left()

@@ -14,9 +14,9 @@ from time import monotonic
 
 from holdfast.events import log
 from holdfast.storage.store import Got, Store
-from holdfast.storage.wrappers.aside import aside
-from holdfast.storage.wrappers.passing import Passing
 from holdfast.storage.wrappers.retrying import is_transient
+from holdfast.storage.wrappers.threads import in_thread
+from holdfast.storage.wrappers.wrapper import Wrapper
 
 KNOWN = 8
 """Answers of a size class from which on it is known what is usual."""
@@ -31,7 +31,7 @@ ABANDONED = 16
 """Stragglers that may be under way, each in a thread of its own, before there are no more hedges."""
 
 
-class Hedged(Passing):
+class Hedged(Wrapper):
     """The same `Store`, whose `get` is asked for twice if the answer takes long, and the first answer is taken.
 
     Long is ``factor`` times the 95th percentile of recent gets of about this size (within a factor of two), and at
@@ -62,12 +62,12 @@ class Hedged(Passing):
             patience = self._patience(size_class) if self._may_hedge() else None
         if patience is None:
             return ask()
-        first = aside(ask, "get")
+        first = in_thread(ask, "get")
         wait([first], patience)
         if first.done() or not self._hedge():
             return first.result()
         log.debug("get of %s/%s takes longer than %.2f s: asked for again", self.url, key, patience)
-        return self._faster([first, aside(ask, "get")])
+        return self._faster([first, in_thread(ask, "get")])
 
     def _patience(self, size_class: int) -> float | None:
         """Seconds after which a get of this size has taken long; None if it is not known."""

@@ -11,13 +11,13 @@ from time import monotonic, sleep
 
 from holdfast.storage.store import Buffer, Got, Store
 from holdfast.storage.wrappers.chunks import taken
-from holdfast.storage.wrappers.passing import Passing
+from holdfast.storage.wrappers.wrapper import Wrapper
 
 BURST = 0.1
 """Seconds of the rate that may go at once, after a pause; and the slices in which threads take turns."""
 
 
-class Throttled(Passing):
+class Throttled(Wrapper):
     """The same `Store`, whose `get` and `put` together move at most ``bytes_per_second`` on average.
 
     A token bucket: threads take turns in small slices, so that a large file does not keep a small one waiting. A

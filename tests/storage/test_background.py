@@ -1,4 +1,4 @@
-"""A lowly thread: it has the lowest priority, keeps its rate, and stands back while others are busy."""
+"""A background thread: it has the lowest priority, keeps its rate, and stands back while others are busy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.storage import lowly
-from holdfast.storage.lowly import Pace, Stopped, be_lowly
+from holdfast.storage import background
+from holdfast.storage.background import Pace, Stopped, lower_priority
 
 
 def test_only_the_thread_itself_is_lowered() -> None:
     found: list[int] = []
 
     def run() -> None:
-        be_lowly()
+        lower_priority()
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         stat = Path(f"/proc/self/task/{threading.get_native_id()}/stat")
         found.append(int(stat.read_text().rsplit(")", 1)[1].split()[16]))
@@ -41,7 +41,7 @@ class Clock(threading.Event):
 
 def test_no_more_than_the_rate_and_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(lowly, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(background, "monotonic", lambda: clock.now)
     pace = Pace(1e6, lambda: False, clock)
     for _ in range(30):
         pace(50_000)

@@ -1,4 +1,4 @@
-"""A call in another thread, which whoever started it may stop waiting for.
+"""A call in a daemon thread, for callers that may stop waiting for it.
 
 `deadline.py` and `hedged.py` call it. Never waits, and never keeps the interpreter from ending.
 """
@@ -18,31 +18,31 @@ IDLE = 5.0
 """Seconds for which a thread waits for the next call: a load makes thousands."""
 
 
-def aside(work: Callable[[], T], name: str) -> Future[T]:
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Start ``work`` in a daemon thread. (A `ThreadPoolExecutor` would be joined at exit, also where it hangs.)"""
     future: Future[T] = Future()
-    # Taken out before it is set: the frames of an error lead back to this one, and a future that both hold would close
-    # a circle, which would keep alive what the call held until it is collected.
-    told = [future]
+    # Taken out before it is set. An error's frames lead back to this one: a future that both hold would close a
+    # reference cycle, which would keep alive what the call held until it is collected.
+    pending = [future]
 
     def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - stored, and raised by whoever asks for the result
-            told.pop().set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        except BaseException as error:  # noqa: BLE001 - stored, and raised to the caller that asks for the result
+            pending.pop().set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         else:
-            told.pop().set_result(result)
+            pending.pop().set_result(result)
 
     with _lock:
-        hand = _idle.pop() if _idle else None
-    if hand is None:
-        hand = _Hand()
-        threading.Thread(target=hand.work, name=f"holdfast-{name}", daemon=True).start()
-    hand.calls.put(run)
+        thread = _idle.pop() if _idle else None
+    if thread is None:
+        thread = _Thread()
+        threading.Thread(target=thread.work, name=f"holdfast-{name}", daemon=True).start()
+    thread.calls.put(run)
     return future
 
 
-class _Hand:
+class _Thread:
     """A thread that makes one call after the other, until there was none for a while."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Hand:
                 _idle.append(self)
 
 
-_idle: list[_Hand] = []
+_idle: list[_Thread] = []
 _lock = threading.Lock()
 
 

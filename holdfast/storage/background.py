@@ -1,4 +1,4 @@
-"""A thread that takes what others leave over: of the processor, of the disk, and so many bytes a second at most.
+"""A background thread: the lowest priority for processor and disk, and a limit of bytes a second.
 
 Scrubbing runs in such threads. Never changes the priority of another thread.
 """
@@ -27,10 +27,10 @@ BURST = 1.0
 
 
 class Stopped(Exception):
-    """Raised in a thread that was waiting when it was told to stop."""
+    """Raised in a thread that is asked to stop while it waits."""
 
 
-def be_lowly() -> None:
+def lower_priority() -> None:
     """Give this thread the lowest priority for processor and disk, as far as the system lets it."""
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None and _libc.syscall(number, _THIS_THREAD, 0, _IDLE) != 0:

@@ -1,6 +1,6 @@
-"""Whether a file of a checkpoint lies where a checkpoint may have files: no link is followed out of it.
+"""Links that lead out of a checkpoint: files that a manifest names are neither read nor deleted through them.
 
-The reader and whoever deletes ask here before they touch a file that a manifest names. Never opens one.
+Readers, and what deletes, ask here before they touch such a file. Never opens one.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 
 
-class Inside:
-    """The folder of a checkpoint, links followed once: it may itself be reached through any."""
+class LinkCheck:
+    """Checks paths below the folder of a checkpoint, which may itself be reached through a link."""
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder
@@ -24,7 +24,7 @@ class Inside:
     def leads_out(self, path: str) -> str | None:
         """Where ``path`` of the manifest really lies, if that is outside; None if it is inside, or not there.
 
-        A cited file (``../step-5/model/x``) has to lie in one of the folders beside this one.
+        A reused file (``../step-5/model/x``) has to lie in one of the folders beside this one.
         """
         if isinstance(self._folder, StorePlace):  # a store has no links, and keys have no way up
             return None
@@ -37,26 +37,26 @@ class Inside:
         above, _, name = path.rpartition("/")
         if above not in self._folders:
             self._folders[above] = os.path.realpath(os.path.join(self._home, above))
-        found = f"{self._folders[above]}/{name}"
-        return os.path.realpath(found) if os.path.islink(found) else found
+        file = f"{self._folders[above]}/{name}"
+        return os.path.realpath(file) if os.path.islink(file) else file
 
     def path(self, path: str) -> Place:
         """Where the file lies, for opening it. Raises Damaged if a link leads out."""
-        found = self._folder / path
+        file = self._folder / path
         real = self.leads_out(path)
         if real is not None:
             error = Damaged(
-                f"{found} is reached by a link that leads out of its checkpoint, to {real}: nothing outside is read; "
+                f"{file} is reached by a link that leads out of its checkpoint, to {real}: nothing outside is read; "
                 "put the file itself there"
             )
-            error.file = str(found)
+            error.file = str(file)
             raise error
-        return found
+        return file
 
 
-def inside(folder: Place, paths: list[str]) -> list[Place]:
+def without_links_out(folder: Place, paths: list[str]) -> list[Place]:
     """Those of ``paths`` that lie in the folder, links followed: what may be deleted with it."""
     if isinstance(folder, LocalPlace):
-        home = Inside(folder)
-        paths = [path for path in paths if home.leads_out(path) is None]
+        links = LinkCheck(folder)
+        paths = [path for path in paths if links.leads_out(path) is None]
     return [folder / path for path in paths]
