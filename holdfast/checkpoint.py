@@ -18,7 +18,7 @@ import torch
 
 from holdfast import events
 from holdfast.buffers.still import wait_for_copies
-from holdfast.commit.absent import what_is_in_store, what_is_there
+from holdfast.commit.absent import what_is_there
 from holdfast.commit.parts import commit_late
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.ondisk import blocks, dtypes, manifest, spans, values
@@ -39,9 +39,7 @@ from holdfast.read.ranges import Verify
 from holdfast.read.read import DataFiles, Files, Wanted, read_boxes
 from holdfast.read.source import ReadStats
 from holdfast.storage.links import LinkCheck
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_cache, with_default_deadline
 
@@ -387,7 +385,7 @@ def open_checkpoint(
     try:
         checkpoint.manifest  # noqa: B018 - reading it is the check
     except NotACheckpoint as error:
-        if require is not None and isinstance(target, LocalPlace) and not target.exists():
+        if require is not None and not target.is_remote and not target.exists():
             raise
         if require is not None:  # not even looked at: a reader of another format would have to believe it
             raise Untrusted(
@@ -398,8 +396,8 @@ def open_checkpoint(
 
         foreign = open_foreign(target)
         if foreign is None:
-            if isinstance(target, StorePlace):
-                raise NotACheckpoint(what_is_in_store(target)) from None
+            if target.is_remote:
+                raise NotACheckpoint(what_is_there(target)) from None
             raise
         checkpoint = Checkpoint(target, foreign=foreign)
         events.log.info("%s: read as %s%s", target, foreign.format, f" ({foreign.reading})" if foreign.reading else "")
@@ -423,15 +421,15 @@ def read_manifest(folder: Place) -> Manifest:
         data = target.read_small()
     except (FileNotFoundError, StorageError) as error:
         refused = isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM)
-        if refused or (isinstance(error, StorageError) and (isinstance(folder, StorePlace) or folder.is_dir())):
+        if refused or (isinstance(error, StorageError) and (folder.is_remote or folder.is_dir())):
             raise
-        if isinstance(folder, StorePlace):  # looking what is there instead costs requests: `open_checkpoint` does
+        if folder.is_remote:  # looking what is there instead costs requests: `open_checkpoint` does
             raise NotACheckpoint(f"there is no {target}") from None
         raise NotACheckpoint(what_is_there(folder)) from None
     try:
         return manifest.decode(data, str(target))
     except Damaged:
-        if not isinstance(folder, StorePlace):
+        if not folder.is_remote:
             raise
         return manifest.decode(target.read_small(), str(target))  # on the way a bit may have flipped
 

@@ -23,6 +23,7 @@ from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.read.ranges import Verify
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
@@ -69,18 +70,18 @@ def convert(
         )
     ranks, began = ranks_of(group), monotonic()
     place = with_deadline(location(target), deadline)
-    grown = place if isinstance(place, LocalPlace) else grown_at(place)
+    grown = grown_at(place) if place.is_remote else LocalPlace(place)
     work = ConvertWork(source, place, replace(asked, overwrite=overwrite or grown != place), ranks, Partial(grown))
     with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:
-        if isinstance(place, StorePlace):
-            call.exchange("look", lambda: _look(place, ranks, overwrite=overwrite), check_one_machine, str)
+        if place.is_remote:
+            call.exchange("look", lambda: _look(as_store(place), ranks, overwrite=overwrite), check_one_machine, str)
         try:
             done = call.exchange("plan", work.plan, work.begin, str)
             work.converted.nbytes = call.settle("copy", lambda: work.copy(done), work.finish, int)
         finally:
             work.partial.leave()
-        if isinstance(place, StorePlace):
-            call.settle("upload", partial(_upload, grown, place, ranks), _all_done, int)
+        if place.is_remote:
+            call.settle("upload", partial(_upload, grown, as_store(place), ranks), _all_done, int)
     work.converted.seconds = monotonic() - began
     if ranks.first:
         _tell(work.converted)

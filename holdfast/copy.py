@@ -29,7 +29,6 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import found_signature
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage.local import disk
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
@@ -147,7 +146,7 @@ def _copy_one(source: StorePlace, target: Place, record: Manifest, overwrite: bo
             copy_hint(source, target, into.save)
         elif signed is not None and found_signature(target, into) is None:
             place_signature(target, into, signed)
-    if isinstance(target, LocalPlace):
+    if target.has_folders:
         _tidy(target, into)
     events.log.info(
         "%s: %s; %d files copied (%d bytes), %d were there", target,
@@ -160,7 +159,7 @@ def _copy_one(source: StorePlace, target: Place, record: Manifest, overwrite: bo
 def _received(target: Place, record: Manifest, overwrite: bool) -> tuple[Manifest, How]:
     """The manifest as the target will have it, and what is to be done with it there. Raises StorageError (EEXIST)."""
     place, own = home(target), self_contained(record)
-    if isinstance(target, LocalPlace) and target.exists() and not target.is_dir():
+    if target.has_folders and target.exists() and not target.is_dir():
         raise taken(f"{target} is a file")
     there = place.sizes_below()
     if manifest.FILE_NAME not in there:
@@ -198,7 +197,7 @@ def _refuse_others(target: Place, own: Manifest, there: list[str]) -> None:
     foreign = [path for path in strays if not is_leaving(path) and not (leavings and goes_along(target, path))]
     if foreign:
         raise taken(f"{target} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
-    if isinstance(target, LocalPlace) and target.living(leavings):
+    if target.has_locks and target.living(leavings):
         raise taken(f"another save is writing to {target} right now")
 
 
@@ -253,7 +252,7 @@ class _Guard:
             os.close(self._fd)
 
     def landed(self, path: str) -> None:
-        if not isinstance(self._target, LocalPlace) or datafile.save_of(path) is None:
+        if not self._target.has_locks or datafile.save_of(path) is None:
             return
         with self._held:
             if self._fd is None:

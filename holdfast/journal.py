@@ -15,7 +15,6 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.urls import location
@@ -151,7 +150,7 @@ def joined(entries: Iterable[Entry]) -> list[Entry]:
 
 def _from_all(files: Sequence[Place]) -> list[list[Entry]]:
     """The entries of each file; in a store, several are asked for at once."""
-    if len(files) < 2 or isinstance(files[0], LocalPlace):
+    if len(files) < 2 or not files[0].is_remote:
         return [entries_in(file) for file in files]
     with ThreadPoolExecutor(min(_ASKERS, len(files)), thread_name_prefix="holdfast-journal") as pool:
         return list(pool.map(entries_in, files))

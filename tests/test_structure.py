@@ -203,3 +203,28 @@ def test_local_files_are_touched_in_one_place(path: Path) -> None:
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
             found.append(f"{node.lineno}: open")
     assert _name(path) in OF_THE_SYSTEM or not found, found
+
+
+KINDS_OF_PLACE = {"Place", "LocalPlace", "StorePlace", "Path", "PosixPath", "PurePath", "PurePosixPath"}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if not _name(p).startswith("storage/")], ids=_name)
+def test_nobody_asks_which_kind_of_place_it_is(path: Path) -> None:
+    """A place is asked for what it can do (`is_remote`, `has_locks`, …), so that a third kind needs no change here."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        asked: ast.AST | None = None
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "issubclass")
+        ):
+            asked = node.args[1]
+        elif isinstance(node, ast.MatchClass):
+            asked = node.cls
+        elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+            asked = node.comparators[0]
+        names = {ast.unparse(name).rpartition(".")[2] for name in ast.walk(asked)} if asked is not None else set()
+        if names & KINDS_OF_PLACE:
+            found.append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
+    assert not found, found

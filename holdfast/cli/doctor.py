@@ -16,9 +16,8 @@ from holdfast.doctor import checkpoints, folders, machine, stores
 from holdfast.doctor.finding import Finding
 from holdfast.errors import StorageError
 from holdfast.ondisk import manifest
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
+from holdfast.storage.storage import as_store
 from holdfast.storage.urls import location
 
 Here = TypeVar("Here", bound=Place)
@@ -56,21 +55,19 @@ def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Fi
     if path is None:
         return
     place = location(path)
-    if isinstance(place, StorePlace):
-        found = list(stores.findings(_around(place), write=write))
+    if place.is_remote:
+        found = list(stores.findings(as_store(_around(place)), write=write))
         yield "store", found
         if any(one.verdict == "fail" for one in found):
             return
     else:
         yield "folder", folders.findings(_around(place), write=write)
     try:
-        if (
-            isinstance(place, StorePlace) or not place.is_dir() or any(place.iterdir())
-        ):  # else a folder for what is to come
+        if place.is_remote or not place.is_dir() or any(place.iterdir()):  # else a folder for what is to come
             yield "checkpoint", checkpoints.diagnose(path)
     except OSError as error:
         mend = "docs/stores.md lists the rights that are needed"
-        if isinstance(place, LocalPlace):
+        if not place.is_remote:
             mend = folders.when_refused(error, place)
         yield "checkpoint", [Finding("checkpoint", "fail", str(error), mend, "storage")]
 

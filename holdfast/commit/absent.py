@@ -11,14 +11,15 @@ from holdfast.errors import StorageError
 from holdfast.ondisk import datafile, manifest
 from holdfast.storage import storage
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 LEVELS = 3
 """Levels of a folder that tell what it is: of a root, the files of its steps. Data sets may lie beside a run."""
 
 
 def what_is_there(folder: Place) -> str:
-    """What a local path holds that is no checkpoint, and which path might be meant."""
+    """What a place holds that is no checkpoint, and which path might be meant."""
+    if folder.is_remote:
+        return _what_is_in_store(folder)
     if not folder.exists():
         above = folder.parent
         kin = sorted(p.parent.name for p in above.glob(f"*/{manifest.FILE_NAME}")) if above.is_dir() else []
@@ -40,7 +41,7 @@ def what_is_there(folder: Place) -> str:
     return _uncommitted(folder, folder.files_near(levels=LEVELS))
 
 
-def what_is_in_store(folder: StorePlace) -> str:
+def _what_is_in_store(folder: Place) -> str:
     """The same with few requests: what a folder is called tells enough."""
     try:
         files = folder.files_below()

@@ -19,7 +19,6 @@ from holdfast.dcp.writer import Writer
 from holdfast.errors import Unsupported
 from holdfast.read.ranges import Verify
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 
 _TORCH = "torch.distributed.checkpoint"
@@ -106,7 +105,7 @@ def _say_whose(kind: str) -> None:
 
 def id_for_torch(checkpoint_id: PathLike | None) -> str | os.PathLike[str] | None:
     """A path as torch's engine takes it."""
-    return str(checkpoint_id) if isinstance(checkpoint_id, StorePlace) else checkpoint_id
+    return str(checkpoint_id) if getattr(checkpoint_id, "is_remote", False) else checkpoint_id
 
 
 def plans_itself(planner: Any) -> bool:

@@ -19,13 +19,12 @@ from holdfast.formats.dcp.dcp import read_folder
 from holdfast.ondisk import containers, manifest, names, packing, values
 from holdfast.ondisk.containers import Note
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 
 
 def as_torch_has_it(path: Place) -> str | os.PathLike[str]:
     """A path as torch's own objects hold it."""
-    return str(path) if isinstance(path, StorePlace) else path
+    return str(path) if path.is_remote else path
 
 
 def may_be_a_path(path: str | os.PathLike[str]) -> bool:

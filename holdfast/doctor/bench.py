@@ -28,9 +28,9 @@ from holdfast.run.leavings import BENCH
 from holdfast.saver import Saver
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
@@ -100,7 +100,7 @@ def bench(
         tell(rows[-1])
 
     with _folder(place) as work:
-        raw = _Store(work, nbytes) if isinstance(work, StorePlace) else _Disk(work, nbytes)
+        raw = _Store(as_store(work), nbytes) if work.is_remote else _Disk(work, nbytes)
         told("raw write", nbytes, 1, min(_timed(raw.write) for _ in range(rounds)))
         told("raw read", nbytes, 1, min(_timed(raw.read) for _ in range(rounds)))
         raw.delete()
@@ -115,9 +115,9 @@ def bench(
     return Benched(str(place), nbytes, tuple(rows), stall, raw.direct)
 
 
-def str_of(path: Place) -> str | StorePlace:
+def str_of(path: Place) -> str | Place:
     """A location as users give it."""
-    return path if isinstance(path, StorePlace) else str(path)
+    return path if path.is_remote else str(path)
 
 
 def _timed(do: Callable[[], object]) -> float:
@@ -130,7 +130,7 @@ def _check_room(place: Place, nbytes: int) -> None:
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if memory < 2.2 * nbytes:
         raise _too_small(f"{memory} bytes of memory are free, and {int(2.2 * nbytes)} are needed", errno.ENOMEM)
-    if isinstance(place, LocalPlace):
+    if place.has_folders:
         above = next(path for path in [place, *place.parents] if path.exists())
         free = shutil.disk_usage(above).free
         if free < 1.2 * nbytes:
@@ -146,15 +146,15 @@ def _too_small(text: str, number: int) -> StorageError:
 @contextmanager
 def _folder(place: Place) -> Iterator[Place]:
     """A folder of its own, which is gone afterwards, and those above that were made for it."""
-    made = [path for path in [place, *place.parents] if not path.exists()] if isinstance(place, LocalPlace) else []
+    made = [path for path in [place, *place.parents] if not path.exists()] if place.has_folders else []
     work = place / f"{BENCH}{secrets.token_hex(4)}"
     work.make_folder()
     (work / "lock").write_small(b"a benchmark is under way\n")
-    lock = (work / "lock").open_locked() if isinstance(work, LocalPlace) else -1
+    lock = (work / "lock").open_locked() if work.has_locks else -1
     try:
         yield work
     finally:
-        if isinstance(work, LocalPlace):
+        if work.has_folders:
             os.close(lock)
             with naming(work, "delete"):
                 disk.delete_all(work)
@@ -260,7 +260,7 @@ def _write_small(work: Place) -> None:
     (work / "small").make_folder()
     paths = [work / "small" / f"{number:04d}" for number in range(SMALL_FILES)]
     data = secrets.token_bytes(SMALL)
-    with ThreadPoolExecutor(ASKERS if isinstance(work, StorePlace) else 1) as pool:
+    with ThreadPoolExecutor(ASKERS if work.is_remote else 1) as pool:
         list(pool.map(lambda path: path.write_small(data), paths))
 
 

@@ -24,7 +24,6 @@ from holdfast.repair.rescue import rescuable
 from holdfast.run.steps import Steps
 from holdfast.run.whole import fault_of, lacking_files
 from holdfast.storage import storage
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
@@ -45,7 +44,7 @@ def diagnose(path: str | Path | StorePlace) -> list[Finding]:
     if above is not None:
         told = f"{place} is a part of the checkpoint {above}"
         return [_missing(told, f"give its folder: {command('show', above)}")]
-    if isinstance(place, LocalPlace) and not place.exists():
+    if place.has_folders and not place.exists():
         return [_nothing_at(place)]
     if (place / manifest.FILE_NAME).is_file():
         return _ours(place)
@@ -66,9 +65,7 @@ def diagnose(path: str | Path | StorePlace) -> list[Finding]:
 def advice(path: str) -> str:
     """What to do about a local ``path`` that does not open; empty if that cannot be told."""
     try:
-        found = (
-            [] if isinstance(location(path), StorePlace) else diagnose(path)
-        )  # in a store looking around costs requests
+        found = [] if location(path).is_remote else diagnose(path)  # in a store looking around costs requests
     except (HoldfastError, OSError, ValueError):
         return ""
     return next((one.mend for one in found if one.mend), "")
@@ -93,7 +90,7 @@ def _checkpoint_around(place: Place) -> Place | None:
     return None
 
 
-def _nothing_at(place: Path) -> Finding:
+def _nothing_at(place: Place) -> Finding:
     partial = place.with_name(f"{place.name}.partial")
     if partial.is_dir():
         told = f"there is nothing at {place} yet: a conversion to it is under way, or broke off"
@@ -106,7 +103,7 @@ def _nothing_at(place: Path) -> Finding:
     near = get_close_matches(first, kin, n=1, cutoff=0.6)
     told = f"there is nothing at {place}"
     if near:
-        meant = above.joinpath(near[0], *place.relative_to(above).parts[1:])
+        meant = above / "/".join([near[0], *place.relative_to(above).parts[1:]])
         return _missing(told, f"did you mean {meant}? {command('ls', above)} lists what is there")
     return _missing(told, f"{command('ls', above)} lists what is there")
 
@@ -189,7 +186,7 @@ def _before_the_first(root: Place, begun: Sequence[str]) -> list[Finding]:
 
 
 def _empty(place: Place) -> Finding:
-    if isinstance(place, StorePlace):
+    if place.is_remote:
         return _missing(f"there is nothing at {place}", f"{command('ls', place.parent)} lists what is beside it")
     told = f"no step was saved here yet: {place} is empty"
     return _missing(
@@ -203,7 +200,7 @@ def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
         told = f"{place} is {what_is_lent(lent_to)}"
         return _missing(told, f"take one of these, and leave its files where they are; {command('ls', place.parent)}")
     if place.living([path for path in files if datafile.save_of(path)]):
-        if isinstance(place, StorePlace):
+        if place.is_remote:
             told = f"{place} holds no manifest.json, and files younger than six hours: a save may be under way"
         else:
             told = f"a save to {place} is under way"
@@ -277,7 +274,7 @@ def _absent(place: Place, files: Sequence[str]) -> str:
 def _foreign(place: Place, files: Sequence[str]) -> list[Finding]:
     formats = "docs/formats.md says what its reader expects"
     try:
-        opened = open_checkpoint(str(place) if isinstance(place, LocalPlace) else place)
+        opened = open_checkpoint(place)
         hurt = opened.verify(deep=False, raises=False).damages
     except NotACheckpoint as error:
         return [_elsewhere(place, str(error))]
@@ -298,7 +295,7 @@ def _elsewhere(place: Place, told: str) -> Finding:
     near = [place.parent, *(place / name for name in (place.folder_names() if not _is_file(place) else [])[:FEW])]
     for other in near:
         try:
-            opened = open_checkpoint(str(other) if isinstance(other, LocalPlace) else other)
+            opened = open_checkpoint(other)
         except (HoldfastError, OSError):
             continue  # nothing to be opened there either
         return _missing(f"{place} is no checkpoint, {other} is one ({opened.format})", command("show", other))

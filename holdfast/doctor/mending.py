@@ -13,7 +13,6 @@ from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, St
 from holdfast.ondisk import manifest
 from holdfast.repair.rescue import IN_NO_FILE, rescuable
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 
 
@@ -21,7 +20,7 @@ def not_by_headers(path: str) -> str:
     """Why `rescue` is not to go by headers alone at a local ``path``: a step beside it tells more. Else empty."""
     try:
         place = location(path)
-        older = [] if isinstance(place, StorePlace) else neighbours(place)
+        older = [] if place.is_remote else neighbours(place)
         if older and not (place / manifest.FILE_NAME).is_file() and rescuable(place)[0] == "headers":
             if gone := lacking(place, older[-1]):
                 return f"{place} is not all there: {gone}. Name a copy of it with --like"
@@ -40,7 +39,7 @@ def mending(path: str, asked: Sequence[str] = ()) -> str:
     """
     try:
         place = location(path)
-        if isinstance(place, StorePlace):
+        if place.is_remote:
             return ""
         if asked:
             return _mend_elsewhere(place)
@@ -75,7 +74,7 @@ def command(word: str, *paths: object) -> str:
 
 def steps_in(root: Place) -> list[Place]:
     """The checkpoints in a folder, the latest by their numbers last."""
-    names = root.folder_names() if isinstance(root, StorePlace) or root.is_dir() else []
+    names = root.folder_names() if root.is_remote or root.is_dir() else []
     return [root / name for name in sorted(names, key=_order) if (root / name / manifest.FILE_NAME).is_file()]
 
 

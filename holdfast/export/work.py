@@ -28,7 +28,6 @@ from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, selector
 from holdfast.ranks.ranks import Ranks
 from holdfast.read.ranges import Verify
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 
 To = Literal["holdfast", "huggingface", "torch", "dcp"]
@@ -106,7 +105,7 @@ class Note(msgspec.Struct, array_like=True):
 
 def _real(path: Place) -> str:
     """A path by which the same place is known, whatever links lead to it."""
-    return os.path.realpath(path) if isinstance(path, LocalPlace) else str(path)
+    return str(path.real())
 
 
 class ConvertWork:

@@ -17,7 +17,6 @@ from holdfast.errors import HoldfastError
 from holdfast.formats.sources import Stretch, file
 from holdfast.read.read import ASKERS
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 BATCH = 64
 """Files that are glanced at together: what is read of them is kept until they are opened."""
@@ -31,7 +30,7 @@ class Ahead:
     """Stretches in the order in which they are likely to be wanted."""
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
-        found = (s for s in stretches if type(s) is not Stretch and isinstance(s.source.path, StorePlace))
+        found = (s for s in stretches if type(s) is not Stretch and s.source.path.is_remote)
         self._order = [*dict.fromkeys(found)]
         self._at = {stretch: i for i, stretch in enumerate(self._order)}
         self._asked: set[int] = set()
@@ -66,7 +65,7 @@ def glanced(items: Iterable[T], path_of: Callable[[T], Place]) -> Iterator[T]:
     """The items; of the files of those in a store both ends are read before, of many at once."""
     waiting = iter(items)
     while batch := [*islice(waiting, BATCH)]:
-        if len(batch) > 1 and isinstance(path_of(batch[0]), StorePlace):
+        if len(batch) > 1 and path_of(batch[0]).is_remote:
             with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-look") as pool:
                 list(pool.map(_glance, map(path_of, batch)))
         yield from batch

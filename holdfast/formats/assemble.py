@@ -30,7 +30,6 @@ from holdfast.ondisk.containers import Note
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import Manifest
 from holdfast.read.source import Descriptors, ReadStats
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 
@@ -81,7 +80,7 @@ class ForeignFiles:
     def plain(self, index: int) -> Place | None:
         """The local file whose bytes the pieces of that number are; None for those in memory or to be unpacked."""
         source = self.sources[index]
-        return source.path if isinstance(source, File) and isinstance(source.path, LocalPlace) else None
+        return source.path if isinstance(source, File) and source.path.has_descriptors else None
 
     def prove(self, indices: Iterable[int]) -> None:
         """Every stretch was found to lie within its file when it was made."""

@@ -14,6 +14,7 @@ from holdfast.errors import Damaged, HoldfastError
 from holdfast.formats.assemble import Foreign, assemble
 from holdfast.storage.naming import storage_error
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.listed import Listed
 
@@ -35,8 +36,9 @@ def open_foreign(path: Place) -> Foreign | None:
 
     ``path``: a folder, a file, or a template with ``{rank}``. Raises Damaged, Unsupported, StorageError.
     """
-    if isinstance(path, StorePlace):
-        path = StorePlace(Listed(path.store, _above_templates(path.key)), path.key)
+    if path.is_remote:
+        place = as_store(path)
+        path = StorePlace(Listed(place.store, _above_templates(place.key)), place.key)
     # A large one is hundreds of thousands of objects, of which none is garbage.
     with no_collection(), _telling(path):
         for name in _READERS:

@@ -95,7 +95,7 @@ def _fill(
 
 
 def _read(source: Descriptors | StorePlace, begin: int, nbytes: int, path: Place) -> bytearray:
-    if isinstance(source, StorePlace):
+    if not isinstance(source, tuple):
         with naming(path, "read"):
             data = bytearray(source.store.get(source.key, begin, begin + nbytes).data)
         at = len(data)

@@ -15,7 +15,6 @@ from holdfast.events import log
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 MAX_ATTACHMENT = 64 << 20
 """Larger files beside the weights are no configuration."""
@@ -38,47 +37,22 @@ def names(folder: Place) -> list[str]:
 
 def listed(folder: Place) -> list[str]:
     """Names of the files in a folder that are not hidden, sorted; links count. Raises StorageError."""
-    if isinstance(folder, StorePlace):
-        with naming(folder, "list"):
-            return _seen(entry.key for entry in folder.store.list(folder.key, deep=False).files)
-    with naming(folder, "list"), os.scandir(folder) as entries:
-        return _seen(entry.name for entry in entries if entry.is_symlink() or entry.is_file())
+    return _seen(folder.file_names())
 
 
 def folders(folder: Place) -> list[str]:
     """Names of the folders in a folder that are not hidden, sorted."""
-    if isinstance(folder, StorePlace):
-        with naming(folder, "list"):
-            return _seen(folder.store.list(folder.key, deep=False).folders)
-    with naming(folder, "list"), os.scandir(folder) as entries:
-        return _seen(entry.name for entry in entries if entry.is_dir())
+    return _seen(folder.folder_names())
 
 
-def _seen(paths: Iterable[str]) -> list[str]:
-    found = (path.rpartition("/")[2] for path in paths)
-    return sorted(name for name in found if not name.startswith("."))
-
-
-def real(path: Place) -> Place:
-    """Where links lead; in a store there are none."""
-    return path.resolve() if isinstance(path, LocalPlace) else path
+def _seen(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("."))
 
 
 def lies_in(path: Place, folder: Place) -> bool:
     """Whether a path, links followed, is a folder or below it."""
-    if isinstance(path, StorePlace) or isinstance(folder, StorePlace):
-        return str(path) == str(folder) or str(path).startswith(f"{folder}/")
-    real = os.path.realpath(path)
-    home = os.path.realpath(folder)
+    real, home = str(path.real()), str(folder.real())
     return real == home or real.startswith(home.rstrip("/") + "/")
-
-
-def modified(path: Place) -> float:
-    """When a file was last written, in seconds since the epoch; 0.0 if a store does not tell."""
-    if not isinstance(path, StorePlace):
-        return path.stat().st_mtime
-    beside = path.store.list(path.parent.key, deep=False).files
-    return next((entry.modified for entry in beside if entry.key == path.key), 0.0)
 
 
 def member(folder: Place, name: str, said_by: str = "") -> Place:
@@ -92,7 +66,7 @@ def member(folder: Place, name: str, said_by: str = "") -> Place:
         raise Damaged(f"{name[:200]!r}{by} is no path inside of {folder}: nothing outside of it is read")
     path = folder / name
     with naming(path, "open"):
-        found = path if isinstance(path, StorePlace) or isinstance(folder, StorePlace) else _followed(path, folder, by)
+        found = path if path.is_remote or folder.is_remote else _followed(path, folder, by)
         if not found.is_file():
             raise Damaged(f"{path}{by} is missing; bring it back, or fetch the checkpoint again")
     return found

@@ -22,6 +22,7 @@ from holdfast.read.source import Descriptors
 from holdfast.storage.local import disk
 from holdfast.storage.naming import naming, naming_unless_missing
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 
 KEPT_FILES, KEPT_BYTES = 64, 8 << 30
@@ -54,11 +55,11 @@ class File:
     @property
     def place(self) -> StorePlace | None:
         """Where it lies in a store, if it does."""
-        return self.path if isinstance(self.path, StorePlace) else None
+        return as_store(self.path) if self.path.is_remote else None
 
     def open(self) -> Descriptors | StorePlace:
-        if isinstance(self.path, StorePlace):
-            return self.path
+        if self.path.is_remote:
+            return as_store(self.path)
         try:
             return self.path.open_to_read()
         except FileNotFoundError:
@@ -67,8 +68,9 @@ class File:
     def read(self, begin: int, nbytes: int) -> bytes:
         try:
             with naming_unless_missing(self.path, "read"):
-                if isinstance(self.path, StorePlace):
-                    return bytes(self.path.store.get(self.path.key, begin, begin + nbytes).data)
+                if self.path.is_remote:
+                    place = as_store(self.path)
+                    return bytes(place.store.get(place.key, begin, begin + nbytes).data)
                 fd = disk.open_regular(self.path)
                 try:
                     return _read(fd, self.path, begin, nbytes)
@@ -90,7 +92,7 @@ def opened(source: Source) -> Iterator[Descriptors | StorePlace]:
     try:
         yield found
     finally:
-        for descriptor in () if isinstance(found, StorePlace) else found:
+        for descriptor in found if isinstance(found, tuple) else ():
             if descriptor is not None:
                 os.close(descriptor)
 

@@ -20,7 +20,6 @@ from holdfast.read.damage import Damage
 from holdfast.read.read import ASKERS
 from holdfast.read.source import ReadStats
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 SPAN = 8 << 20
 
@@ -35,7 +34,7 @@ def verify_foreign(foreign: Foreign, path: Place, stats: ReadStats, *, share: tu
 
     def is_right(whole: Stretch, crc32: int) -> bool:
         # On the way from a store a bit may flip: what is wrong is read once more.
-        tries = 2 if isinstance(path, StorePlace) else 1
+        tries = 2 if path.is_remote else 1
         return any(_read(whole, stats) == crc32 for _ in range(tries))
 
     def check(name: str, box: Box, place: Stretch) -> tuple[Damage | None, int]:
@@ -64,7 +63,7 @@ def verify_foreign(foreign: Foreign, path: Place, stats: ReadStats, *, share: tu
             return Damage(str(place.source.path), f"{name}: {error}", name, box), 0
 
     places = _part_of(foreign.files.places, *share)
-    threads = ASKERS if isinstance(path, StorePlace) else 1
+    threads = ASKERS if path.is_remote else 1
     found: list[Damage] = []
     with (
         events.task("verify", str(path), total=sum(stretch.nbytes for _, _, stretch in places)) as task,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from holdfast.checkpoint import read_manifest
-from holdfast.commit.absent import what_is_in_store, what_is_there
+from holdfast.commit.absent import what_is_there
 from holdfast.commit.parts import sizes_of_save
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
@@ -22,9 +22,7 @@ from holdfast.journal import ASK, Entry, Now, Reader, joined, printable
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.run.tiers.nodes import root_of_fast
 from holdfast.run.whole import metric_of
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
 
@@ -102,19 +100,19 @@ class Past:
                 raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
             if refused:
                 raise StorageError(refused[min(refused)])
-            raise NotACheckpoint(what_is_in_store(root) if isinstance(root, StorePlace) else what_is_there(root))
+            raise NotACheckpoint(what_is_there(root))
         return History(
             time.time(), joined([*told.entries, *others]), dict(sorted(there.items())), told.now, saving,
             dict(sorted(refused.items())), self._fast_of() if told.now is None else None,
         )  # fmt: skip
 
     def _fast_of(self) -> str | None:
-        root = root_of_fast(self.root) if isinstance(self.root, LocalPlace) else None
+        root = root_of_fast(self.root) if self.root.has_folders else None
         return None if root is None else printable(root)
 
     def _refuses(self, name: str, error: OSError, refused: dict[str, str]) -> None:
         """Note a folder of a disk that cannot be looked into: the others still can. Of a store the next look tells."""
-        if isinstance(self.root, StorePlace):
+        if self.root.is_remote:
             raise error
         refused[name] = str(error)
 
@@ -182,7 +180,7 @@ class Past:
         return found
 
     def _lives(self, folder: Place, files: list[str]) -> bool:
-        if isinstance(folder, StorePlace):
+        if not folder.has_locks:
             return False  # a store does not tell who still writes; training does
         try:
             return bool(folder.living(files))

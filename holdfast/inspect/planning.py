@@ -26,7 +26,6 @@ from holdfast.read.shared.demand import Choice, Demand, Offer, demand_of, is_wor
 from holdfast.read.shared.pass_on import LONGEST, Line, line_of, wanted_of
 from holdfast.read.shared.relay import seat_of
 from holdfast.read.source import ReadStats
-from holdfast.storage.store_place import StorePlace
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,7 @@ class _Tally:
                 header = self.headers[index] if index < len(self.headers) else 0  # of what needs unpacking, none
                 self.read += header
                 self.requests += header > 0
-            stored = isinstance(files.path(index), StorePlace)
+            stored = files.path(index).is_remote
             gap = 16 * GAP if stored else GAP
             for job in jobs_for(some, verify, round_up=round_up, gap=gap, straight=not stored):
                 self.read += job[-1].begin + job[-1].nbytes - job[0].begin

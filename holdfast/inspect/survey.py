@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from typing import Literal
 
 from holdfast.checkpoint import open_checkpoint, read_manifest
-from holdfast.commit.absent import what_is_in_store, what_is_lent, what_is_there
+from holdfast.commit.absent import what_is_lent, what_is_there
 from holdfast.commit.citations import Citations, borrowers
 from holdfast.commit.folder import is_leaving
 from holdfast.commit.parts import finished, sizes_of_save
@@ -31,10 +31,7 @@ from holdfast.read.source import ReadStats
 from holdfast.run.tiers.nodes import MARK
 from holdfast.run.whole import lacking_files, metric_of
 from holdfast.storage.local import disk
-from holdfast.storage.local.local_place import LocalPlace
-from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_default_deadline
 
@@ -101,17 +98,17 @@ def survey(
     tiers: list[tuple[str, Place]] = [("store" if fast is not None else "", home)]
     if fast is not None:
         tiers.append(("fast", there := location(fast)))
-        if isinstance(there, LocalPlace) and not there.is_dir():  # a slip of the pen must not read like "nothing there"
+        if not there.is_remote and not there.is_dir():  # a slip of the pen must not read like "nothing there"
             raise NotACheckpoint(f"there is no folder {there}, which is to be the fast tier")
     found = [step for tier, folder in tiers for step in _look(folder, tier, headers=headers)]
     if not found:
         open_checkpoint(home)  # it says best what is there instead
-        raise NotACheckpoint(what_is_in_store(home) if isinstance(home, StorePlace) else what_is_there(home))
+        raise NotACheckpoint(what_is_there(home))
     return sorted(found, key=lambda s: (s.step is None, s.step or 0, s.name, s.tier))
 
 
 def _look(root: Place, tier: str, *, headers: bool) -> list[Step]:
-    if (root / manifest.FILE_NAME).is_file() or (isinstance(root, LocalPlace) and root.is_file()):
+    if (root / manifest.FILE_NAME).is_file() or (not root.is_remote and root.is_file()):
         return [_seen(root, "", tier, headers=headers)]
     asked = [name for name in root.folder_names() if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
@@ -119,7 +116,7 @@ def _look(root: Place, tier: str, *, headers: bool) -> list[Step]:
     citations = Citations(root)
     ours = [_or_lent(root / step.name, step, citations) for step in ours]
     named = {step.name for step in ours}
-    if not ours and isinstance(root, LocalPlace) and (root.parent / manifest.FILE_NAME).is_file():
+    if not ours and not root.is_remote and (root.parent / manifest.FILE_NAME).is_file():
         return []  # a part of a checkpoint: its files say less each than all of them
     if not ours:
         found = _ours(root, "", tier, headers=headers)
@@ -139,12 +136,8 @@ def _is_of_a_run(found: Step, folders: list[str]) -> bool:
 
 
 def _files_in(root: Place) -> list[str]:
-    if isinstance(root, StorePlace):
-        with naming(root, "list"):
-            listed = root.store.list(root.key, deep=False).files
-        names = [entry.key.rpartition("/")[2] for entry in listed]
-    else:
-        names = [entry.name for entry in disk.listed(root)] if root.is_dir() else []
+    names = root.file_names() if root.is_remote or root.is_dir() else []
+    if root.has_links:
         names = [name for name in names if (root / name).is_file()]  # a link in a circle is none
     return [name for name in sorted(names) if not name.startswith(".")][:MOST_FILES]
 
@@ -152,7 +145,7 @@ def _files_in(root: Place) -> list[str]:
 def _seen(path: Place, name: str, tier: str, *, headers: bool) -> Step:
     found = _ours(path, name, tier, headers=headers) or _foreign(path, name, tier)
     if found is None:
-        raise NotACheckpoint(what_is_in_store(path) if isinstance(path, StorePlace) else what_is_there(path))
+        raise NotACheckpoint(what_is_there(path))
     return found
 
 
@@ -161,12 +154,12 @@ def _seen(path: Place, name: str, tier: str, *, headers: bool) -> Step:
 
 def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
     """A step of ours, whatever state it is in; None if nothing there is ours."""
-    if isinstance(path, LocalPlace) and not path.is_dir():
+    if path.has_folders and not path.is_dir():
         return None
     blank = Step(name, str(path), tier, manifest.FORMAT, "unreadable", step=_number_of(path.name))
     try:
         # Asked first: what there is instead, which is found out for the error, would be told to nobody.
-        if isinstance(path, LocalPlace) and (path / manifest.FILE_NAME).size() is None:
+        if not path.is_remote and (path / manifest.FILE_NAME).size() is None:
             return _uncommitted(path, blank)
         record = read_manifest(path)
     except NotACheckpoint:
@@ -218,7 +211,7 @@ def _uncommitted(path: Place, blank: Step) -> Step | None:
         nbytes = sum(sizes[name] for name in ours if datafile.save_of(name))
         found = replace(blank, created=_newest(path, ours), nbytes=nbytes, own=nbytes)
         written = bool(path.living([name for name in ours if datafile.save_of(name)]))
-        if written and not isinstance(path, StorePlace):
+        if written and path.has_locks:
             return replace(found, health="writing", fault="a living process writes it")
         if finished(path) is not None:
             return replace(found, health="pending", fault=_FINISHED.format(path=shlex.quote(str(path))))
@@ -278,7 +271,7 @@ def _number_of(name: str) -> int | None:
 
 
 def _newest(path: Place, files: list[str]) -> str | None:
-    return None if isinstance(path, StorePlace) else _newest_of([str(path / file) for file in files])
+    return None if path.is_remote else _newest_of([str(path / file) for file in files])
 
 
 def _newest_of(files: list[str]) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from holdfast.checkpoint import Checkpoint, read_manifest
-from holdfast.commit.absent import what_is_in_store, what_is_there
+from holdfast.commit.absent import what_is_there
 from holdfast.errors import HoldfastError, NotACheckpoint
 from holdfast.events import log
 from holdfast.inspect.survey import ASKERS
@@ -25,7 +25,6 @@ from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_default_deadline
 
@@ -138,7 +137,7 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
         steps = [name for name in folders if manifest.FILE_NAME in found[name]]
         needs = dict(zip(steps, pool.map(lambda name: _needs(home, name, found), steps), strict=True))
     if not steps:
-        raise NotACheckpoint(what_is_in_store(home) if isinstance(home, StorePlace) else what_is_there(home))
+        raise NotACheckpoint(what_is_there(home))
     nbytes = {file: n for files in found.values() for file, n in files.values()}
     needed: dict[Hashable, set[str]] = {}
     for step, files in needs.items():
@@ -162,7 +161,7 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
 def _files(folder: Place) -> dict[str, tuple[Hashable, int]]:
     """The files of a folder: what tells each from all others, whatever names it has, and its bytes."""
     sizes = folder.sizes_below()
-    if isinstance(folder, StorePlace):
+    if not folder.has_links:
         return {path: (f"{folder}/{path}", n) for path, n in sizes.items()}
     found: dict[str, tuple[Hashable, int]] = {}
     for path, n in sizes.items():

@@ -24,7 +24,6 @@ from holdfast.read.damage import Fault, contents
 from holdfast.read.ranges import Range, jobs_of
 from holdfast.read.read import READERS, DataFiles, Files, altered, is_cell, is_right, threads_for
 from holdfast.read.source import ReadStats, Source, source_of
-from holdfast.storage.store_place import StorePlace
 
 AHEAD = 4
 """Jobs for each thread that wait for it; and headers that are read ahead."""
@@ -131,7 +130,7 @@ def _headers(
                 raise
             return Damaged(str(error))
 
-    ahead = 2 * many if isinstance(files.folder, StorePlace) else AHEAD
+    ahead = 2 * many if files.folder.is_remote else AHEAD
     waiting: deque[tuple[int, Future[Header | Damaged]]] = deque()
     for index in mine:
         waiting.append((index, pool.submit(read, index)))
@@ -150,7 +149,7 @@ def _threads_for(files: DataFiles, mine: Sequence[int]) -> int:
 
 
 def _is_bad_device(files: DataFiles, index: int, error: OSError) -> bool:
-    return error.errno == errno.EIO and not isinstance(files.path(index), StorePlace)
+    return error.errno == errno.EIO and not files.path(index).is_remote
 
 
 def _ranges(header: Header, low: int, high: int) -> Iterator[Range]:
@@ -185,7 +184,7 @@ def wrong_in(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
         except Damaged as error:
             wrong = [(r, str(error)) for r in job]
         except StorageError as error:
-            if error.errno != errno.EIO or isinstance(source.path, StorePlace):
+            if error.errno != errno.EIO or source.path.is_remote:
                 raise
             if len(job) > 1:  # which of them it is
                 return [found for r in job for found in wrong_in(source, [r])]

@@ -31,6 +31,7 @@ from holdfast.read.ranges import Range, Share, Verify, is_straight, jobs_of, ran
 from holdfast.read.source import Descriptors, Fetched, ReadStats, Source, damaged, forget, source_of
 from holdfast.storage.links import LinkCheck
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 
 STRIDE = 1 << 20
@@ -127,7 +128,7 @@ class DataFiles:
 
     def plain(self, index: int) -> Place | None:
         path = self.path(index)
-        return None if isinstance(path, StorePlace) else path
+        return None if path.is_remote else path
 
     def _in(self, beside: Place, record: FileRecord) -> Place:
         # What lies in the one folder may be cited from the other.
@@ -142,9 +143,9 @@ class DataFiles:
         return beside / self._named_beside.get(own, own)
 
     def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
-        if not isinstance(self.folder, StorePlace) and not isinstance(self._beside, StorePlace):
+        if not self.folder.is_remote and (self._beside is None or (self._beside is None or not self._beside.is_remote)):
             return
-        lacking = sorted(i for i in set(indices) - set(self._headers) if isinstance(self.path(i), StorePlace))
+        lacking = sorted(i for i in set(indices) - set(self._headers) if self.path(i).is_remote)
         if len(lacking) > 1:
             with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-read") as pool:
                 for index, header in zip(lacking, pool.map(self._read_header, lacking), strict=True):
@@ -156,7 +157,7 @@ class DataFiles:
         self.prepare(unknown, ReadStats())
         for index in unknown:
             path = self.path(index)
-            if isinstance(path, StorePlace):
+            if path.is_remote:
                 self.header(index)
                 continue
             size = path.size()
@@ -190,9 +191,9 @@ class DataFiles:
                 raise self._of_size(index, size)
             if blocks.digest(data) == record.header_digest:
                 break
-            if last or not isinstance(path, StorePlace):  # on the way from a store a bit may flip
+            if last or not path.is_remote:  # on the way from a store a bit may flip
                 raise damaged(path, f"{_whose(data, record)}{origin_of(record, self.folder.name)}")
-            forget(path, 0, record.header_bytes)
+            forget(as_store(path), 0, record.header_bytes)
         try:
             header = datafile.parse_header(data, size)
             return header if self._signature is None else _signed(header, data, self._signature.files[index])
@@ -212,8 +213,8 @@ class DataFiles:
     @contextmanager
     def opened(self, index: int) -> Iterator[Descriptors | StorePlace]:
         path = self.path(index)
-        if isinstance(path, StorePlace):
-            yield path
+        if path.is_remote:
+            yield as_store(path)
             return
         try:
             cached, direct = path.open_to_read()
@@ -332,7 +333,7 @@ def jobs_for(
 
 def threads_for(files: Files, indices: Iterable[int]) -> int:
     """How many threads read these files best."""
-    return ASKERS if any(isinstance(files.path(index), StorePlace) for index in indices) else READERS
+    return ASKERS if any(files.path(index).is_remote for index in indices) else READERS
 
 
 def _shares(files: Files, want: Wanted, stats: ReadStats) -> list[Share]:

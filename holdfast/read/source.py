@@ -90,7 +90,7 @@ class Source(Protocol):
 
 def source_of(path: Place, opened: Descriptors | StorePlace, stats: ReadStats) -> Source:
     """What reads an opened file; ``path`` names it in errors."""
-    if isinstance(opened, StorePlace):
+    if not isinstance(opened, tuple):
         return _Object(path, opened, stats, _paces.setdefault(opened.store.url, _Pace()))
     return _OpenFile(path, *opened, stats)
 

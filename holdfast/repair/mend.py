@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import Damaged, StorageError
@@ -31,7 +30,6 @@ from holdfast.ondisk.manifest import FileRecord
 from holdfast.read.damage import Fault
 from holdfast.repair.donors import Donors, Gift
 from holdfast.storage.local import disk
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store import Buffer
@@ -77,7 +75,7 @@ def mend_file(
     """
     done = Mending([], [fault for fault in faults if fault.key and not fault.nbytes])  # named, and not in the header
     # What a link leads to is not ours to write to, and may lie outside: the file itself comes back, or nothing does.
-    linked = isinstance(path, LocalPlace) and path.is_symlink()
+    linked = path.is_symlink()
     fits = not linked and path.size() == file.bytes
     first = None
     if header is None or not fits:
@@ -88,7 +86,7 @@ def mend_file(
     hit = None if first else {fault.begin for fault in faults}
     blocks = [block for block in _blocks(header) if hit is None or block.begin in hit]
     work = _Work(index, file, str(path), donors, done)
-    if fits and isinstance(path, LocalPlace):
+    if fits and path.has_descriptors:
         try:
             work.in_place(path, first, blocks, dry_run=dry_run)
             return done
@@ -116,7 +114,7 @@ class _Work:
     donors: Donors
     done: Mending
 
-    def in_place(self, path: Path, first: Gift | None, blocks: Iterable[_Block], *, dry_run: bool) -> None:
+    def in_place(self, path: Place, first: Gift | None, blocks: Iterable[_Block], *, dry_run: bool) -> None:
         """Write what is wrong over with what is right; durable on return."""
         with _nowhere() if dry_run else _written_over(path) as write:
             if first is not None:
@@ -137,7 +135,7 @@ class _Work:
                 else:
                     with naming(at, "write"):
                         at.store.put(at.key, chunks, self.file.bytes)
-                    if isinstance(path, LocalPlace):
+                    if path.has_descriptors:
                         with _written_over(path):  # nothing: what is looked at next comes from the disk
                             pass
             if not self.done.mended:  # what was too long had all of it
@@ -202,7 +200,7 @@ def _nowhere() -> Iterator[Callable[[int, bytes], None]]:
 
 
 @contextmanager
-def _written_over(path: Path) -> Iterator[Callable[[int, bytes], None]]:
+def _written_over(path: Place) -> Iterator[Callable[[int, bytes], None]]:
     """What writes into a file that is there; at the end it is durable, and read from the disk when it is looked at."""
     with naming(path, "open"):
         fd = disk.open(path, os.O_WRONLY | os.O_NOFOLLOW)

@@ -23,11 +23,9 @@ from holdfast.events import at_exit, log
 from holdfast.journal import Entry, Now
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.storage import JOURNAL
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.layers import with_deadline
 
 WAITING = 1000
@@ -44,7 +42,7 @@ class Journal:
         self.root = root
         self.start = secrets.token_hex(4)
         self._folder = with_deadline(root, journal.ASK) / JOURNAL
-        self._beat = journal.BEAT_IN_STORE if isinstance(root, StorePlace) else journal.BEAT
+        self._beat = journal.BEAT_IN_STORE if root.is_remote else journal.BEAT
         self._changed = threading.Condition()
         self._pending: list[Entry] = []
         self._where: Callable[[], Now] | None = None
@@ -71,7 +69,7 @@ class Journal:
         as it may have to look at a disk, or to wait for a metric that a device still computes. None after `close`.
         """
         now = time.monotonic()
-        if now - self._told >= self._beat or (news and isinstance(self._folder, LocalPlace)):
+        if now - self._told >= self._beat or (news and not self._folder.is_remote):
             self._told = now
             with self._changed:
                 if not self._closed:  # a save that was given up may end later: training has ended all the same
@@ -139,7 +137,7 @@ class Journal:
             lines = [msgspec.json.encode(entry) + b"\n" for entry in entries[at : at + journal.CHUNK]]
             if self._file is None or len(self._lines) + len(lines) > journal.CHUNK:
                 self._file, self._lines, self._torn = self._folder / _new_name(), [], False
-            if isinstance(self._file, StorePlace):
+            if not self._file.has_descriptors:
                 self._file.write_small(b"".join([*self._lines, *lines]))
             else:
                 self._append(self._file, b"".join(lines))
@@ -163,7 +161,7 @@ class Journal:
 
     def _put(self, path: Place, data: bytes) -> None:
         """Replace a file in one step; on disk without waiting until it is durable."""
-        if isinstance(path, StorePlace):
+        if not path.has_descriptors:
             path.write_small(data)
             return
         half = path.with_name(f".{path.name}.tmp")

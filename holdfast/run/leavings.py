@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from functools import partial
 
 from holdfast.checkpoint import read_manifest
-from holdfast.commit.absent import what_is_in_store, what_is_lent, what_is_there
+from holdfast.commit.absent import what_is_lent, what_is_there
 from holdfast.commit.citations import Citations, borrowers, cited_in, root_of
 from holdfast.commit.folder import goes_along, is_leaving, standing_save
 from holdfast.commit.parts import finished
@@ -29,7 +29,6 @@ from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
 
@@ -80,8 +79,8 @@ def collect(root: str | Place, *, dry_run: bool = True, deadline: float = DEADLI
     had finished stays: `holdfast.rescue` commits it. Raises NotACheckpoint if there is nothing at all, StorageError.
     """
     place = with_deadline(location(root), deadline)
-    if not (place.files_below() or (isinstance(place, LocalPlace) and place.is_dir())):
-        raise NotACheckpoint(what_is_in_store(place) if isinstance(place, StorePlace) else what_is_there(place))
+    if not (place.files_below() or (place.has_folders and place.is_dir())):
+        raise NotACheckpoint(what_is_there(place))
     leavings: list[Leaving] = []
     spared: list[Spared] = []
     for look in _looks(place):
@@ -92,7 +91,7 @@ def collect(root: str | Place, *, dry_run: bool = True, deadline: float = DEADLI
             paths, leaving = found
             try:
                 if not dry_run:
-                    _delete(LocalPlace(leaving.path) if isinstance(place, LocalPlace) else place, paths)
+                    _delete(place if leaving.path == str(place) else place / leaving.path.rpartition("/")[2], paths)
                 leavings.append(leaving)
             except StorageError as error:
                 if error.errno != errno.EBUSY:
@@ -107,7 +106,7 @@ Found = tuple[list[Place], Leaving] | Spared | None
 
 def _looks(place: Place) -> Iterator[Callable[[], Found]]:
     """A look into each folder, made when it is called: right before what it finds is deleted."""
-    if isinstance(place, LocalPlace) and place.name.endswith(".partial") and (place / "lock").is_file():
+    if place.has_folders and place.name.endswith(".partial") and (place / "lock").is_file():
         yield partial(_conversion, place)
         return
     if (place / manifest.FILE_NAME).is_file() or _is_step(place):
@@ -117,11 +116,11 @@ def _looks(place: Place) -> Iterator[Callable[[], Found]]:
     citations = Citations(place)
     for name in names:
         folder = place / name
-        if isinstance(folder, LocalPlace) and folder.is_symlink():
+        if folder.is_symlink():
             continue  # it may lead out of the root
         if name.startswith(BENCH):
             yield partial(_bench, folder)
-        elif name.endswith(".partial") and isinstance(folder, LocalPlace):
+        elif name.endswith(".partial") and folder.has_folders:
             yield partial(_conversion, folder)
         else:
             yield partial(_step, folder, partial(_cited, citations, names, name), citations)
@@ -146,7 +145,7 @@ def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Citati
     except Unsupported as error:
         return Spared(str(folder), str(error))
     except StorageError as error:
-        if isinstance(folder, StorePlace):
+        if folder.is_remote:
             raise
         return Spared(str(folder), str(error))
     sizes = folder.sizes_below()
@@ -162,7 +161,7 @@ def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Citati
     if lent_to:
         return Spared(str(folder), what_is_lent(lent_to))
     if folder.may_live(ours):
-        sure = isinstance(folder, LocalPlace) and folder.living(ours)
+        sure = folder.has_locks and folder.living(ours)
         why = "a save is under way" if sure else "younger than six hours, with no locks there: a save may be under way"
         return Spared(str(folder), why)
     if standing_save(folder) != (None if record is None else record.save):
@@ -206,7 +205,7 @@ def _found(
     return [folder / path for path in going], Leaving(str(folder), what, len(going), nbytes, warning)
 
 
-def _conversion(folder: LocalPlace) -> Found:
+def _conversion(folder: Place) -> Found:
     """What a conversion that was killed left: the same call would go on from there."""
     names = [path.name for path in folder.iterdir()]
     if "lock" not in names or not all(any(fnmatch(name, ours) for ours in OURS) for name in names):
@@ -227,21 +226,21 @@ def _bench(folder: Place) -> Found:
     sizes = folder.sizes_below()
     if folder.living(["lock"]):
         return Spared(str(folder), "a benchmark is under way, or was a short while ago")
-    if isinstance(folder, LocalPlace):
+    if folder.has_folders:
         return [folder], Leaving(str(folder), "a benchmark that was killed", len(sizes), sum(sizes.values()))
     return _found(folder, "a benchmark that was killed", list(sizes), sizes)
 
 
 def _delete(folder: Place, paths: list[Place]) -> None:
     log.info("%s: deleting %d leavings", folder, len(paths))
-    if isinstance(folder, LocalPlace) and folder.name.endswith(".partial") and paths == [folder]:
-        Partial(folder.with_name(folder.name.removesuffix(".partial"))).give_up()
+    if folder.name.endswith(".partial") and paths == [folder]:
+        Partial(LocalPlace(folder.with_name(folder.name.removesuffix(".partial")))).give_up()
         return
-    if isinstance(folder, LocalPlace) and paths == [folder]:
+    if paths == [folder]:
         with naming(folder, "delete"):
             disk.delete_all(folder)
         return
     storage.delete(*paths)
-    if isinstance(folder, LocalPlace) and not (folder / manifest.FILE_NAME).is_file():
+    if folder.has_folders and not (folder / manifest.FILE_NAME).is_file():
         folder.delete_empty_folders()
     (folder / "parts").delete_if_empty()

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from holdfast.commit.absent import what_is_in_store, what_is_there
+from holdfast.commit.absent import what_is_there
 from holdfast.commit.citations import Citations, Cited
 from holdfast.errors import HoldfastError, NotACheckpoint, StorageError
 from holdfast.ondisk import manifest
@@ -86,7 +86,7 @@ def prune(
     steps = KeptSteps(place, name or name_of(place))
     committed = steps.committed()
     if not committed:
-        raise NotACheckpoint(f"{place} holds no step: {_told_of(place)}")
+        raise NotACheckpoint(f"{place} holds no step: {what_is_there(place)}")
     faults, lost = _looked_at(committed)
     rated = {step: steps.metric(path) if keep.best else None for step, path in committed.items()}
     kept = _kept(keep, rated, faults, lost)
@@ -112,7 +112,7 @@ def name_of(root: Place) -> str:
     found = [name for name in names if (root / name / manifest.FILE_NAME).is_file()]
     shapes = Counter(shape for name in found if (shape := _shape(name)) is not None)
     if not shapes:
-        raise NotACheckpoint(f"{root} holds no step: {_told_of(root)}")
+        raise NotACheckpoint(f"{root} holds no step: {what_is_there(root)}")
     if len(shapes) > 1:
         told = ", ".join(f"{n} called {shape}" for shape, n in shapes.most_common())
         raise ValueError(f"{root} holds checkpoints of several names ({told}): say which with --name")
@@ -126,10 +126,6 @@ def _shape(name: str) -> str | None:
         return None
     before, after = (text.replace("{", "{{").replace("}", "}}") for text in (found[1], found[3]))
     return f"{before}{{step}}{after}"
-
-
-def _told_of(root: Place) -> str:
-    return what_is_in_store(root) if isinstance(root, StorePlace) else what_is_there(root)
 
 
 def _looked_at(committed: dict[int, Place]) -> tuple[dict[int, str], set[int]]:
@@ -246,7 +242,7 @@ class _Account:
         return sum(nbytes for path, nbytes in sizes.items() if path not in stays and self._is_last(name, path))
 
     def _is_last(self, name: str, path: str) -> bool:
-        if isinstance(self._root, StorePlace):
+        if not self._root.has_links:
             return True
         try:
             found = disk.stat(self._root / name / path)

@@ -33,7 +33,6 @@ from holdfast.repair.drop import Dropped, drop_from
 from holdfast.run.keep import Keep, Kept
 from holdfast.run.steps import FEW, Steps
 from holdfast.storage.place import LIVING, Place
-from holdfast.storage.store_place import StorePlace
 
 
 class KeptSteps(Steps):
@@ -158,7 +157,7 @@ class KeptSteps(Steps):
         Looked for now: a save may just have been committed, and its base be held no more.
         """
         names = [path.name for path in self.committed().values() if path.name not in but]
-        if isinstance(self.root, StorePlace):
+        if self.root.is_remote:
             self._citations.forget(self._others)  # nobody tells when they change
         return self._citations.by([*names, *self._others])
 
@@ -186,7 +185,7 @@ class KeptSteps(Steps):
     def _clean(self, spare: Container[Place]) -> None:
         now = time.monotonic()
         found = self.folders()
-        folders = [path for path in found if not isinstance(path, StorePlace) or now >= self._swept.get(path.name, now)]
+        folders = [path for path in found if not path.is_remote or now >= self._swept.get(path.name, now)]
         littered = self._littered(folders)
         cited = cache(self._cited)
         for path in folders:
@@ -199,7 +198,7 @@ class KeptSteps(Steps):
 
     def _littered(self, folders: list[Place]) -> set[str]:
         """Names of those folders that may hold what dead saves left. In a store, many are looked at in one listing."""
-        if not isinstance(self.root, StorePlace) or len(folders) <= FEW:
+        if not self.root.is_remote or len(folders) <= FEW:
             return {path.name for path in folders}
         files: dict[str, list[str]] = {path.name: [] for path in folders}
         for found in self.root.files_below():

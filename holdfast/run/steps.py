@@ -20,7 +20,6 @@ from holdfast.ondisk import manifest
 from holdfast.run.whole import fault_of, metric_of
 from holdfast.storage import storage
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 FEW = 16
 """Folders of a store that are looked into one by one."""
@@ -69,7 +68,7 @@ class Steps:
         """The committed steps, oldest first."""
         folders = {path.name: path for path in self.folders()}
         # On disk looking costs nothing. Several threads may look at once.
-        known = self._known & set(folders) if isinstance(self.root, StorePlace) else set()
+        known = self._known & set(folders) if self.root.is_remote else set()
         known |= self._find_manifests([name for name in folders if name not in known])
         self._known = known
         return dict(sorted((self.step_of(name), folders[name]) for name in known))
@@ -80,7 +79,7 @@ class Steps:
 
     def _find_manifests(self, folders: list[str]) -> set[str]:
         """Which of these folders hold a manifest. In a store, many are looked for in one listing."""
-        if isinstance(self.root, StorePlace) and len(folders) > FEW:
+        if self.root.is_remote and len(folders) > FEW:
             found = self.root.files_below()
             named = {path.partition("/")[0] for path in found if path.endswith(f"/{manifest.FILE_NAME}")}
             return named & set(folders)
@@ -148,7 +147,7 @@ class Steps:
                 continue
             lost: list[str] = []
             fault = fault_of(path, lost)
-            if fault is not None and isinstance(path, StorePlace):
+            if fault is not None and path.is_remote:
                 fault = fault_of(path, lost)  # on the way a bit may have flipped
             if fault is None and complete and lost:
                 log.info("%s is passed over: it has no %s any more", path, ", ".join(lost))
@@ -185,7 +184,7 @@ class Steps:
         folders = sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True)
         # A manager in a store commits late only what no newer commit has overtaken: old steps are many there.
         for path in folders:
-            if isinstance(self.root, StorePlace) and (path / manifest.FILE_NAME).is_file():
+            if self.root.is_remote and (path / manifest.FILE_NAME).is_file():
                 break
             try:
                 commit_late(path, patience=max(until - time.monotonic(), 0.0))
@@ -194,7 +193,7 @@ class Steps:
 
     def metric(self, path: Place) -> float | None:
         """The metric that a step was saved with; None if it was saved without."""
-        if path.name not in self._metrics or not isinstance(path, StorePlace):
+        if path.name not in self._metrics or not path.is_remote:
             self._metrics[path.name] = metric_of(path)
         return self._metrics[path.name]
 

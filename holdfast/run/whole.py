@@ -14,7 +14,6 @@ from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
 from holdfast.ondisk.cited import is_cited, origin_of, sibling_of
 from holdfast.ondisk.manifest import NOTES, Manifest
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 
 def fault_of(path: Place, lost: list[str] | None = None) -> str | None:
@@ -31,7 +30,7 @@ def fault_of(path: Place, lost: list[str] | None = None) -> str | None:
     except (Damaged, NotACheckpoint, Unsupported) as error:
         return str(error)
     except (HoldfastError, OSError) as error:
-        if isinstance(path, StorePlace):
+        if path.is_remote:
             raise
         return str(error)
 

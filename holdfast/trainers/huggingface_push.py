@@ -27,9 +27,9 @@ _FOLDER = "_holdfast-push"
 
 def refuse_to_push_steps(args: Any, roots: Sequence[Place]) -> None:
     """Raise ValueError if Trainer would push the steps of a run with its output folder."""
-    output = Path(args.output_dir).absolute()
+    output = LocalPlace(args.output_dir).absolute()
     for root in roots if args.push_to_hub else ():
-        if isinstance(root, LocalPlace) and (root == output or output in root.parents):
+        if not root.is_remote and (root == output or output in root.parents):
             inside = root.relative_to(output).as_posix()
             if not fnmatch(inside, "_*") and not fnmatch(inside, "checkpoint-*"):
                 raise ValueError(

@@ -44,7 +44,7 @@ _READERS = 4
 
 def is_file_path(path: Place) -> bool:
     """Whether a checkpoint at this path is one file. In a store every checkpoint is a folder."""
-    return isinstance(path, LocalPlace) and path.name.endswith(SUFFIX)
+    return path.has_descriptors and path.name.endswith(SUFFIX)
 
 
 class FileSaver:

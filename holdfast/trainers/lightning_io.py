@@ -96,8 +96,8 @@ class HoldfastCheckpointIO(CheckpointIO):
             )
         if self._last is not None and not self._last.settled() and beside and not self._last.heard:
             self._last.wait()  # raises its failure
-        if isinstance(place, LocalPlace) and is_file_path(place):
-            self._save_file(state, place, step, beside=beside)
+        if is_file_path(place):
+            self._save_file(state, LocalPlace(place), step, beside=beside)
         else:
             self._save_folder(state, place, step, beside=beside)
 
@@ -136,11 +136,11 @@ class HoldfastCheckpointIO(CheckpointIO):
         if self._last is not None:
             self._last.wait()
         place = location(path)
-        if isinstance(place, LocalPlace) and not place.exists():
+        if not place.is_remote and not place.exists():
             raise NotACheckpoint(f"Checkpoint file not found: {path}")
-        if isinstance(place, LocalPlace) and place.is_file():
-            plain = check_file(place) or weights_only  # ours needs no code of anybody's
-            return with_settings_types(TorchCheckpointIO().load_checkpoint(place, map_location, plain))
+        if place.has_descriptors and place.is_file():
+            plain = check_file(LocalPlace(place)) or weights_only  # ours needs no code of anybody's
+            return with_settings_types(TorchCheckpointIO().load_checkpoint(LocalPlace(place), map_location, plain))
         checkpoint = open_checkpoint(path)
         loaded = as_lightning(checkpoint) if is_step(checkpoint) else with_settings_types(checkpoint.state_dict())
         if isinstance(map_location, (str, torch.device)):
@@ -188,17 +188,17 @@ class HoldfastCheckpointIO(CheckpointIO):
 
 
 def _is_there(place: Place) -> bool:
-    return isinstance(place, LocalPlace) and place.exists()
+    return not place.is_remote and place.exists()
 
 
 def _linked(folder: Place) -> str | None:
     """Where a link at this name points to; None if there is something else, or nothing."""
-    return os.readlink(folder) if isinstance(folder, LocalPlace) and folder.is_symlink() else None
+    return os.readlink(folder) if folder.is_symlink() else None
 
 
-def _set_aside(folder: Place) -> LocalPlace | None:
+def _set_aside(folder: Place) -> Place | None:
     """Rename a link at the place of a checkpoint that is to be saved; None if there is no link."""
-    if not isinstance(folder, LocalPlace) or not folder.is_symlink():
+    if not folder.is_symlink():
         return None
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.link")
     with naming(folder, "rename the link"):
@@ -206,7 +206,7 @@ def _set_aside(folder: Place) -> LocalPlace | None:
     return aside
 
 
-def _settle_link(folder: Place, aside: LocalPlace | None, *, saved: bool) -> None:
+def _settle_link(folder: Place, aside: Place | None, *, saved: bool) -> None:
     """Delete a link that a checkpoint has replaced. If the save failed, give the link its name back."""
     if aside is None:
         return
@@ -233,7 +233,7 @@ def _remove(folder: Place, link: str | None) -> None:
     if link is not None:
         folder.delete()
         return
-    if isinstance(folder, LocalPlace) and folder.is_file():
+    if folder.has_folders and folder.is_file():
         folder.delete()
         return
     (folder / FILE_NAME).delete()  # first: half a checkpoint is none

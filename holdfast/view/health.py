@@ -13,7 +13,6 @@ from holdfast.errors import HoldfastError, Untrusted
 from holdfast.ondisk import signature
 from holdfast.policies.signing.keys import found_signature
 from holdfast.read.damage import Verified
-from holdfast.storage.store_place import StorePlace
 
 ASKED = 256
 """Files of a checkpoint in a store whose headers are asked for without being told to; of a local one all are."""
@@ -39,7 +38,7 @@ def health_of(checkpoint: Checkpoint, *, look: bool | None = None) -> Health:
         return Health("", "not checked", "the format keeps no sums")
     files = len(checkpoint.manifest.files)
     if look is None:
-        look = not isinstance(checkpoint.path, StorePlace) or files <= ASKED
+        look = not checkpoint.path.is_remote or files <= ASKED
     if not look:
         return Health("", "not checked", f"{files} headers were not asked for")
     found = checkpoint.verify(deep=False, raises=False)

@@ -19,7 +19,6 @@ from holdfast.formats.machine import scratch, tars
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import is_torch_file, load_file
 from holdfast.formats.machine.zips import Archive, is_zip
-from holdfast.formats.members import real
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
@@ -54,12 +53,12 @@ def read(path: Place) -> Found | None:
 
 def _newest(path: Place, saves: list[Save]) -> Found | None:
     """The newest of several saves that is one of Composer's."""
-    count = len({real(save.files[0]) for save in saves})
+    count = len({save.files[0].real() for save in saves})
     for save in saves:
         first = save.files[0]
         reading = first.name if count == 1 else f"{first.name}, the newest of {count} saves"
         if first.is_symlink():
-            reading += f" (a link to {real(first).name})"
+            reading += f" (a link to {first.real().name})"
         if first.is_dir():
             content = _shards(first, reading)
         else:
@@ -121,7 +120,7 @@ def _read(path: Place, members: Members, reading: str, save: Save | None = None)
     ranks = {path: members}
     if any(name != _STATES for name in members):
         # Where links lead to, the files of one save are sure to be together; links of a name may be renewed one by one.
-        beside = siblings(real(path))
+        beside = siblings(path.real())
         if save is not None and len(save.files) > len(beside.files):  # a folder for each rank
             beside = save
         ranks = {file: _members(file) or {} for file in beside.files}
@@ -246,7 +245,7 @@ def _step(held: Mapping[str, Any], where: Place) -> int | None:
             batch = node.get("batch") if isinstance(node, Mapping) else None
             if type(batch) is int:
                 return batch
-    named = re.search(r"ep\d+-ba(\d{1,15})(?!\d)", real(where).name)
+    named = re.search(r"ep\d+-ba(\d{1,15})(?!\d)", where.real().name)
     return int(named[1]) if named else None
 
 

@@ -113,7 +113,7 @@ def _of_all_ranks(entry: str) -> tuple[str, int]:
 def _age(save: Save) -> tuple[float, ...]:
     """Newer saves first: by the last number in the name (batches follow epochs), then by when they were written."""
     numbers = [int(n) for n in re.findall(r"\d+", re.sub(rf"{_ARCHIVE}$|\.pt\b.*$", "", save.name))]
-    return (*(-n for n in numbers[::-1][:1]), *(-n for n in numbers), -members.modified(save.files[0]))
+    return (*(-n for n in numbers[::-1][:1]), *(-n for n in numbers), -save.files[0].modified())
 
 
 def _listed(folder: Place) -> Iterator[str]:

@@ -15,7 +15,6 @@ from typing import Any
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.formats.sources import Stretch
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 _PIECE, _OF_STORE = 256 << 10, 4 << 20
 """How much is read at once; of a store more, which takes its time for every answer."""
@@ -109,7 +108,7 @@ class Unpacking:
         self.packed, self.limit, self.at = packed, limit, 0
         self.path, self._advance = packed.source.path, advance
         self._taken, self._rest, self._ahead = 0, b"", b""
-        self._at_once = _OF_STORE if isinstance(self.path, StorePlace) else _PIECE
+        self._at_once = _OF_STORE if self.path.is_remote else _PIECE
         self._ended = False
         self._fault: type[Exception] = EOFError
         if kind == "zstd":

@@ -25,12 +25,12 @@ from holdfast import events
 from holdfast.errors import Damaged, StorageError, Unsupported
 from holdfast.formats.machine import tars
 from holdfast.formats.machine.compressed import Unpacking, kind_of
-from holdfast.formats.members import modified
 from holdfast.formats.sources import File, Stretch, all_of, file
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.local.private import private_folder
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 
 LIMIT = "HOLDFAST_SCRATCH_LIMIT"
@@ -142,7 +142,7 @@ _lock = threading.Lock()
 
 def _lease(path: Place, wanted: Callable[[str], bool]) -> Lease:
     with naming(path, "open"):
-        identity = _in_store(path) if isinstance(path, StorePlace) else _on_disk(LocalPlace(os.path.realpath(path)))
+        identity = _in_store(as_store(path)) if path.is_remote else _on_disk(LocalPlace(os.path.realpath(path)))
     key = xxhash.xxh3_128_hexdigest(json.dumps(identity).encode())
     with _lock:
         lease = _leases.get(key)
@@ -163,7 +163,7 @@ def _in_store(place: StorePlace) -> list[Any]:
     # Not every store tells when a file was written; compressed files end with a sum of what is in them.
     packed = file(place)
     ends = packed.read(0, _END) + packed.read(max(packed.nbytes - _END, 0), _END)
-    return [str(place), packed.nbytes, modified(place), xxhash.xxh3_128_hexdigest(ends)]
+    return [str(place), packed.nbytes, place.modified(), xxhash.xxh3_128_hexdigest(ends)]
 
 
 def _await_lock(lock: int, how: int, folder: LocalPlace) -> None:

@@ -120,13 +120,13 @@ def _newest(run: Place) -> tuple[Place, str] | None:
     last = next((name for name in newest_first if _is_finished(run / name)), next(iter(newest_first), None))
     links: dict[str, tuple[int, bool]] = {}
     for name in _LINKS:
-        leads_to = _STEP.fullmatch(members.real(run / name).name) if (run / name).is_dir() else None
+        leads_to = _STEP.fullmatch((run / name).real().name) if (run / name).is_dir() else None
         if leads_to:
             links[name] = (int(leads_to[1]), leads_to[2] is None)
     if links:
         link = max(links, key=links.__getitem__)
         newer = f" (to {last}, which is later, leads no link)" if last is not None and steps[last] > links[link] else ""
-        return run / link, f"{link} in the run's folder, which is {members.real(run / link).name}{newer}"
+        return run / link, f"{link} in the run's folder, which is {(run / link).real().name}{newer}"
     if last is None:
         return None
     unfinished = [name for name in sorted(steps, key=steps.__getitem__) if steps[name] > steps[last]]

@@ -25,7 +25,6 @@ from holdfast.policies.incremental.same import Claim, unchanged
 from holdfast.read.read import DataFiles
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.write.image import KEPT, Image, OpenFiles
 
 SMALLEST = 16 << 10
@@ -82,7 +81,7 @@ def check_sibling(base: Place, folder: Place) -> None:
 
 
 def _parent(path: Place) -> str:
-    return str(path.parent) if isinstance(path, StorePlace) else os.path.realpath(path.parent)
+    return str(path.parent.real())
 
 
 def open_base(previous: Previous, folder: Place) -> Base | None:
@@ -227,7 +226,7 @@ def _bring(base: Base, index: int, section: str, folder: Place, opened: OpenFile
         return None  # it lies in the checkpoint that is being overwritten
     source, path = base.folder / record.path, f"{section}/{record.path.rpartition('/')[2]}"
     target = folder / path
-    if isinstance(source, StorePlace) or isinstance(target, StorePlace):
+    if not (source.has_links and target.has_links):
         return beside
     try:
         return path if _link(source, target, record.bytes, opened) else None

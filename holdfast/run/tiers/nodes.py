@@ -23,8 +23,8 @@ from holdfast.ranks.heartbeat import Watch
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.run.keep import Kept
 from holdfast.storage.local import disk
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
+from holdfast.storage.place import Place
 
 MARK = ".holdfast-tier.json"
 """What a fast folder belongs to, so that two runs do not take each other's steps for their own."""
@@ -200,7 +200,7 @@ class Nodes:
             raise RankLost(f"the store of the process group does not answer ({error})") from error
 
 
-def find_nodes(call: Call, folder: LocalPlace, root: str, key: str) -> Nodes:
+def find_nodes(call: Call, folder: Place, root: str, key: str) -> Nodes:
     """Find out which ranks see the same ``folder``, and mark it as belonging to ``root``.
 
     Two rounds. Raises on all ranks what a rank raises: StorageError, Mismatch if the folder belongs to another root.
@@ -233,7 +233,7 @@ def find_nodes(call: Call, folder: LocalPlace, root: str, key: str) -> Nodes:
     return nodes
 
 
-def root_of_fast(folder: LocalPlace) -> str | None:
+def root_of_fast(folder: Place) -> str | None:
     """The root whose fast tier a folder is marked as; None if it is not."""
     try:
         return msgspec.json.decode((folder / MARK).read_small(), type=_Mark).root
@@ -241,7 +241,7 @@ def root_of_fast(folder: LocalPlace) -> str | None:
         return None
 
 
-def _mark(folder: LocalPlace, root: str, temporary: str) -> None:
+def _mark(folder: Place, root: str, temporary: str) -> None:
     mark = folder / MARK
     data = msgspec.json.encode(_Mark(root))
     if mark.is_file() or not mark.create_small(data, temporary):
@@ -256,7 +256,7 @@ def _mark(folder: LocalPlace, root: str, temporary: str) -> None:
             )
 
 
-def _sweep_tokens(folder: LocalPlace) -> None:
+def _sweep_tokens(folder: Place) -> None:
     for path in folder.glob(_TOKEN.format("*")):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _OLD:

@@ -27,7 +27,6 @@ from holdfast.run.tiers.survey import Survey, bring_manifest, bytes_of
 from holdfast.run.tiers.uploader import Uploader
 from holdfast.run.whole import fault_of
 from holdfast.save import signing
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
@@ -48,9 +47,9 @@ class Tiers:
     def __init__(self, root: Place, options: ManagerOptions, ranks: Ranks, key: str) -> None:
         fast, name, deadline = options.fast, options.name, options.deadline
         folder = location(fast or "")
-        if not isinstance(folder, LocalPlace):
+        if folder.is_remote:
             raise ValueError(f"fast={str(fast)!r} is to be a folder on local disk")
-        if isinstance(root, LocalPlace) and (folder == root or folder in root.parents or root in folder.parents):
+        if not root.is_remote and (folder == root or folder in root.parents or root in folder.parents):
             raise ValueError(f"fast={str(fast)!r} and the root {root} lie in each other: give each its own folder")
         self._root, self._keep_fast, self._deadline = root, options.keep_fast, deadline
         sign = signing(options.sign)

@@ -30,8 +30,8 @@ from holdfast.run.retention import KeptSteps
 from holdfast.run.tiers.backlog import Backlog
 from holdfast.run.tiers.nodes import Nodes, Order
 from holdfast.run.whole import lacking_files
-from holdfast.storage.local.local import Local
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.throttled import Throttled
 
@@ -386,7 +386,7 @@ def _own(record: Manifest) -> Manifest:
 
 
 def _throttled(root: Place, bandwidth: float | None) -> StorePlace:
-    place = root if isinstance(root, StorePlace) else StorePlace(Local(str(root)), "")
+    place = as_store(root)
     return place if bandwidth is None else StorePlace(Throttled(place.store, bandwidth), place.key)
 
 
