@@ -20,10 +20,22 @@ from holdfast.storage.place import LIVING, Place
 
 
 class LocalPlace(PosixPath, Place):
-    """A file or folder on local disk. It equals the `pathlib.Path` of the same name."""
+    """A file or folder on local disk. It equals the `pathlib.Path` of the same name, and is pickled as that.
+
+    Other programs pickle paths into their own files (torch's ``.metadata``), which must not name a class of holdfast.
+    """
 
     is_remote = False
     has_locks = has_folders = has_links = has_descriptors = True
+
+    def __reduce__(self) -> tuple[type[PosixPath], tuple[str, ...]]:
+        return PosixPath, self.parts
+
+    def __copy__(self) -> LocalPlace:
+        return self
+
+    def __deepcopy__(self, memo: object) -> LocalPlace:
+        return self
 
     def is_file(self) -> bool:
         with naming(self, "look for"):
