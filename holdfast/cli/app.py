@@ -1,6 +1,6 @@
-"""The command line: which commands there are, and what becomes of an error.
+"""The command line: the list of commands, and what becomes of their errors.
 
-`main` is the console script. Never shows a traceback for what a user can cause; ``--debug`` shows it all the same.
+`main` is the console script. It shows no traceback for an error that a user can cause, unless ``--debug`` is given.
 """
 
 from __future__ import annotations
@@ -25,21 +25,17 @@ from holdfast.cli import (
     doctor,
     du,
     errors,
-    gc,
     ls,
+    mend,
     output,
     plan,
     prune,
-    repair,
-    rescue,
     show,
     timeline,
-    unshard,
-    verify,
     view,
     watch,
 )
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from holdfast.report import progress
 from holdfast.storage.local import disk
 from holdfast.version import __version__
@@ -47,29 +43,29 @@ from holdfast.version import __version__
 LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machines"
 
 _COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
-    # They are listed in this order, each under the name of its function.
+    # Help lists them in this order, each under the name of its function.
     (LOOK, ls.ls),
     (LOOK, show.show),
     (LOOK, diff.diff),
     (LOOK, du.du),
     (LOOK, plan.plan),
     (LOOK, view.view),
-    (CHECK, verify.verify),
+    (CHECK, mend.verify),
     (CHECK, doctor.doctor),
-    (CHECK, repair.repair),
-    (CHECK, rescue.rescue),
+    (CHECK, mend.repair),
+    (CHECK, mend.rescue),
     (CHANGE, convert.convert),
-    (CHANGE, unshard.unshard),
+    (CHANGE, convert.unshard),
     (CHANGE, copy.copy),
     (CHANGE, prune.prune),
-    (CHANGE, gc.gc),
+    (CHANGE, prune.gc),
     (RUN, watch.watch),
     (RUN, bench.bench),
     (RUN, timeline.timeline),
 )
 
 _EVERYWHERE = ("--debug", "--quiet")
-"""Options of the program that are understood behind a command too."""
+"""Options of the program that may stand behind a command too."""
 
 app = typer.Typer(
     name="holdfast", pretty_exceptions_enable=False,
@@ -81,8 +77,8 @@ for _panel, _command in _COMMANDS:
     app.command(_command.__name__, rich_help_panel=_panel)(_command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(wanted: bool) -> None:
+    if wanted:
         output.say(f"holdfast {__version__}")
         raise typer.Exit
 
@@ -105,33 +101,31 @@ def common(
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    before = os.environ.get(progress.VARIABLE)
+    before = {name: os.environ[name] for name in (progress.VARIABLE,) if name in os.environ}
     os.environ[progress.VARIABLE] = "0"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[progress.VARIABLE]
-        else:
-            os.environ[progress.VARIABLE] = before
+        del os.environ[progress.VARIABLE]
+        os.environ.update(before)
 
 
 def main() -> None:
     """Run the command that the arguments name, and exit."""
-    for number in (0, 1, 2):  # whoever started us may have closed them: a checkpoint's file must not get their numbers
+    for number in (0, 1, 2):  # they may be closed, and a file of a checkpoint must not get one of these numbers
         try:
             os.fstat(number)
         except OSError:
             disk.open(os.devnull, os.O_RDWR)
     sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
-    for stream in (sys.stdout, sys.stderr):  # what an old terminal cannot show is told by its number
+    for stream in (sys.stdout, sys.stderr):  # escapes for characters that an old terminal cannot show
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower() != "utf-8":
             stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command that ``arguments`` name; what the program ends with."""
+    """Run the command that ``arguments`` name, and return the exit code of the program."""
     try:
         return _run(arguments, _in_front(arguments))
     except BrokenPipeError:
@@ -140,36 +134,36 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str], given: list[str]) -> int:
     try:
-        # Not in the standalone mode, in which usage errors, interrupts and closed pipes would get codes of their own.
+        # The standalone mode has exit codes of its own for usage errors, interrupts and closed pipes.
         code: Any = app(given or ["--help"], prog_name="holdfast", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # rich ends the program by itself, with a code of its own
+        if isinstance(ended.__context__, BrokenPipeError):  # rich exits with a code of its own
             raise BrokenPipeError from None
-        return int(ended.code or 0)  # completion ends in this way
+        return int(ended.code or 0)  # shell completion exits
     except (Exception, KeyboardInterrupt) as error:
-        told = errors.told(error, given, _places(given))
-        if told is None or "--debug" in arguments:
+        failure = errors.failure_of(error, given, _places(given))
+        if failure is None or "--debug" in arguments:
             raise
-        return _failed(told, arguments)
-    if code == Code.INTERRUPTED:  # newer typers tell an interrupt in this way
+        return _failed(failure, arguments)
+    if code == Code.INTERRUPTED:  # newer versions of typer return it
         return _failed(errors.INTERRUPTED, arguments)
     return int(code or Code.FINE)
 
 
-def _failed(told: errors.Told, arguments: Sequence[str]) -> int:
+def _failed(failure: errors.Failure, arguments: Sequence[str]) -> int:
     try:
-        output.fail(told, as_json="--json" in arguments)
+        output.fail(failure, as_json="--json" in arguments)
         sys.stderr.flush()
     except SystemExit:  # rich again
         raise BrokenPipeError from None
-    return told.code
+    return failure.code
 
 
 def _closed() -> int:
-    """Whoever read has read enough, as `head` does. Nothing is said, and Python shall not try to flush again."""
+    """The reader of a pipe has read enough, as `head` does. Print nothing, and keep Python from flushing again."""
     nowhere = disk.open(os.devnull, os.O_WRONLY)
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
@@ -180,15 +174,15 @@ def _closed() -> int:
 
 
 def _places(given: Sequence[str]) -> list[str]:
-    """The arguments of the command, without options and their values: which paths it is about."""
+    """The arguments of the command without options and their values: the paths that it is about."""
     commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
     words = [word for word in given if word not in _EVERYWHERE]
     command = commands.get(words[0]) if words else None
     if command is None:
         return []
     with command.make_context(words[0], words[1:], resilient_parsing=True) as context:
-        found = [context.params.get(one.name) for one in command.params if one.param_type_name == "argument"]
-    return [str(one) for one in found if one]
+        values = [context.params.get(one.name) for one in command.params if one.param_type_name == "argument"]
+    return [str(value) for value in values if value]
 
 
 def _in_front(arguments: Sequence[str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""``holdfast bench``: what a disk or a store can do, and how often to save on it.
+"""``holdfast bench``: how fast a disk or a store is, and how often to save on it.
 
-Called by `app`. Never leaves anything behind, however it ends.
+`app` calls it. It leaves nothing behind, however it ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 
 from holdfast.cli import output
 from holdfast.cli.convert import bytes_of
+from holdfast.cli.options import Json
 from holdfast.doctor.bench import Benched, Row
 from holdfast.doctor.bench import bench as measured
 
@@ -34,18 +35,20 @@ def bench(
         str | None,
         typer.Option("--step-time", metavar="TIME", help="Of one training step: the advice is in steps too."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:
     """Measure a disk or a store, bare and through holdfast, and say how often to save; cleans up after itself."""
     of_state = None if state is None else bytes_of(state)
     between, of_step = seconds_of(mtbf), None if step is None else seconds_of(step)
     with _ended_gently():
-        done = measured(root, bytes_of(size), tell=_doing if not json else lambda row: None)
+        done = measured(
+            root, bytes_of(size), tell=lambda row: None if json else output.progress(f"{row.what}: {_rate(row)}")
+        )
     advice = done.advice(of_state or done.nbytes, between, of_step or 1.0)
     if json:
         rows = [{"what": row.what, "nbytes": row.nbytes, "seconds": row.seconds, "rate": row.rate} for row in done.rows]
-        told = {"root": done.root, "nbytes": done.nbytes, "direct": done.direct, "rows": rows, "stall": done.stall}
-        output.as_json({**told, "mtbf": between, "state": of_state or done.nbytes, "advice": advice})
+        state_bytes = of_state or done.nbytes
+        output.as_json(output.fields(done) | {"rows": rows, "mtbf": between, "state": state_bytes, "advice": advice})
         return
     _show(done)
     state_told, lasts = output.size(of_state or done.nbytes), f"{advice.save:.1f} s"
@@ -53,20 +56,20 @@ def bench(
         f"a state of {state_told} a rank: saved in {lasts}, of which training waits {advice.stall:.2f} s at most"
     )
     steps = f" ({advice.steps} steps)" if of_step is not None else ""
-    output.say(f"with a failure every {told_time(between)}: save every {told_time(advice.seconds)}{steps}")
+    output.say(f"with a failure every {time_of(between)}: save every {time_of(advice.seconds)}{steps}")
     output.say(f"{advice.lost:.1%} of the time is lost then, to saves and to work done again")
 
 
 def seconds_of(text: str) -> float:
     """``90``, ``30m``, ``8h`` or ``2d`` in seconds. Raises typer.BadParameter."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _SECONDS or not float(found[1]) > 0:
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if parts is None or parts[2] not in _SECONDS or not float(parts[1]) > 0:
         raise typer.BadParameter(f"{text} is no time: 90s, 30m, 8h, 2d")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(parts[1]) * _SECONDS[parts[2]]
 
 
-def told_time(seconds: float) -> str:
-    """A time as people say it."""
+def time_of(seconds: float) -> str:
+    """A length of time, such as 30 min."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.3g} {name}"
@@ -75,16 +78,13 @@ def told_time(seconds: float) -> str:
 
 @contextmanager
 def _ended_gently() -> Iterator[None]:
-    """What ends a program from outside is an interrupt here, after which everything is cleaned up.
-
-    A signal that is ignored, as under nohup, stays ignored.
-    """
+    """SIGTERM and SIGHUP interrupt the benchmark, so that it cleans up, unless they are ignored, as under nohup."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in heard}
+    handled = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in handled}
     try:
         yield
     finally:
@@ -92,8 +92,8 @@ def _ended_gently() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _doing(row: Row) -> None:
-    output.aside(f"{row.what}: {_rate(row)}")
+def _show_progress(row: Row) -> None:
+    output.progress(f"{row.what}: {_rate(row)}")
 
 
 def _rate(row: Row) -> str:

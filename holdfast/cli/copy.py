@@ -1,6 +1,6 @@
-"""``holdfast copy``: checkpoints from one place to another, every block proved on the way.
+"""``holdfast copy``: copy checkpoints from one place to another, and check every block on the way.
 
-Called by `app`. Never changes the source.
+`app` calls it. It never changes the source.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import typer
 import holdfast
 from holdfast.cli import output
 from holdfast.cli.convert import bytes_of
+from holdfast.cli.options import Json
 from holdfast.copy import Copied
 
 
@@ -22,19 +23,26 @@ def copy(
     bandwidth: Annotated[
         str | None, typer.Option("--bandwidth", metavar="SIZE", help="At most so many bytes a second: 200MB.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:
     """Copy a checkpoint, or all steps of a run; the same command goes on from where one was interrupted."""
     limit = None if bandwidth is None else float(bytes_of(bandwidth))
     done = holdfast.copy(source, target, overwrite=overwrite, bandwidth=limit)
-    if json:
-        output.as_json({**_plain(done), "steps": {name: _plain(one) for name, one in done.steps.items()}})
-        return
+    steps = {name: _plain(step) for name, step in done.steps.items()}
+    output.answer(_plain(done) | {"steps": steps}, lambda: _show(done), json=json)
+
+
+def _show(done: Copied) -> None:
     output.table(
         ("step", "copied", "were there", ""),
         (
-            (name, output.size(one.stats.nbytes), one.stats.skipped, "new" if one.committed else "the same was there")
-            for name, one in done.steps.items()
+            (
+                name,
+                output.size(step.stats.nbytes),
+                step.stats.skipped,
+                "new" if step.committed else "the same was there",
+            )
+            for name, step in done.steps.items()
         ),
     )
     stats = done.stats
@@ -46,6 +54,7 @@ def copy(
 
 
 def _plain(done: Copied) -> dict[str, object]:
-    stats = {"files": done.stats.files, "nbytes": done.stats.nbytes, "skipped": done.stats.skipped}
-    told = {"source": done.source, "target": done.target, "committed": done.committed, "seconds": done.seconds}
-    return {**told, **stats}
+    return {
+        "source": done.source, "target": done.target, "committed": done.committed, "seconds": done.seconds,
+        "files": done.stats.files, "nbytes": done.stats.nbytes, "skipped": done.stats.skipped,
+    }  # fmt: skip

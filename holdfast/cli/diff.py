@@ -1,6 +1,6 @@
-"""``holdfast diff``: what differs between two checkpoints, whatever their formats.
+"""``holdfast diff``: what differs between two checkpoints of any formats.
 
-Called by `app`. Changes nothing. Ends with 0 if they are the same and with 1 if they are not, as `diff` does.
+`app` calls it. It changes nothing, and ends with 0 if they are the same and with 1 if they differ, as `diff` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import typer
 import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
+from holdfast.cli.options import Json, Source
 from holdfast.cli.show import brief, typed
 from holdfast.inspect.compare import Difference, compare, compare_names
 
@@ -24,56 +25,51 @@ _ORDER = ("only in a", "only in b", "shape", "dtype", "changed")
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint of any format: a path or a URL.")],
+    a: Source,
     b: Annotated[str, typer.Argument(help="Another one, of any format.")],
     tensors: Annotated[str, typer.Option("--tensors", metavar="GLOB", help="Only names that fit.")] = "*",
     names_only: Annotated[
         bool, typer.Option("--names-only", help="Names, shapes and dtypes; reads no tensor.")
     ] = False,
     top: Annotated[int, typer.Option("--top", min=0, help="How many to show, the largest first; 0: all.")] = 50,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:
     """Compare names, shapes, dtypes and values; exit code 0 if all is the same, 1 if anything differs."""
     left, right = holdfast.open(a), holdfast.open(b)
     every = list(compare_names(left, right, only=tensors) if names_only else compare(left, right, only=tensors))
-    found = sorted((d for d in every if d.status != "same"), key=_by_size)
+    differences = sorted((d for d in every if d.status != "same"), key=_by_size)
     counts = Counter[str](d.status for d in every)
     if json:
-        shown = found[:top] if top else found
-        told = [{**{k: getattr(d, k) for k in d.__dataclass_fields__}, "relative": d.relative} for d in shown]
-        output.as_json({"a": a, "b": b, "same": not found, "counts": counts, "differences": told})
+        shown = [output.fields(d, "relative") for d in (differences[:top] if top else differences)]
+        output.as_json({"a": a, "b": b, "same": not differences, "counts": counts, "differences": shown})
     else:
-        lines = _lines(left, right, found)
+        lines = _lines(left, right, differences)
         _show(left, right, lines[:top] if top else lines)
         if top and len(lines) > top:
             output.say(f"… and {sum(map(len, lines[top:]))} more (--top 0 shows all)")
         output.say(_summary(counts, names_only=names_only))
-    raise typer.Exit(Code.DIFFERENT if found else Code.FINE)
+    raise typer.Exit(Code.DIFFERENT if differences else Code.FINE)
 
 
-def _by_size(found: Difference) -> tuple[int, float, list[tuple[int, str]]]:
-    """Names first, then what has changed most; where nothing is finite it may have changed by anything."""
-    relative = found.relative
-    return _ORDER.index(found.status), -float("inf") if relative is None else -relative, _natural(found.name)
+def _by_size(difference: Difference) -> tuple[int, float, list[tuple[int, str]]]:
+    """Names first, then the largest changes; a change without finite values counts as the largest."""
+    relative = -float("inf") if difference.relative is None else -difference.relative
+    return _ORDER.index(difference.status), relative, _natural(difference.name)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Numbers in names by what they count: 2 before 10."""
+    """A key that sorts the numbers in names by value: 2 before 10."""
     parts = re.split(r"0*([0-9]+)", name)  # every other one is a number
     return [(len(part) if at % 2 else 0, part) for at, part in enumerate(parts)]
 
 
-def _lines(a: Checkpoint, b: Checkpoint, found: list[Difference]) -> list[list[Difference]]:
-    """Which differences stand on a line of their own, and which items of one list, of values that one lacks, on one."""
+def _lines(a: Checkpoint, b: Checkpoint, differences: list[Difference]) -> list[list[Difference]]:
+    """The differences of each line. Items of one list share a line if one checkpoint lacks them."""
     lines: dict[tuple[str, str], list[Difference]] = {}
-    for d in found:
+    for d in differences:
         parent, _, last = d.name.rpartition("/")
-        is_item = (
-            d.status in ("only in a", "only in b")
-            and last.isdigit()
-            and d.name not in a.records
-            and d.name not in b.records
-        )
+        is_value = d.name not in a.records and d.name not in b.records
+        is_item = is_value and d.status in ("only in a", "only in b") and last.isdigit()
         lines.setdefault((d.status, f"{parent}/" if is_item else d.name), []).append(d)
     return list(lines.values())
 
@@ -125,8 +121,8 @@ def _value(a: Checkpoint, b: Checkpoint, line: list[Difference]) -> tuple[str, s
     if len(line) == 1:
         return name, _kind(a, name), _kind(b, name)
     parent, last = name.rpartition("/")[0], line[-1].name.rpartition("/")[2]
-    there = f"{len(line)} items"
-    first, second = (there, "none") if line[0].status == "only in a" else ("none", there)
+    items = f"{len(line)} items"
+    first, second = (items, "none") if line[0].status == "only in a" else ("none", items)
     return f"{parent}/{name.rpartition('/')[2]} … {last}", first, second
 
 
@@ -135,7 +131,7 @@ def _number(value: float | None) -> str:
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:
-    """What a checkpoint has under a name, in a few words."""
+    """What a checkpoint holds under a name, in a few words."""
     if name in checkpoint.records:
         return typed(checkpoint.records[name].dtype, checkpoint.records[name].shape)
     if name in checkpoint.manifest.values:

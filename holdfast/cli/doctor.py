@@ -1,6 +1,6 @@
 """``holdfast doctor``: what is wrong with this machine, a folder, a store or a checkpoint, and how to mend it.
 
-Called by `app`. Never shows a secret, and leaves nothing where it has looked.
+`app` calls it. It shows no secret, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Annotated, TypeVar
 import typer
 
 from holdfast.cli import output
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
+from holdfast.cli.options import Json
 from holdfast.doctor import checkpoints, folders, machine, stores
 from holdfast.doctor.finding import Finding
 from holdfast.errors import StorageError
@@ -32,15 +33,15 @@ def doctor(
         str | None, typer.Argument(help="A folder, a place in a store, or a checkpoint: a path or a URL.")
     ] = None,
     read_only: Annotated[bool, typer.Option("--read-only", help="Do not try to write there.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:
     """Look for what is wrong, and say how to mend it; the exit code tells of the first thing that failed."""
     sections: dict[str, list[Finding]] = {}
-    for section, found in _looked(path, write=not read_only):
-        sections[section] = list(found)
+    for section, findings in _sections(path, write=not read_only):
+        sections[section] = list(findings)
         if not json:
             _show(section, sections[section])
-    everything = [one for found in sections.values() for one in found]
+    everything = [finding for findings in sections.values() for finding in findings]
     failed = [one for one in everything if one.verdict == "fail"]
     if json:
         output.as_json({"well": not failed, **sections})
@@ -50,15 +51,15 @@ def doctor(
     raise typer.Exit(_CODES.get(failed[0].kind, Code.FAILED) if failed else Code.FINE)
 
 
-def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Finding] | list[Finding]]]:
+def _sections(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Finding] | list[Finding]]]:
     yield "machine", machine.findings()
     if path is None:
         return
     place = location(path)
     if place.is_remote:
-        found = list(stores.findings(as_store(_around(place)), write=write))
-        yield "store", found
-        if any(one.verdict == "fail" for one in found):
+        of_store = list(stores.findings(as_store(_around(place)), write=write))
+        yield "store", of_store
+        if any(one.verdict == "fail" for one in of_store):
             return
     else:
         yield "folder", folders.findings(_around(place), write=write)
@@ -73,19 +74,19 @@ def _looked(path: str | None, *, write: bool) -> Iterator[tuple[str, Iterator[Fi
 
 
 def _around(place: Here) -> Here:
-    """The folder in which is tried what can be done: nothing is written into a checkpoint."""
+    """The folder in which writing is tried: not a checkpoint, but the folder that it is in."""
     try:
         return place.parent if (place / manifest.FILE_NAME).is_file() else place
-    except (PermissionError, StorageError):  # which is what will be told of it
+    except (PermissionError, StorageError):  # a finding will say so
         return place
 
 
 _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 
 
-def _show(section: str, found: list[Finding]) -> None:
+def _show(section: str, findings: list[Finding]) -> None:
     output.say((section, "bold"))
-    for one in found:
+    for one in findings:
         output.say("  ", _MARKS[one.verdict], f" {one.name}: {one.text}")
         if one.mend:
             output.say("       ", ("->", "dim"), f" {one.mend}")

@@ -1,7 +1,7 @@
-"""What an error is to a caller: its exit code, its kind, and what to do next.
+"""What an error means to a caller: an exit code, a kind, and what to do next.
 
-`app` calls `told` with whatever a command raised. Looks again only where a local path holds no checkpoint, and changes
-nothing.
+`app` calls `failure_of` with the exception of a command. It looks at the disk again only where a local path holds no
+checkpoint, and changes nothing.
 """
 
 from __future__ import annotations
@@ -12,26 +12,57 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import typer
 
-from holdfast.cli.codes import Code, code_of
 from holdfast.doctor.checkpoints import advice
 from holdfast.errors import (
     Damaged,
+    HoldfastError,
     Mismatch,
     NotACheckpoint,
     RankLost,
     SaveFailed,
+    StorageError,
     Unsupported,
     Untrusted,
 )
 
 
+class Code(IntEnum):
+    """The exit codes of all commands. docs/cli.md documents them, and they never change their meaning."""
+
+    FINE = 0
+    DAMAGED = 1
+    DIFFERENT = 1  # of `holdfast diff`, as of `diff`; a damaged checkpoint is reported on standard error
+    USAGE = 2
+    NOT_A_CHECKPOINT = 3
+    STORAGE = 4
+    MISMATCH = 5
+    RANK_LOST = 6
+    FAILED = 7
+    INTERRUPTED = 130
+    CLOSED = 141
+
+
+_BY_KIND: tuple[tuple[type[BaseException], Code], ...] = (
+    (Damaged, Code.DAMAGED), (NotACheckpoint, Code.NOT_A_CHECKPOINT), (Mismatch, Code.MISMATCH),
+    (Unsupported, Code.MISMATCH), (RankLost, Code.RANK_LOST), (StorageError, Code.STORAGE), (SaveFailed, Code.FAILED),
+    (HoldfastError, Code.FAILED), (OSError, Code.STORAGE), (ValueError, Code.USAGE),
+    (KeyboardInterrupt, Code.INTERRUPTED),
+)  # fmt: skip
+
+
+def code_of(error: BaseException) -> Code | None:
+    """The code for an error that a user can cause; None for any other, which is a fault of holdfast."""
+    return next((code for kind, code in _BY_KIND if isinstance(error, kind)), None)
+
+
 @dataclass(frozen=True)
-class Told:
-    """An error as commands tell it. ``kind`` is one of a few words that programs can rely on; ``next`` may be empty."""
+class Failure:
+    """An error as commands print it. ``kind`` is one of a few words that programs rely on; ``next`` may be empty."""
 
     code: Code
     kind: str
@@ -39,17 +70,17 @@ class Told:
     next: str = ""
 
 
-INTERRUPTED = Told(Code.INTERRUPTED, "interrupted", "interrupted", "")
+INTERRUPTED = Failure(Code.INTERRUPTED, "interrupted", "interrupted", "")
 
 _USAGE: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""What wrong arguments are: click's, or that of the copy of click which newer typers carry."""
+"""The base of errors in arguments: click's, or the one in the copy of click that newer versions of typer carry."""
 
 
-def told(error: BaseException, arguments: Sequence[str] = (), places: Sequence[str] = ()) -> Told | None:
-    """What a caller is told of an error that a user can cause; None for any other, which is a fault of ours.
+def failure_of(error: BaseException, arguments: Sequence[str] = (), places: Sequence[str] = ()) -> Failure | None:
+    """The failure that a user sees; None for an error that no user can cause: a fault of holdfast.
 
-    ``arguments`` are those of the program, ``places`` those of them that are neither options nor values of options:
-    what to do next names the one that the error is about.
+    ``arguments`` are those of the program. ``places`` are those of them that are neither options nor values of options:
+    the hint names the one that the error is about.
     """
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED
@@ -58,35 +89,35 @@ def told(error: BaseException, arguments: Sequence[str] = (), places: Sequence[s
     code = code_of(error)
     if code is None:
         return None
-    # A command is one process: which rank of it failed, and on which host, is clear.
+    # A command is one process, so the rank and the host are left out.
     cause = getattr(error, "cause", None) if not isinstance(error, SaveFailed) else None
     text = cause or str(error) or type(error).__name__
     command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
     kind, hint = _kind(error, _subject(error, arguments, places), command, arguments)
-    return Told(code, kind, text, hint)
+    return Failure(code, kind, text, hint)
 
 
 _SECRET = re.compile(r"://[^/]*@|[?&][^=&]*(key|secret|token|sas|sig|password)[^=&]*=", re.IGNORECASE)
-"""An address that holds what shall not stand in a log: it is told without its options."""
+"""A URL with a secret in it: messages show it without its options."""
 
 
-def _usage(error: Any) -> Told:
+def _usage(error: Any) -> Failure:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "holdfast"
     text = error.format_message()
     hint = "--to huggingface writes safetensors" if "'safetensors' is not one of" in text else f"{path} --help"
-    return Told(Code.USAGE, "usage", text, hint)
+    return Failure(Code.USAGE, "usage", text, hint)
 
 
 def _subject(error: BaseException, arguments: Sequence[str], places: Sequence[str]) -> str:
     """The path that an error is about, as the user wrote it."""
     words = [word for word in arguments if not word.startswith("-")][1:]
-    # Options of a URL stand in no error, and the next command needs them: to another endpoint, say.
+    # No error shows the options of a URL, but the next command needs them: the endpoint, for example.
     bare = {word: word.partition("?")[0] if "://" in word else word for word in words}
     named = [word for word in words if bare[word] in str(error) or os.path.abspath(word) in str(error)]
     otherwise = getattr(error, "file", None) or next(iter([*places, *words]), "PATH")
-    found = max(named, key=lambda word: (word in places, len(word)), default=otherwise)
-    return bare.get(found, found) if _SECRET.search(found) else found
+    subject = max(named, key=lambda word: (word in places, len(word)), default=otherwise)
+    return bare.get(subject, subject) if _SECRET.search(subject) else subject
 
 
 def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str]) -> tuple[str, str]:

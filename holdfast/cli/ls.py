@@ -1,6 +1,6 @@
-"""``holdfast ls``: the checkpoints of a root, how old and large they are, and how they fare.
+"""``holdfast ls``: the checkpoints of a root, their age, size and health.
 
-Called by `app`. Never reads a tensor, and changes nothing.
+`app` calls it. It reads no tensor, and changes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import output
+from holdfast.cli.options import Json
 from holdfast.inspect.survey import Step, survey
 
 
@@ -19,32 +20,29 @@ def ls(
     root: Annotated[str, typer.Argument(help="A folder or URL with checkpoints in it, or one checkpoint.")],
     fast: Annotated[str | None, typer.Option("--fast", help="The fast tier of the same run, a local folder.")] = None,
     headers: Annotated[bool, typer.Option("--headers", help="Check the header of every data file too.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:
     """List checkpoints: step, age, size, health, and on which tier, of which run, with which metric if that is told."""
-    found = survey(root, fast=fast, headers=headers)
-    if json:
-        output.as_json({"root": root, "checkpoints": found})
-    else:
-        _show(found)
+    steps = survey(root, fast=fast, headers=headers)
+    output.answer({"root": root, "checkpoints": steps}, lambda: _show(steps), json=json)
 
 
-def _show(found: Sequence[Step]) -> None:
+def _show(steps: Sequence[Step]) -> None:
     now = datetime.now(timezone.utc)
-    # A column that says the same, or nothing, of all of them is left out.
+    # Columns that are empty or the same for all of them are left out.
     columns = ["step", "name", "age", "bytes"]
-    runs = {step.run for step in found if step.run}
+    runs = {step.run for step in steps if step.run}
     extra = {
-        "own": any(step.own != step.nbytes for step in found),
-        "ranks": any(step.world_size for step in found),
-        "metric": any(step.metric is not None for step in found),
+        "own": any(step.own != step.nbytes for step in steps),
+        "ranks": any(step.world_size for step in steps),
+        "metric": any(step.metric is not None for step in steps),
         "run": len(runs) > 1,
-        "tier": any(step.tier for step in found),
-        "format": any(step.format != "holdfast" for step in found),
+        "tier": any(step.tier for step in steps),
+        "format": any(step.format != "holdfast" for step in steps),
     }
     shown = [*columns, *(name for name, there in extra.items() if there), "health"]
     rows = []
-    for step in found:
+    for step in steps:
         cells = {
             "step": "" if step.step is None else step.step, "name": step.name or step.path,
             "age": age(step.created, now), "bytes": output.size(step.nbytes), "own": output.size(step.own),
@@ -53,18 +51,18 @@ def _show(found: Sequence[Step]) -> None:
         }  # fmt: skip
         rows.append([cells[name] for name in shown])
     output.table(shown, rows)
-    for step in found:
+    for step in steps:
         if step.fault:
             output.say(f"{step.name or step.path}: {step.fault}")
 
 
 def health(step: Step) -> str:
-    """How it fares, in a few words."""
+    """Its health, in a few words."""
     return f"{step.health}, without {', '.join(step.lost)}" if step.lost else step.health
 
 
 def age(created: str | None, now: datetime) -> str:
-    """How long ago that was, in one unit; empty if it is not known."""
+    """How long ago that was, in one unit; empty if it is unknown."""
     if created is None:
         return ""
     try:

@@ -1,14 +1,14 @@
-"""What commands say: tables for people, one JSON object for programs.
+"""What commands print: tables for people, or one JSON object for programs.
 
-Every command calls it. Results go to standard output, everything else to standard error. Never decides an exit code,
-and never lets a name or a path move a terminal's cursor.
+Every command calls it. Results go to standard output, everything else to standard error. It never decides an exit
+code, and never lets a name or a path move a terminal's cursor.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,15 +19,25 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from holdfast.cli.errors import Told
+    from holdfast.cli.errors import Failure
 
 _quiet = False
 
 
 def be_quiet(quiet: bool) -> None:
-    """From now on say nothing but errors and JSON, or all again."""
+    """From now on print errors and JSON alone, or everything again."""
     global _quiet
     _quiet = quiet
+
+
+def answer(value: object, show: Callable[[], None], *, json: bool) -> None:
+    """The result of a command: as JSON, or as ``show`` prints it for people."""
+    as_json(value) if json else show()
+
+
+def fields(value: object, *properties: str) -> dict[str, object]:
+    """The fields of a dataclass for JSON, and these properties of it."""
+    return {name: getattr(value, name) for name in (*value.__dataclass_fields__, *properties)}  # type: ignore[attr-defined]
 
 
 def as_json(value: object) -> None:
@@ -43,39 +53,39 @@ def _encoded(value: object) -> str:
 
 
 def say(*parts: str | tuple[str, str]) -> None:
-    """A line for people, of texts and of texts with their styles; of any length, so that paths can be copied."""
+    """Print a line for people: texts, and texts with a style. Lines are not wrapped, so that paths can be copied."""
     if not _quiet:
         _console(soft_wrap=True).print(_line(parts))
 
 
-def aside(text: str) -> None:
-    """What is being done, on standard error, if a person is looking."""
+def progress(text: str) -> None:
+    """What is being done, on standard error, if that is a terminal."""
     if not _quiet and sys.stderr.isatty():
         _console(stderr=True, soft_wrap=True).print(_line([(text, "dim")]))
 
 
-def fail(told: Told, *, as_json: bool) -> None:
-    """What went wrong and what to do next, on standard error: two lines for people, or one object."""
+def fail(failure: Failure, *, as_json: bool) -> None:
+    """What went wrong and what to do next, on standard error: two lines for people, or one JSON object."""
     if as_json:
-        sys.stderr.write(_encoded({"error": told}) + "\n")
+        sys.stderr.write(_encoded({"error": failure}) + "\n")
         return
     console = _console(stderr=True, soft_wrap=True)
-    console.print(_line([("error", "bold red"), f": {told.text}"]))
-    if told.next:
-        console.print(_line([("next", "bold"), f":  {told.next}"]))
+    console.print(_line([("error", "bold red"), f": {failure.text}"]))
+    if failure.next:
+        console.print(_line([("next", "bold"), f":  {failure.next}"]))
 
 
 def visible(text: str) -> str:
-    """A text in which whatever moves a cursor, turns the direction of letters or is no letter is told by its number."""
+    """The text with an escape for each character that cannot be printed, moves a cursor or turns the direction."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _line(parts: Iterable[str | tuple[str, str]]) -> Text:
-    found = Text()
+    line = Text()
     for part in parts:
         text, style = (part, "") if isinstance(part, str) else part
-        found.append("\n".join(visible(line) for line in text.split("\n")), style)
-    return found
+        line.append("\n".join(map(visible, text.split("\n"))), style)
+    return line
 
 
 def _console(*, stderr: bool = False, soft_wrap: bool = False, width: int | None = None) -> Console:
@@ -83,29 +93,29 @@ def _console(*, stderr: bool = False, soft_wrap: bool = False, width: int | None
 
 
 def show(picture: RenderableType) -> None:
-    """What rich can draw, as wide as the terminal."""
+    """Print what rich can draw, as wide as the terminal."""
     if not _quiet:
         _console().print(picture)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Rows under their headings; nothing if there are none."""
-    found = Table(box=None, pad_edge=False, header_style="bold")
+    """Print rows under their headings; nothing if there are no rows."""
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        found.add_column(Text(visible(column)), overflow="fold")
+        drawn.add_column(Text(visible(column)), overflow="fold")
     for row in rows:
-        found.add_row(*(Text(visible(str(cell))) for cell in row))
-    if found.rows and not _quiet:
-        # Not on a terminal, a table is as wide as it needs: it is searched and cut by other programs.
-        _console(width=None if sys.stdout.isatty() else _WIDEST).print(found)
+        drawn.add_row(*(Text(visible(str(cell))) for cell in row))
+    if drawn.rows and not _quiet:
+        # In a pipe, a table is as wide as its cells need: other programs search and cut it.
+        _console(width=None if sys.stdout.isatty() else _WIDEST).print(drawn)
 
 
 _WIDEST = 1 << 20
-"""Letters of a line that nobody sees at a terminal."""
+"""Columns of a line that is not printed to a terminal."""
 
 
 def size(nbytes: int) -> str:
-    """Bytes as people say them."""
+    """A number of bytes, such as 1.5 GB."""
     amount, unit = float(nbytes), "B"
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if amount < 1000 or unit == "TB":

@@ -1,6 +1,6 @@
-"""``holdfast prune``: the steps of a run that no rule keeps, told and then deleted.
+"""``holdfast prune`` and ``gc``: list the steps that no rule keeps, or the orphans of dead saves, and delete them.
 
-Called by `app`. Never deletes anything without ``--yes``.
+`app` calls them. They delete nothing without ``--yes``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import output
+from holdfast.cli.options import Json, Yes
 from holdfast.run.keep import Keep
+from holdfast.run.leavings import Collected, collect
 from holdfast.run.prune import Fate, Pruned
 from holdfast.run.prune import prune as pruned
 
 _GOES = {"nothing": "stays", "optimizer": "loses its optimizer", "all": "goes"}
 _WENT = {"nothing": "stays", "optimizer": "lost its optimizer", "all": "is gone"}
+_UPLOADS = (
+    "uploads in parts that were killed are not seen from here, and cost money: "
+    "a lifecycle rule of the bucket ends them (docs/stores.md)"
+)
 
 
 def prune(
@@ -50,8 +56,8 @@ def prune(
         str | None,
         typer.Option("--name", metavar="NAME", show_default=False, help="What steps are called: step-{step}."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it nothing is changed.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    yes: Yes = False,
+    json: Json = False,
 ) -> None:  # fmt: skip
     """Delete the steps of a run that no rule keeps; a dry run unless --yes is given.
 
@@ -63,10 +69,7 @@ def prune(
         model_every=model_every, optimizer=tuple(optimizer) if optimizer else "optim*",
     )  # fmt: skip
     done = pruned(root, keep, name=name, dry_run=not yes)
-    if json:
-        output.as_json(done)
-    else:
-        _show(done)
+    output.answer(done, lambda: _show(done), json=json)
 
 
 def _show(done: Pruned) -> None:
@@ -81,9 +84,9 @@ def _show(done: Pruned) -> None:
     gone = sum(fate.goes == "all" for fate in done.steps)
     lost = sum(fate.goes == "optimizer" for fate in done.steps)
     stay = len(done.steps) - gone
-    told = f"{gone} of {len(done.steps)} steps {'are gone' if done.done else 'would go'}"
-    told += f", {lost} {'lost' if done.done else 'would lose'} their optimizer" if lost else ""
-    output.say(f"{told}, {stay} stay; {output.size(done.freed)} {'freed' if done.done else 'would be freed'}")
+    summary = f"{gone} of {len(done.steps)} steps {'are gone' if done.done else 'would go'}"
+    summary += f", {lost} {'lost' if done.done else 'would lose'} their optimizer" if lost else ""
+    output.say(f"{summary}, {stay} stay; {output.size(done.freed)} {'freed' if done.done else 'would be freed'}")
     if not done.done and (gone or lost):
         output.say("nothing was changed: the same command with --yes does it")
 
@@ -91,3 +94,35 @@ def _show(done: Pruned) -> None:
 def _why(fate: Fate) -> str:
     lent = f"; {output.size(fate.lent)} stay: other steps have borrowed them" if fate.lent else ""
     return ", ".join(fate.why) + lent
+
+
+def gc(
+    root: Annotated[str, typer.Argument(help="The folder of a run, or one step: a path or a URL.")],
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Delete what dead saves, copies and conversions left; a dry run unless --yes is given.
+
+    What a save under way may need is never touched, nor what holdfast did not write.
+    """
+    done = collect(root, dry_run=not yes)
+    output.answer(done, lambda: _show_orphans(done), json=json)
+
+
+def _show_orphans(done: Collected) -> None:
+    output.table(
+        ("folder", "files", "bytes", "deleted" if done.done else "would go"),
+        ((one.path, one.files, output.size(one.nbytes), one.what) for one in done.leavings),
+    )
+    for one in done.leavings:
+        if one.warning and not done.done:
+            output.say(f"careful with {one.path}: {one.warning}")
+    output.table(("stays", "why"), ((one.path, one.why) for one in done.spared))
+    if done.leavings:
+        output.say(f"{output.size(done.nbytes)} {'freed' if done.done else 'would be freed'}")
+        if not done.done:
+            output.say("nothing was changed: the same command with --yes does it")
+    else:
+        output.say(f"{done.root} holds no leavings")
+    if "://" in done.root:
+        output.say(_UPLOADS)

@@ -1,12 +1,11 @@
 """``holdfast show``: what a checkpoint holds, from the manifest alone; with ``--stats`` its numbers too.
 
-Called by `app`. Changes nothing.
+`app` calls it. It changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from math import prod
 from typing import Annotated, Any
 
@@ -15,6 +14,7 @@ import typer
 import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
+from holdfast.cli.options import Json, Source
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import HoldfastError
 from holdfast.inspect.layout import Layouts
@@ -29,11 +29,11 @@ SHOWN = 16
 """Values that are shown unless all are asked for."""
 
 RANKS = 64
-"""Ranks whose values are read to tell how many of them differ."""
+"""Ranks whose values are read to count how many of them differ."""
 
 
 def show(
-    path: Annotated[str, typer.Argument(help="A checkpoint of any format: a path or a URL.")],
+    path: Source,
     tensors: Annotated[
         str | None, typer.Option("--tensors", metavar="GLOB", help="List these tensors, one on each line.")
     ] = None,
@@ -41,7 +41,7 @@ def show(
     stats: Annotated[bool, typer.Option("--stats", help="Read the tensors: min, max, mean, NaN. Lists them.")] = False,
     layout: Annotated[bool, typer.Option("--layout", help="List each cell of the tensors with its file.")] = False,
     values: Annotated[bool, typer.Option("--values", help="All values, and those that differ by rank.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: modules, tensors, shapes, dtypes, bytes, cuts, values, attached files."""
     checkpoint = holdfast.open(path)
@@ -49,13 +49,13 @@ def show(
     wanted = selector(only, checkpoint.records, checkpoint.path, said="", what=TENSOR)
     chosen = list(filter(wanted, checkpoint.records))
     layouts = Layouts(checkpoint)
-    found = {s.name: s for s in statistics_of_all(checkpoint, chosen)} if stats else {}
+    statistics = {s.name: s for s in statistics_of_all(checkpoint, chosen)} if stats else {}
     if json:
-        output.as_json(_told(checkpoint, chosen, layouts, found, cells=layout))
+        output.as_json(_as_json(checkpoint, chosen, layouts, statistics, cells=layout))
         return
     _show_head(checkpoint)
     if tensors is not None or stats or layout:
-        _show_tensors(checkpoint, chosen, layouts, found)
+        _show_tensors(checkpoint, chosen, layouts, statistics)
     else:
         _show_tree(checkpoint, layouts, depth)
     if layout:
@@ -69,20 +69,19 @@ def _show_head(checkpoint: Checkpoint) -> None:
     record = checkpoint.manifest
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     run = f", run {checkpoint.run}" if checkpoint.run else ""
-    made = f", saved {record.created}" if record.created else ""
+    saved = f", saved {record.created}" if record.created else ", saved"
     ranks = f" by {checkpoint.world_size} rank{'s' if checkpoint.world_size > 1 else ''}"
-    output.say(f"{checkpoint.path}: {checkpoint.format}{step}{made}{ranks if made else f', saved{ranks}'}{run}")
+    output.say(f"{checkpoint.path}: {checkpoint.format}{step}{saved}{ranks}{run}")
     if checkpoint.reading:
         output.say(f"read as: {checkpoint.reading}")
     total = usage(checkpoint)
     cited = f", {output.size(total.cited)} of them borrowed from older steps" if total.cited else ""
     output.say(f"{len(record.tensors)} tensors of {output.size(total.tensors)} in {len(record.files)} files{cited}; "
                + ", ".join(f"{a.name} {output.size(a.nbytes)}" for a in total.by_dtype))  # fmt: skip
-    made_by = {key: text for key, text in record.producer.items() if key != "kinds" and len(text) < 100}
-    if made_by:
-        output.say("made by " + ", ".join(f"{key} {text}" for key, text in made_by.items()))
-    lost = dropped_of(record)
-    if lost:
+    producer = [f"{key} {text}" for key, text in record.producer.items() if key != "kinds" and len(text) < 100]
+    if producer:
+        output.say("made by " + ", ".join(producer))
+    if lost := dropped_of(record):
         output.say(f"lost since it was saved: {', '.join(lost)}")
     output.say("")
 
@@ -112,10 +111,10 @@ def typed(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _show_tensors(
-    checkpoint: Checkpoint, chosen: list[str], layouts: Layouts, found: dict[str, Statistics]
+    checkpoint: Checkpoint, chosen: list[str], layouts: Layouts, statistics: dict[str, Statistics]
 ) -> None:  # fmt: skip
     columns = ["tensor", "type", "bytes", "cut"]
-    if found:
+    if statistics:
         columns += ["min", "max", "mean", "std", "NaN", "Inf", "zeros"]
 
     def row(name: str) -> Iterator[Any]:
@@ -123,8 +122,8 @@ def _show_tensors(
         tied = checkpoint.saved_name(name)
         yield name if tied == name else f"{name} = {tied}"
         yield from (typed(record.dtype, record.shape), output.size(record.nbytes), layouts.of(name))
-        if found:
-            s = found[name]
+        if statistics:
+            s = statistics[name]
             yield from ("" if x is None else f"{x:.4g}" for x in (s.min, s.max, s.mean, s.std))
             yield from (s.nan, s.inf, s.zeros)
 
@@ -145,8 +144,8 @@ def _show_rest(checkpoint: Checkpoint, *, everything: bool) -> None:
             output.say(f"… and {len(paths) - len(shown)} more values (--values shows all)")
     if checkpoint.differing:
         output.say("")
-        told = ((path, _by_rank(checkpoint, path) if everything else "") for path in checkpoint.differing)
-        output.table(("value of each rank", f"{checkpoint.world_size} ranks"), told)
+        rows = ((path, _by_rank(checkpoint, path) if everything else "") for path in checkpoint.differing)
+        output.table(("value of each rank", f"{checkpoint.world_size} ranks"), rows)
     if checkpoint.attachments:
         output.say("")
         output.table(("attached", "bytes"), ((name, output.size(n)) for name, n in checkpoint.attachments.items()))
@@ -156,7 +155,7 @@ def _show_rest(checkpoint: Checkpoint, *, everything: bool) -> None:
 
 
 def _first(paths: list[str]) -> list[str]:
-    """Those nearest to the top, in their order: the step before the settings of each parameter group."""
+    """The paths nearest to the top, in order: the step comes before the settings of each parameter group."""
     nearest = sorted(paths, key=lambda path: path.count("/"))[:SHOWN]
     return [path for path in paths if path in set(nearest)]
 
@@ -168,33 +167,33 @@ def brief(value: object, everything: bool = False) -> str:
 
 
 def _by_rank(checkpoint: Checkpoint, path: str) -> str:
-    """What the first rank has, and how many of them have something else."""
+    """The value of the first rank, and how many different ones there are."""
     ranks = range(min(checkpoint.world_size, RANKS))
     try:
-        found = [repr(checkpoint.per_rank(path, rank)) for rank in ranks]
+        values = [repr(checkpoint.per_rank(path, rank)) for rank in ranks]
     except (HoldfastError, LookupError) as error:
         return f"cannot be read: {error}"
-    kinds = len(set(found))
-    first = found[0] if len(found[0]) <= 60 else f"{found[0][:59]}…"
+    kinds = len(set(values))
+    first = values[0] if len(values[0]) <= 60 else f"{values[0][:59]}…"
     return f"{kinds} different; rank 0: {first}" if kinds > 1 else f"the same on all that were read: {first}"
 
 
-def _told(
-    checkpoint: Checkpoint, chosen: list[str], layouts: Layouts, found: dict[str, Statistics], *, cells: bool
+def _as_json(
+    checkpoint: Checkpoint, chosen: list[str], layouts: Layouts, statistics: dict[str, Statistics], *, cells: bool
 ) -> dict[str, object]:
     record = checkpoint.manifest
 
     def one(name: str) -> dict[str, object]:
-        its, layout = checkpoint.records[name], layouts.of(name)
-        told: dict[str, object] = {"name": name, "dtype": its.dtype, "shape": its.shape, "nbytes": its.nbytes,
-                                   "cells": layout.cells, "grid": layout.grid, "ranks": layout.ranks}  # fmt: skip
+        tensor, layout = checkpoint.records[name], layouts.of(name)
+        entry: dict[str, object] = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "nbytes": tensor.nbytes,
+                                    "cells": layout.cells, "grid": layout.grid, "ranks": layout.ranks}  # fmt: skip
         if checkpoint.saved_name(name) != name:
-            told["tied"] = checkpoint.saved_name(name)
+            entry["tied"] = checkpoint.saved_name(name)
         if cells:
-            told["boxes"] = layouts.boxes(name)
-        if found:
-            told["stats"] = {key: asdict(found[name])[key] for key in _STATS}
-        return told
+            entry["boxes"] = layouts.boxes(name)
+        if statistics:
+            entry["stats"] = {key: getattr(statistics[name], key) for key in _STATS}
+        return entry
 
     return {
         "path": str(checkpoint.path), "format": checkpoint.format, "reading": checkpoint.reading,

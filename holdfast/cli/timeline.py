@@ -1,6 +1,6 @@
-"""``holdfast timeline``: what every rank wrote down while it saved and loaded, joined into one trace.
+"""``holdfast timeline``: join what every rank recorded of its saves and loads into one trace.
 
-Called by `app`. Never changes what was written down.
+`app` calls it. It never changes the records.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import output
+from holdfast.cli.options import Json
 from holdfast.report.slowest import Phase
 from holdfast.report.timeline import merge
+from holdfast.report.trace import Trace
 
 
 def timeline(
@@ -20,26 +22,25 @@ def timeline(
     to: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where the trace goes; FOLDER/trace.json by default.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:
     """Join a timeline into a trace for Perfetto or Chrome, and say who was the slowest in each phase."""
     trace, target = merge(folder), to or folder / "trace.json"
     trace.write(target)
-    told = {name: getattr(trace, name) for name in ("began", "processes", "spans", "unfinished", "unread", "phases")}
-    if json:
-        output.as_json({"trace": str(target), **told})
-        return
+    names = ("began", "processes", "spans", "unfinished", "unread", "phases")
+    result = {"trace": str(target)} | {name: getattr(trace, name) for name in names}
+    output.answer(result, lambda: _show(trace, target), json=json)
+
+
+def _show(trace: Trace, target: Path) -> None:
     output.table(
         ("of", "phase", "times", "median", "longest", "by", "in", "most often"), (_row(phase) for phase in trace.phases)
     )
     broken = f", {trace.unfinished} of them unfinished" if trace.unfinished else ""
     unread = f"; {trace.unread} lines could not be read" if trace.unread else ""
-    output.say(f"{target}: {trace.spans} spans of {_processes(trace.processes)} from {trace.began} on{broken}{unread}")
+    processes = "1 process" if trace.processes == 1 else f"{trace.processes} processes"
+    output.say(f"{target}: {trace.spans} spans of {processes} from {trace.began} on{broken}{unread}")
     output.say("open it in https://ui.perfetto.dev or chrome://tracing")
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
 
 
 def _row(phase: Phase) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""``holdfast view``: a page to look at, written as one file or served to the browser of this machine.
+"""``holdfast view``: an HTML page, written as one file or served to the browser of this machine.
 
-Called by `app`. Never writes over a file that is no page of ours, and never serves but on loopback.
+`app` calls it. It overwrites no file but pages of holdfast, and serves on loopback alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 
 import holdfast
 from holdfast.cli import output
+from holdfast.cli.options import Json
 from holdfast.errors import StorageError
 from holdfast.events import log
 from holdfast.ranks.ranks import DEADLINE
@@ -48,7 +49,7 @@ def view(
     ] = None,
     against: Annotated[str | None, typer.Option("--against", help="Another one: how far the two are apart.")] = None,
     browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    json: Json = False,
 ) -> None:  # fmt: skip
     """Make a page of a checkpoint, of a run, or of what is between two checkpoints; it needs no network to be shown."""
     if serve and (out or stats):
@@ -75,11 +76,11 @@ def view(
         from holdfast.view.traces import read_timeline
 
         checkpoint = holdfast.open(path, require=trusted)
-        told = read_timeline(LocalPlace(timeline), of=_name(path)) if timeline else None
+        spans = read_timeline(LocalPlace(timeline), of=_name(path)) if timeline else None
         if serve:
-            _serve(checkpoint, told, port=port, check=check, browser=browser, json=json)
+            _serve(checkpoint, spans, port=port, check=check, browser=browser, json=json)
             return
-        text = checkpoint_page(checkpoint, stats=stats or None, timeline=told, look=check)
+        text = checkpoint_page(checkpoint, stats=stats or None, timeline=spans, look=check)
     if out == "-":
         sys.stdout.write(text)
         return
@@ -94,14 +95,14 @@ def view(
 
 
 def _serve(
-    checkpoint: Checkpoint, told: Timeline | None, *, port: int, check: bool | None, browser: bool, json: bool
+    checkpoint: Checkpoint, spans: Timeline | None, *, port: int, check: bool | None, browser: bool, json: bool
 ) -> None:
     from holdfast.view.checkpoint import checkpoint_page, figures
     from holdfast.view.server import Served
 
     try:
         served = Served(
-            lambda: checkpoint_page(checkpoint, timeline=told, look=check, served=True),
+            lambda: checkpoint_page(checkpoint, timeline=spans, look=check, served=True),
             {"statistics": lambda name: figures(checkpoint, name)},
             port=port,
         )
@@ -124,7 +125,7 @@ def _serve(
 
 
 def is_root(path: str) -> bool:
-    """Whether a path is the root of a run, and no checkpoint itself; a server that lists nothing has none."""
+    """Whether a path is the root of a run; a checkpoint is none, nor is a path of a server that cannot list."""
     from holdfast.view.run import is_run
 
     try:
@@ -141,10 +142,10 @@ def _name(path: str) -> str:
 
 def _write(page: LocalPlace, data: bytes) -> None:
     try:
-        there = page.read_start(4096)[0]
+        start = page.read_start(4096)[0]
     except FileNotFoundError:
-        there = _OURS
-    if _OURS not in there:
+        start = _OURS
+    if _OURS not in start:
         raise ValueError(f"{page} is there, and is no page of holdfast: name another file with -o")
     if not page.parent.is_dir():
         raise ValueError(f"there is no folder {page.parent}: make it, or name another file with -o")

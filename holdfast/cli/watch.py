@@ -1,6 +1,6 @@
-"""``holdfast watch``: how a running job saves, again and again, from beside it or from afar.
+"""``holdfast watch``: how a running job saves, shown again and again, on its machine or another.
 
-Called by `app`. Reads the journal of the run and the manifests of its steps, no data file; changes nothing.
+`app` calls it. It reads the journal of the run and the manifests of its steps, no data file, and changes nothing.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def watch(
 
 
 def _next(past: Past, every: float) -> History | None:
-    """What there is after a while; None if it cannot be read now."""
+    """The history after a pause; None if it cannot be read now."""
     time.sleep(every)
     try:
         return past.look()
-    except (NotACheckpoint, StorageError):  # swept, or a network that is away for a while: the next look tells
+    except (NotACheckpoint, StorageError):  # deleted, or the network is down: the next look may succeed
         return None
 
 
@@ -73,19 +73,19 @@ def _live(root: str, past: Past, history: History, every: float) -> None:
 
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
-            # Ages go on also while the root cannot be read.
+            # Ages grow while the root cannot be read.
             stale = time.time() - history.at if time.time() - history.at > 2 * every + 5 else None
             live.update(picture(standing(root, history), history, stale=stale), refresh=True)
             history = _next(past, every) or history
 
 
 def _tail(past: Past, history: History, every: float) -> None:
-    """In a pipe: a line for each save from now on."""
-    told = {(entry.step, entry.began) for entry in history.entries}
+    """For a pipe: a line for each save from now on."""
+    printed = {(entry.step, entry.began) for entry in history.entries}
     while True:
         for entry in history.entries:
-            if (entry.step, entry.began) not in told:
-                told.add((entry.step, entry.began))
+            if (entry.step, entry.began) not in printed:
+                printed.add((entry.step, entry.began))
                 when = datetime.fromtimestamp(entry.began).strftime("%Y-%m-%d %H:%M:%S")
                 output.say(f"{when} step {entry.step} {entry.outcome}: {entry.error or output.size(entry.bytes)}")
                 sys.stdout.flush()
@@ -135,45 +135,44 @@ def _state(now: Standing) -> str:
 def _lines(now: Standing) -> list[tuple[str, str | Text]]:
     from rich.text import Text
 
-    found: list[tuple[str, str | Text]] = []
+    lines: list[tuple[str, str | Text]] = []
     if now.fast_of is not None:
-        found.append(("root", f"{now.fast_of}: holdfast watch {quote(now.fast_of)}"))
+        lines.append(("root", f"{now.fast_of}: holdfast watch {quote(now.fast_of)}"))
     ranks = [] if now.ranks is None else [f"{now.ranks:,} rank{'s' if now.ranks != 1 else ''}"]
     pace = [] if now.step_seconds is None else [f"{span(now.step_seconds)} a step"]
     start = [f"start {now.starts}"] if now.starts > 1 else []
-    found.append(("run", ", ".join([*pace, *ranks, *start]) or "–"))
+    lines.append(("run", ", ".join([*pace, *ranks, *start]) or "–"))
     for one in now.saving:
         step = f"step {one.step:,}" if one.step is not None else one.name
         since = "" if one.since is None else f" for {span(now.at - one.since)}"
         done = f": {one.durable:,} of {one.ranks:,} ranks have their files in place" if one.ranks and one.name else ""
-        found.append(("saving", Text(f"{step}{since}{done}", "cyan")))
+        lines.append(("saving", Text(f"{step}{since}{done}", "cyan")))
     if now.last is not None:
-        found.append(("last save", _last(now.last)))
+        lines.append(("last save", _last(now.last)))
     if now.next_step is not None:
         wait = "" if now.next_in is None else f" in about {span(now.next_in)}" if now.next_in else " any moment"
-        found.append(("next save", f"step {now.next_step:,}{wait}"))
+        lines.append(("next save", f"step {now.next_step:,}{wait}"))
     counts = [f"{now.saved:,} saved", f"{now.failed:,} failed", f"{now.skipped:,} skipped"]
-    there = "none is there now" if not now.there else f"{len(now.there):,} there now"
-    found.append(("saves", f"{', '.join(c for c in counts if not c.startswith('0 ')) or 'none yet'}; {there}"))
+    present = "none is there now" if not now.there else f"{len(now.there):,} there now"
+    lines.append(("saves", f"{', '.join(c for c in counts if not c.startswith('0 ')) or 'none yet'}; {present}"))
     if now.failure is not None:
         since = f"{now.failed_since:,} since the last save; " if now.failed_since else ""
         words = f"{since}step {now.failure.step:,}, {ago(now.failure.age)}: {now.failure.error}"
-        found.append(("failure", Text(words, "red" if now.failed_since else "yellow")))
+        lines.append(("failure", Text(words, "red" if now.failed_since else "yellow")))
     if now.unreadable:
         more = f" (and {len(now.unreadable) - 1:,} more)" if len(now.unreadable) > 1 else ""
-        found.append(("unreadable", Text(next(iter(now.unreadable.values())) + more, "red")))
+        lines.append(("unreadable", Text(next(iter(now.unreadable.values())) + more, "red")))
     if now.best is not None:
-        found.append(("best", f"{now.best.metric:.6g} at step {now.best.step:,}"))
+        lines.append(("best", f"{now.best.metric:.6g} at step {now.best.step:,}"))
     if now.backlog is not None:
-        words = (
-            f"{now.backlog:,} step{'s' if now.backlog != 1 else ''} to be uploaded" if now.backlog else "all uploaded"
-        )
-        found.append(("backlog", Text(words, "yellow" if now.backlog > 1 else "")))
+        steps = f"{now.backlog:,} step{'s' if now.backlog != 1 else ''}"
+        words = f"{steps} to be uploaded" if now.backlog else "all uploaded"
+        lines.append(("backlog", Text(words, "yellow" if now.backlog > 1 else "")))
     if any(now.stalls):
-        found.append(("stalls", f"{spark(now.stalls)}  {_range([span(x) for x in _extremes(now.stalls)])}"))
+        lines.append(("stalls", f"{spark(now.stalls)}  {_range([span(x) for x in _extremes(now.stalls)])}"))
     if any(now.rates):
-        found.append(("rates", f"{spark(now.rates)}  {_range([_rate(x) for x in _extremes(now.rates)])}"))
-    return found
+        lines.append(("rates", f"{spark(now.rates)}  {_range([_rate(x) for x in _extremes(now.rates)])}"))
+    return lines
 
 
 def _last(last: Save) -> str:
@@ -194,13 +193,13 @@ def _saves(history: History) -> RenderableType:
     for column in columns:
         table.add_column(column, justify="left" if column == "outcome" else "right", no_wrap=column != "outcome")
     for entry in history.entries[-ROWS:]:
-        rate, told, saved = rate_of(entry), bool(entry.start), entry.outcome == "saved"
+        rate, timed, saved = rate_of(entry), bool(entry.start), entry.outcome == "saved"
         fate = _fate(entry.step, history) if id(entry) in newest else ", replaced"
         words = f"{entry.outcome}{fate}" if saved else f"{entry.outcome}: {entry.error}"
         style = "" if saved else "red" if entry.outcome == "failed" else "yellow"
         cells = [
-            f"{entry.step:,}", span(max(history.at - entry.began, 0.0)), span(entry.seconds) if told else "–",
-            span(entry.stall) if told else "–", output.size(entry.bytes), "–" if rate is None else _rate(rate),
+            f"{entry.step:,}", span(max(history.at - entry.began, 0.0)), span(entry.seconds) if timed else "–",
+            span(entry.stall) if timed else "–", output.size(entry.bytes), "–" if rate is None else _rate(rate),
             *([] if not rated else ["–" if entry.metric is None else f"{entry.metric:.5g}"]),
         ]  # fmt: skip
         table.add_row(*cells, Text(words, style, overflow="ellipsis", no_wrap=True))
@@ -208,7 +207,7 @@ def _saves(history: History) -> RenderableType:
 
 
 def _fate(step: int, history: History) -> str:
-    """What became of a step that was saved, where it is not simply there."""
+    """What became of a saved step that is not there as it was saved."""
     if step in history.there:
         return ""
     return ", unreadable" if any(ends_with(name, step) for name in history.unreadable) else ", swept"
@@ -218,7 +217,7 @@ def _fate(step: int, history: History) -> str:
 
 
 def spark(values: Sequence[float | None]) -> str:
-    """A line of blocks as high as the values; × for what is none."""
+    """A line of blocks as high as the values; × for None."""
     top = max((value for value in values if value is not None), default=0.0)
     return "".join(
         "×" if value is None else _LEVELS[min(int(value / top * 8), 7) if top > 0 else 0] for value in values
@@ -226,8 +225,8 @@ def spark(values: Sequence[float | None]) -> str:
 
 
 def _extremes(values: Sequence[float | None]) -> list[float]:
-    found = [value for value in values if value is not None]
-    return [min(found), max(found)]
+    known = [value for value in values if value is not None]
+    return [min(known), max(known)]
 
 
 def _range(words: list[str]) -> str:
@@ -239,7 +238,7 @@ def _rate(rate: float) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """A length of time as people say it."""
+    """A length of time, such as 1 h 20 min."""
     if seconds is None:
         return "–"
     if seconds < 0.00095:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from holdfast.cli.bench import _ended_gently, seconds_of, told_time
-from holdfast.cli.codes import Code
+from holdfast.cli.bench import _ended_gently, seconds_of, time_of
 from holdfast.cli.convert import bytes_of
+from holdfast.cli.errors import Code
 from holdfast.doctor import bench as benching
 from holdfast.run.interval import advise
 from tests.cli.conftest import Run
@@ -59,7 +59,7 @@ def test_sizes_and_times() -> None:
             bytes_of(text)
         with pytest.raises(typer.BadParameter):
             seconds_of(text)
-    assert [told_time(seconds) for seconds in (5, 600, 7200, 400000)] == ["5 s", "10 min", "2 h", "4.63 days"]
+    assert [time_of(seconds) for seconds in (5, 600, 7200, 400000)] == ["5 s", "10 min", "2 h", "4.63 days"]
 
 
 def test_a_signal_that_is_ignored_stays_so() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from tests.cli.conftest import Run, state_of
 from tests.damaging import contents_of
 from tests.formats.truth import GOLDEN

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli import app as application
-from holdfast.cli.codes import Code, code_of
+from holdfast.cli.errors import Code, code_of
 from holdfast.ondisk import datafile
 from tests.damaging import contents_of, flip
 

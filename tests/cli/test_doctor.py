@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from holdfast.commit.folder import delete_checkpoint
 from holdfast.doctor import folders, machine, stores
 from tests.citing import save_on, state_of

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from holdfast.storage.local import disk
 from tests.cli.conftest import Run
 from tests.damaging import flip

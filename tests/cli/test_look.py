@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast.cli import app as application
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from holdfast.storage.local.local_place import LocalPlace
 from tests.citing import save_on, state_of
 from tests.damaging import contents_of, flip

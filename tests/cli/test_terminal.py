@@ -17,7 +17,7 @@ import pytest
 
 import holdfast
 from holdfast.cli import app as application
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from holdfast.report import progress
 from tests.cli.conftest import Run
 

@@ -21,7 +21,7 @@ from holdfast import CheckpointManager, Keep
 from holdfast.cli import output
 from holdfast.cli import watch as watching
 from holdfast.cli.app import run
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import standing
 from holdfast.journal import Entry, Now

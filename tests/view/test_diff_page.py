@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 import holdfast
 from holdfast.cli.app import run
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from holdfast.inspect.compare import Difference, compare
 from holdfast.view import page as page_module
 from holdfast.view.diff import SCRIPTS, contents, diff_page, placed

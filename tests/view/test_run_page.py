@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast.cli.app import run
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 from holdfast.journal import Now
 from holdfast.run.journaling import Journal
 from holdfast.storage.local.local_place import LocalPlace

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.codes import Code
+from holdfast.cli.errors import Code
 
 
 @pytest.fixture
