@@ -23,6 +23,9 @@ from tests.servers.fixtures import lend
 from tests.servers.passing import Exchange
 from tests.storage.cloud.clouds import options_of
 
+PATIENT = {"read_timeout": 120.0, "write_timeout": 120.0, "connect_timeout": 120.0, "retry_timeout": 240.0}
+"""Options with which nothing is asked again because the machine is busy."""
+
 IMPATIENT = {"read_timeout": 1.0, "write_timeout": 2.0, "connect_timeout": 2.0, "retry_timeout": 10.0}
 """Options with which what can fail does so in seconds."""
 
@@ -55,10 +58,11 @@ class Bucket:
     server: Server
     name: str
     proxy: Proxy
+    timeouts: Mapping[str, float]
 
     def options(self, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What reaches the bucket through the proxy."""
-        return options_of(self.server.through(self.proxy.endpoint), {**IMPATIENT, **(more or {})})
+        return options_of(self.server.through(self.proxy.endpoint), {**self.timeouts, **(more or {})})
 
     def url(self, key: str) -> str:
         return f"{self.server.scheme}://{self.name}/{key}"
@@ -84,10 +88,12 @@ class Bucket:
 
 
 @contextmanager
-def bucket_of(server: Server, name: str | None = None) -> Iterator[Bucket]:
+def bucket_of(
+    server: Server, name: str | None = None, *, timeouts: Mapping[str, float] = PATIENT
+) -> Iterator[Bucket]:
     """A bucket (a fresh one) behind a proxy of its own, so that the client for it is new too."""
     with Proxy(server.endpoint) as proxy:
-        yield Bucket(server, name or server.bucket(), proxy)
+        yield Bucket(server, name or server.bucket(), proxy, timeouts)
 
 
 def kinds(requests: list[Exchange]) -> Counter[str]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import holdfast
+from tests.programs import run_module
 
 FREEZE = 19
 FSDP = "Nobody else has model/0.weight["
@@ -19,10 +17,7 @@ UNSURE = "began to decide but gave no outcome"
 
 
 def run(folder: Path, trials: list[dict[str, Any]]) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.degraded_trials", str(folder), json.dumps(trials)],
-        capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    ended = run_module("tests.degraded_trials", folder, json.dumps(trials), seconds=280)
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert json.loads(ended.stdout.splitlines()[-1])["trials"] == len(trials)
 

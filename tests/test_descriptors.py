@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,12 @@ from holdfast.storage.local import disk
 from holdfast.write.image import KEPT
 from tests.descriptor_trials import descriptors, is_whole, state
 from tests.patience import wait_until
+from tests.programs import run_module
 
 
 def trial(*arguments: object) -> Any:
     """What a trial printed, run by itself."""
-    command = [sys.executable, "-m", "tests.descriptor_trials", *map(str, arguments)]
-    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    ran = run_module("tests.descriptor_trials", *arguments)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import holdfast
 from holdfast import CheckpointManager, Keep, Saver
 from holdfast.storage.storage import JOURNAL
 from holdfast.testing import count_calls, faults
+from tests.programs import run_code
 
 GUARD = 60.0
 """Seconds after which a story is taken to hang: far more than any of them needs."""
@@ -142,7 +142,7 @@ def _finished(root: Path) -> None:
         "import sys, holdfast.testing; from tests.test_disk_faults import *\n"
         "with holdfast.testing.kill_at('commit'): Saver().save(state_of(NEW), sys.argv[1]).wait()"
     )
-    ended = subprocess.run([sys.executable, "-c", script, root / "new"], capture_output=True, text=True, check=False)
+    ended = run_code(script, root / "new")
     assert ended.returncode == -9, ended.stderr
 
 

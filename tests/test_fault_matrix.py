@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,13 @@ import pytest
 
 from holdfast.events import LOADING, SAVING
 from tests.fault_trials import FIRST_ALONE, REFUSED, SIGNALS, WORLD
+from tests.programs import run_module
 
 ERRORS = tuple(REFUSED)
 
 
 def run(folder: Path, trials: list[dict[str, Any]], *, limit: float = 290) -> dict[str, int]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.fault_trials", str(folder), json.dumps(trials)],
-        capture_output=True, text=True, timeout=limit, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    ended = run_module("tests.fault_trials", folder, json.dumps(trials), seconds=limit)
     assert ended.returncode == 0, ended.stderr[-6000:]
     counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
     assert counts["trials"] == len(trials)

@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.freeze_trials import FIRST, LOAD, MANAGER, SAVE
+from tests.programs import run_module
 
 STOP, KILL = int(signal.SIGSTOP), int(signal.SIGKILL)
 
 
 def run(folder: Path, trials: list[dict[str, Any]]) -> None:
-    with (folder / "told").open("w+") as told:  # not a pipe: a frozen rank that is left over would keep it open
-        ended = subprocess.run(
-            [sys.executable, "-m", "tests.freeze_trials", str(folder), json.dumps(trials)],
-            stdout=told, stderr=told, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-        )  # fmt: skip
-        told.seek(0)
-        text = told.read()
-    assert ended.returncode == 0, text[-6000:]
-    counts = json.loads(text.splitlines()[-1])
-    assert counts["trials"] == len(trials)
-    print(counts)
+    ended = run_module("tests.freeze_trials", folder, json.dumps(trials), seconds=280)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    assert json.loads(ended.stdout.splitlines()[-1])["trials"] == len(trials)
 
 
 def saves(does: str, of: int, phases: list[str], **how: Any) -> list[dict[str, Any]]:

@@ -6,8 +6,6 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +25,7 @@ from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
 from holdfast.write import write
 from tests import format_reader, pool
+from tests.programs import run_code
 
 KB = 256
 """Elements of float32 in a KiB."""
@@ -419,9 +418,8 @@ def test_killed_between_the_links_and_the_commit(how: str, links: bool, tmp_path
             "save_work.commit", "import errno; from holdfast.policies.incremental import borrow\n"
             "def _link(*_): raise OSError(errno.EXDEV, 'no')\nborrow._link = _link\nsave_work.commit",
         )  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path), how], env=environment, capture_output=True)
-    assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+    run = run_code(script, tmp_path, how)
+    assert run.returncode == -signal.SIGKILL, run.stderr
     late = tmp_path / "step-000000002"
     assert not (late / "manifest.json").exists()
     into = {k: {n: torch.zeros_like(t) for n, t in v.items()} for k, v in _state(0).items() if k != "step"}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import run_module
 from tests.soak.mutants import MUTANTS
 from tests.soak.plan import begins, episode_of, first_of
 from tests.soak.report import write_docs
@@ -19,10 +18,7 @@ FOUND_WITHIN = 60
 
 
 def soak(folder: Path, *words: str, seconds: int = 280) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.soak", "--folder", str(folder), *words],
-        capture_output=True, text=True, timeout=seconds, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    return run_module("tests.soak", "--folder", folder, *words, seconds=seconds)
 
 
 def counts_of(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:

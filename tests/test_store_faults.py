@@ -14,14 +14,14 @@ from tests.patience import wait_until
 from tests.servers import Server
 from tests.servers.faults import Fault
 from tests.servers.fixtures import ceph
-from tests.stores import PART, Bucket, bucket_of, empty_like, is_same, is_whole, kind, small_parts, state_of
+from tests.stores import IMPATIENT, PART, Bucket, bucket_of, empty_like, is_same, is_whole, kind, small_parts, state_of
 
 __all__ = ["ceph"]
 
-GUARD = 60.0
+GUARD = 240.0
 """Seconds after which a story is taken to hang: far more than any of them needs."""
 
-PATIENT, SHORT = 20.0, 1.5
+PATIENT, SHORT = 120.0, 1.5
 """Deadlines: for what must come to a good end, and for what cannot."""
 
 ONCE = {
@@ -146,7 +146,7 @@ def asked_by(story: Story, moto: Server, folder: Path) -> list[str]:
 
 def run(story: Story, moto: Server, fault: Fault, deadline: float, folder: Path, *, must_pass: bool) -> str:
     """What is wrong after one story with one fault; nothing if all is as it should be."""
-    with bucket_of(moto) as bucket:
+    with bucket_of(moto, timeouts=IMPATIENT) as bucket:
         story.before(bucket)
         bucket.proxy.add(fault)
         began = time.monotonic()
@@ -282,7 +282,7 @@ def test_all_goes_wrong_from_one_request_on(story: str, moto: Server, tmp_path: 
 def test_a_commit_that_lands_after_the_save_was_given_up_is_whole(
     kind_of_save: str, moto: Server, tmp_path: Path
 ) -> None:
-    with bucket_of(moto) as bucket:
+    with bucket_of(moto, timeouts=IMPATIENT) as bucket:
         bucket.proxy.add(Fault("status", status=503, times=None, path="manifest.json", method="PUT"))
         with pytest.raises(holdfast.SaveFailed, match="It may be committed all the same: holdfast.open") as caught:
             STORIES[kind_of_save].act(bucket, 2 * SHORT, tmp_path)
@@ -294,7 +294,7 @@ def test_a_commit_that_lands_after_the_save_was_given_up_is_whole(
 
 
 def test_an_overwrite_that_is_not_answered_loses_neither_checkpoint(moto: Server) -> None:
-    with bucket_of(moto) as bucket:
+    with bucket_of(moto, timeouts=IMPATIENT) as bucket:
         holdfast.save(OLD, bucket.direct("made"))
         bucket.proxy.add(Fault("reset_after", times=None, path="manifest.json", method="PUT"))
         # The first is for what the old one names; those after it would tell that the new one stands.

@@ -27,8 +27,6 @@ __all__ = ["lying_ceph", "lying_gcs", "moto"]
 
 HERE = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-PATIENT = {"read_timeout": 20.0, "write_timeout": 20.0, "retry_timeout": 60.0}
-"""For writers that are many on a small machine: here nothing is to time out."""
 
 
 @pytest.fixture
@@ -76,7 +74,7 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 def race(bucket: Bucket, seeds: list[int], *, overwrite: bool = False) -> dict[int, tuple[str, str]]:
     """What became of a save of each seed's state, all of them begun at once; with what was logged."""
-    options = bucket.options(PATIENT)
+    options = bucket.options()
     racers = {
         seed: start(RACER, url=bucket.url("c"), options=options, seed=seed, overwrite=overwrite) for seed in seeds
     }
@@ -146,7 +144,7 @@ def test_one_of_two_groups_of_ranks_wins(bucket: Bucket) -> None:
     for attempt in range(2):
         with bucket_of(bucket.server) as fresh:
             fresh.proxy.latency = 0.1 * attempt
-            said = pool.run(4, save_as_a_group, fresh.url("c"), fresh.options(PATIENT), 10)
+            said = pool.run(4, save_as_a_group, fresh.url("c"), fresh.options(), 10)
             assert said[0] == said[1] and said[2] == said[3], "the ranks of a group are told the same"
             one_has_won(fresh, {10: said[0], 11: said[2]}, {seed: _of_group(seed, None) for seed in (10, 11)})
 
@@ -259,7 +257,7 @@ def is_alive(pid: int) -> bool:
 def trainer_and_writer(bucket: Bucket) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A trainer that has handed a save of 20 MB to its writer process, whose uploads hardly move."""
     bucket.proxy.bandwidth = 2_000_000
-    trainer = start(TRAINER, url=bucket.url("c"), options=bucket.options(PATIENT), seed=6, rows=40_000, staged=True)
+    trainer = start(TRAINER, url=bucket.url("c"), options=bucket.options(), seed=6, rows=40_000, staged=True)
     said = line_of(trainer).split()
     if said[:1] != ["staged"]:
         raise AssertionError(trainer.communicate(timeout=240)[1])
@@ -287,7 +285,7 @@ def test_a_writer_process_finishes_what_is_staged_when_its_trainer_is_killed(
     assert "manifest.json" not in bucket.files("c"), "nobody has committed it"
     with pytest.raises(holdfast.NotACheckpoint, match="never committed; holdfast.recover"):
         holdfast.open(bucket.at("c"))
-    assert holdfast.recover(bucket.at("c", PATIENT)).step == 6
+    assert holdfast.recover(bucket.at("c")).step == 6
     is_whole(bucket.direct("c"), state_of(6, rows=40_000))
     assert not [path for path in bucket.files("c") if path.startswith("parts/")]
 
@@ -313,14 +311,14 @@ def test_the_writer_process_is_killed(bucket: Bucket) -> None:
     state = state_of(1, rows=40_000)
     with holdfast.Saver(worker="process") as saver:
         bucket.proxy.bandwidth = 2_000_000
-        saving = saver.save(state, bucket.at("one", PATIENT))
+        saving = saver.save(state, bucket.at("one"))
         wait_until(lambda: any(request.up for request in bucket.proxy.requests()))
         assert saver._worker is not None
         os.kill(saver._worker.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(holdfast.SaveFailed, match="the writer process .* was killed by signal 9"):
             saving.wait(240)
         bucket.proxy.bandwidth = None
-        saver.save(state, bucket.at("two", PATIENT)).wait(120)
+        saver.save(state, bucket.at("two")).wait(240)
     is_whole(bucket.direct("two"), state)
     assert bucket.files("one") == {}
 
@@ -360,7 +358,7 @@ print("done", flush=True)
 
 
 def test_after_a_fork_every_story_says_so_instead_of_hanging(bucket: Bucket) -> None:
-    ended = start(FORKED, url=bucket.url("run"), options=bucket.options(PATIENT))
+    ended = start(FORKED, url=bucket.url("run"), options=bucket.options())
     said, logged = ended.communicate(timeout=240)
     assert said.strip() == "done", logged
     is_whole(bucket.direct("run/later"), state_of(1))

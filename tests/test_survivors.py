@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.programs import run_module
 from tests.survivor_trials import STAGES
 
 BEFORE, AFTER = STAGES[: STAGES.index("handed")], STAGES[STAGES.index("handed") :]
@@ -19,10 +17,7 @@ SOME = {"save", "staging", "handed", "durable", "committing", "parts"}
 
 
 def run(folder: Path, trials: list[dict[str, Any]]) -> dict[str, int]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.survivor_trials", str(folder), json.dumps(trials)],
-        capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    ended = run_module("tests.survivor_trials", folder, json.dumps(trials), seconds=280)
     assert ended.returncode == 0, ended.stderr[-6000:]
     counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
     assert counts["trials"] == len(trials)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_module
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize("trials", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_sigkill_and_a_tier_lost(trials: int, tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.tier_trials", str(trials), str(trials), str(tmp_path)],
-        capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
+    ended = run_module("tests.tier_trials", trials, trials, tmp_path, seconds=280)
     assert ended.returncode == 0, ended.stderr[-4000:]
     counts = json.loads(ended.stdout.splitlines()[-1])
     assert counts["trials"] == trials
