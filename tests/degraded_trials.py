@@ -34,7 +34,7 @@ from holdfast.policies.degraded import takeover
 from holdfast.policies.degraded.takeover import Takeover
 from holdfast.storage.local.local_place import LocalPlace
 from tests import format_reader
-from tests.kill_trials import forked, read_line, serve_store
+from tests.trials import forked, read_line, serve_store
 
 WORLD, DEADLINE = 4, 8.0
 TOGETHER = 4  # trials at once: most of each is waiting for a deadline

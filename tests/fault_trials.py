@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.testing import at_phase, faults, freeze_at, kill_at
-from tests.kill_trials import forked, read_line, serve_store
+from tests.trials import forked, read_line, serve_store
 
 WORLD = 4
 ROWS = 4000

@@ -33,8 +33,8 @@ from holdfast.read.shared import pass_on, share
 from holdfast.run.tiers import nodes
 from holdfast.saver import Saver
 from holdfast.write import write
-from tests.kill_trials import forked, read_line, serve_store
 from tests.share_trials import eager
+from tests.trials import beside, forked, read_line, serve_store
 
 WORLD = 4
 BESIDE = 6  # trials at once
@@ -293,31 +293,13 @@ def check(trial: Trial, root: Path, pids: list[int], lines: Lines) -> float:
     return beyond
 
 
-def conduct(trial: Trial, folder: Path, told: int) -> None:
-    os.write(told, f"{run(trial, folder)}\n".encode())
-
-
 def main(folder: str, trials: list[Trial]) -> None:
     torch.set_num_threads(1)
-    left, beyond = list(enumerate(trials)), [0.0]
-    under_way: dict[int, tuple[Trial, int]] = {}
-    while left or under_way:
-        while left and len(under_way) < BESIDE:
-            number, trial = left.pop(0)
-            told_read, told = os.pipe()
-            under_way[forked(conduct, trial, Path(folder, f"trial-{number}"), told)] = trial, told_read
-            os.close(told)
-        pid, status = os.wait()
-        if pid not in under_way:
-            continue
-        trial, told_read = under_way.pop(pid)
-        if status:
-            for other in under_way:
-                os.kill(other, signal.SIGKILL)
-            sys.exit(f"in {trial}")
-        beyond.append(float(read_line(told_read)))
-        os.close(told_read)
-    print(json.dumps({"trials": len(trials), "longest beyond the deadline": round(max(beyond), 2)}))
+
+    def conduct(number: int, trial: Trial) -> dict[str, float]:
+        return {"trials": 1, "seconds beyond the deadlines": run(trial, Path(folder, f"trial-{number}"))}
+
+    print(json.dumps(beside(trials, conduct, BESIDE)))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import random
 import signal
 import sys
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from tests.trials import forked, read_line, serve_store
 
 WORLD = 3
 ROWS, WIDTH = 6144, 512  # 12 MB a tensor: a save takes long enough to be hit in its middle
@@ -49,37 +49,6 @@ def train(rank: int, port: int, root: Path, overwrite: bool, told: int) -> None:
         path = root / ("latest" if overwrite else f"step-{step:09d}")
         holdfast.save(state_of(step, rank, WORLD), path, overwrite=overwrite, deadline=2.5)
         os.write(told, f"{step}\n".encode())
-
-
-def forked(work: Any, *args: Any) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 0
-    try:
-        work(*args)
-    except holdfast.SaveFailed as error:
-        code = 3 if isinstance(error, holdfast.RankLost) else 4  # what a survivor ends with
-    except BaseException:
-        traceback.print_exc()
-        code = 4
-    os._exit(code)
-
-
-def serve_store(port_told: int) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.write(port_told, f"{store.port}\n".encode())
-    time.sleep(3600)
-
-
-def read_line(fd: int) -> str:
-    line = b""
-    while not line.endswith(b"\n"):
-        got = os.read(fd, 1)
-        if not got:
-            raise RuntimeError("a process ended early")
-        line += got
-    return line.decode()
 
 
 def trial(root: Path, chance: random.Random, counts: dict[str, int]) -> None:

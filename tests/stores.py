@@ -88,9 +88,7 @@ class Bucket:
 
 
 @contextmanager
-def bucket_of(
-    server: Server, name: str | None = None, *, timeouts: Mapping[str, float] = PATIENT
-) -> Iterator[Bucket]:
+def bucket_of(server: Server, name: str | None = None, *, timeouts: Mapping[str, float] = PATIENT) -> Iterator[Bucket]:
     """A bucket (a fresh one) behind a proxy of its own, so that the client for it is new too."""
     with Proxy(server.endpoint) as proxy:
         yield Bucket(server, name or server.bucket(), proxy, timeouts)

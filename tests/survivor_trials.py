@@ -37,7 +37,7 @@ from holdfast import CheckpointManager, Keep
 from holdfast.commit import save_work
 from holdfast.saver import Saver
 from holdfast.write import write
-from tests.kill_trials import forked, read_line, serve_store
+from tests.trials import beside, forked, read_line, serve_store
 
 STAGES = ["save", "plan", "planned", "staging", "staged", "handed", "durable", "committing", "committed", "parts"]
 """Moments of a save, in order. ``handed``: everything is handed to the writer, down to the part that this rank leaves.
@@ -47,6 +47,7 @@ STAGES = ["save", "plan", "planned", "staging", "staged", "handed", "durable", "
 
 STEP, STEPS = 3, 6
 NAME = f"step-{STEP:09d}"
+BESIDE = 4  # trials at once
 ADOPT = 36  # PR_SET_CHILD_SUBREAPER: writers that lose their trainer become children of this program
 
 
@@ -358,18 +359,17 @@ def await_the_end(pids: list[int]) -> list[int]:
 
 def main(folder: str, trials: list[Trial]) -> None:
     torch.set_num_threads(1)
-    if ctypes.CDLL(None).prctl(ADOPT, 1, 0, 0, 0) != 0:
-        raise OSError(errno.EINVAL, "the system cannot hand orphans to this process")
-    counts: Counter[str] = Counter(trials=0)
-    for number, trial in enumerate(trials):
-        place = Path(folder, f"trial-{number}")
-        try:
-            run(trial, place, counts)
-        except BaseException:
-            print(f"in {trial}:", file=sys.stderr)
-            raise
+
+    def conduct(number: int, trial: Trial) -> dict[str, float]:
+        if ctypes.CDLL(None).prctl(ADOPT, 1, 0, 0, 0) != 0:
+            raise OSError(errno.EINVAL, "the system cannot hand orphans to this process")
+        counts, place = Counter[str](), Path(folder, f"trial-{number}")
+        run(trial, place, counts)
         shutil.rmtree(place)
-    print(json.dumps(counts))
+        return dict(counts)
+
+    # Kills at a random moment hit a save in its middle more often if nothing else takes the processor.
+    print(json.dumps(beside(trials, conduct, BESIDE if trials[0].stage else 1)))
 
 
 def trial_from(fields: dict[str, Any]) -> Trial:

@@ -28,7 +28,7 @@ from holdfast.run.keep import Upload
 from holdfast.run.tiers import uploader
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
-from tests.kill_trials import forked, read_line, serve_store
+from tests.trials import forked, read_line, serve_store
 
 ROWS, WIDTH = 6144, 128  # 3 MB a tensor; with the bandwidth below an upload takes long enough to be hit
 BANDWIDTH = 30e6
