@@ -1,4 +1,4 @@
-"""The story of a conversion: open, select, lay the target out, copy through windows, put it in place.
+"""Converts a checkpoint to another format: open, select, lay the target out, copy through windows, put it in place.
 
 Users call `convert`. Never holds more than a few windows of the state, and never shows a target that is not whole.
 """
@@ -84,7 +84,7 @@ def convert(
             call.settle("upload", partial(_upload, grown, as_store(place), ranks), _all_done, int)
     work.converted.seconds = monotonic() - began
     if ranks.first:
-        _tell(work.converted)
+        _warn(work.converted)
     return work.converted
 
 
@@ -103,7 +103,7 @@ def _look(place: StorePlace, ranks: Ranks, *, overwrite: bool) -> str:
     return ranks.host
 
 
-def _tell(converted: Converted) -> None:
+def _warn(converted: Converted) -> None:
     lost = converted.left_out
     if lost:
         events.log.warning(

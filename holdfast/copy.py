@@ -1,17 +1,14 @@
-"""The story of a copy: a checkpoint of ours from one home to another, proved on the way, its manifest last.
+"""Copies a checkpoint of holdfast to another place: every block is checked on the way, the manifest comes last.
 
-Users call `copy`; what carries checkpoints between tiers calls `copy_files`. Never commits what it has not summed, and
-never changes the source.
+Users call `copy`. It never commits bytes that it has not checked, and never changes the source.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
@@ -28,8 +25,6 @@ from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import found_signature
 from holdfast.ranks.ranks import DEADLINE
-from holdfast.storage.local import disk
-from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
@@ -65,10 +60,10 @@ def copy(
     (the root of a run) is copied step by step, the newest last, to folders of the same names in ``target``.
 
     Every block is summed while it passes. The manifest is written last, so that a copy which is killed or fails has
-    committed nothing; the same call then goes on from the files that are there. They are told by name and size: names
-    of data files hold save ids, and a file is there whole or not at all. The same checkpoint at ``target`` is left as
-    it is, and files that it lacks are brought back; another one is refused, or with ``overwrite`` replaced in one step
-    once all the new files are there. Files that a checkpoint has borrowed from its siblings are copied into it.
+    committed nothing; the same call then goes on from the files that are there. They are recognised by name and size:
+    names of data files hold save ids, and a file is there whole or not at all. The same checkpoint at ``target`` stays
+    as it is, and files that it lacks are brought back; another one is refused, or with ``overwrite`` replaced in one
+    step once all the new files are there. Files that a checkpoint reuses from its siblings are copied into it.
 
     ``bandwidth``: bytes a second at most. ``deadline``: seconds to wait for any one answer of a store. Host memory
     stays below 256 MiB. Raises NotACheckpoint, Damaged (naming file and bytes), Unsupported, StorageError.
@@ -104,26 +99,26 @@ def _copy(source: StorePlace, target: Place, overwrite: bool) -> Copied:
 
 
 def _steps(root: StorePlace) -> list[tuple[str, Manifest]]:
-    found = []
+    steps = []
     for name in root.folder_names():
         try:
-            found.append((name, read_known(root / name)))
+            steps.append((name, read_known(root / name)))
         except NotACheckpoint:
             events.log.debug("%s is no checkpoint, and not copied", root / name)
-    return sorted(found, key=lambda step: (step[1].step is not None, step[1].step or 0, step[0]))
+    return sorted(steps, key=lambda step: (step[1].step is not None, step[1].step or 0, step[0]))
 
 
 def _copy_steps(source: StorePlace, target: Place, steps: list[tuple[str, Manifest]], overwrite: bool) -> Copied:
     whole = Copied(str(source), str(target))
     for name, record in steps:
         try:
-            done = _copy_one(source / name, target / name, record, overwrite)
+            copied = _copy_one(source / name, target / name, record, overwrite)
         except NotACheckpoint as error:  # the run goes on, and keeps only so many
             events.log.warning("%s", error)
             continue
-        whole.steps[name] = done
-        whole.committed |= done.committed
-        whole.stats.add(done.stats)
+        whole.steps[name] = copied
+        whole.committed |= copied.committed
+        whole.stats.add(copied.stats)
     return whole
 
 
@@ -157,29 +152,29 @@ def _copy_one(source: StorePlace, target: Place, record: Manifest, overwrite: bo
 
 
 def _received(target: Place, record: Manifest, overwrite: bool) -> tuple[Manifest, How]:
-    """The manifest as the target will have it, and what is to be done with it there. Raises StorageError (EEXIST)."""
+    """The manifest for the target, and what to do with it there. Raises StorageError (EEXIST)."""
     place, own = home(target), self_contained(record)
     if target.has_folders and target.exists() and not target.is_dir():
         raise taken(f"{target} is a file")
-    there = place.sizes_below()
-    if manifest.FILE_NAME not in there:
-        _refuse_others(target, own, list(there))
+    sizes = place.sizes_below()
+    if manifest.FILE_NAME not in sizes:
+        _refuse_others(target, own, list(sizes))
         return own, "create"
     try:
-        found = read_manifest(place)
+        existing = read_manifest(place)
     except (Damaged, Unsupported, NotACheckpoint) as error:
         if not overwrite:
             raise taken(f"{target} holds a manifest that cannot be read ({error})") from error
-        return _beside(own, there), "replace"
-    if found.save == record.save:
-        if _proofs(found) != _proofs(own):
+        return _with_own_attachments(own, sizes), "replace"
+    if existing.save == record.save:
+        if _proofs(existing) != _proofs(own):
             if not overwrite:
-                raise taken(f"{target} holds a checkpoint of the same save ({found.save}) and other files")
-            return _beside(own, there), "replace"
-        return found, "keep"
+                raise taken(f"{target} holds a checkpoint of the same save ({existing.save}) and other files")
+            return _with_own_attachments(own, sizes), "replace"
+        return existing, "keep"
     if not overwrite:
-        raise taken(f"{target} already holds another checkpoint (save {found.save})")
-    return _beside(own, there), "replace"
+        raise taken(f"{target} already holds another checkpoint (save {existing.save})")
+    return _with_own_attachments(own, sizes), "replace"
 
 
 def _proofs(record: Manifest) -> list[tuple[int, str]]:
@@ -189,33 +184,33 @@ def _proofs(record: Manifest) -> list[tuple[int, str]]:
     ]
 
 
-def _refuse_others(target: Place, own: Manifest, there: list[str]) -> None:
-    """What dead saves left may stay beside the copy, to be swept later; nothing else may."""
+def _refuse_others(target: Place, own: Manifest, paths: list[str]) -> None:
+    """Orphans of dead saves may stay beside the copy, to be swept later; other files are refused."""
     named = {file.path for file in own.data_files} | {path for path, _, _ in own.attachments}
-    strays = [path for path in there if path not in named]
-    leavings = [path for path in strays if is_leaving(path)]
-    foreign = [path for path in strays if not is_leaving(path) and not (leavings and goes_along(target, path))]
+    strays = [path for path in paths if path not in named]
+    orphans = [path for path in strays if is_leaving(path)]
+    foreign = [path for path in strays if not is_leaving(path) and not (orphans and goes_along(target, path))]
     if foreign:
         raise taken(f"{target} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
-    if target.has_locks and target.living(leavings):
+    if target.has_locks and target.living(orphans):
         raise taken(f"another save is writing to {target} right now")
 
 
-def _beside(own: Manifest, there: Mapping[str, int]) -> Manifest:
-    """Attachments have no names of their own: those that would change the checkpoint to be replaced get a folder."""
+def _with_own_attachments(own: Manifest, existing: Mapping[str, int]) -> Manifest:
+    """Names of attachments hold no save id: those that the checkpoint to be replaced has too move to a folder."""
     below = f"attachments/{own.save}/"
     moved = [
-        (below + path.removeprefix("attachments/") if path in there and not path.startswith(below) else path, *proof)
+        (below + path.removeprefix("attachments/") if path in existing and not path.startswith(below) else path, *proof)
         for path, *proof in own.attachments
     ]
     return msgspec.structs.replace(own, attachments=moved)
 
 
 def _refuse_losses(target: Place, into: Manifest) -> None:
-    """Somebody who sweeps the target may have taken files for a dead save's that lay there without a manifest."""
-    there = home(target).sizes_below()
+    """Raise StorageError if files are gone: a sweep may have taken them, as no manifest named them yet."""
+    sizes = home(target).sizes_below()
     for path, nbytes in [*((f.path, f.bytes) for f in into.data_files), *((p, n) for p, n, _ in into.attachments)]:
-        if there.get(path) != nbytes:
+        if sizes.get(path) != nbytes:
             error = StorageError(
                 f"{target / path} was deleted while the other files were copied, and nothing was committed; "
                 "find out what cleans up there, and run the same copy again"
@@ -225,19 +220,19 @@ def _refuse_losses(target: Place, into: Manifest) -> None:
 
 
 def _tidy(target: Place, into: Manifest) -> None:
-    # A delete makes a local store sweep the folder: half files of copies that were killed would lie there for good.
+    # Deleting any name makes a local store sweep the folder, also of the half files of copies that were killed.
     folders = {path.rpartition("/")[0] for path in [*(f.path for f in into.data_files), manifest.FILE_NAME]}
     place = home(target)
     try:
         place.store.delete([(place / folder / ".copied").key for folder in sorted(folders)])
     except StorageError as error:
-        events.log.warning("%s is copied, but leavings of other copies may stay: %s", target, error)
+        events.log.warning("%s is copied, but orphans of other copies may stay: %s", target, error)
 
 
 class _Guard:
-    """Keeps sweepers off a local target that has no manifest yet: they spare a folder with a data file that is locked.
+    """Holds a lock on a data file of the target until its manifest is there: sweeps spare such a folder.
 
-    In a store they spare what is young.
+    In a store, which has no locks, they spare young files.
     """
 
     def __init__(self, target: Place) -> None:
@@ -256,7 +251,4 @@ class _Guard:
             return
         with self._held:
             if self._fd is None:
-                with naming(self._target / path, "open"):
-                    self._fd = disk.open(self._target / path, os.O_RDONLY)
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self._fd = (self._target / path).open_locked()

@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 
 from holdfast.errors import Damaged
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 
 
 class LinkCheck:
@@ -18,7 +16,7 @@ class LinkCheck:
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder
-        self._home = "" if isinstance(folder, StorePlace) else os.path.realpath(folder)
+        self._home = str(folder.real())
         self._folders: dict[str, str] = {}
 
     def leads_out(self, path: str) -> str | None:
@@ -26,7 +24,7 @@ class LinkCheck:
 
         A reused file (``../step-5/model/x``) has to lie in one of the folders beside this one.
         """
-        if isinstance(self._folder, StorePlace):  # a store has no links, and keys have no way up
+        if not self._folder.has_links:  # nor have keys a way up
             return None
         home = os.path.dirname(self._home) if path.startswith("../") else self._home
         real = self._real(path)
@@ -56,7 +54,5 @@ class LinkCheck:
 
 def without_links_out(folder: Place, paths: list[str]) -> list[Place]:
     """Those of ``paths`` that lie in the folder, links followed: what may be deleted with it."""
-    if isinstance(folder, LocalPlace):
-        links = LinkCheck(folder)
-        paths = [path for path in paths if links.leads_out(path) is None]
-    return [folder / path for path in paths]
+    links = LinkCheck(folder)
+    return [folder / path for path in paths if links.leads_out(path) is None]

@@ -37,20 +37,21 @@ class Memory:
         return listing(entries, prefix, deep=deep)
 
     def size(self, key: str) -> int | None:
-        found = self._files.get(check_key(self._url, key))
-        return None if found is None else len(found[0])
+        file = self._files.get(check_key(self._url, key))
+        return None if file is None else len(file[0])
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
-        found = self._files.get(check_key(self._url, key))
-        if found is None:
+        file = self._files.get(check_key(self._url, key))
+        if file is None:
             raise FileNotFoundError(f"there is no file {self._url}/{key}")
-        first, last = clipped(begin, end, len(found[0]))
-        return Got(memoryview(found[0])[first:last], len(found[0]))
+        data = file[0]
+        first, last = clipped(begin, end, len(data))
+        return Got(memoryview(data)[first:last], len(data))
 
     def create(self, key: str, data: bytes) -> bool:
-        made = (bytes(data), self._clock())
+        file = (bytes(data), self._clock())
         with self._lock:
-            return self._files.setdefault(check_key(self._url, key), made) is made
+            return self._files.setdefault(check_key(self._url, key), file) is file
 
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
         check_key(self._url, key)

@@ -116,8 +116,8 @@ class StorePlace(Place):
 
     def is_dir(self) -> bool:
         """Whether anything lies below; a store has no empty folders."""
-        found = self.store.list(self.key, deep=False)
-        return bool(found.files or found.folders)
+        listing = self.store.list(self.key, deep=False)
+        return bool(listing.files or listing.folders)
 
     def is_symlink(self) -> bool:
         return False
@@ -132,8 +132,8 @@ class StorePlace(Place):
         raise FileNotFoundError(f"there is nothing at {self}")
 
     def iterdir(self) -> Iterator[StorePlace]:
-        found = self.store.list(self.key, deep=False)
-        for key in [*found.folders, *(entry.key for entry in found.files)]:
+        listing = self.store.list(self.key, deep=False)
+        for key in [*listing.folders, *(entry.key for entry in listing.files)]:
             yield StorePlace(self.store, key)
 
     def rglob(self, pattern: str) -> Iterator[StorePlace]:
@@ -145,12 +145,12 @@ class StorePlace(Place):
     def glob(self, pattern: str) -> Iterator[StorePlace]:
         """Files and folders below that fit ``pattern``, component by component (no ``**``)."""
         first, _, rest = pattern.partition("/")
-        for found in self.iterdir():
-            if fnmatchcase(found.name, first):
+        for place in self.iterdir():
+            if fnmatchcase(place.name, first):
                 if rest:
-                    yield from found.glob(rest)
+                    yield from place.glob(rest)
                 else:
-                    yield found
+                    yield place
 
     def read_bytes(self) -> bytes:
         return bytes(self.store.get(self.key).data)

@@ -92,9 +92,9 @@ def at(url: str, options: Mapping[str, Any] | None = None) -> StorePlace:
     part_size, sign_payload, bulk_delete (`storage/cloud/options.py` says what each is).
     Raises ValueError for a local path, a URL or an option that cannot be meant.
     """
-    found = location(url, options)
-    if isinstance(found, StorePlace):
-        return found
+    place = location(url, options)
+    if isinstance(place, StorePlace):
+        return place
     raise ValueError(f"{url} is a local path, not a URL: pass it as it is")
 
 
@@ -159,11 +159,11 @@ def _store(scheme: str, bucket: str, options: dict[str, Any]) -> Store:
         raise no_credentials(str(error), f"{scheme}://{bucket}") from None
     key = (scheme, bucket, *sorted(settled.items()))
     with _lock:
-        made = _stores.get(key)
-        if made is None:
+        store = _stores.get(key)
+        if store is None:
             # Twice: the client itself repeats what fails for minutes, but for a few things that it gives up at once.
-            made = _stores[key] = Retrying(Cloud(scheme, bucket, settled), attempts=2)
-        return made
+            store = _stores[key] = Retrying(Cloud(scheme, bucket, settled), attempts=2)
+        return store
 
 
 def _settled(scheme: str, bucket: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -187,8 +187,8 @@ def _settled(scheme: str, bucket: str, options: dict[str, Any]) -> dict[str, Any
             raise ValueError(
                 f"{scheme}://{bucket} needs an endpoint: set {prefix}_ENDPOINT_URL, or the option endpoint_url{also}"
             )
-    found = {"endpoint_url": endpoint, "region": region}
-    return {**checked(found, f"{scheme}://{bucket}"), **options}
+    settings = {"endpoint_url": endpoint, "region": region}
+    return {**checked(settings, f"{scheme}://{bucket}"), **options}
 
 
 def _of_r2(account: str | None) -> str | None:

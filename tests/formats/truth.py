@@ -15,9 +15,10 @@ from torch import nn
 
 import holdfast
 from holdfast.ondisk import names
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = LocalPlace(__file__).parent.parent / "golden"
 BUFFERS = ("pos_scale", "seen")
 MODEL_AND_TRAIN = ("dcp_filepertensor",)
 """Whose truth tells more than was saved: the .metadata names neither notes nor rng."""

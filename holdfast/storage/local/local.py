@@ -28,7 +28,7 @@ _TEMPORARY = re.compile(r"\.holdfast-[0-9a-f]{16}\.tmp")
 _MISSING = (errno.ENOENT, errno.ENOTDIR)
 
 _DEAD = 60.0
-"""Seconds after which a temporary file that nobody has locked is the leaving of a process that died."""
+"""Seconds after which a temporary file that nobody has locked is the orphan of a process that died."""
 
 _ATTEMPTS = 100
 """How often a folder is made again that others delete, as it is empty, before anything is in it."""
@@ -52,16 +52,16 @@ class Local:
 
     def list(self, prefix: str, *, deep: bool) -> Listing:
         folder = self._followed(prefix) if prefix else self._root
-        told = Listing([], [])
+        listing = Listing([], [])
         with naming(folder, "list"):
-            self._look_into(folder, f"{prefix}/" if prefix else "", told, deep=deep)
-        return Listing(sorted(told.files), sorted(told.folders))
+            self._look_into(folder, f"{prefix}/" if prefix else "", listing, deep=deep)
+        return Listing(sorted(listing.files), sorted(listing.folders))
 
     def size(self, key: str) -> int | None:
         path = self._followed(key)
         with naming(path, "look for"):
-            found = _status(path)
-        return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
+            status = _status(path)
+        return status.st_size if status is not None and stat.S_ISREG(status.st_mode) else None
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
         path = self._followed(key)
@@ -73,10 +73,10 @@ class Local:
                     raise
                 raise FileNotFoundError(errno.ENOENT, "No such file", str(path)) from None
             try:
-                found = os.fstat(fd)
-                if not stat.S_ISREG(found.st_mode):
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
                     raise FileNotFoundError(errno.ENOENT, "There is a folder and no file", str(path))
-                return Got(_read(fd, path, *clipped(begin, end, found.st_size)), found.st_size)
+                return Got(_read(fd, path, *clipped(begin, end, status.st_size)), status.st_size)
             finally:
                 os.close(fd)
 
@@ -156,27 +156,27 @@ class Local:
 
     # Folders
 
-    def _look_into(self, folder: LocalPlace, above: str, told: Listing, *, deep: bool) -> None:
-        for found in _scan(folder):
-            key = above + found.name
-            if _TEMPORARY.fullmatch(found.name):
+    def _look_into(self, folder: LocalPlace, above: str, listing: Listing, *, deep: bool) -> None:
+        for entry in _scan(folder):
+            key = above + entry.name
+            if _TEMPORARY.fullmatch(entry.name):
                 continue
-            if found.is_dir(follow_symlinks=False):
+            if entry.is_dir(follow_symlinks=False):
                 if deep:
-                    self._look_into(LocalPlace(found.path), f"{key}/", told, deep=True)
+                    self._look_into(LocalPlace(entry.path), f"{key}/", listing, deep=True)
                 else:
-                    told.folders.append(key)
+                    listing.folders.append(key)
                 continue
-            path = LocalPlace(found.path)
+            path = LocalPlace(entry.path)
             status = _status(path)
             if status is None:  # deleted meanwhile, or a link to nothing
                 continue
-            if found.is_symlink() and not stat.S_ISDIR(status.st_mode) and self._leads_out(path):
-                status = path.lstat()  # told of, so that a copy of the folder does not lack it and say nothing
+            if entry.is_symlink() and not stat.S_ISDIR(status.st_mode) and self._leads_out(path):
+                status = path.lstat()  # listed, so that a copy of the folder fails instead of lacking it silently
             elif not stat.S_ISREG(status.st_mode):
                 log.debug("passed over in a listing, as it is no file: %s", path)
                 continue
-            told.files.append(Entry(key, status.st_size, status.st_mtime))
+            listing.files.append(Entry(key, status.st_size, status.st_mtime))
 
     def _tidy(self, folder: LocalPlace) -> None:
         """Delete a folder if it is empty, and those above it that are empty then."""
@@ -271,9 +271,9 @@ def _status(path: LocalPlace) -> os.stat_result | None:
 
 def _sweep(folder: LocalPlace) -> None:
     """Delete temporary files of processes that died: they are not listed, and would keep the folder for ever."""
-    for found in list(_scan(folder)):
-        if _TEMPORARY.fullmatch(found.name):
-            path = LocalPlace(found.path)
+    for entry in list(_scan(folder)):
+        if _TEMPORARY.fullmatch(entry.name):
+            path = LocalPlace(entry.path)
             status = _status(path)
             if status is not None and time.time() - status.st_mtime > _DEAD and not path.in_use():
                 with suppress(FileNotFoundError):

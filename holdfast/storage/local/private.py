@@ -20,8 +20,8 @@ def private_folder(name: str) -> LocalPlace:
     root = LocalPlace(tempfile.gettempdir()) / f"holdfast-{name}-{os.geteuid()}"
     with suppress(FileExistsError):
         disk.make_folder(root, 0o700)
-    told = root.lstat()
-    if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.geteuid() or told.st_mode & 0o077:
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StorageError(
             f"{root} is not a folder that only this user can use: nothing is written to it. Remove it, or set TMPDIR"
         )
