@@ -15,7 +15,7 @@ import holdfast
 from holdfast.doctor import checkpoints, mending
 from holdfast.ondisk import blocks
 from holdfast.repair.rescue import Rescued
-from holdfast.run.leavings import collect
+from holdfast.run.orphans import collect
 from holdfast.run.prune import prune
 from tests.damaging import contents_of
 

@@ -87,7 +87,6 @@ TOO_LONG = {
     "checkpoint.py",
     "commit/save_work.py",
     "read/read.py",
-    "run/tiers/uploader.py",
     "saver.py",
     "write/courier.py",
 }  # fmt: skip

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast.run.keep import Upload
-from holdfast.run.tiers import uploader
+from holdfast.run.tiers import outage, uploader
 from holdfast.run.tiers.home import Durability
 from holdfast.storage.local.local import Local
 from holdfast.storage.local.local_place import LocalPlace
@@ -38,8 +38,8 @@ from tests.patience import wait_until
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploader, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(uploader, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(outage, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(outage, "LONGEST_PAUSE", 0.1)
     monkeypatch.setattr(uploader, "LOOK", 0.02)
 
 
@@ -603,7 +603,7 @@ class Slow(Local):
 
 def run_on_nodes(base: str, nodes: list[str], steps: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """Restore, then save ``steps``, each rank on the node that it is told; what this rank has seen."""
-    uploader.FIRST_PAUSE, uploader.LOOK = 0.02, 0.02
+    outage.FIRST_PAUSE, uploader.LOOK = 0.02, 0.02
     rank = dist.get_rank()
     fast = LocalPlace(base, nodes[rank])
     store = Slow(LocalPlace(base, "store"))

@@ -25,7 +25,7 @@ import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
 from holdfast.run.keep import Upload
-from holdfast.run.tiers import uploader
+from holdfast.run.tiers import outage, uploader
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
 from tests.trials import forked, read_line, serve_store
@@ -187,7 +187,7 @@ def trial(base: Path, lost: str, chance: random.Random, counts: Counter[str]) ->
 def main(trials: int, seed: int, folder: str) -> None:
     torch.set_num_threads(1)
     manager_module.SURVIVORS = 3.0
-    uploader.FIRST_PAUSE, uploader.LOOK = 0.05, 0.02
+    outage.FIRST_PAUSE, uploader.LOOK = 0.05, 0.02
     chance = random.Random(seed)
     counts: Counter[str] = Counter({"trials": 0, "half uploaded": 0, "behind": 0})
     for number in range(trials):

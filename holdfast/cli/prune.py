@@ -12,7 +12,7 @@ import typer
 from holdfast.cli import output
 from holdfast.cli.options import Json, Yes
 from holdfast.run.keep import Keep
-from holdfast.run.leavings import Collected, collect
+from holdfast.run.orphans import Collected, collect
 from holdfast.run.prune import Fate, Pruned
 from holdfast.run.prune import prune as pruned
 
@@ -112,13 +112,13 @@ def gc(
 def _show_orphans(done: Collected) -> None:
     output.table(
         ("folder", "files", "bytes", "deleted" if done.done else "would go"),
-        ((one.path, one.files, output.size(one.nbytes), one.what) for one in done.leavings),
+        ((one.path, one.files, output.size(one.nbytes), one.what) for one in done.orphans),
     )
-    for one in done.leavings:
+    for one in done.orphans:
         if one.warning and not done.done:
             output.say(f"careful with {one.path}: {one.warning}")
     output.table(("stays", "why"), ((one.path, one.why) for one in done.spared))
-    if done.leavings:
+    if done.orphans:
         output.say(f"{output.size(done.nbytes)} {'freed' if done.done else 'would be freed'}")
         if not done.done:
             output.say("nothing was changed: the same command with --yes does it")

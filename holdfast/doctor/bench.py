@@ -1,6 +1,6 @@
 """What a disk or a store can do, bare and through holdfast; and how often to save on it.
 
-``holdfast bench`` calls it. Never leaves anything behind; if it is killed outright, `leavings` knows its folder.
+``holdfast bench`` calls it. Never leaves anything behind; if it is killed outright, `orphans` knows its folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.checkpoint import open_checkpoint
 from holdfast.errors import StorageError
 from holdfast.load import load
 from holdfast.run.interval import Advice, advise
-from holdfast.run.leavings import BENCH
+from holdfast.run.orphans import BENCH
 from holdfast.saver import Saver
 from holdfast.storage import storage
 from holdfast.storage.local import disk

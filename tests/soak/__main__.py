@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 
 from holdfast import manager as manager_module
-from holdfast.run.tiers import uploader
+from holdfast.run.tiers import outage, uploader
 from tests.soak import mutants
 from tests.soak.loop import Soak
 from tests.soak.plan import first_of
@@ -100,7 +100,7 @@ def _prepare(mutant: str | None) -> None:
     adopt()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     manager_module.SURVIVORS = 30.0
-    uploader.FIRST_PAUSE, uploader.LOOK = 0.05, 0.02
+    outage.FIRST_PAUSE, uploader.LOOK = 0.05, 0.02
     if mutant:
         mutants.MUTANTS[mutant]()
 

@@ -13,11 +13,9 @@ import time
 import weakref
 from contextlib import suppress
 
-import msgspec
-
 from holdfast.checkpoint import read_manifest
 from holdfast.commit.commit import commit
-from holdfast.commit.transfer import copy_files, self_contained, sharing
+from holdfast.commit.transfer import copy_files
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, StorageError, Unsupported
 from holdfast.events import begin, log
 from holdfast.ondisk import datafile
@@ -29,14 +27,10 @@ from holdfast.run.options import ManagerOptions
 from holdfast.run.retention import KeptSteps
 from holdfast.run.tiers.backlog import Backlog
 from holdfast.run.tiers.nodes import Nodes, Order
+from holdfast.run.tiers.outage import Outage
+from holdfast.run.tiers.stored import as_stored, lender_of, throttled
 from holdfast.run.whole import lacking_files
 from holdfast.storage.place import Place
-from holdfast.storage.storage import as_store
-from holdfast.storage.store_place import StorePlace
-from holdfast.storage.wrappers.throttled import Throttled
-
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds between two attempts while the store does not take anything."""
 
 LOOK = 0.2
 """Seconds between two looks at what other leaders have said."""
@@ -61,9 +55,7 @@ class Uploader:
         """The step that is under way, on leaders."""
         self._fast, self._store, self._backlog, self._nodes = fast, store, backlog, nodes
         self._options = options
-        self._into = _throttled(store.root, options.upload.bandwidth)
-        self._down_since: float | None = None
-        self._pause = 0.0
+        self._into = throttled(store.root, options.upload.bandwidth)
         self._sent = 0
         self._attempts: dict[str, int] = {}  # by save: how often a file was missing once all had been sent
         self._moved = time.monotonic()
@@ -71,6 +63,7 @@ class Uploader:
         self._wanted, self._looked = 1, 0  # numbers of looks: the last one asked for, and the last with nothing to do
         self._changed = threading.Condition()
         self._stop = threading.Event()
+        self._outage = Outage(store.root, self._stop)
         self._thread: threading.Thread | None = None
 
     # Called by the tiers, from any thread
@@ -151,7 +144,7 @@ class Uploader:
                 log.warning("uploads to %s end with the process group: %s", self._store.root, error)
                 break
             except (HoldfastError, OSError) as error:
-                self._outage(error)
+                self._outage.failed(error)
             except Exception as error:  # noqa: BLE001 - a fault of ours: it must be seen, and must not end training
                 if self._stop.is_set():  # an interpreter that ends takes the pools of threads away
                     log.debug("an upload broke off: %s", error)
@@ -160,25 +153,6 @@ class Uploader:
                 break
         with self._changed:
             self._changed.notify_all()
-
-    def _outage(self, error: Exception) -> None:
-        if self._stop.is_set():
-            return
-        if self._down_since is None:
-            self._down_since = time.monotonic()
-            log.warning(
-                "uploading to %s failed, and is tried again until it works; steps stay on the fast tier, training goes "
-                "on: %s", self._store.root, error,
-            )  # fmt: skip
-        else:
-            log.debug("uploading to %s failed again: %s", self._store.root, error)
-        self._pause = min(2 * self._pause or FIRST_PAUSE, LONGEST_PAUSE)
-        self._stop.wait(self._pause)
-
-    def _works(self) -> None:
-        if self._down_since is not None:
-            log.warning("%s takes uploads again, after %.0f s", self._store.root, time.monotonic() - self._down_since)
-        self._down_since, self._pause = None, 0.0
 
     def _progress(self, nbytes: int) -> None:
         if self._stop.is_set():
@@ -192,7 +166,7 @@ class Uploader:
         wanted = self._wanted
         step = self._backlog.next()
         if step is None:
-            self._works()
+            self._outage.ended()
             with self._changed:
                 self._looked = wanted
                 self._changed.notify_all()
@@ -215,10 +189,10 @@ class Uploader:
 
     def _bring(self, step: int, record: Manifest) -> None:
         began, target = time.monotonic(), self._store.path(step)
-        lender = self._lender(step, record)
+        lender = lender_of(step, record, self._store, self._backlog.look())
         number = self._nodes.order(name=target.name, save=record.save, lender=lender)
         try:
-            into = self._as_stored(target.name, record, lender)
+            into = as_stored(target.name, record, self._store.root, lender)
             self._send(target.name, record, into)
             self._await_others(number)
             self._progress(0)  # who has been stopped commits nothing
@@ -233,19 +207,11 @@ class Uploader:
         finally:
             self._nodes.forget(number)
         self._backlog.done(step, record)
-        self._works()
+        self._outage.ended()
         nbytes = sum(file.bytes for file in record.data_files)
         log.info("step %d is in the store: %d bytes in %.1f s, %s", step, nbytes, time.monotonic() - began, target)
         self.current = None
         self._sweep(step)
-
-    def _lender(self, step: int, record: Manifest) -> str:
-        """The step of the store that is likely to have most of the files which a step has borrowed from older ones."""
-        if not any(file.save for file in record.data_files):
-            return ""
-        stored = [other for other in self._backlog.look() if other != step]
-        nearest = min(stored, key=lambda other: (other > step, abs(other - step)), default=None)
-        return "" if nearest is None else self._store.path(nearest).name
 
     def _sweep(self, step: int) -> None:
         """Both tiers have a step more: on the fast one what was held for its sake may go."""
@@ -297,18 +263,6 @@ class Uploader:
 
     # On every leader
 
-    def _as_stored(self, name: str, record: Manifest, lender: str) -> Manifest:
-        """The manifest as the store will have it: what the ``lender`` has there already is cited, and not sent."""
-        into, path = _own(record), self._store.root / lender
-        if not lender:
-            return into
-        try:
-            theirs = read_manifest(path)
-        except (NotACheckpoint, Damaged, Unsupported) as error:
-            log.debug("nothing is borrowed from %s: %s", path, error)
-            return into
-        return sharing(into, name, theirs, lender, lacking_files(path, theirs))
-
     def _send(self, name: str, record: Manifest, into: Manifest) -> None:
         """Send the files that this node has and the store lacks."""
         source = self._fast.root / name
@@ -346,7 +300,7 @@ class Uploader:
             if record is not None:
                 self.current = record.step
                 with at_work(self._nodes.signs, self._nodes.leader, self._options.deadline, lambda: self._sent):
-                    self._send(order.name, record, self._as_stored(order.name, record, order.lender))
+                    self._send(order.name, record, as_stored(order.name, record, self._store.root, order.lender))
         except (HoldfastError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -373,21 +327,6 @@ class Uploader:
 
 class _Stopped(Exception):
     """The thread is to end."""
-
-
-def _own(record: Manifest) -> Manifest:
-    """The manifest as the store has it: attachments named with their save, as all else is, so that none collide."""
-    below = f"attachments/{record.save}/"
-    moved = [
-        (path if path.startswith(below) else below + path.removeprefix("attachments/"), nbytes, digest)
-        for path, nbytes, digest in record.attachments
-    ]
-    return msgspec.structs.replace(self_contained(record), attachments=moved)
-
-
-def _throttled(root: Place, bandwidth: float | None) -> StorePlace:
-    place = as_store(root)
-    return place if bandwidth is None else StorePlace(Throttled(place.store, bandwidth), place.key)
 
 
 _running: weakref.WeakSet[Uploader] = weakref.WeakSet()

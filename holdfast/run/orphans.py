@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 
+import msgspec
+
 from holdfast.checkpoint import read_manifest
 from holdfast.commit.absent import what_is_lent, what_is_there
 from holdfast.commit.citations import Citations, borrowers, cited_in, root_of
@@ -40,7 +42,7 @@ BENCH = ".holdfast-bench-"
 
 
 @dataclass(frozen=True)
-class Leaving:
+class Orphan:
     """What can go of one folder: so many files and bytes, of what (``what``).
 
     ``warning``: why somebody may want it back, and how; empty if that is not to be feared.
@@ -55,19 +57,18 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Spared:
-    """What looks like a leaving and stays, and ``why``."""
+    """What looks like an orphan and stays, and ``why``."""
 
     path: str
     why: str
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What `collect` did, or would do."""
+class Collected(msgspec.Struct, frozen=True, rename={"orphans": "leavings"}):
+    """What `collect` did, or would do. In JSON the orphans have an older name, which programs read."""
 
     root: str
     done: bool
-    leavings: tuple[Leaving, ...]
+    orphans: tuple[Orphan, ...]
     spared: tuple[Spared, ...]
     nbytes: int
 
@@ -81,26 +82,26 @@ def collect(root: str | Place, *, dry_run: bool = True, deadline: float = DEADLI
     place = with_deadline(location(root), deadline)
     if not (place.files_below() or (place.has_folders and place.is_dir())):
         raise NotACheckpoint(what_is_there(place))
-    leavings: list[Leaving] = []
+    orphans: list[Orphan] = []
     spared: list[Spared] = []
     for look in _looks(place):
         found = look()
         if isinstance(found, Spared):
             spared.append(found)
         elif found is not None:
-            paths, leaving = found
+            paths, orphan = found
             try:
                 if not dry_run:
-                    _delete(place if leaving.path == str(place) else place / leaving.path.rpartition("/")[2], paths)
-                leavings.append(leaving)
+                    _delete(place if orphan.path == str(place) else place / orphan.path.rpartition("/")[2], paths)
+                orphans.append(orphan)
             except StorageError as error:
                 if error.errno != errno.EBUSY:
                     raise
-                spared.append(Spared(leaving.path, str(error)))
-    return Collected(str(place), not dry_run, tuple(leavings), tuple(spared), sum(one.nbytes for one in leavings))
+                spared.append(Spared(orphan.path, str(error)))
+    return Collected(str(place), not dry_run, tuple(orphans), tuple(spared), sum(one.nbytes for one in orphans))
 
 
-Found = tuple[list[Place], Leaving] | Spared | None
+Found = tuple[list[Place], Orphan] | Spared | None
 """Files (or whole folders) that can go and what is said of them; or why they stay; or nothing."""
 
 
@@ -202,7 +203,7 @@ def _found(
     folder: Place, what: str, going: Collection[str], sizes: dict[str, int], *, warning: str = ""
 ) -> Found:  # fmt: skip
     nbytes = sum(sizes[path] for path in going)
-    return [folder / path for path in going], Leaving(str(folder), what, len(going), nbytes, warning)
+    return [folder / path for path in going], Orphan(str(folder), what, len(going), nbytes, warning)
 
 
 def _conversion(folder: Place) -> Found:
@@ -219,7 +220,7 @@ def _conversion(folder: Place) -> Found:
         )
     sizes = folder.sizes_below()
     told = f"a conversion to {target.name} that broke off (the same call would go on from it)"
-    return [folder], Leaving(str(folder), told, len(sizes), sum(sizes.values()))
+    return [folder], Orphan(str(folder), told, len(sizes), sum(sizes.values()))
 
 
 def _bench(folder: Place) -> Found:
@@ -227,12 +228,12 @@ def _bench(folder: Place) -> Found:
     if folder.living(["lock"]):
         return Spared(str(folder), "a benchmark is under way, or was a short while ago")
     if folder.has_folders:
-        return [folder], Leaving(str(folder), "a benchmark that was killed", len(sizes), sum(sizes.values()))
+        return [folder], Orphan(str(folder), "a benchmark that was killed", len(sizes), sum(sizes.values()))
     return _found(folder, "a benchmark that was killed", list(sizes), sizes)
 
 
 def _delete(folder: Place, paths: list[Place]) -> None:
-    log.info("%s: deleting %d leavings", folder, len(paths))
+    log.info("%s: deleting %d orphans", folder, len(paths))
     if folder.name.endswith(".partial") and paths == [folder]:
         Partial(LocalPlace(folder.with_name(folder.name.removesuffix(".partial")))).give_up()
         return

@@ -1,4 +1,4 @@
-"""Leavings: all of a dead process go; nothing of a living one, of a checkpoint or of somebody else does."""
+"""Orphans: all of a dead process go; nothing of a living one, of a checkpoint or of somebody else does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import holdfast
 from holdfast.checkpoint import read_manifest
 from holdfast.commit import folder as folders
-from holdfast.run.leavings import BENCH, collect
+from holdfast.run.orphans import BENCH, collect
 from holdfast.storage import store_place
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory
@@ -46,11 +46,11 @@ def test_a_dead_save_goes_and_a_living_one_stays(root: Path) -> None:
     lock = os.open(file, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_SH)
     done = collect(root, dry_run=False)
-    assert not done.leavings and "under way" in done.spared[0].why and file.exists()
+    assert not done.orphans and "under way" in done.spared[0].why and file.exists()
     os.close(lock)
     told = collect(root)
-    assert told.leavings[0].files == 1 and told.nbytes == file.stat().st_size
-    assert collect(root, dry_run=False).leavings == told.leavings and not folder.exists()
+    assert told.orphans[0].files == 1 and told.nbytes == file.stat().st_size
+    assert collect(root, dry_run=False).orphans == told.orphans and not folder.exists()
     for step in (1, 2):
         holdfast.verify(root / f"step-{step}")
 
@@ -60,12 +60,12 @@ def test_strays_beside_a_checkpoint(root: Path) -> None:
     stray = next((root / "step-1" / "model").iterdir())
     shutil.copy(stray, root / "step-2" / "model" / stray.name)
     (root / "step-2" / "notes.txt").write_text("mine")
-    assert collect(root / "step-2", dry_run=False).leavings[0].files == 1
+    assert collect(root / "step-2", dry_run=False).orphans[0].files == 1
     (root / "step-2" / "notes.txt").unlink()
     assert contents_of(root) == before
 
 
-def test_a_finished_save_is_not_a_leaving(root: Path) -> None:
+def test_a_finished_save_is_not_an_orphan(root: Path) -> None:
     script = (
         "import os, sys, torch, holdfast\n"
         "from holdfast import events\n"
@@ -79,9 +79,9 @@ def test_a_finished_save_is_not_a_leaving(root: Path) -> None:
     subprocess.run([sys.executable, "-c", script, str(root / "step-4")], env=environment, timeout=240)
     assert (root / "step-4" / "parts").is_dir() and not (root / "step-4" / "manifest.json").exists()
     done = collect(root, dry_run=False)
-    assert not done.leavings and "holdfast rescue" in done.spared[0].why
+    assert not done.orphans and "holdfast rescue" in done.spared[0].why
     holdfast.rescue(root / "step-4")
-    assert not collect(root).leavings
+    assert not collect(root).orphans
 
 
 def test_conversions_and_benchmarks_that_were_killed(root: Path) -> None:
@@ -120,7 +120,7 @@ def test_what_somebody_else_wrote_stays(root: Path) -> None:
     assert not list((folder).rglob("*.safetensors"))
 
 
-def test_cited_files_are_no_leavings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cited_files_are_no_orphans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(95, os.strerror(95))
 
@@ -130,7 +130,7 @@ def test_cited_files_are_no_leavings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     state["more"]["x"] = torch.zeros(9000)
     holdfast.save(state, tmp_path / "step-2", base=first)
     (tmp_path / "step-1" / "manifest.json").unlink()
-    assert collect(tmp_path, dry_run=False).leavings[0].files == 1
+    assert collect(tmp_path, dry_run=False).orphans[0].files == 1
     holdfast.verify(tmp_path / "step-2")
 
 
@@ -140,7 +140,7 @@ def test_in_a_store_what_is_young_stays() -> None:
         holdfast.save({"model": {"w": torch.arange(900.0)}}, place / f"step-{step}")
     place.store.delete([(place / "step-2" / "manifest.json").key])
     done = collect(place, dry_run=False)
-    assert not done.leavings and "six hours" in done.spared[0].why
+    assert not done.orphans and "six hours" in done.spared[0].why
 
 
 def _sweeps(folder: Path) -> None:
@@ -193,7 +193,7 @@ def test_without_locks_only_what_is_old_is_dead(root: Path, monkeypatch: pytest.
     assert not folders.sweep_dead(folder) and list(folder.rglob("*.safetensors"))
     for path in folder.rglob("*.safetensors"):
         os.utime(path, (0, 0))
-    assert collect(root, dry_run=False).leavings and not folder.exists()
+    assert collect(root, dry_run=False).orphans and not folder.exists()
 
 
 def test_a_conversion_that_begins_while_somebody_looks_goes_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,16 +212,16 @@ def test_a_conversion_that_begins_while_somebody_looks_goes_on(root: Path, monke
 
     monkeypatch.setattr(LocalPlace, "in_use", begins)
     done = collect(root, dry_run=False)
-    assert not done.leavings and "another process is converting" in done.spared[0].why
+    assert not done.orphans and "another process is converting" in done.spared[0].why
     assert (root / "hf.partial" / "content").is_dir()
     os.close(began[0])
-    assert collect(root / "hf.partial", dry_run=False).leavings and not (root / "hf.partial").exists()
+    assert collect(root / "hf.partial", dry_run=False).orphans and not (root / "hf.partial").exists()
 
 
 def test_what_is_called_like_a_conversion_and_is_none_stays(root: Path) -> None:
     (root / "mine.partial" / "content").mkdir(parents=True)
     (root / "mine.partial" / "content" / "data").write_text("mine")
-    assert not collect(root, dry_run=False).leavings and (root / "mine.partial" / "content" / "data").exists()
+    assert not collect(root, dry_run=False).orphans and (root / "mine.partial" / "content" / "data").exists()
 
 
 def test_what_tells_that_an_upload_broke_off_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_what_tells_that_an_upload_broke_off_stays(monkeypatch: pytest.MonkeyPat
     place.store.put((place / "mine" / ".holdfast-converting").key, [b"x"], 1)
     monkeypatch.setattr(store_place, "LIVING", -1.0)
     done = collect(place, dry_run=False)
-    assert not done.leavings and "upload" in done.spared[0].why
+    assert not done.orphans and "upload" in done.spared[0].why
 
 
 def test_what_a_swept_step_has_lent_is_no_save_under_way() -> None:
@@ -239,5 +239,5 @@ def test_what_a_swept_step_has_lent_is_no_save_under_way() -> None:
     folders.delete_checkpoint(root / "step-1")
     for place in (root, root / "step-1"):
         done = collect(place)
-        assert not done.leavings and ["step-2 borrows them" in one.why for one in done.spared] == [True]
+        assert not done.orphans and ["step-2 borrows them" in one.why for one in done.spared] == [True]
     holdfast.verify(root / "step-2")
