@@ -32,7 +32,7 @@ MOST = 2 * CHUNK
 LINE, FILE = 1 << 13, 1 << 21
 """Bytes of an entry, and of a file, that are read at the most."""
 
-TOLD = 300
+ERROR_LETTERS = 300
 """Letters of an error's text that are kept."""
 
 ASK = 30.0
@@ -144,8 +144,8 @@ class Reader:
 
 def joined(entries: Iterable[Entry]) -> list[Entry]:
     """Entries in the order in which their saves began, each once."""
-    found = {(entry.began, entry.step): entry for entry in entries}
-    return [found[key] for key in sorted(found)]
+    by_time = {(entry.began, entry.step): entry for entry in entries}
+    return [by_time[key] for key in sorted(by_time)]
 
 
 def _from_all(files: Sequence[Place]) -> list[list[Entry]]:
@@ -169,13 +169,13 @@ def _get(path: Place) -> bytes:
 
 
 def _entries(data: bytes) -> list[Entry]:
-    found = (_decoded(line, Entry) for line in data.rsplit(b"\n", MOST)[-MOST:] if 0 < len(line) <= LINE)
+    entries = (_decoded(line, Entry) for line in data.rsplit(b"\n", MOST)[-MOST:] if 0 < len(line) <= LINE)
     return [
         replace(
             entry, error=printable(entry.error), start=printable(entry.start),
             phases={printable(name): seconds for name, seconds in [*entry.phases.items()][:32]},
         )
-        for entry in found
+        for entry in entries
         if entry is not None
     ]  # fmt: skip
 
@@ -190,4 +190,4 @@ def _decoded(data: bytes, kind: type[Result]) -> Result | None:
 
 def printable(text: str) -> str:
     """A short text with nothing in it that moves a terminal's cursor, or turns the direction of what follows."""
-    return "".join(letter if letter.isprintable() else " " for letter in text[:TOLD])
+    return "".join(letter if letter.isprintable() else " " for letter in text[:ERROR_LETTERS])

@@ -385,7 +385,7 @@ def test_what_is_read_is_bounded_and_harmless(kept: Path, monkeypatch: pytest.Mo
     }  # fmt: skip
     kept.write_text(json.dumps(bad) + "\n")
     (found,) = read(kept.parent.parent)
-    assert len(found.error) == journal.TOLD and found.error.startswith(" [2J gone") and "a " in found.phases
+    assert len(found.error) == journal.ERROR_LETTERS and found.error.startswith(" [2J gone") and "a " in found.phases
     assert not found.start.strip()
     kept.write_text(json.dumps({**bad, "error": "x" * journal.LINE}) + "\n")
     assert read(kept.parent.parent) == []

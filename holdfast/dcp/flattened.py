@@ -105,7 +105,7 @@ def describe(checkpoint: Checkpoint) -> Described:
     leaves.update((path, Value(path)) for path in checkpoint.manifest.values)
     known: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
-    found: dict[str, Any] = {}
+    nodes: dict[str, Any] = {}
 
     def visit(path: tuple[str | int, ...], node: object) -> None:
         key = ".".join(map(str, path))
@@ -114,14 +114,14 @@ def describe(checkpoint: Checkpoint) -> Described:
                 f"{checkpoint.path} holds {names.join(list(map(str, paths[key])))} and "
                 f"{names.join(list(map(str, path)))}, which torch both calls {key!r}: load it with holdfast.load"
             )
-        paths[key], found[key] = path, node
+        paths[key], nodes[key] = path, node
         known[key] = (
             _tensor_metadata(checkpoint.records[node.name]) if isinstance(node, Tensor) else BytesStorageMetadata()
         )
 
     tree = nest(leaves, checkpoint.manifest.containers)
     traverse_state_dict(tree, visit, lambda node: isinstance(node, Tensor))
-    return Described(Metadata(known, planner_data=paths, version=VERSION), found)
+    return Described(Metadata(known, planner_data=paths, version=VERSION), nodes)
 
 
 def storage_meta(checkpoint: Checkpoint) -> StorageMeta:

@@ -30,7 +30,7 @@ from holdfast.state.tensors import dtype_name
 
 
 @dataclass
-class Told:
+class RankItems:
     """What one rank wrote, as its results tell the first: pieces of tensors, and values as the manifest has them."""
 
     rank: int
@@ -40,7 +40,7 @@ class Told:
     files: list[FileRecord] = field(default_factory=list)
 
 
-def gather(plan: SavePlan, planner: SavePlanner, rank: int) -> tuple[Collected, Told]:
+def gather(plan: SavePlan, planner: SavePlanner, rank: int) -> tuple[Collected, RankItems]:
     """The tensors and values of a plan's items, in holdfast's words."""
     paths = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
     collected = Collected()
@@ -53,15 +53,15 @@ def gather(plan: SavePlan, planner: SavePlanner, rank: int) -> tuple[Collected, 
             _add(collect(_nested(path, _object_of(planner, item, name)), Ranks(rank, rank + 1)), collected)
         else:
             tensors.append((name, item))
-    told = Told(rank, values=collected.values, containers=collected.containers)
+    written = RankItems(rank, values=collected.values, containers=collected.containers)
     for entry in collected.entries.values():  # tensors inside of tuples, which torch takes for values
-        told.tensors[entry.name] = PiecedTensor(entry.dtype, entry.shape, [(v.box, rank) for v in entry.views])
+        written.tensors[entry.name] = PiecedTensor(entry.dtype, entry.shape, [(v.box, rank) for v in entry.views])
     for name, item in tensors:
-        _add_tensor(name, item, planner, collected, told)
-    return collected, told
+        _add_tensor(name, item, planner, collected, written)
+    return collected, written
 
 
-def _add_tensor(name: str, item: WriteItem, planner: SavePlanner, collected: Collected, told: Told) -> None:
+def _add_tensor(name: str, item: WriteItem, planner: SavePlanner, collected: Collected, written: RankItems) -> None:
     data = item.tensor_data
     tensor = planner.resolve_data(item)
     if data is None or not isinstance(tensor, torch.Tensor):
@@ -70,12 +70,12 @@ def _add_tensor(name: str, item: WriteItem, planner: SavePlanner, collected: Col
     if tuple(tensor.shape) != box.lengths:
         raise Mismatch(f"{name}: the planner gives a tensor of shape {list(tensor.shape)} for {box}")
     dtype = dtype_name(name, tensor)
-    planned = told.tensors.setdefault(name, PiecedTensor(dtype, shape, []))
+    planned = written.tensors.setdefault(name, PiecedTensor(dtype, shape, []))
     if (planned.dtype, planned.shape) != (dtype, shape):
         raise Mismatch(f"{name} is {planned.dtype} {list(planned.shape)} and {dtype} {list(shape)} at once")
     entry = collected.entries.setdefault(name, Entry(name, dtype, shape, WHOLE, []))
     if box.size or 0 in shape:
-        planned.pieces.append((whole(shape) if 0 in shape else box, told.rank))
+        planned.pieces.append((whole(shape) if 0 in shape else box, written.rank))
         entry.views.append(View(box, tensor.detach()))
 
 
@@ -101,38 +101,38 @@ def _nested(path: Sequence[str | int], value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _add(found: Collected, into: Collected) -> None:
-    into.entries.update(found.entries)
-    into.values.update(found.values)
-    into.containers.update(found.containers)
+def _add(collected: Collected, into: Collected) -> None:
+    into.entries.update(collected.entries)
+    into.values.update(collected.values)
+    into.containers.update(collected.containers)
 
 
-def joined(told: list[Told]) -> dict[str, PiecedTensor]:
+def joined(written: list[RankItems]) -> dict[str, PiecedTensor]:
     """The tensors of all ranks. Raises Mismatch, by name, where ranks disagree or a tensor has a hole or an overlap."""
-    found: dict[str, PiecedTensor] = {}
-    for one in told:
+    tensors: dict[str, PiecedTensor] = {}
+    for one in written:
         for name, tensor in one.tensors.items():
-            known = found.setdefault(name, PiecedTensor(tensor.dtype, tensor.shape, []))
+            known = tensors.setdefault(name, PiecedTensor(tensor.dtype, tensor.shape, []))
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 raise Mismatch(
                     f"{name} is {known.dtype} {list(known.shape)} on one rank and {tensor.dtype} {list(tensor.shape)} "
                     f"on rank {one.rank}: one name, one tensor"
                 )
             known.pieces.extend(tensor.pieces)
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         fault = None if 0 in tensor.shape else tiling_fault(tensor.shape, [box for box, _ in tensor.pieces])
         if fault:
             raise Mismatch(f"{name} of shape {list(tensor.shape)} is not whole: {fault}")
-    return found
+    return tensors
 
 
-def containers(metadata: Metadata, told: list[Told]) -> dict[str, Note]:
+def containers(metadata: Metadata, written: list[RankItems]) -> dict[str, Note]:
     """Lists and tuples inside of values, and the lists that torch has taken apart: their positions are integers."""
-    found = {path: kind for one in told for path, kind in one.containers.items()}
+    notes = {path: kind for one in written for path, kind in one.containers.items()}
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     for key in metadata.state_dict_metadata:
         path = paths.get(key, (key,))
         for depth, position in enumerate(path):
             if isinstance(position, int):
-                found[name_of(path[:depth])] = "list"
-    return found
+                notes[name_of(path[:depth])] = "list"
+    return notes

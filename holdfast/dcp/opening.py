@@ -45,8 +45,8 @@ def open_by_key(path: str | os.PathLike[str] | Place) -> Checkpoint:
     if not is_of_torch(folder):
         return taken_apart(open_checkpoint(path))
     state = read_folder(folder)
-    found = Found("torch.distributed.checkpoint", state.tree, world_size=state.world_size)
-    return Checkpoint(folder, foreign=assemble(found, folder))
+    foreign = Found("torch.distributed.checkpoint", state.tree, world_size=state.world_size)
+    return Checkpoint(folder, foreign=assemble(foreign, folder))
 
 
 def is_of_torch(folder: Place) -> bool:
@@ -67,10 +67,10 @@ def taken_apart(checkpoint: Checkpoint) -> Checkpoint:
     notes = dict(record.containers)
     for path, tree in apart.items():
         _take_apart(path, tree, leaves, notes)
-    made = copy.copy(checkpoint)
-    vars(made).pop("values", None)
-    vars(made)["manifest"] = manifest.versioned(msgspec.structs.replace(record, values=leaves, containers=notes))
-    return made
+    copied = copy.copy(checkpoint)
+    vars(copied).pop("values", None)
+    vars(copied)["manifest"] = manifest.versioned(msgspec.structs.replace(record, values=leaves, containers=notes))
+    return copied
 
 
 def _take_apart(path: str, node: Any, leaves: dict[str, Any], notes: dict[str, Note]) -> None:

@@ -163,10 +163,10 @@ class Target:
         return _Place(container, key)
 
     def _items(self, path: str, container: Any, items: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        nodes: dict[str, Any] = {}
         for key, value in items:
-            self._add(found, path, key, value, container)
-        return found
+            self._add(nodes, path, key, value, container)
+        return nodes
 
     def _object(self, path: str, value: Any) -> dict[str, Any]:
         state = value.state_dict()
@@ -187,9 +187,9 @@ class Target:
         if path not in self.checkpoint.records and path in self.checkpoint.manifest.values:
             return _Place(container, key)  # a number then, a tensor now: torch gives back what was saved
         if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
-            made = _materialized(value)
-            self.then.append(lambda: container.__setitem__(key, made))
-            return made
+            memory = _materialized(value)
+            self.then.append(lambda: container.__setitem__(key, memory))
+            return memory
         return value
 
     def _called(self, path: str, key: str) -> str:

@@ -26,7 +26,7 @@ from holdfast.commit.commit import Identity, commit, complete, draft
 from holdfast.dcp.failures import in_torchs_words
 from holdfast.dcp.flattened import VERSION, torch_id
 from holdfast.dcp.hint import leave_hint
-from holdfast.dcp.items import Told, containers, gather, joined
+from holdfast.dcp.items import RankItems, containers, gather, joined
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
 from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
 from holdfast.ondisk import manifest
@@ -131,12 +131,12 @@ class Writer(StorageWriter):
         self.save_id = torch_id(begun.save)
         rank = plan.storage_data if self._rank is None else self._rank
         with no_collection():
-            collected, told = gather(plan, planner, rank)
-            own = plan_of(told.tensors, {})
+            collected, written = gather(plan, planner, rank)
+            own = plan_of(written.tensors, {})
             images = images_of(collected, own, Ranks(rank, begun.world_size), begun.save)
-            told.files = _write(images, self.path, begun.save, rank)
+            written.files = _write(images, self.path, begun.save, rank)
         results = [
-            WriteResult(item.index, _size_of(item), told if number == 0 else None)
+            WriteResult(item.index, _size_of(item), written if number == 0 else None)
             for number, item in enumerate(plan.items)
         ]
         future: Future[list[WriteResult]] = Future()
@@ -157,13 +157,13 @@ class Writer(StorageWriter):
         begun = self._begun
         if begun is None:
             raise HoldfastError("finish was called before prepare_global_plan")
-        told = [r.storage_data for rank in results for r in rank if isinstance(r.storage_data, Told)]
-        files = [file for one in told for file in one.files]
+        written = [r.storage_data for rank in results for r in rank if isinstance(r.storage_data, RankItems)]
+        files = [file for one in written for file in one.files]
         try:
             _check_keys(metadata, results)
             _check_files(self.path, files)
-            plan = plan_of(joined(told), containers(metadata, told))
-            values = {path: value for one in told for path, value in one.values.items()}
+            plan = plan_of(joined(written), containers(metadata, written))
+            values = {path: value for one in written for path, value in one.values.items()}
             step = values["step"] if type(values.get("step")) is int else None
             identity = Identity(begun.save, RUN, step, begun.world_size)
             record = complete(draft(identity, plan, Collected(values=values), OwnedJoin({}, {}), []), files)

@@ -109,18 +109,18 @@ class Clocks:
 
     def _answer_one(self, store: Any, prefix: str) -> set[str]:
         """The kind of the one that asked, if it was heard."""
-        found: set[str] = set()
+        kinds: set[str] = set()
         for number in range(TIMES):
             question, until = f"{prefix}/{number}", time.monotonic() + ALONE
             while (kind := _look(store, question)) is None:
                 if time.monotonic() > until or self._stop.is_set():
-                    return found
-            found.add(kind.decode())
+                    return kinds
+            kinds.add(kind.decode())
             now = time.monotonic()
             store.set(f"{question}/answer", msgspec.msgpack.encode(_Answer(self._part, self.kind, now)))
             if kind == self.kind.encode():
                 break
-        return found
+        return kinds
 
     # On all others
 
@@ -135,11 +135,11 @@ class Clocks:
     def _ask(self, store: Any, prefix: str) -> bool:
         """Whether there was an answer."""
         best: Measured | None = None
-        asked: list[str] = []
+        keys: list[str] = []
         try:
             for number in range(TIMES):
                 question = f"{prefix}/{number}"
-                asked += [question, f"{question}/answer"]
+                keys += [question, f"{question}/answer"]
                 began = time.monotonic()
                 store.set(question, self.kind.encode())
                 answer = self._await(
@@ -148,15 +148,15 @@ class Clocks:
                 ended = time.monotonic()
                 if answer is None:
                     break
-                found = msgspec.msgpack.decode(answer, type=_Answer)
-                if found.kind == self.kind:
-                    best = Measured(found.part, 0.0, 0.0, began)
+                reply = msgspec.msgpack.decode(answer, type=_Answer)
+                if reply.kind == self.kind:
+                    best = Measured(reply.part, 0.0, 0.0, began)
                     break
                 half = (ended - began) / 2
                 if best is None or half < best.error:
-                    best = Measured(found.part, found.now - (began + half), half, began)
+                    best = Measured(reply.part, reply.now - (began + half), half, began)
         finally:
-            _forget(store, asked)
+            _forget(store, keys)
         if best is not None:
             self._tell(best)
         return best is not None
@@ -164,19 +164,19 @@ class Clocks:
     def _await(self, store: Any, key: str, until: float, *, now: bool) -> bytes | None:
         """An answer; ``now`` if this is the rank whose turn it is, and the first one is at it."""
         pause = _BETWEEN
-        while (found := _look(store, key)) is None:
+        while (data := _look(store, key)) is None:
             if time.monotonic() > until or self._stop.is_set():
                 return None
             if not now:
                 self._stop.wait(pause)
                 pause = min(2 * pause, _OFTEN)
-        return found
+        return data
 
 
 def _look(store: Any, key: str) -> bytes | None:
     """What stands there now. Never waits for it, as `get` would if the key were deleted after a `check`."""
-    found = bytes(store.compare_set(key, _NOTHING, _NOTHING))
-    return None if found == _NOTHING else found
+    data = bytes(store.compare_set(key, _NOTHING, _NOTHING))
+    return None if data == _NOTHING else data
 
 
 def _forget(store: Any, keys: list[str]) -> None:

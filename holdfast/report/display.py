@@ -78,7 +78,7 @@ def _started() -> Progress:
     from rich import progress
     from rich.console import Console
 
-    made = progress.Progress(
+    bars = progress.Progress(
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.DownloadColumn(binary_units=False),
@@ -88,8 +88,8 @@ def _started() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
-    made.start()
-    return made
+    bars.start()
+    return bars
 
 
 class _Pace:
@@ -98,7 +98,7 @@ class _Pace:
     def __init__(self, done: int) -> None:
         self.began, self.before, self.changed = time.monotonic(), done, float("-inf")
 
-    def told(self, name: str, done: int, total: int, whose: str) -> str:
+    def text(self, name: str, done: int, total: int, whose: str) -> str:
         rate = (done - self.before) / max(time.monotonic() - self.began, 1e-9)
         left = f"{_clock((total - done) / rate)} left" if rate > 0 else ""
         parts = [f"{_size(done)} of {_size(total)}", f"{_size(rate)}/s" if rate > 0 else "", left, whose]
@@ -115,12 +115,12 @@ class Cell:
         if name not in self._bars:
             display: Any = import_module("IPython.display").display  # it runs us, or we were not here
             pace = _Pace(done)
-            handle = display(_cell(pace.told(name, done, total, whose), done, total), raw=True, display_id=True)
+            handle = display(_cell(pace.text(name, done, total, whose), done, total), raw=True, display_id=True)
             self._bars[name] = handle, pace
         handle, pace = self._bars[name]
         if time.monotonic() - pace.changed >= EVERY:
             pace.changed = time.monotonic()
-            handle.update(_cell(pace.told(name, done, total, whose), done, total), raw=True)
+            handle.update(_cell(pace.text(name, done, total, whose), done, total), raw=True)
 
     def drop(self, name: str) -> None:
         handle, _ = self._bars.pop(name, (None, None))
@@ -143,7 +143,7 @@ class Lines:
         pace = self._bars.setdefault(name, _Pace(done))
         if time.monotonic() - pace.changed >= LINES:
             pace.changed = time.monotonic()
-            sys.stderr.write(pace.told(name, done, total, whose) + "\n")
+            sys.stderr.write(pace.text(name, done, total, whose) + "\n")
             sys.stderr.flush()
 
     def drop(self, name: str) -> None:

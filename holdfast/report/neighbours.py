@@ -39,14 +39,14 @@ class _Word(msgspec.Struct, array_like=True):
 
 def _address() -> bytes:
     """A name in the system's own name space: no file, gone with its socket. Alike on the ranks of one start."""
-    told = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
-    return b"\0" + "/".join(["holdfast-progress", str(os.getuid()), *told]).encode()[:100]
+    parts = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
+    return b"\0" + "/".join(["holdfast-progress", str(os.getuid()), *parts]).encode()[:100]
 
 
 def _socket() -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    made.setblocking(False)
-    return made
+    opened = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    opened.setblocking(False)
+    return opened
 
 
 class Telling:

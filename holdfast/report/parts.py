@@ -40,13 +40,13 @@ class Part:
 
 def parts_in(folder: Path) -> list[Part]:
     """The parts in a folder and the folders in it. Raises HoldfastError if there is none, OSError."""
-    found = [part for path in sorted(_files_in(folder)) if (part := _read(path)) is not None]
-    if not found:
+    parts = [part for path in sorted(_files_in(folder)) if (part := _read(path)) is not None]
+    if not parts:
         raise HoldfastError(
             f"no timeline in {folder}: run the training script with HOLDFAST_TIMELINE={folder}, or inside of "
             f"`with holdfast.timeline({str(folder)!r})`, and let it save or load"
         )
-    return found
+    return parts
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

@@ -100,15 +100,15 @@ class Bars:
 
 def _whose(heard: int) -> str:
     """What is said of a bar that is not the whole node's, or that is."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not told.isdecimal():  # no launcher that says so: perhaps this process is alone
+    size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not size.isdecimal():  # no launcher that says so: perhaps this process is alone
         return f"{heard} ranks of this node" if heard > 1 else ""
-    if heard >= int(told):
+    if heard >= int(size):
         return "node" if heard > 1 else ""
-    return f"{heard} of {told} ranks of this node" if heard > 1 else "this rank's share"
+    return f"{heard} of {size} ranks of this node" if heard > 1 else "this rank's share"
 
 
 def local_rank(rank: int) -> int:
     """Which rank of its node this process is, as its launcher says; without one its ``rank`` among those at work."""
-    found = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "")
-    return int(found) if found.isdecimal() else rank
+    given = next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "")
+    return int(given) if given.isdecimal() else rank

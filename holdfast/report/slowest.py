@@ -54,17 +54,17 @@ def slowest(parts: list[Part], clock: Callable[[Part, float], float]) -> list[Ph
             after = began - (clock(part, whole.began) if whole else 0.0)
             first[row] = min(first.get(row, after), after)
             begins[row[0]] = min(begins.get(row[0], began), began)
-    found = []
+    phases = []
     for row in sorted(seconds, key=lambda row: (begins[row[0]], row[0], first[row])):
         occasions = seconds[row]
         longest, index, occasion = max((s, i, name) for name, by in occasions.items() for i, s in by.items())
         winners = [max(by, key=lambda i: by[i]) for by in occasions.values()]
         often = max(set(winners), key=lambda i: (winners.count(i), -i))
-        found.append(Phase(
+        phases.append(Phase(
             *row, len(occasions), median(s for by in occasions.values() for s in by.values()), longest,
             parts[index].rank, parts[index].header.host, occasion.partition("\n")[0], parts[often].rank,
         ))  # fmt: skip
-    return found
+    return phases
 
 
 def _whole_of(line: Line, same: list[Line]) -> Line | None:

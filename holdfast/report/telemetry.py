@@ -95,13 +95,13 @@ class Telemetry:
         self._count(span)
 
     def _count(self, span: events.Span) -> None:
-        told: dict[str, str | bool] = {"holdfast.operation": _name(span)}
+        attributes: dict[str, str | bool] = {"holdfast.operation": _name(span)}
         if span.whole:
-            self._seconds.record(span.seconds, told)
+            self._seconds.record(span.seconds, attributes)
             if span.nbytes:
-                self._bytes.add(span.nbytes, told)
+                self._bytes.add(span.nbytes, attributes)
             if span.error:
-                self._failures.add(1, {**told, "error.type": span.error.partition(":")[0]})
+                self._failures.add(1, {**attributes, "error.type": span.error.partition(":")[0]})
         else:
             self._phases.record(span.seconds, {"holdfast.phase": span.name})
         if span.name in STALLS or (span.whole and span.name in WAITED_FOR):
@@ -132,12 +132,12 @@ def _name(span: events.Span) -> str:
 
 
 def _attributes(span: events.Span) -> dict[str, Any]:
-    told: dict[str, Any] = {"holdfast.path": span.path, "holdfast.rank": span.rank, "thread.name": span.lane}
+    attributes: dict[str, Any] = {"holdfast.path": span.path, "holdfast.rank": span.rank, "thread.name": span.lane}
     if span.whole:
-        told["holdfast.background"] = span.name == events.BACKGROUND
+        attributes["holdfast.background"] = span.name == events.BACKGROUND
     if span.step is not None:
-        told["holdfast.step"] = span.step
-    return told
+        attributes["holdfast.step"] = span.step
+    return attributes
 
 
 def _backlog(_: CallbackOptions) -> Iterable[Observation]:

@@ -45,8 +45,8 @@ class Trace:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """The trace as a file of JSON, in the place of what was there. Raises OSError."""
-        told = {"began": self.began, "made by": "holdfast"}
-        data = msgspec.json.encode({"traceEvents": self.events, "displayTimeUnit": "ms", "otherData": told})
+        about = {"began": self.began, "made by": "holdfast"}
+        data = msgspec.json.encode({"traceEvents": self.events, "displayTimeUnit": "ms", "otherData": about})
         fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             disk.write_all(fd, data, 0, path)
@@ -97,7 +97,7 @@ def _spans_of(
             begin, end = round(since(line.began) * 1e6, 3), round(since(ends[line.number]) * 1e6, 3)
             events.append({
                 "ph": "X", "name": line.name, "cat": _kind(line), "pid": pid, "tid": tid,
-                "ts": begin, "dur": max(round(end - begin, 3), 0.0), "args": _told(line),
+                "ts": begin, "dur": max(round(end - begin, 3), 0.0), "args": _details(line),
             })  # fmt: skip
     return events
 
@@ -108,19 +108,19 @@ def _kind(line: Line) -> str:
     return "wait" if line.name.endswith(" wait") else "file" if line.rank < 0 else "phase"
 
 
-def _told(line: Line) -> dict[str, Any]:
-    told: dict[str, Any] = {"path": line.path}
+def _details(line: Line) -> dict[str, Any]:
+    details: dict[str, Any] = {"path": line.path}
     if line.step is not None:
-        told["step"] = line.step
+        details["step"] = line.step
     if line.nbytes:
-        told["bytes"] = line.nbytes
+        details["bytes"] = line.nbytes
         if line.ended > line.began:
-            told["GB/s"] = round(line.nbytes / (line.ended - line.began) / 1e9, 3)
+            details["GB/s"] = round(line.nbytes / (line.ended - line.began) / 1e9, 3)
     if line.error:
-        told["error"] = line.error
+        details["error"] = line.error
     if not line.ended:
-        told["unfinished"] = True
-    return told
+        details["unfinished"] = True
+    return details
 
 
 def _lanes(lines: Iterable[Line], ends: dict[int, float]) -> list[tuple[str, list[Line]]]:

@@ -57,9 +57,9 @@ class Journal:
 
     def add(self, entry: Entry) -> None:
         """Write an entry, soon. Waits for nothing."""
-        told = replace(entry, error=journal.printable(entry.error), start=self.start)
+        stamped = replace(entry, error=journal.printable(entry.error), start=self.start)
         with self._changed:
-            self._pending = [*self._pending, told][-WAITING:]
+            self._pending = [*self._pending, stamped][-WAITING:]
             self._begin()
 
     def tell(self, where: Callable[[], Now], *, news: bool = False) -> None:

@@ -85,11 +85,11 @@ def collect(root: str | Place, *, dry_run: bool = True, deadline: float = DEADLI
     orphans: list[Orphan] = []
     spared: list[Spared] = []
     for look in _looks(place):
-        found = look()
-        if isinstance(found, Spared):
-            spared.append(found)
-        elif found is not None:
-            paths, orphan = found
+        outcome = look()
+        if isinstance(outcome, Spared):
+            spared.append(outcome)
+        elif outcome is not None:
+            paths, orphan = outcome
             try:
                 if not dry_run:
                     _delete(place if orphan.path == str(place) else place / orphan.path.rpartition("/")[2], paths)
@@ -185,8 +185,8 @@ def _warning(folder: Place) -> str:
     """What is said of a dead save that may be a step whose manifest was deleted by hand."""
     try:
         rescuable(folder)
-        told = "its data files are whole: if its manifest was deleted, holdfast rescue brings it back"
-        return f"{told}; ask holdfast doctor {folder}"
+        advice = "its data files are whole: if its manifest was deleted, holdfast rescue brings it back"
+        return f"{advice}; ask holdfast doctor {folder}"
     except Mismatch:  # files of several saves, or sections of which headers tell too little
         return (
             f"its manifest may have been deleted: holdfast doctor {folder} tells what holdfast rescue could bring back"
@@ -219,8 +219,8 @@ def _conversion(folder: Place) -> Found:
             str(folder), f"it holds what was at {target} before: convert to it again, or move it back by hand"
         )
     sizes = folder.sizes_below()
-    told = f"a conversion to {target.name} that broke off (the same call would go on from it)"
-    return [folder], Orphan(str(folder), told, len(sizes), sum(sizes.values()))
+    what = f"a conversion to {target.name} that broke off (the same call would go on from it)"
+    return [folder], Orphan(str(folder), what, len(sizes), sum(sizes.values()))
 
 
 def _bench(folder: Place) -> Found:

@@ -109,22 +109,22 @@ def name_of(root: Place) -> str:
     names = root.folder_names()
     if (root / manifest.FILE_NAME).is_file():
         raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
-    found = [name for name in names if (root / name / manifest.FILE_NAME).is_file()]
-    shapes = Counter(shape for name in found if (shape := _shape(name)) is not None)
+    steps = [name for name in names if (root / name / manifest.FILE_NAME).is_file()]
+    shapes = Counter(shape for name in steps if (shape := _shape(name)) is not None)
     if not shapes:
         raise NotACheckpoint(f"{root} holds no step: {what_is_there(root)}")
     if len(shapes) > 1:
-        told = ", ".join(f"{n} called {shape}" for shape, n in shapes.most_common())
-        raise ValueError(f"{root} holds checkpoints of several names ({told}): say which with --name")
+        counts = ", ".join(f"{n} called {shape}" for shape, n in shapes.most_common())
+        raise ValueError(f"{root} holds checkpoints of several names ({counts}): say which with --name")
     return next(iter(shapes))
 
 
 def _shape(name: str) -> str | None:
     """``step-000001`` is ``step-{step}``; None for a name without a number."""
-    found = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
-    if found is None:
+    match = re.fullmatch(r"(.*?)(\d+)(\D*)", name)
+    if match is None:
         return None
-    before, after = (text.replace("{", "{{").replace("}", "}}") for text in (found[1], found[3]))
+    before, after = (text.replace("{", "{{").replace("}", "}}") for text in (match[1], match[3]))
     return f"{before}{{step}}{after}"
 
 
@@ -149,20 +149,20 @@ def _kept(keep: Keep, rated: dict[int, float | None], faults: dict[int, str], lo
 
 
 def _reasons(step: int, keep: Keep, rated: dict[int, float | None], kept: Kept, faults: dict[int, str]) -> list[str]:
-    told = []
+    reasons = []
     if step in Keep(last=keep.last).kept(rated):
-        told.append("newest" if keep.last == 1 else f"newest {keep.last}")
+        reasons.append("newest" if keep.last == 1 else f"newest {keep.last}")
     if keep.every is not None and step % keep.every == 0:
-        told.append(f"multiple of {keep.every}")
+        reasons.append(f"multiple of {keep.every}")
     if keep.best and step in _best(keep, rated):
-        told.append(f"best {keep.best} (metric {rated[step]:g})")
+        reasons.append(f"best {keep.best} (metric {rated[step]:g})")
     if keep.model_every is not None and step % keep.model_every == 0 and step not in kept.whole:
-        told.append(f"model of each {keep.model_every}")
-    if step in kept.steps and not told:
-        told.append("newest whole step")
+        reasons.append(f"model of each {keep.model_every}")
+    if step in kept.steps and not reasons:
+        reasons.append("newest whole step")
     if step in faults:
-        told.append(f"damaged: {faults[step]}")
-    return told or ["no rule keeps it"]
+        reasons.append(f"damaged: {faults[step]}")
+    return reasons or ["no rule keeps it"]
 
 
 def _best(keep: Keep, rated: dict[int, float | None]) -> set[int]:
@@ -207,10 +207,10 @@ def _loose(root: Place, going: Sequence[str]) -> dict[str, Cited]:
         if folder not in going
         for path in paths
     }
-    found: dict[str, Cited] = {name: {} for name in going}
+    loose: dict[str, Cited] = {name: {} for name in going}
     for (folder, path), name in last.items():
-        found[name].setdefault(folder, set()).add(path)
-    return found
+        loose[name].setdefault(folder, set()).add(path)
+    return loose
 
 
 def _sizes_of(folder: Place, paths: Iterable[str]) -> dict[str, int]:
@@ -245,9 +245,9 @@ class _Account:
         if not self._root.has_links:
             return True
         try:
-            found = disk.stat(self._root / name / path)
+            status = disk.stat(self._root / name / path)
         except FileNotFoundError:  # deleted meanwhile
             return False
-        key = (found.st_dev, found.st_ino)
-        left = self._names_left[key] = self._names_left.get(key, found.st_nlink) - 1
+        key = (status.st_dev, status.st_ino)
+        left = self._names_left[key] = self._names_left.get(key, status.st_nlink) - 1
         return left == 0

@@ -103,10 +103,10 @@ class KeptSteps(Steps):
 
     def kept(self, keep: Keep) -> Kept | None:
         """What of the committed steps a rule keeps; None if that cannot be told."""
-        found = None
+        kept = None
         with self._gently():
-            found = keep.verdict(self._rated(keep, self.committed()))
-        return found
+            kept = keep.verdict(self._rated(keep, self.committed()))
+        return kept
 
     def retire(self, kept: Kept, upto: int) -> None:
         """Delete the committed steps up to and with ``upto`` that are not ``kept``, and what the others are to lose.
@@ -184,8 +184,8 @@ class KeptSteps(Steps):
 
     def _clean(self, spare: Container[Place]) -> None:
         now = time.monotonic()
-        found = self.folders()
-        folders = [path for path in found if not path.is_remote or now >= self._swept.get(path.name, now)]
+        everything = self.folders()
+        folders = [path for path in everything if not path.is_remote or now >= self._swept.get(path.name, now)]
         littered = self._littered(folders)
         cited = cache(self._cited)
         for path in folders:
@@ -194,15 +194,15 @@ class KeptSteps(Steps):
                 if not done:
                     done = _sweep_folder(path, lambda folder: cited().get(folder.name, set()))
                 self._swept[path.name] = math.inf if done else now + LIVING
-        self._swept = {path.name: self._swept[path.name] for path in found if path.name in self._swept}
+        self._swept = {path.name: self._swept[path.name] for path in everything if path.name in self._swept}
 
     def _littered(self, folders: list[Place]) -> set[str]:
         """Names of those folders that may hold what dead saves left. In a store, many are looked at in one listing."""
         if not self.root.is_remote or len(folders) <= FEW:
             return {path.name for path in folders}
         files: dict[str, list[str]] = {path.name: [] for path in folders}
-        for found in self.root.files_below():
-            name, _, path = found.partition("/")
+        for file in self.root.files_below():
+            name, _, path = file.partition("/")
             if name in files:
                 files[name].append(path)
         return {name for name, paths in files.items() if may_hold_leavings(paths)}

@@ -32,7 +32,7 @@ NOTE = ".holdfast-scrub.json"
 RATE = 100e6
 """Bytes a second, unless another rate is given."""
 
-TOLD = 12
+NAMED = 12
 """Names of tensors in a warning at the most."""
 
 
@@ -88,13 +88,13 @@ class Scrubbing:
 
     def damaged(self, root: Place) -> list[str]:
         """Names of steps that were found damaged, could not be mended, and have not been saved again since."""
-        found = []
+        names = []
         for name, save in self._damaged.items():
             try:
-                found += [name] if read_manifest(root / name).save == save else []
+                names += [name] if read_manifest(root / name).save == save else []
             except (NotACheckpoint, Damaged, Unsupported) as error:  # whoever looks for a whole step passes it over
                 log.debug("%s: %s", name, error)
-        return found
+        return names
 
     def wait(self, timeout: float | None = None) -> tuple[Checked, ...]:
         """Wait for the end and tell what was checked. Raises TimeoutError, and what scrubbing itself failed of."""
@@ -140,18 +140,18 @@ class Scrubbing:
                 record = read_manifest(path)
                 if known is not None and known.save == record.save and self._is_fresh(known):
                     continue
-                found = self._check(step, path, record)
+                checked = self._check(step, path, record)
             except NotACheckpoint:  # deleted meanwhile
                 continue
             except Damaged as error:
                 log.warning("%s is damaged: %s", path, error)
-                found = Checked(step, "", _now(), False, faults=(str(error),))
-            if found is None:
+                checked = Checked(step, "", _now(), False, faults=(str(error),))
+            if checked is None:
                 continue
-            self._checked[name] = note.steps[name] = found
+            self._checked[name] = note.steps[name] = checked
             self._damaged = {n: save for n, save in self._damaged.items() if n != name}
-            self._damaged |= {} if found.whole else {name: found.save}
-            (steps.broken.discard if found.whole else steps.broken.add)(name)
+            self._damaged |= {} if checked.whole else {name: checked.save}
+            (steps.broken.discard if checked.whole else steps.broken.add)(name)
             note.steps = {name: one for name, one in note.steps.items() if name in there}
             (steps.root / NOTE).write_small(msgspec.json.encode(note))
 
@@ -164,26 +164,26 @@ class Scrubbing:
         began, checkpoint, stats = monotonic(), Checkpoint(path), ReadStats()
         files = DataFiles(path, record.data_files)
         faults = examine(files, record, stats, pace=self._pace, threads=1, begin=lower_priority)
-        found = Findings(record.save, 0, stats.read, 0, faults, checkpoint.altered_attachments())
-        hurt: Sequence[Damage] = [*found.others, *damages(record, faults, files.named)]
+        findings = Findings(record.save, 0, stats.read, 0, faults, checkpoint.altered_attachments())
+        hurt: Sequence[Damage] = [*findings.others, *damages(record, faults, files.named)]
         if hurt and not _is_still(path, record):
             return None
         if not hurt:
             log.debug("%s is whole", path)
             return Checked(step, record.save, _now(), True)
         nbytes = 0
-        log.warning("%s is damaged: %s", path, _told(tensors_hit(hurt, record), hurt))
+        log.warning("%s is damaged: %s", path, _summary(tensors_hit(hurt, record), hurt))
         if self._repair:
-            done = mended_of(checkpoint, found, self._sources(path.name), dry_run=False, began=began)
+            done = mended_of(checkpoint, findings, self._sources(path.name), dry_run=False, began=began)
             hurt, nbytes = done.left, done.nbytes
             log.warning("%s: %d bytes were mended, %s", path, nbytes, "and it is whole" if done.whole else "not all")
         hit = tensors_hit(hurt, record)
         return Checked(step, record.save, _now(), not hurt, nbytes, hit, tuple(dict.fromkeys(d.what for d in hurt)))
 
 
-def _told(tensors: Sequence[str], hurt: Sequence[Damage]) -> str:
-    more = f" and {len(tensors) - TOLD} more" if len(tensors) > TOLD else ""
-    hit = ", ".join(tensors[:TOLD]) + more
+def _summary(tensors: Sequence[str], hurt: Sequence[Damage]) -> str:
+    more = f" and {len(tensors) - NAMED} more" if len(tensors) > NAMED else ""
+    hit = ", ".join(tensors[:NAMED]) + more
     return f"{hurt[0].what} (hits {hit})" if hit else hurt[0].what
 
 

@@ -60,9 +60,9 @@ class Steps:
 
     def folders(self) -> list[Place]:
         """All folders that are called like a step."""
-        found = self.root.folder_names()
-        self._others = [name for name in found if not self._pattern.fullmatch(name) and name != storage.JOURNAL]
-        return [self.root / name for name in found if self._pattern.fullmatch(name)]
+        names = self.root.folder_names()
+        self._others = [name for name in names if not self._pattern.fullmatch(name) and name != storage.JOURNAL]
+        return [self.root / name for name in names if self._pattern.fullmatch(name)]
 
     def committed(self) -> dict[int, Place]:
         """The committed steps, oldest first."""
@@ -80,8 +80,8 @@ class Steps:
     def _find_manifests(self, folders: list[str]) -> set[str]:
         """Which of these folders hold a manifest. In a store, many are looked for in one listing."""
         if self.root.is_remote and len(folders) > FEW:
-            found = self.root.files_below()
-            named = {path.partition("/")[0] for path in found if path.endswith(f"/{manifest.FILE_NAME}")}
+            files = self.root.files_below()
+            named = {path.partition("/")[0] for path in files if path.endswith(f"/{manifest.FILE_NAME}")}
             return named & set(folders)
         return {name for name in folders if (self.root / name / manifest.FILE_NAME).is_file()}
 
@@ -94,8 +94,8 @@ class Steps:
             head, _ = (path / manifest.FILE_NAME).read_start(HEAD)
         except FileNotFoundError:  # deleted meanwhile
             return None
-        found = _MADE.search(head)
-        return None if found is None else Made(found["run"].decode(), found["created"].decode())
+        match = _MADE.search(head)
+        return None if match is None else Made(match["run"].decode(), match["created"].decode())
 
     def refuse_another_run(
         self, chosen: Place, refused: Container[str] = (), *, among: Iterable[Place] | None = None
@@ -141,8 +141,8 @@ class Steps:
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
             if path.name in refused or not (path / manifest.FILE_NAME).is_file():
                 continue
-            made = self.made_by(path) if run is not None else None
-            if run is not None and (made is None or made.run != run):
+            maker = self.made_by(path) if run is not None else None
+            if run is not None and (maker is None or maker.run != run):
                 log.info("%s is passed over: it is not of run %s", path, run)
                 continue
             lost: list[str] = []

@@ -43,16 +43,16 @@ def lacking_files(folder: Place, record: Manifest) -> dict[int, str]:
     files = record.data_files
     places = {sibling_of(file.path)[0] if is_cited(file.path) else "" for file in files}
     folders = {name: root_of(folder)[0] / name if name else folder for name in places}
-    sizes = {name: found.sizes_below() for name, found in folders.items()}
-    found: dict[int, str] = {}
+    sizes = {name: faults.sizes_below() for name, faults in folders.items()}
+    faults: dict[int, str] = {}
     for index, file in enumerate(files):
         name, path = sibling_of(file.path) if is_cited(file.path) else ("", file.path)
         size, own = sizes[name].get(path), folders[name] / path
         if size is None:
-            found[index] = f"{own} is missing{origin_of(file, folder.name)}"
+            faults[index] = f"{own} is missing{origin_of(file, folder.name)}"
         elif size != file.bytes:
-            found[index] = f"{own} has {size} bytes instead of {file.bytes}{origin_of(file, folder.name)}"
-    return found
+            faults[index] = f"{own} has {size} bytes instead of {file.bytes}{origin_of(file, folder.name)}"
+    return faults
 
 
 class _Notes(msgspec.Struct):

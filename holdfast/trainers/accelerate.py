@@ -49,21 +49,21 @@ def state_of(
         raise Unsupported(
             f"an Accelerator with {kind.value} keeps its state in an engine: hand that to holdfast instead"
         )
-    found: dict[str, Any] = {}
-    _number(found, "model", accelerator._models)
-    _number(found, "optimizer", [getattr(wrapper, "optimizer", wrapper) for wrapper in accelerator._optimizers])
-    _number(found, "scheduler", [getattr(wrapper, "scheduler", wrapper) for wrapper in accelerator._schedulers])
+    state: dict[str, Any] = {}
+    _number(state, "model", accelerator._models)
+    _number(state, "optimizer", [getattr(wrapper, "optimizer", wrapper) for wrapper in accelerator._optimizers])
+    _number(state, "scheduler", [getattr(wrapper, "scheduler", wrapper) for wrapper in accelerator._schedulers])
     if loaders:
-        _number(found, "loader", [_position_of(loader) for loader in accelerator._dataloaders])
-    _number(found, "custom", accelerator._custom_objects)
+        _number(state, "loader", [_position_of(loader) for loader in accelerator._dataloaders])
+    _number(state, "custom", accelerator._custom_objects)
     if accelerator.scaler is not None:
-        found["scaler"] = accelerator.scaler
-    found["accelerator"] = _MicroBatches(accelerator)
-    found["rng"] = RNG()
-    taken = sorted(found.keys() & (also or {}).keys())
+        state["scaler"] = accelerator.scaler
+    state["accelerator"] = _MicroBatches(accelerator)
+    state["rng"] = RNG()
+    taken = sorted(state.keys() & (also or {}).keys())
     if taken:
         raise ValueError(f"also={{{taken[0]!r}: …}} has a name that the state of an Accelerator has already")
-    return {**found, **(also or {})}
+    return {**state, **(also or {})}
 
 
 def attach(accelerator: Accelerator, *, loaders: bool = False, deadline: float = DEADLINE) -> Accelerator:
@@ -93,9 +93,9 @@ def attach(accelerator: Accelerator, *, loaders: bool = False, deadline: float =
     def state() -> dict[str, Any]:
         if any(id(loader) not in positions for loader in watched()):
             raise Unsupported("a loader was prepared after attach(accelerator): call attach after accelerator.prepare")
-        found = state_of(accelerator, loaders=False)
-        _number(found, "loader", [positions[id(loader)] for loader in watched()])
-        return found
+        values = state_of(accelerator, loaders=False)
+        _number(values, "loader", [positions[id(loader)] for loader in watched()])
+        return values
 
     state_of(accelerator, loaders=False)
     states = States(accelerator, state, deadline)
@@ -109,8 +109,8 @@ def epoch_of(loader: Any) -> int:
     return position.epoch if position is not None else int(loader.iteration)
 
 
-def _number(into: dict[str, Any], name: str, found: list[Any]) -> None:
-    into.update({name if not number else f"{name}_{number}": one for number, one in enumerate(found)})
+def _number(into: dict[str, Any], name: str, objects: list[Any]) -> None:
+    into.update({name if not number else f"{name}_{number}": one for number, one in enumerate(objects)})
 
 
 def _position_of(loader: Any) -> PerRank:

@@ -116,10 +116,10 @@ class Position:
                 f"a {kind} cannot be resumed in the middle of an epoch: prepare the loader with "
                 "DataLoaderConfiguration(dispatch_batches=False), or leave it out with loaders=False"
             )
-        found = loader.__dict__.get("_holdfast_position")
-        if found is None:
-            found = loader.__dict__["_holdfast_position"] = cls(loader)
-        return found  # type: ignore[no-any-return]
+        position = loader.__dict__.get("_holdfast_position")
+        if position is None:
+            position = loader.__dict__["_holdfast_position"] = cls(loader)
+        return position  # type: ignore[no-any-return]
 
     @property
     def loader(self) -> Any:

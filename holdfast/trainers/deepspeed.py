@@ -66,23 +66,23 @@ def engine_state(engine: Any) -> dict[str, Any]:
 def _unknown(engine: Any) -> list[str]:
     """What this engine does that leaves state where it is not looked for, by the names of DeepSpeed's settings."""
     zero = engine._config.zero_config
-    found = [
+    unknown = [
         f"{name} to nvme"
         for name in ("offload_optimizer", "offload_param")
         for setting in [getattr(zero, name, None)]
         if setting is not None and getattr(setting.device, "value", setting.device) == "nvme"
     ]
-    found += [f"{name} (ZeRO++)" for name in _ZERO_PLUS_PLUS if getattr(zero, name, False)]
+    unknown += [f"{name} (ZeRO++)" for name in _ZERO_PLUS_PLUS if getattr(zero, name, False)]
     if getattr(zero, "zero_hpz_partition_size", 1) > 1:
-        found.append("zero_hpz_partition_size (ZeRO++)")
+        unknown.append("zero_hpz_partition_size (ZeRO++)")
     kinds = {type(optimizer).__name__ for optimizer in (engine.optimizer, getattr(engine.optimizer, "optimizer", None))}
-    found += [f"{name}, a one-bit optimizer" for name in sorted(kinds & _ONE_BIT)]
+    unknown += [f"{name}, a one-bit optimizer" for name in sorted(kinds & _ONE_BIT)]
     tensor_parallel = getattr(engine._config, "tensor_parallel_config", None)
     if getattr(tensor_parallel, "autotp_size", 0) > 1:
-        found.append("tensor_parallel")
+        unknown.append("tensor_parallel")
     if engine.has_moe_layers:
-        found.append("experts (deepspeed.moe)")
-    return found
+        unknown.append("experts (deepspeed.moe)")
+    return unknown
 
 
 class _Piece(NamedTuple):
@@ -135,11 +135,11 @@ def _share(parameter: Any) -> tuple[int, int]:
 
 def _weights(engine: Any) -> dict[str, Any]:
     """ZeRO 3: the module's parameters as this rank's shares of them, and its buffers."""
-    found: dict[str, Any] = dict(engine.module.named_buffers())
+    weights: dict[str, Any] = dict(engine.module.named_buffers())
     for name, parameter in engine.module.named_parameters():
         start, numel = _share(parameter)
-        found[name] = FlatShard(parameter.ds_tensor.detach().view(-1)[:numel], tuple(parameter.ds_shape), start)
-    return found
+        weights[name] = FlatShard(parameter.ds_tensor.detach().view(-1)[:numel], tuple(parameter.ds_shape), start)
+    return weights
 
 
 class _Zero:

@@ -26,8 +26,8 @@ from holdfast.save_options import takes, values_of
 from holdfast.state import RNG, PerRank
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.batches import Draws
+from holdfast.trainers.old_steps import refuse_old_steps
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -140,16 +140,16 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             ExitStack() as stack,
         ):  # fmt: skip
             stack.callback(self._pushes.end)
-            found = self._find(asked)
-            if found is None:
+            loaded = self._find(asked)
+            if loaded is None:
                 return train(resume_from_checkpoint=asked)
             while True:
-                self._expect(found)
+                self._expect(loaded)
                 try:
                     return train(resume_from_checkpoint=self._folder)
                 except _OlderStep as other:
                     log.warning("training goes on from step %s, as the one after it cannot be read", other.found.step)
-                    found = other.found
+                    loaded = other.found
 
     def _manager_that(self, kept: Retention) -> CheckpointManager:
         """Made when training begins: the group of ranks exists once Trainer has made it."""
@@ -170,19 +170,19 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             return None
         wanted = location(asked) if isinstance(asked, (str, os.PathLike)) else None
         progress = {"trainer": PerRank(self._progress, elsewhere="first")}
-        found = manager.restore(progress, only="trainer", **values_of(self._options, ResumeOptions))
+        loaded = manager.restore(progress, only="trainer", **values_of(self._options, ResumeOptions))
         if wanted is None or not (wanted / FILE_NAME).is_file():
-            return found
-        if found is None:
+            return loaded
+        if loaded is None:
             self._source = wanted
             return self._load(wanted, progress, only="trainer")
-        if wanted.parent in self._roots and wanted.name != found.checkpoint.path.name:
+        if wanted.parent in self._roots and wanted.name != loaded.checkpoint.path.name:
             raise ValueError(
                 f"train(resume_from_checkpoint={str(asked)!r}) asks for a step, and {manager.root} holds a later "
-                f"one, {found.checkpoint.path.name}: move the later steps out of the way to go on from it, or give "
+                f"one, {loaded.checkpoint.path.name}: move the later steps out of the way to go on from it, or give "
                 "HoldfastCallback another root"
             )
-        return found
+        return loaded
 
     def _load(self, path: Place, into: dict[str, Any], *, only: Patterns) -> Loaded:
         options = self._options
@@ -191,10 +191,10 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             other_model=options.other_model,
         )  # fmt: skip
 
-    def _expect(self, found: Loaded) -> None:
+    def _expect(self, loaded: Loaded) -> None:
         """Put the TrainerState of a step where Trainer looks for it: from it alone it tells where in the data it is."""
-        self._expected = found.step if found.step is not None else -1
-        state = TrainerState(**json.loads(found.checkpoint.per_rank("trainer", 0)["state"]))
+        self._expected = loaded.step if loaded.step is not None else -1
+        state = TrainerState(**json.loads(loaded.checkpoint.per_rank("trainer", 0)["state"]))
         self._best = None
         best = state.best_model_checkpoint
         if self._source is None and best is not None and not os.path.isdir(best):
@@ -327,6 +327,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
 class _OlderStep(Exception):
     """The newest step, whose TrainerState Trainer has read, proved damaged: an older one was restored."""
 
-    def __init__(self, found: Loaded) -> None:
-        super().__init__(f"step {found.step} was restored in place of a newer one that cannot be read")
-        self.found = found
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__(f"step {loaded.step} was restored in place of a newer one that cannot be read")
+        self.found = loaded

@@ -28,8 +28,8 @@ class Progress:
         trainer = self.trainer
         state: dict[str, Any] = {"state": "", "draws": self._draws.state_dict(), "flos": float(trainer.current_flos)}
         if trainer.is_world_process_zero():
-            told = {**dataclasses.asdict(trainer.state), "stateful_callbacks": states_of_callbacks(trainer)}
-            state["state"] = json.dumps({key: value for key, value in told.items() if key not in _OF_ITS_RANK})
+            fields = {**dataclasses.asdict(trainer.state), "stateful_callbacks": states_of_callbacks(trainer)}
+            state["state"] = json.dumps({key: value for key, value in fields.items() if key not in _OF_ITS_RANK})
         if hasattr(trainer, "_tr_loss"):
             state["loss"] = trainer._tr_loss.detach()
             state["logged"] = trainer._globalstep_last_logged
@@ -51,8 +51,8 @@ class Progress:
 
 def states_of_callbacks(trainer: Any) -> dict[str, Any]:
     """The states of callbacks by class, as Trainer reads them; a list where a class has several."""
-    found: dict[str, list[Any]] = {}
+    by_class: dict[str, list[Any]] = {}
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(callback, ExportableState):
-            found.setdefault(type(callback).__name__, []).append(callback.state())
-    return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+            by_class.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: states[0] if len(states) == 1 else states for name, states in by_class.items()}

@@ -20,9 +20,9 @@ from holdfast.run.steps import Steps
 from holdfast.save_options import takes, values_of
 from holdfast.state.per_rank import Elsewhere
 from holdfast.storage.urls import location
-from holdfast.trainers.afresh import refuse_old_steps
 from holdfast.trainers.lightning_io import HoldfastCheckpointIO
 from holdfast.trainers.lightning_steps import best, leave_steps, newest, take_steps
+from holdfast.trainers.old_steps import refuse_old_steps
 
 try:
     import lightning.pytorch as pl
@@ -236,8 +236,8 @@ class HoldfastCheckpoint(Checkpoint):
         self._state.update(step=trainer.global_step, epoch=trainer.current_epoch, inside_of_epoch=inside_of_epoch)
 
     def _metric(self, trainer: pl.Trainer) -> float | None:
-        found = trainer.callback_metrics.get(self.monitor) if self.monitor is not None else None
-        return None if found is None else float(found)
+        value = trainer.callback_metrics.get(self.monitor) if self.monitor is not None else None
+        return None if value is None else float(value)
 
     def _state_of(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Everything of a trainer that is to go on, as the live objects."""

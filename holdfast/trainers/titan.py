@@ -215,11 +215,11 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         """Load ``step``, or the newest one; what ``initial_load_path`` names if there is none yet."""
-        found = self._find(step)
-        if found == -1:
+        chosen = self._find(step)
+        if chosen == -1:
             return self._load_initially()
-        path = self._manager.root / NAME.format(step=found)
-        self._load_from(path, model_only=found == 0, newest=step == -1)
+        path = self._manager.root / NAME.format(step=chosen)
+        self._load_from(path, model_only=chosen == 0, newest=step == -1)
         return True
 
     def _find(self, step: int) -> int:

@@ -36,7 +36,7 @@ _PAUSE = 0.02
 Word = TypeVar("Word")
 
 
-class Told(msgspec.Struct, array_like=True):
+class News(msgspec.Struct, array_like=True):
     """What becomes of a save: its manifest (empty if it is swept already), and what to keep, if that is known."""
 
     manifest: bytes
@@ -98,12 +98,12 @@ class Nodes:
 
     # What any leader tells another: a manifest, and what to keep
 
-    def tell(self, about: str, told: Told) -> None:
+    def tell(self, about: str, news: News) -> None:
         """Tell the leaders that will ask."""
         with self._asking():
-            self.ranks.store.set(f"{self.key}/{about}", zlib.compress(msgspec.msgpack.encode(told), 1))
+            self.ranks.store.set(f"{self.key}/{about}", zlib.compress(msgspec.msgpack.encode(news), 1))
 
-    def hear(self, about: str, patience: float, listeners: int) -> Told | None:
+    def hear(self, about: str, patience: float, listeners: int) -> News | None:
         """What was told about this; None after ``patience`` seconds. The last of the ``listeners`` takes it away."""
         until, key = time.monotonic() + patience, f"{self.key}/{about}"
         with self._asking():
@@ -111,11 +111,11 @@ class Nodes:
                 if time.monotonic() > min(until, self.ranks.limit):
                     return None
                 time.sleep(_PAUSE)
-            told = msgspec.msgpack.decode(zlib.decompress(bytes(self.ranks.store.get(key))), type=Told)
+            news = msgspec.msgpack.decode(zlib.decompress(bytes(self.ranks.store.get(key))), type=News)
             if self.ranks.store.add(f"{key}/heard", 1) == listeners:
                 self.ranks.store.delete_key(key)
                 self.ranks.store.delete_key(f"{key}/heard")
-            return told
+            return news
 
     # What the first rank orders, and the other leaders report
 
@@ -128,11 +128,11 @@ class Nodes:
 
     def ordered(self) -> Order | None:
         """The last order, unless it was heard before."""
-        found = self._get("order", Order)
-        if found is None or found.number == self._ordered:
+        order = self._get("order", Order)
+        if order is None or order.number == self._ordered:
             return None
-        self._ordered = found.number
-        return found
+        self._ordered = order.number
+        return order
 
     def report(self, number: int, failure: str) -> None:
         """Tell the first rank what became of an order; an empty text is success."""
@@ -140,8 +140,8 @@ class Nodes:
 
     def reports(self, number: int) -> dict[int, str]:
         """What the leaders have reported so far."""
-        found = {leader: self._get(f"report/{number}/{leader}", str) for leader in self.followers}
-        return {leader: text for leader, text in found.items() if text is not None}
+        texts = {leader: self._get(f"report/{number}/{leader}", str) for leader in self.followers}
+        return {leader: text for leader, text in texts.items() if text is not None}
 
     def silent(self, leaders: list[int], watch: Watch) -> list[int]:
         """Those of them that have made no progress with an order for as long as the deadline of ``watch`` says."""
@@ -246,12 +246,12 @@ def _mark(folder: Place, root: str, temporary: str) -> None:
     data = msgspec.json.encode(_Mark(root))
     if mark.is_file() or not mark.create_small(data, temporary):
         try:
-            found = msgspec.json.decode(mark.read_small(), type=_Mark).root
+            owner = msgspec.json.decode(mark.read_small(), type=_Mark).root
         except msgspec.MsgspecError as error:
-            found = f"something else ({error})"
-        if found != root:
+            owner = f"something else ({error})"
+        if owner != root:
             raise Mismatch(
-                f"the fast folder {folder} belongs to {found}, not to {root}: give each run a fast folder of its own, "
+                f"the fast folder {folder} belongs to {owner}, not to {root}: give each run a fast folder of its own, "
                 f"or delete {mark} if the run has moved"
             )
 

@@ -23,7 +23,7 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import Keys
 from holdfast.run.options import RestoreOptions
 from holdfast.run.retention import KeptSteps
-from holdfast.run.tiers.nodes import Nodes, Told
+from holdfast.run.tiers.nodes import News, Nodes
 from holdfast.run.whole import lacking_files
 from holdfast.storage.place import Place
 
@@ -52,7 +52,7 @@ class _Sight(msgspec.Struct, array_like=True):
     steps: list[_Seen]
 
 
-class _Held(msgspec.Struct, array_like=True):
+class _FastStep(msgspec.Struct, array_like=True):
     """A step of the fast tier: the save that counts, who tells its manifest, and who has files of it and none."""
 
     name: str
@@ -63,10 +63,10 @@ class _Held(msgspec.Struct, array_like=True):
     lost: bool = False
 
 
-class _Found(msgspec.Struct):
+class _Candidate(msgspec.Struct):
     """A step that could be restored from the fast tier; ``missing``: files that are on no node."""
 
-    held: _Held
+    step: _FastStep
     missing: set[int]
 
 
@@ -76,7 +76,7 @@ class Survey:
     def __init__(self, fast: KeptSteps, store: KeptSteps, nodes: Nodes, deadline: float) -> None:
         self.fast, self.store, self._nodes, self._deadline = fast, store, nodes, deadline
         self._ranks = nodes.ranks
-        self._found: dict[int, _Found] = {}
+        self._candidates: dict[int, _Candidate] = {}
         self._restores = 0
 
     def restore(
@@ -115,7 +115,7 @@ class Survey:
                     # It gives way to its successor, and is not uploaded.
                     (self.fast if choice.tier == "fast" else self.store).broken.add(choice.name)
         finally:
-            self._found = {}
+            self._candidates = {}
 
     def _gather(self, patience: float, spare: Container[Place]) -> None:
         """See what the fast folders of all nodes hold, and sweep them.
@@ -125,14 +125,14 @@ class Survey:
         self._restores += 1
         with self._ranks.call(f"look at the tiers of {self.store.root}", deadline=self._deadline) as call:
             look = partial(self._see, patience)
-            held = call.exchange("look", look, _join, list[_Held])
+            held = call.exchange("look", look, _join, list[_FastStep])
             call.exchange("spread", lambda: self._spread(held, spare), partial(self._keep_in_mind, held), bool)
 
     def _see(self, patience: float) -> _Sight:
         if not self._nodes.leads:
             return _Sight([])
         self.fast.commit_late(patience)
-        found = []
+        seen = []
         for path in self.fast.folders():
             save = created = ""
             lost = False
@@ -146,30 +146,30 @@ class Survey:
                 self.fast.broken.add(path.name)
             saves = {datafile.save_of(file) for file in path.files_below()} - {None}
             if save or saves:
-                found.append(_Seen(path.name, save, created, sorted(map(str, saves)), lost))
-        return _Sight(found)
+                seen.append(_Seen(path.name, save, created, sorted(map(str, saves)), lost))
+        return _Sight(seen)
 
-    def _spread(self, held: list[_Held], spare: Container[Place]) -> list[str | None]:
+    def _spread(self, held: list[_FastStep], spare: Container[Place]) -> list[str | None]:
         """Tell and take manifests; then what this node lacks of each step, None if that is all of it."""
         me, lacks = self._ranks.rank, []
         for step in held:
             if step.lacking and me == step.teller:
-                self._nodes.tell(self._spreads(step), Told(bytes_of(self.fast.root / step.name), None))
+                self._nodes.tell(self._spreads(step), News(bytes_of(self.fast.root / step.name), None))
         for step in held:
             if me in step.lacking:
-                told = self._nodes.hear(self._spreads(step), self._deadline, len(step.lacking))
-                if told is not None and told.manifest:
-                    bring_manifest(self.fast.root / step.name, told.manifest)
+                news = self._nodes.hear(self._spreads(step), self._deadline, len(step.lacking))
+                if news is not None and news.manifest:
+                    bring_manifest(self.fast.root / step.name, news.manifest)
                     self.fast.broken.discard(step.name)
         if self._nodes.leads:
             self.fast.clean(spare)
             lacks = [self._lack(step) for step in held]
         return lacks
 
-    def _spreads(self, step: _Held) -> str:
+    def _spreads(self, step: _FastStep) -> str:
         return f"spread/{self._restores}/{step.name}"
 
-    def _lack(self, step: _Held) -> str | None:
+    def _lack(self, step: _FastStep) -> str | None:
         path = self.fast.root / step.name
         try:
             record = read_manifest(path)
@@ -177,13 +177,13 @@ class Survey:
             return None
         return manifest.ranges(lacking_files(path, record)) if record.save == step.save else None
 
-    def _keep_in_mind(self, held: list[_Held], notes: list[list[str | None]]) -> bool:
+    def _keep_in_mind(self, held: list[_FastStep], notes: list[list[str | None]]) -> bool:
         """On the first rank: which steps could be restored from the fast tier."""
-        self._found = {}
+        self._candidates = {}
         for at, step in enumerate(held):
             lacks = [set(manifest.expand(lack)) for note in notes if note and (lack := note[at]) is not None]
             if lacks:
-                self._found[self.fast.step_of(step.name)] = _Found(step, set.intersection(*lacks))
+                self._candidates[self.fast.step_of(step.name)] = _Candidate(step, set.intersection(*lacks))
         return True
 
     def _choose(self, refused: set[tuple[str, str]], *, complete: bool) -> Choice:
@@ -197,7 +197,7 @@ class Survey:
         except StorageError as error:
             names, silence = set(), error
         best, passed = None, set()
-        for step in sorted({*self._found, *names}, reverse=True):
+        for step in sorted({*self._candidates, *names}, reverse=True):
             for choice, lost in self._choices(step, step in names):
                 if (choice.tier, choice.name) in refused:
                     continue
@@ -224,26 +224,26 @@ class Survey:
     def _choices(self, step: int, in_store: bool) -> Iterator[tuple[Choice, bool]]:
         """Where a step can be restored from, the best first, and if it has lost sections; why it cannot is logged."""
         name = self.fast.path(step).name
-        found = self._found.get(step)
+        candidate = self._candidates.get(step)
         try:
             theirs = self._stored(name) if in_store else None
         except StorageError as error:
-            if found is None or found.missing:
+            if candidate is None or candidate.missing:
                 raise  # an older step would be taken for the newest
             log.warning("%s is not looked at, the store does not answer: %s", self.store.root / name, error)
             theirs = None
-        same = found is not None and theirs is not None and theirs.save == found.held.save
+        same = candidate is not None and theirs is not None and theirs.save == candidate.step.save
         choices = []
         if theirs is not None:
             choices.append((theirs.created, Choice("store", name), bool(dropped_of(theirs))))
-        if found is not None and found.missing and not same:
+        if candidate is not None and candidate.missing and not same:
             log.warning(
                 "%s is passed over: %d of its files are on no node, and it is not in the store", self.fast.path(step),
-                len(found.missing),
+                len(candidate.missing),
             )  # fmt: skip
             self.fast.broken.add(name)
-        elif found is not None:
-            choices.append((found.held.created, Choice("fast", name, beside=same), found.held.lost))
+        elif candidate is not None:
+            choices.append((candidate.step.created, Choice("fast", name, beside=same), candidate.step.lost))
         # Two saves of one step are never mixed: the one that was made last counts. Of the same save the fast copy.
         for _, choice, lost in sorted(choices, key=lambda at: (at[0], at[1].tier == "fast"), reverse=True):
             yield choice, lost
@@ -276,22 +276,22 @@ class Survey:
         return opened
 
 
-def _join(notes: list[_Sight]) -> list[_Held]:
+def _join(notes: list[_Sight]) -> list[_FastStep]:
     """On the first rank: of each step the save that counts, and who has to be told its manifest."""
     seen: dict[str, list[tuple[int, _Seen]]] = {}
     for rank, note in enumerate(notes):
         for one in note.steps:
             seen.setdefault(one.name, []).append((rank, one))
     held = []
-    for name, told in seen.items():
+    for name, sights in seen.items():
         # Where nodes know different saves of a step, the last commit has not reached all of them; nor has the last drop
         # of sections, where one has lost some.
         created, save, lost, rank = max(
-            ((one.created, one.save, one.lost, -rank) for rank, one in told if one.save), default=("", "", False, 0)
+            ((one.created, one.save, one.lost, -rank) for rank, one in sights if one.save), default=("", "", False, 0)
         )
         if save:
-            lacking = [rank for rank, one in told if _lacks(one, save, lost)]
-            held.append(_Held(name, save, created, -rank, lacking, lost))
+            lacking = [rank for rank, one in sights if _lacks(one, save, lost)]
+            held.append(_FastStep(name, save, created, -rank, lacking, lost))
     return held
 
 

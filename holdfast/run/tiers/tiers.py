@@ -22,7 +22,7 @@ from holdfast.run.retention import KeptSteps
 from holdfast.run.steps import Steps
 from holdfast.run.tiers.backlog import Backlog
 from holdfast.run.tiers.home import Durability
-from holdfast.run.tiers.nodes import Told, find_nodes
+from holdfast.run.tiers.nodes import News, find_nodes
 from holdfast.run.tiers.survey import Survey, bring_manifest, bytes_of
 from holdfast.run.tiers.uploader import Uploader
 from holdfast.run.whole import fault_of
@@ -86,22 +86,22 @@ class Tiers:
                     held = self._backlog.held(self.fast.committed())
                     kept = kept.and_whole({step, self._uploader.current or step} | held)
                 if nodes.several:
-                    nodes.tell(f"save/{number}", Told(bytes_of(path), kept))
+                    nodes.tell(f"save/{number}", News(bytes_of(path), kept))
                 if kept is not None:
                     self.fast.retire(kept, step)
                 if not nodes.several:  # else a folder without a manifest may only wait to be told of it
                     self.fast.clean(writing_to)
             elif nodes.leads:
-                told = nodes.hear(f"save/{number}", HEARSAY, len(nodes.followers))
-                if told is None:
+                news = nodes.hear(f"save/{number}", HEARSAY, len(nodes.followers))
+                if news is None:
                     log.warning("%s has no manifest yet: the first rank has not told it", path)
-                elif told.manifest:
-                    bring_manifest(path, told.manifest)
-                if told is not None and told.kept is not None:
+                elif news.manifest:
+                    bring_manifest(path, news.manifest)
+                if news is not None and news.kept is not None:
                     # Saves may overlap, and be heard of in any order: the newest word counts.
                     with self._hearing:
                         newest, kept_then = self._newest_word = max(
-                            (step, told.kept), self._newest_word, key=lambda word: word[0]
+                            (step, news.kept), self._newest_word, key=lambda word: word[0]
                         )
                     self.fast.retire(kept_then, newest)
             elif nodes.leader:

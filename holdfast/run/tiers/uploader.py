@@ -94,9 +94,9 @@ class Uploader:
         try:
             while not self._finished() and self._alive():
                 now = time.monotonic()
-                found = self._nodes.moves(moved=self._moved != moved)
-                if (found, self._moved) != (moves, moved):
-                    last, moved, moves = now, self._moved, found
+                count = self._nodes.moves(moved=self._moved != moved)
+                if (count, self._moved) != (moves, moved):
+                    last, moved, moves = now, self._moved, count
                 if (timeout is not None and now - began >= timeout) or now - last >= patience:
                     break
                 with self._changed:
