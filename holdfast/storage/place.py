@@ -46,80 +46,51 @@ class Place(ABC):
     @property
     @abstractmethod
     def name(self) -> str: ...
-
     @property
     @abstractmethod
     def stem(self) -> str: ...
-
     @property
     @abstractmethod
     def suffix(self) -> str: ...
-
-    @property
-    @abstractmethod
-    def suffixes(self) -> list[str]: ...
-
     @property
     @abstractmethod
     def parts(self) -> tuple[str, ...]: ...
-
     @property
     @abstractmethod
     def parent(self) -> Self: ...
-
     @property
     @abstractmethod
     def parents(self) -> Sequence[Self]: ...
-
     @abstractmethod
     def __truediv__(self, below: str | PurePosixPath) -> Self: ...
-
     @abstractmethod
     def with_name(self, name: str) -> Self: ...
-
-    @abstractmethod
-    def with_suffix(self, suffix: str) -> Self: ...
-
     @abstractmethod
     def relative_to(self, above: Any, /) -> PurePosixPath: ...
-
     @abstractmethod
     def __lt__(self, other: Any) -> bool: ...
-
     @abstractmethod
     def exists(self) -> bool: ...
-
     @abstractmethod
     def is_file(self) -> bool:
         """Whether there is a file of this name. Raises StorageError if that cannot be known."""
 
     @abstractmethod
     def is_dir(self) -> bool: ...
-
     @abstractmethod
     def is_symlink(self) -> bool: ...
-
     @abstractmethod
     def stat(self) -> os.stat_result: ...
-
     @abstractmethod
     def iterdir(self) -> Iterator[Self]: ...
-
     @abstractmethod
     def glob(self, pattern: str) -> Iterator[Self]: ...
-
-    @abstractmethod
-    def rglob(self, pattern: str) -> Iterator[Self]: ...
-
     @abstractmethod
     def open(self, mode: Any = "rb", buffering: int = 1 << 20) -> Any:
         """The file for reading in any order."""
 
     @abstractmethod
     def read_bytes(self) -> bytes: ...
-
-    @abstractmethod
-    def read_text(self, encoding: str = "utf-8") -> str: ...
 
     @abstractmethod
     def real(self) -> Self:
@@ -208,7 +179,7 @@ class Place(ABC):
         """Create this folder and its parents, durably: each new entry is synced into its own parent."""
 
     @abstractmethod
-    def make_folders(self, names: Iterable[str]) -> None:
+    def make_folders(self, names: Iterable[str], /) -> None:
         """`make_folder` for many folders below this one, which is synced once."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ import io
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import total_ordering
@@ -241,25 +241,10 @@ class StorePlace(Place):
     def may_live(self, paths: list[str]) -> bool:
         return bool(self.living(paths))
 
-    # A store has no folders
+    def make_folder(self, *_: object) -> None:
+        """A store has no folders: there is nothing to do."""
 
-    def make_folder(self) -> None:
-        pass
-
-    def make_folders(self, names: Iterable[str]) -> None:
-        pass
-
-    def make_home(self) -> None:
-        pass
-
-    def sync_folder(self) -> None:
-        pass
-
-    def delete_if_empty(self) -> None:
-        pass
-
-    def delete_empty_folders(self) -> None:
-        pass
+    make_folders = make_home = sync_folder = delete_if_empty = delete_empty_folders = make_folder
 
 
 class _Reader(io.RawIOBase):

@@ -1,6 +1,6 @@
 """Creates a file that must have one writer: by the store's own condition, or by claims where it ignores conditions.
 
-`storage/storage.py` calls `create_once` for a manifest. Never trusts a store before it has seen it refuse.
+`StorePlace` calls `create_once` for a manifest. Never trusts a store before it has seen it refuse.
 """
 
 from __future__ import annotations
