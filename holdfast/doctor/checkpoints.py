@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint, read_manifest
 from holdfast.commit.absent import unfinished, what_is_lent
@@ -25,7 +25,6 @@ from holdfast.run.steps import Steps
 from holdfast.run.whole import fault_of, lacking_files
 from holdfast.storage import storage
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_default_deadline
 
@@ -37,7 +36,7 @@ FEW = 5
 """Steps, files or neighbours that are named."""
 
 
-def diagnose(path: str | Path | StorePlace) -> list[Finding]:
+def diagnose(path: str | os.PathLike[str] | Place) -> list[Finding]:
     """What is at ``path``, and what is wrong with it. Raises StorageError."""
     place = with_default_deadline(location(path), DEADLINE)
     above = _checkpoint_around(place)

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from holdfast.commit.absent import what_is_there
 from holdfast.commit.citations import Citations, Cited
@@ -22,7 +22,6 @@ from holdfast.run.tiers.nodes import MARK
 from holdfast.run.whole import fault_of
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
 
@@ -63,7 +62,7 @@ class Pruned:
 
 
 def prune(
-    root: str | Path | StorePlace,
+    root: str | os.PathLike[str] | Place,
     keep: Keep,
     *,
     name: str | None = None,
