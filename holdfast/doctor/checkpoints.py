@@ -1,6 +1,6 @@
-"""What is at a path that does not open, or does not load; and which command to give next.
+"""Diagnoses a path that does not open or load, and names the next command.
 
-`doctor` calls `diagnose`, the command line `advice` for what it cannot open. Never changes anything.
+`doctor` calls `diagnose`, and the command line calls `advice` for what it cannot open. They change nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def diagnose(path: str | os.PathLike[str] | Place) -> list[Finding]:
     place = with_default_deadline(location(path), DEADLINE)
     above = _checkpoint_around(place)
     if above is not None:
-        told = f"{place} is a part of the checkpoint {above}"
-        return [_missing(told, f"give its folder: {command('show', above)}")]
+        text = f"{place} is a part of the checkpoint {above}"
+        return [_missing(text, f"give its folder: {command('show', above)}")]
     if place.has_folders and not place.exists():
         return [_nothing_at(place)]
     if (place / manifest.FILE_NAME).is_file():
@@ -64,10 +64,10 @@ def diagnose(path: str | os.PathLike[str] | Place) -> list[Finding]:
 def advice(path: str) -> str:
     """What to do about a local ``path`` that does not open; empty if that cannot be told."""
     try:
-        found = [] if location(path).is_remote else diagnose(path)  # in a store looking around costs requests
+        findings = [] if location(path).is_remote else diagnose(path)  # in a store looking around costs requests
     except (HoldfastError, OSError, ValueError):
         return ""
-    return next((one.mend for one in found if one.mend), "")
+    return next((one.mend for one in findings if one.mend), "")
 
 
 def _missing(text: str, mend: str) -> Finding:
@@ -92,19 +92,19 @@ def _checkpoint_around(place: Place) -> Place | None:
 def _nothing_at(place: Place) -> Finding:
     partial = place.with_name(f"{place.name}.partial")
     if partial.is_dir():
-        told = f"there is nothing at {place} yet: a conversion to it is under way, or broke off"
+        text = f"there is nothing at {place} yet: a conversion to it is under way, or broke off"
         return _missing(
-            told, f"give the same command again, which goes on from there; or {command('gc', place.parent)}"
+            text, f"give the same command again, which goes on from there; or {command('gc', place.parent)}"
         )
     above = next(path for path in place.parents if path.exists())
     first = place.relative_to(above).parts[0]
     kin = sorted(path.name for path in above.iterdir()) if above.is_dir() else []
     near = get_close_matches(first, kin, n=1, cutoff=0.6)
-    told = f"there is nothing at {place}"
+    text = f"there is nothing at {place}"
     if near:
         meant = above / "/".join([near[0], *place.relative_to(above).parts[1:]])
-        return _missing(told, f"did you mean {meant}? {command('ls', above)} lists what is there")
-    return _missing(told, f"{command('ls', above)} lists what is there")
+        return _missing(text, f"did you mean {meant}? {command('ls', above)} lists what is there")
+    return _missing(text, f"{command('ls', above)} lists what is there")
 
 
 # Ours
@@ -120,45 +120,45 @@ def _ours(place: Place) -> list[Finding]:
     except NotACheckpoint:
         return _foreign(place, place.files_below())
     advised = mend(place)
-    found = [_damaged(text, advised) for text in list(lacking_files(place, record).values())[:FEW]]
-    if not found:
+    findings = [_damaged(text, advised) for text in list(lacking_files(place, record).values())[:FEW]]
+    if not findings:
         hurt = Checkpoint(place).verify(deep=False, raises=False).damages
-        found = [_damaged(f"{one}: {one.what}", advised) for one in hurt[:FEW]]
+        findings = [_damaged(f"{one}: {one.what}", advised) for one in hurt[:FEW]]
     lost = dropped_of(record)
     if lost:
-        told = f"it has lost {', '.join(lost)} since it was saved"
-        found.append(Finding(NAME, "warn", told, 'load what is left with only=, such as only="model"'))
-    if not any(one.verdict == "fail" for one in found):
+        text = f"it has lost {', '.join(lost)} since it was saved"
+        findings.append(Finding(NAME, "warn", text, 'load what is left with only=, such as only="model"'))
+    if not any(one.verdict == "fail" for one in findings):
         nbytes = sum(file.bytes for file in record.data_files)
         step = "" if record.step is None else f" of step {record.step}"
-        told = f"{place}{step}: {len(record.tensors)} tensors, {nbytes} bytes, whole by its manifest and headers"
-        found.insert(0, Finding(NAME, "ok", f"{told}; {command('verify', place)} reads every byte"))
+        text = f"{place}{step}: {len(record.tensors)} tensors, {nbytes} bytes, whole by its manifest and headers"
+        findings.insert(0, Finding(NAME, "ok", f"{text}; {command('verify', place)} reads every byte"))
     files = place.files_below()
     named = {file.path for file in record.data_files}
     if may_hold_leavings([path for path in files if path not in named or path == manifest.FILE_NAME]):
-        found.append(Finding(NAME, "warn", "files lie beside it that it does not name", command("gc", place)))
-    return found
+        findings.append(Finding(NAME, "warn", "files lie beside it that it does not name", command("gc", place)))
+    return findings
 
 
 def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
     newest = steps[-1]
-    told = f"{root} is the folder of a run, with {len(steps)} checkpoints: the newest is {newest.name}"
-    found = [Finding(NAME, "ok", told, f"{command('ls', root)} lists them")]
+    text = f"{root} is the folder of a run, with {len(steps)} checkpoints: the newest is {newest.name}"
+    findings = [Finding(NAME, "ok", text, f"{command('ls', root)} lists them")]
     for step in steps[-FEW:]:
         fault = fault_of(step)
         if fault is not None:
-            found.append(_damaged(f"{step.name}: {fault}", command("doctor", step)))
-    found += _other_runs(root, steps)
+            findings.append(_damaged(f"{step.name}: {fault}", command("doctor", step)))
+    findings += _other_runs(root, steps)
     citations = Citations(root)
     for name in sorted(set(root.folder_names()) - {step.name for step in steps}):
         files = (root / name).files_below()
         lent_to = borrowers(root / name, [path for path in files if is_leaving(path)], citations)
         if lent_to:
-            found.append(Finding(NAME, "ok", f"{name} is {what_is_lent(lent_to)}"))
+            findings.append(Finding(NAME, "ok", f"{name} is {what_is_lent(lent_to)}"))
         elif any(datafile.save_of(path) for path in files):
             one = _uncommitted(root / name, files)
-            found.append(Finding(NAME, "warn", one.text, one.mend, one.kind))
-    return found
+            findings.append(Finding(NAME, "warn", one.text, one.mend, one.kind))
+    return findings
 
 
 def _other_runs(root: Place, steps: Sequence[Place]) -> list[Finding]:
@@ -174,49 +174,49 @@ def _other_runs(root: Place, steps: Sequence[Place]) -> list[Finding]:
 
 def _before_the_first(root: Place, begun: Sequence[str]) -> list[Finding]:
     """The folder of a run that has not saved yet, or whose saves all died."""
-    found = [_uncommitted(root / name, (root / name).files_below()) for name in begun[-FEW:]]
-    told = f"no step was saved here yet: {root} is the folder of a run"
-    if not found:
+    findings = [_uncommitted(root / name, (root / name).files_below()) for name in begun[-FEW:]]
+    text = f"no step was saved here yet: {root} is the folder of a run"
+    if not findings:
         shown = f"{command('watch', root)} shows where the run is; a step is here once its first save has ended"
-        return [Finding(NAME, "warn", told, shown, "no checkpoint")]
-    if any(one.verdict == "warn" for one in found):  # one is under way
-        return [Finding(NAME, "warn", told, f"{command('watch', root)} shows how it saves", "no checkpoint"), *found]
-    return [_missing(f"{told}, and none of its saves has committed", found[-1].mend), *found]
+        return [Finding(NAME, "warn", text, shown, "no checkpoint")]
+    if any(one.verdict == "warn" for one in findings):  # one is under way
+        return [Finding(NAME, "warn", text, f"{command('watch', root)} shows how it saves", "no checkpoint"), *findings]
+    return [_missing(f"{text}, and none of its saves has committed", findings[-1].mend), *findings]
 
 
 def _empty(place: Place) -> Finding:
     if place.is_remote:
         return _missing(f"there is nothing at {place}", f"{command('ls', place.parent)} lists what is beside it")
-    told = f"no step was saved here yet: {place} is empty"
+    text = f"no step was saved here yet: {place} is empty"
     return _missing(
-        told, f"is it what the training script saves to? {command('ls', place.parent)} lists what is beside it"
+        text, f"is it what the training script saves to? {command('ls', place.parent)} lists what is beside it"
     )
 
 
 def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
     lent_to = borrowers(place, [path for path in files if is_leaving(path)])
     if lent_to:
-        told = f"{place} is {what_is_lent(lent_to)}"
-        return _missing(told, f"take one of these, and leave its files where they are; {command('ls', place.parent)}")
+        text = f"{place} is {what_is_lent(lent_to)}"
+        return _missing(text, f"take one of these, and leave its files where they are; {command('ls', place.parent)}")
     if place.living([path for path in files if datafile.save_of(path)]):
         if place.is_remote:
-            told = f"{place} holds no manifest.json, and files younger than six hours: a save may be under way"
+            text = f"{place} holds no manifest.json, and files younger than six hours: a save may be under way"
         else:
-            told = f"a save to {place} is under way"
-        return Finding(NAME, "warn", told, "wait: it is a checkpoint once its manifest.json is there", "no checkpoint")
+            text = f"a save to {place} is under way"
+        return Finding(NAME, "warn", text, "wait: it is a checkpoint once its manifest.json is there", "no checkpoint")
     save = finished(place)
     if save is not None:
         return _missing(f"{place}: all ranks finished save {save}, and nobody committed it", command("rescue", place))
-    told, mend = _rescue(place)
-    if not told:
-        told = f"a save that died before all of it was written{_absent(place, files)}; it is no checkpoint"
+    text, mend = _rescue(place)
+    if not text:
+        text = f"a save that died before all of it was written{_absent(place, files)}; it is no checkpoint"
         if len({save for path in files if (save := datafile.save_of(path))}) > 1:
-            told = (
+            text = (
                 "files of several saves, and no manifest.json to say which belong together: a save that died, or one "
                 "that borrowed from older steps and whose manifest was deleted"
             )
         mend += f"; {command('gc', place)} shows what can be deleted"
-    return _missing(f"{place}: {told}", mend)
+    return _missing(f"{place}: {text}", mend)
 
 
 def _rescue(place: Place) -> tuple[str, str]:
@@ -235,12 +235,12 @@ def _rescue(place: Place) -> tuple[str, str]:
             if fits(place, older[-1]):
                 continue  # it knows what headers do not
             if gone := lacking(place, older[-1]):
-                told = f"its manifest.json is missing, and that is not all: {gone}"
-                return told, f"{_take_older(older)}; or, if there is a copy: {command('rescue', place)} --like COPY"
-        told = "its manifest.json is missing, and its data files are whole"
+                text = f"its manifest.json is missing, and that is not all: {gone}"
+                return text, f"{_take_older(older)}; or, if there is a copy: {command('rescue', place)} --like COPY"
+        text = "its manifest.json is missing, and its data files are whole"
         if origin == "headers":
-            told += f"; of what headers do not tell: {'; '.join(lost) or 'nothing is lost'}"
-        return told, command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
+            text += f"; of what headers do not tell: {'; '.join(lost) or 'nothing is lost'}"
+        return text, command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
     return "", f"{_take_older(older)}; or, if there is a copy of this one: {command('rescue', place)} --like COPY"
 
 
@@ -285,11 +285,11 @@ def _foreign(place: Place, files: Sequence[str]) -> list[Finding]:
         return [Finding(NAME, "fail", str(error), formats, "damaged")]
     if hurt:
         return [_damaged(f"{one}: {one.what}", BRING_BACK) for one in hurt[:FEW]]
-    told = f"{place} is read as {opened.format}: {len(opened.tensors)} tensors, all files are there"
-    return [Finding(NAME, "ok", f"{told}; {command('verify', place)} reads every byte")]
+    text = f"{place} is read as {opened.format}: {len(opened.tensors)} tensors, all files are there"
+    return [Finding(NAME, "ok", f"{text}; {command('verify', place)} reads every byte")]
 
 
-def _elsewhere(place: Place, told: str) -> Finding:
+def _elsewhere(place: Place, text: str) -> Finding:
     """A checkpoint of another format may lie one folder up, or down."""
     near = [place.parent, *(place / name for name in (place.folder_names() if not _is_file(place) else [])[:FEW])]
     for other in near:
@@ -298,9 +298,9 @@ def _elsewhere(place: Place, told: str) -> Finding:
         except (HoldfastError, OSError):
             continue  # nothing to be opened there either
         return _missing(f"{place} is no checkpoint, {other} is one ({opened.format})", command("show", other))
-    if "docs/formats.md" not in told:  # it is known what it is, and it is not all of it
-        return _missing(told, f"take another checkpoint: {command('ls', place.parent)} lists what is beside it")
-    return _missing(told, "docs/formats.md lists what can be read; convert others with the program that wrote them")
+    if "docs/formats.md" not in text:  # it is known what it is, and it is not all of it
+        return _missing(text, f"take another checkpoint: {command('ls', place.parent)} lists what is beside it")
+    return _missing(text, "docs/formats.md lists what can be read; convert others with the program that wrote them")
 
 
 def _is_file(place: Place) -> bool:

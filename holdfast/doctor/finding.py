@@ -1,6 +1,6 @@
-"""What a look at something found: one line, with what to do about it.
+"""One line of a diagnosis, with what to do about it.
 
-Every part of `doctor` makes them, ``holdfast doctor`` shows them. Pure.
+All parts of `doctor` make them, and ``holdfast doctor`` prints them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Verdict = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """``name`` is what was looked at, ``text`` what was found; ``mend``, if anything is wrong, what to do.
+    """``name`` is what was examined, ``text`` the result, and ``mend``, if anything is wrong, what to do.
 
     ``kind`` of what is wrong: "machine", "storage", "no checkpoint", "mismatch" or "damaged".
     """

@@ -1,6 +1,6 @@
-"""Where the bytes can be had that a checkpoint lacks, and which command brings them back.
+"""Which command brings back the bytes that a checkpoint lacks, and where it takes them from.
 
-The command line asks about a path that is damaged, `checkpoints` about what it has found. Never changes anything.
+The command line and `checkpoints` call it for damaged paths. It changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.storage.urls import location
 
 
 def not_by_headers(path: str) -> str:
-    """Why `rescue` is not to go by headers alone at a local ``path``: a step beside it tells more. Else empty."""
+    """Why `rescue` should not use headers alone at a local ``path``: a step beside it holds more. Else empty."""
     try:
         place = location(path)
         older = [] if place.is_remote else neighbours(place)
@@ -25,23 +25,23 @@ def not_by_headers(path: str) -> str:
             if gone := lacking(place, older[-1]):
                 return f"{place} is not all there: {gone}. Name a copy of it with --like"
             if fits(place, older[-1]):
-                told = f"{place} can be made from its headers, which tell no values (steps, settings), tied names or"
-                return f"{told} lists; {older[-1]} tells them. Name it with --like"
+                reason = f"{place} can be made from its headers, which tell no values (steps, settings), tied names or"
+                return f"{reason} lists; {older[-1]} tells them. Name it with --like"
     except (HoldfastError, OSError, ValueError):  # rescuing it says what is wrong
         return ""
     return ""
 
 
-def mending(path: str, asked: Sequence[str] = ()) -> str:
+def mending(path: str, searched: Sequence[str] = ()) -> str:
     """How to get back what is damaged at a local ``path`` that opens; empty in a store, where that costs requests.
 
-    ``asked``: the sources of which none had it.
+    ``searched``: the sources that did not have it.
     """
     try:
         place = location(path)
         if place.is_remote:
             return ""
-        if asked:
+        if searched:
             return _mend_elsewhere(place)
         return mend(place) if (place / manifest.FILE_NAME).is_file() else BRING_BACK
     except (HoldfastError, OSError, ValueError):
@@ -87,7 +87,7 @@ def neighbours(place: Place) -> list[Place]:
     """Checkpoints beside one, the newest last."""
     try:
         return [path for path in steps_in(place.parent) if path != place]
-    except StorageError:  # a web server, or no right to look there: then it has none that we could name
+    except StorageError:  # a web server, or a folder that may not be listed
         return []
 
 

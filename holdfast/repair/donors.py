@@ -1,6 +1,6 @@
-"""Where good bytes can be had: other checkpoints that hold the same file, or a block with the same sum.
+"""Other checkpoints that hold the same file, or a block with the same sum.
 
-`repair` asks here. Never hands out a byte that was not proved, and never writes.
+`repair` searches them for good bytes. They never return a byte that was not checked, and never write.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.read.source import ReadStats, source_of
 from holdfast.storage.place import Place
 
 ALIKE = 4
-"""So many places of one checkpoint are tried for a block: a block of zeros may lie there thousands of times."""
+"""The most places of one checkpoint that are tried for a block: a block of zeros may stand in thousands."""
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Donor:
 
     @cached_property
     def _by_sum(self) -> dict[tuple[str, int], list[tuple[int, int]]]:
-        """By sum and bytes of a block, the files and bytes at which it begins: every header is read once."""
-        found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        """The files and offsets of blocks, by sum and size: every header is read once."""
+        by_sum: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for index in range(len(self.record.data_files)):
             try:
                 header = self.files.header(index)
@@ -50,22 +50,22 @@ class Donor:
             for piece in header.pieces.values():
                 for number, total in enumerate(header.sums.get(piece.key, ())):
                     nbytes = min(BLOCK, piece.nbytes - number * BLOCK)
-                    places = found.setdefault((total, nbytes), [])
+                    places = by_sum.setdefault((total, nbytes), [])
                     if len(places) < ALIKE:
                         places.append((index, piece.begin + number * BLOCK))
-        return found
+        return by_sum
 
     def same_file(self, file: FileRecord) -> int | None:
-        """The number of that very file here, by its name, size and header."""
+        """The number of the same file in this checkpoint, by its name, size and header."""
         return self._by_proof.get(_proof(file))
 
     def places_of(self, total: str, nbytes: int) -> Sequence[tuple[int, int]]:
-        """Where blocks of this sum lie here: file and first byte."""
+        """The file and the first byte of each block of this sum."""
         with self._lock:
             return self._by_sum.get((total, nbytes), ())
 
     def read(self, index: int, begin: int, nbytes: int) -> bytes:
-        """Bytes of a file, not proved. Raises HoldfastError."""
+        """Bytes of a file, not checked. Raises HoldfastError."""
         with self.files.opened(index) as opened:
             return bytes(source_of(self.files.path(index), opened, ReadStats()).fetch(begin, nbytes).view)
 
@@ -76,20 +76,20 @@ def _proof(file: FileRecord) -> tuple[str, int, str]:
 
 @dataclass(frozen=True)
 class Gift:
-    """Proved bytes, and the file that they came from."""
+    """Checked bytes, and the file that they came from."""
 
     data: bytes
     source: str
 
 
 class Donors:
-    """All checkpoints that may help, in the order in which they are asked."""
+    """All checkpoints that may help, in the order in which they are searched."""
 
     def __init__(self, donors: Sequence[Donor]) -> None:
         self._donors = donors
 
     def header(self, file: FileRecord) -> Gift | None:
-        """The header of a file of the checkpoint to be repaired, proved by the digest in its manifest."""
+        """The header of a file of the damaged checkpoint, checked by the digest in its manifest."""
         for donor in self._donors:
             index = donor.same_file(file)
             if index is None:
@@ -105,11 +105,11 @@ class Donors:
         return None
 
     def block(self, file: FileRecord, begin: int, nbytes: int, total: str) -> Gift | None:
-        """A block, proved by its sum: of the same file elsewhere, or else of any file that has one like it."""
+        """A block, checked by its sum: of the same file elsewhere, or else of any file that has an equal one."""
         for donor, index, at in self._candidates(file, begin, nbytes, total):
             try:
                 data = donor.read(index, at, nbytes)
-            except HoldfastError as error:  # this one cannot help; what nobody can help with is reported
+            except HoldfastError as error:  # another donor may have it; what none has is reported
                 log.info("%s cannot give %d bytes: %s", donor.where, nbytes, error)
                 continue
             if blocks.is_sum(data, total):
@@ -117,7 +117,7 @@ class Donors:
         return None
 
     def as_it_is(self, file: FileRecord, begin: int, nbytes: int) -> bytes:
-        """Bytes of the checkpoint that is being repaired, the first of the donors; not proved. Raises HoldfastError."""
+        """Bytes of the damaged checkpoint, the first of the donors; not checked. Raises HoldfastError."""
         itself = self._donors[0]
         return itself.read(itself.record.data_files.index(file), begin, nbytes)
 

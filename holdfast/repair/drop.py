@@ -1,6 +1,6 @@
-"""The story of a drop: a checkpoint loses sections, its optimizer say, and no byte of the rest is written again.
+"""Deletes sections of a checkpoint, such as the optimizer, without writing the rest again.
 
-Users call `drop`, the manager's steps `drop_from` for what `Keep` says. Never leaves a moment without a checkpoint.
+Users call `drop`, the manager's steps call `drop_from` by the rules of `Keep`. At any moment a checkpoint is there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from holdfast.storage.wrappers.layers import with_deadline
 
 @dataclass(frozen=True)
 class Dropped:
-    """What `drop` took away: the ``sections``, and of the checkpoint's data files so many with so many bytes.
+    """What `drop` deleted: the ``sections``, and how many data files with how many bytes.
 
     Files that another checkpoint shares go with the last one that names them.
     """
@@ -45,21 +45,22 @@ def drop(
     What stays is the same save, and loads with ``only=`` (or into a state without them). A data file holds one section,
     so whole files go and none is written; a new manifest replaces the old one in one step, and a crash leaves the
     checkpoint with the sections or without.
-    Sections that are gone already are passed over. ``dry_run=True`` only tells what would go. Called by one process,
-    while nobody saves to ``path``. ``deadline``: seconds to wait for any one answer of a store.
+    Sections that are gone already are skipped. ``dry_run=True`` deletes nothing. Call it from one process, while nobody
+    saves to ``path``. ``deadline``: seconds to wait for any one answer of a store.
 
-    What was signed is not what is left: the signature goes, with a warning, unless ``sign`` is the private key that
-    made it and signs anew. Untrusted is raised, and nothing dropped, if it did not make it.
+    A signature of the whole checkpoint is deleted, with a warning, unless ``sign`` is the private key that made it:
+    then what is left is signed again. Untrusted is raised, and nothing is dropped, for another key.
 
-    Whoever has the checkpoint open and reads what is gone is told so: Damaged. Raises Mismatch if a name or pattern
+    A process that has the checkpoint open and reads what is gone gets Damaged. Raises Mismatch if a name or pattern
     fits no section, ValueError if no tensor would be left, Unsupported if what stays shares bytes with what goes,
     NotACheckpoint, Damaged, StorageError.
     """
     folder, patterns = with_deadline(location(path), deadline), patterns_in(sections, "sections=")
     record = read_known(folder)
-    there, lost = parts.sections_of(record), parts.dropped_of(record)
-    if odd := unfit(patterns, [*there, *lost]):
-        raise Mismatch(f"{path} has no section {quoted(odd, there)}; it has {', '.join(there) or 'none'}")
+    sections_there, lost = parts.sections_of(record), parts.dropped_of(record)
+    if odd := unfit(patterns, [*sections_there, *lost]):
+        names = ", ".join(sections_there) or "none"
+        raise Mismatch(f"{path} has no section {quoted(odd, sections_there)}; it has {names}")
     return _drop(folder, record, patterns, None, sign, dry_run=dry_run)
 
 
@@ -67,9 +68,9 @@ def drop_from(
     folder: Place, sections: Patterns, *, dry_run: bool = False, cited: Cited | None = None,
     sign: Key | None = None,
 ) -> Dropped | list[str]:  # fmt: skip
-    """`drop`; where no section fits, nor has ever, the names of those that there are.
+    """`drop`; if no section fits, nor one that was dropped before, the names of the sections.
 
-    ``cited``: what the other checkpoints cite, if the caller knows.
+    ``cited``: the files that other checkpoints reuse, if the caller knows.
     """
     record = read_known(folder)
     there, lost = parts.sections_of(record), parts.dropped_of(record)
@@ -96,7 +97,7 @@ def _drop(
 
 
 def _signed(folder: Place, record: Manifest, rest: Manifest, sign: Key | None) -> bytes | None:
-    """The signature of what stays, made from sums that were signed before: nothing is believed that lies there."""
+    """The signature of what stays, made from the sums of the old signature; no file is trusted."""
     key = signer(sign)
     if key is None:
         if found_signature(folder, record) is not None:

@@ -1,13 +1,13 @@
-"""A data file that is damaged gets its bytes back: bad blocks in place, or the whole file anew under its name.
+"""Mends one damaged data file: writes bad blocks in place, or the whole file again under its name.
 
-`repair` calls it, file by file. Never writes a byte that it has not proved, and never over one that is right:
+`repair` calls it for each file. It never writes a byte that it has not checked, and never overwrites one that is right:
 
-- *In place*, where the file has its size. Only bad blocks, and a bad header, are written over. What lies there is wrong
-  already, so whatever a crash leaves is no worse, and a block is good or bad by its sum alone. Other checkpoints that
-  have the file by a hard link, or cite it, are mended with it; rewriting would leave them with the bad one.
-- *Anew*, where it is missing or has another size, in a store, behind a symbolic link, or where the disk refuses the
-  place: all of it goes to a temporary file, is synced, and takes its name in one step. A file with holes is never put
-  there: its size would say that it is whole, and whoever reads without verifying would believe that.
+- *In place*, if the file has its size. Only bad blocks and a bad header are overwritten. Those bytes are wrong already,
+  so a crash leaves nothing worse. Other checkpoints that share the file by a hard link, or reuse it, are mended with
+  it; rewriting it would leave them with the bad one.
+- *As a new file*, if it is missing or has another size, in a store, behind a symbolic link, or if the disk refuses to
+  write there: all of it goes to a temporary file, is synced, and takes its name in one step. A file with holes never
+  takes the name: its size would be right, and a reader that does not verify would use it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from holdfast.storage.store import Buffer
 from holdfast.storage.store_place import StorePlace
 
 READERS = 4
-"""Blocks that are looked for at once."""
+"""Blocks that are searched at once."""
 
 
 class Mended(NamedTuple):
@@ -58,7 +58,7 @@ class _Block(NamedTuple):
 
 @dataclass
 class Mending:
-    """What became of one file: what was mended (or, dry, could be), and the faults that nobody could help with."""
+    """The result for one file: what was mended, or with ``dry_run`` could be, and the faults that no donor can mend."""
 
     mended: list[Mended] = field(default_factory=list)
     left: list[Fault] = field(default_factory=list)
@@ -68,13 +68,13 @@ def mend_file(
     at: StorePlace, path: Place, index: int, file: FileRecord, header: Header | None, faults: Sequence[Fault],
     donors: Donors, *, dry_run: bool,
 ) -> Mending:  # fmt: skip
-    """Mend one data file, which lies at ``path`` and, as a place in a store, ``at``.
+    """Mend one data file at ``path``, which as a place in a store is ``at``.
 
     ``header`` is None if the file has none that is right. ``dry_run`` looks for everything, and writes nothing. Raises
     StorageError if the file cannot be written.
     """
     done = Mending([], [fault for fault in faults if fault.key and not fault.nbytes])  # named, and not in the header
-    # What a link leads to is not ours to write to, and may lie outside: the file itself comes back, or nothing does.
+    # The target of a link may lie outside of the checkpoint: the link is replaced by a file, or nothing is written.
     linked = path.is_symlink()
     fits = not linked and path.size() == file.bytes
     first = None
@@ -95,7 +95,7 @@ def mend_file(
                 raise
             log.warning("%s: the disk refuses the place of bad bytes, so the file is written anew: %s", path, error)
             done.mended.clear()
-    work.anew(at, path, header, fits=fits, dry_run=dry_run)
+    work.rewrite(at, path, header, fits=fits, dry_run=dry_run)
     return done
 
 
@@ -115,18 +115,18 @@ class _Work:
     done: Mending
 
     def in_place(self, path: Place, first: Gift | None, blocks: Iterable[_Block], *, dry_run: bool) -> None:
-        """Write what is wrong over with what is right; durable on return."""
-        with _nowhere() if dry_run else _written_over(path) as write:
+        """Overwrite bad bytes by good ones; durable on return."""
+        with _no_writer() if dry_run else _writer(path) as write:
             if first is not None:
                 self._take(0, first, write)
-            for block, gift in self._found(blocks):
+            for block, gift in self._searched(blocks):
                 if gift is None:
                     self._leave(block)
                 elif gift.source != self.name:  # else it is right where it lies
                     self._take(block.begin, gift, write)
 
-    def anew(self, at: StorePlace, path: Place, header: Header, *, fits: bool, dry_run: bool) -> None:
-        """Write the whole file again under its name; if it is not there in its size, only when nothing lacks."""
+    def rewrite(self, at: StorePlace, path: Place, header: Header, *, fits: bool, dry_run: bool) -> None:
+        """Write the whole file again under its name. If its size is wrong, every block of it must be there."""
         chunks = self._chunks(path, header, fits=fits)
         try:
             with closing(chunks):
@@ -136,7 +136,7 @@ class _Work:
                     with naming(at, "write"):
                         at.store.put(at.key, chunks, self.file.bytes)
                     if path.has_descriptors:
-                        with _written_over(path):  # nothing: what is looked at next comes from the disk
+                        with _writer(path):  # writes nothing: the next reads come from the disk
                             pass
             if not self.done.mended:  # what was too long had all of it
                 self.done.mended.append(Mended(self.name, 0, self.file.bytes, self.name))
@@ -150,7 +150,7 @@ class _Work:
             raise _Lacking(f"{path} has no header any more")
         self._note(0, first)
         yield first.data
-        for block, gift in self._found(_blocks(header)):
+        for block, gift in self._searched(_blocks(header)):
             if gift is not None:
                 self._note(block.begin, gift)
                 yield gift.data
@@ -160,18 +160,18 @@ class _Work:
                 self._leave(block)
                 yield self.donors.as_it_is(self.file, block.begin, block.nbytes)
 
-    def _found(self, blocks: Iterable[_Block]) -> Iterator[tuple[_Block, Gift | None]]:
-        """Blocks with what is right for them, or None; some are looked for ahead."""
+    def _searched(self, blocks: Iterable[_Block]) -> Iterator[tuple[_Block, Gift | None]]:
+        """Blocks with their good bytes, or None; some are searched ahead."""
         waiting: deque[tuple[_Block, Future[Gift | None]]] = deque()
         with ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-mend") as pool:
             for block in blocks:
                 look = pool.submit(self.donors.block, self.file, block.begin, block.nbytes, block.sum)
                 waiting.append((block, look))
                 if len(waiting) == READERS:
-                    one, found = waiting.popleft()
-                    yield one, found.result()
-            for one, found in waiting:
-                yield one, found.result()
+                    first, gift = waiting.popleft()
+                    yield first, gift.result()
+            for block, gift in waiting:
+                yield block, gift.result()
 
     def _take(self, begin: int, gift: Gift, write: Callable[[int, bytes], None]) -> None:
         write(begin, gift.data)
@@ -187,7 +187,7 @@ class _Work:
 
 
 class _Lacking(Damaged):
-    """A file that is not there cannot be made: something of it is nowhere."""
+    """A missing file cannot be made again: no donor has some of its bytes."""
 
 
 def _end(block: _Block) -> int:
@@ -195,13 +195,13 @@ def _end(block: _Block) -> int:
 
 
 @contextmanager
-def _nowhere() -> Iterator[Callable[[int, bytes], None]]:
+def _no_writer() -> Iterator[Callable[[int, bytes], None]]:
     yield lambda begin, data: None
 
 
 @contextmanager
-def _written_over(path: Place) -> Iterator[Callable[[int, bytes], None]]:
-    """What writes into a file that is there; at the end it is durable, and read from the disk when it is looked at."""
+def _writer(path: Place) -> Iterator[Callable[[int, bytes], None]]:
+    """A function that writes into an existing file. At the end it is durable, and dropped from the page cache."""
     with naming(path, "open"):
         fd = disk.open(path, os.O_WRONLY | os.O_NOFOLLOW)
 

@@ -1,7 +1,7 @@
-"""The story of a repair: what is damaged in a checkpoint is taken from others that have the same bytes.
+"""Repairs a checkpoint with bytes of other checkpoints that hold the same.
 
-Users call `repair`, scrubbing does too. Never writes what it has not proved, nor over anything that is right, and never
-touches a manifest.
+Users call `repair`, and so does scrubbing. It writes only bytes that it has checked, never overwrites what is right,
+and never changes a manifest.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Source = str | os.PathLike[str] | Place
 
 @dataclass(frozen=True)
 class Repaired:
-    """What `repair` found and did, or with ``dry_run`` could do.
+    """What `repair` did, or with ``dry_run`` could do.
 
-    ``damages`` were there before, ``mended`` says which bytes were put right and from which files, ``left`` is what is
-    still wrong, and ``tensors`` are the names that are still hit.
+    ``damages`` were there before, ``mended`` are the bytes that were put right and the files they came from, ``left``
+    is still wrong, and ``tensors`` are the names that are still hit.
     """
 
     path: str
@@ -68,40 +68,39 @@ def repair(
     """Put right what is damaged in the checkpoint of ours at ``path``, with bytes of ``sources``.
 
     ``sources``: checkpoints, or folders of checkpoints, each a local path, a URL or a place in a store: copies of the
-    same checkpoint, and neighbours that have pieces with equal sums, as what did not change between steps has. They
-    are asked in this order, after the checkpoint itself, which may hold the same bytes twice.
+    same checkpoint, and other steps with equal blocks, such as those of tensors that did not change. They are searched
+    in this order, after the checkpoint itself, which may hold the same bytes twice.
 
-    Every byte of ``path`` is checked first. What is found wrong is looked for, proved by the sum of its block or the
-    digest of its header, written, made durable, and read again. Blocks and headers are written in place, so that other
-    steps that share the file are mended too; files that are missing or have another size come back whole or not at
-    all; in a store objects are rewritten whole. What nobody has stays as it is, and is told: that is not raised. Called
-    by one process, while nobody saves to ``path`` or deletes it. Killed in its middle it leaves nothing worse, and the
-    same call goes on. ``dry_run=True`` looks for everything in the same way, and writes nothing.
+    Every byte of ``path`` is checked first. Good bytes for what is wrong are searched, checked by the sum of the block
+    or the digest of the header, written, made durable, and read again. Blocks and headers are written in place, so that
+    other steps that share the file are mended too. Files that are missing or have another size come back whole or not
+    at all. In a store, objects are rewritten whole. What no source has stays as it is, and is in ``left``; no error is
+    raised for it. Call it from one process, while nobody saves to ``path`` or deletes it. If it is killed, nothing is
+    worse, and the same call goes on. ``dry_run=True`` searches in the same way, and writes nothing.
 
     Raises NotACheckpoint or Damaged if there is no manifest that can be read (see `rescue`), StorageError if something
     cannot be read or written. ``deadline``: seconds to wait for any one answer of a store.
     """
     began, checkpoint = monotonic(), Checkpoint(with_deadline(location(path), deadline))
     _refuse_without_manifest(checkpoint)
-    found = checkpoint.examine()
-    return mended_of(checkpoint, found, sources, dry_run=dry_run, began=began)
+    return mended_of(checkpoint, checkpoint.examine(), sources, dry_run=dry_run, began=began)
 
 
 def mended_of(
-    checkpoint: Checkpoint, found: Findings, sources: Iterable[Source], *, dry_run: bool, began: float
+    checkpoint: Checkpoint, findings: Findings, sources: Iterable[Source], *, dry_run: bool, began: float
 ) -> Repaired:  # fmt: skip
-    """`repair` of what was ``found`` already."""
+    """`repair` with the findings of an examination."""
     target, record = checkpoint.path, checkpoint.manifest
     files = DataFiles(target, record.data_files)
-    hurt = (*found.others, *damages(record, found.faults, files.named))
+    hurt = (*findings.others, *damages(record, findings.faults, files.named))
     mended: list[Mended] = []
     left: list[Damage] = []
     if hurt:
         itself = Donor(target, record, files)
         donors = Donors([itself, *_donors(sources, target, record)])
         with events.task("repair", str(target)) as task:
-            mended, faults = _mend_files(checkpoint, found.faults, donors, task, dry_run=dry_run)
-            more, left = _mend_attachments(checkpoint, found.others, donors, dry_run=dry_run)
+            mended, faults = _mend_files(checkpoint, findings.faults, donors, task, dry_run=dry_run)
+            more, left = _mend_attachments(checkpoint, findings.others, donors, dry_run=dry_run)
         mended += more
         left += damages(record, faults, files.named)
     for damage in left:
@@ -125,13 +124,13 @@ def _refuse_without_manifest(checkpoint: Checkpoint) -> None:
 
 
 def _donors(sources: Iterable[Source], target: Place, record: Manifest) -> list[Donor]:
-    found: list[Donor] = []
+    donors: list[Donor] = []
     for source in sources:
         place = with_deadline(location(source), DEADLINE)
         kin = [one for one in _checkpoints(place) if str(home(one[0])) != str(home(target))]
         kin.sort(key=lambda one: (one[1].save != record.save, abs((one[1].step or 0) - (record.step or 0))))
-        found += [Donor(where, theirs, DataFiles(where, theirs.data_files)) for where, theirs in kin]
-    return found
+        donors += [Donor(where, theirs, DataFiles(where, theirs.data_files)) for where, theirs in kin]
+    return donors
 
 
 def _checkpoints(place: Place) -> list[tuple[Place, Manifest]]:
@@ -143,13 +142,13 @@ def _checkpoints(place: Place) -> list[tuple[Place, Manifest]]:
     except (Damaged, Unsupported) as error:
         events.log.warning("%s is no source: %s", place, error)
         return []
-    found: list[tuple[Place, Manifest]] = []
+    checkpoints: list[tuple[Place, Manifest]] = []
     for name in place.folder_names():
         with suppress(NotACheckpoint, Damaged, Unsupported):  # what cannot be read can give nothing
-            found.append((place / name, read_manifest(place / name)))
-    if not found:
+            checkpoints.append((place / name, read_manifest(place / name)))
+    if not checkpoints:
         raise NotACheckpoint(f"the source {place} is no checkpoint, and no folder of checkpoints: {missing}")
-    return found
+    return checkpoints
 
 
 def _mend_files(
@@ -182,9 +181,9 @@ def _header(checkpoint: Checkpoint, index: int) -> Header | None:
 def _still_wrong(checkpoint: Checkpoint, index: int, done: Mending, task: events.Task) -> list[Fault]:
     """The file looked at once more, every byte, as it lies in storage now."""
     files = DataFiles(checkpoint.path, checkpoint.manifest.data_files)
-    found = examine(files, checkpoint.manifest, ReadStats(), only={index}, progress=task.advance)
+    faults = examine(files, checkpoint.manifest, ReadStats(), only={index}, progress=task.advance)
     known = {(fault.begin, fault.key): fault for fault in done.left}
-    return [known.get((fault.begin, fault.key), fault) for fault in found]
+    return [known.get((fault.begin, fault.key), fault) for fault in faults]
 
 
 def _mend_attachments(

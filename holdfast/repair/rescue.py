@@ -40,19 +40,18 @@ from holdfast.storage.wrappers.layers import with_deadline
 from holdfast.version import __version__
 
 RESCUED = "rescued"
-"""The key of ``producer`` under which a manifest tells when it was made anew, and where its values are from."""
-
+"""The key of ``producer`` under which a manifest says when it was rescued, and where its values are from."""
 
 IN_NO_FILE = ", which the neighbour has, is in no file"
-"""What stands behind a tensor's name on a line of the error of `rescue` with ``like``."""
+"""The end of a line of the error of `rescue` with ``like``, behind the name of a tensor."""
 
 
 @dataclass(frozen=True)
 class Rescued:
-    """What `rescue` brought back. ``origin`` says from what: the parts of all ranks, a copy's manifest, or headers.
+    """What `rescue` brought back. ``origin``: made from the parts of all ranks, a copy's manifest, or headers.
 
-    ``lost`` says what the checkpoint does not have any more, or has from elsewhere; ``damages`` is what is wrong with
-    the bytes. ``tensors`` is how many there are.
+    ``lost`` lists what the checkpoint lost, or has from elsewhere; ``damages`` is what is wrong with the bytes;
+    ``tensors`` counts them.
     """
 
     path: str
@@ -69,28 +68,26 @@ def rescue(
     folder: str | os.PathLike[str] | Place, *, like: str | os.PathLike[str] | Place | None = None,
     save: str | None = None, step: int | None = None, deadline: float = DEADLINE,
 ) -> Rescued:  # fmt: skip
-    """Make the manifest of the checkpoint in ``folder`` anew, where it is lost or cannot be read.
+    """Make the manifest of the checkpoint in ``folder`` again, if it is lost or cannot be read.
 
-    Taken is, of these the first that there is: what all ranks left when they finished their save (`recover`); what the
-    first rank left; the manifest of ``like``, if that is a copy of the same save; else the headers of the data files,
-    which tell names, shapes, types and sums. Headers do not hold values (steps, settings), which names were tied, and
-    what was a list: with ``like``, a step of the same run, these are taken from there, and are as they were at *its*
-    step. Without it they are lost, and whether a whole section is missing cannot be told.
+    It is made from the first of these that is there: what all ranks left when they finished their save (`recover`);
+    what the first rank left; the manifest of ``like``, if that is a copy of the same save; else the headers of the
+    data files, which hold names, shapes, types and sums. Headers do not hold values (steps, settings), which names were
+    tied, and what was a list: with ``like``, a step of the same run, these are taken from there, as they were at
+    *its* step. Without it they are lost, and whether a whole section is missing cannot be told.
 
     ``save`` chooses if the folder has files of several saves. ``step`` is the step to be noted; by default the number
     at the end of the folder's name. Called by one process, while nobody saves to the folder.
 
-    Every byte is checked, and what is wrong told in ``damages``: `repair` may mend it. A manifest made from headers
+    Every byte is checked, and what is wrong is in ``damages``: `repair` may mend it. A manifest made from headers
     says so in its ``producer``; a damaged one is kept aside. Raises StorageError (EEXIST) if there is a manifest
     that can be read, or somebody saves there; NotACheckpoint if there are no data files; Damaged if no save is whole,
     saying what lacks; Mismatch if that cannot be told without ``like`` or ``save``, or if ``like`` has other tensors.
     """
     target = with_deadline(location(folder), deadline)
     damaged = _damaged_manifest(target)
-    if damaged is None:
-        found = commit_late(target)
-        if found is not None:
-            return _told(target, found, "parts", [])
+    if damaged is None and (record := commit_late(target)) is not None:
+        return _rescued(target, record, "parts", [])
     paths = target.files_below()
     if isinstance(target, os.PathLike) and target.living([p for p in paths if datafile.save_of(p)]):
         raise taken(f"somebody is saving to {target} right now")
@@ -106,7 +103,7 @@ def rescue(
         commit(target, record, replaces=False)
     take_away(target, record.save)
     log.warning("%s: the manifest was made anew from %s; %s", target, origin, "; ".join(lost) or "nothing is lost")
-    return _told(target, record, origin, lost)
+    return _rescued(target, record, origin, lost)
 
 
 def rescuable(
@@ -118,7 +115,7 @@ def rescuable(
     return origin, lost
 
 
-def _told(
+def _rescued(
     target: Place, record: Manifest, origin: Literal["parts", "copy", "headers"], lost: list[str]
 ) -> Rescued:  # fmt: skip
     files = DataFiles(target, record.data_files)
@@ -146,21 +143,21 @@ def _chosen(
     target: Place, paths: list[str], like: Manifest | None, save: str | None, step: int | None
 ) -> tuple[Manifest, Literal["parts", "copy", "headers"], list[str]]:
     """The manifest to be committed, what it was made from, and what is lost."""
-    found, unread = _data_files(target, paths)
-    if not found and not unread:
+    files, unread = _data_files(target, paths)
+    if not files and not unread:
         raise NotACheckpoint(f"there is nothing to rescue: {target} holds no data file of ours")
-    if save is not None and save not in found:
-        raise NotACheckpoint(f"{target} holds no data file of save {save}; it has {', '.join(sorted(found)) or 'none'}")
+    if save is not None and save not in files:
+        raise NotACheckpoint(f"{target} holds no data file of save {save}; it has {', '.join(sorted(files)) or 'none'}")
     whole: list[tuple[Manifest, Literal["parts", "copy", "headers"], list[str]]] = []
     faults = [text for save_of in unread.values() for text in save_of]
     unsure: list[str] = []
-    for one in sorted(found) if save is None else [save]:
-        made = rebuilt(found[one])
+    for one in sorted(files) if save is None else [save]:
+        made = rebuilt(files[one])
         made.faults += unread.get(one, [])
         known = _known(target, paths, one, like)
         if known is not None:
             # Files that the save borrowed lie there under the save that wrote them.
-            lacking = _lacking(known[0], [file for files in found.values() for file in files])
+            lacking = _lacking(known[0], [file for those in files.values() for file in those])
             faults += [f"save {one}: {path} is missing or has another header" for path in lacking]
             whole += [] if lacking else [(known[0], known[1], [])]
             continue
@@ -178,9 +175,9 @@ def _chosen(
     whole = exact or whole
     if not whole:
         raise Damaged("\n".join([f"{target} cannot be rescued, no save in it is whole:", *faults]))
-    if len(whole) > 1 or (whole[0][1] == "headers" and like is None and save is None and len(found) > 1):
+    if len(whole) > 1 or (whole[0][1] == "headers" and like is None and save is None and len(files) > 1):
         raise Mismatch(
-            f"{target} has files of saves {', '.join(sorted(found))}, of which one may have borrowed from another, and "
+            f"{target} has files of saves {', '.join(sorted(files))}, of which one may have borrowed from another, and "
             "its manifest alone said what: name a copy of it with like=. If none has borrowed, name a step of the same "
             "run with like=, or the save with save="
         )
@@ -193,8 +190,8 @@ def _chosen(
 
 
 def _data_files(target: Place, paths: list[str]) -> tuple[dict[str, list[DataFile]], dict[str, list[str]]]:
-    """The data files in a folder by their saves; and what is said of those whose headers cannot be read."""
-    found: dict[str, list[DataFile]] = {}
+    """The data files in a folder by their saves; and the faults of those whose headers cannot be read."""
+    readable: dict[str, list[DataFile]] = {}
     unread: dict[str, list[str]] = {}
     for path in paths:
         save = datafile.save_of(path)
@@ -205,12 +202,12 @@ def _data_files(target: Place, paths: list[str]) -> tuple[dict[str, list[DataFil
             data, _ = (target / path).read_start(datafile.header_length(first, nbytes))
             record = FileRecord(path, nbytes, len(data), blocks.digest(data))
             one = described(record, datafile.parse_header(data, nbytes))
-            found.setdefault(save, []).append(one)
+            readable.setdefault(save, []).append(one)
         except FileNotFoundError:
             unread.setdefault(save, []).append(f"{target / path} is a link to nothing, or was deleted meanwhile")
         except ValueError as error:
             unread.setdefault(save, []).append(f"{target / path} cannot be used: {error}")
-    return found, unread
+    return readable, unread
 
 
 def _known(
@@ -243,9 +240,9 @@ def _filled(target: Place, drafted: Manifest) -> Manifest:
     return msgspec.structs.replace(drafted, files=rows)
 
 
-def _lacking(record: Manifest, found: list[DataFile]) -> list[str]:
-    there = {file.record[:4] for file in found}
-    return [file.path for file in record.data_files if file[:4] not in there]
+def _lacking(record: Manifest, files: list[DataFile]) -> list[str]:
+    present = {file.record[:4] for file in files}
+    return [file.path for file in record.data_files if file[:4] not in present]
 
 
 def _from_headers(
@@ -256,7 +253,7 @@ def _from_headers(
     number = re.fullmatch(r"step\D*(\d+)", target.name)
     if like is not None:
         _refuse_others(made, like)
-    made_anew = Manifest(
+    record = Manifest(
         save=save,
         run=secrets.token_hex(8) if like is None else like.run,
         step=int(number[1]) if step is None and number is not None else step,
@@ -276,7 +273,7 @@ def _from_headers(
         per_rank=made.per_rank,
         attachments=_attachments(target, save),
     )
-    return manifest.versioned(made_anew, least=manifest.VERSION if like is None else like.version)
+    return manifest.versioned(record, least=manifest.VERSION if like is None else like.version)
 
 
 def _refuse_others(made: Rebuilt, like: Manifest) -> None:
@@ -296,25 +293,25 @@ def _losses(made: Rebuilt, like: Manifest | None) -> list[str]:
             "whether a whole section is missing cannot be told without like=",
             *(f"section {text}" for text in made.unsure),
         ]
-    told = [
+    losses = [
         f"values, tied names, lists and tuples are those of step {like.step} (save {like.save}), not its own",
         "attached files are taken as they lie",
     ]
-    told += [f"the value of each rank {path} is lost" for path in like.per_rank if path not in made.per_rank]
+    losses += [f"the value of each rank {path} is lost" for path in like.per_rank if path not in made.per_rank]
     more = [name for name in made.tensors if name not in like.tensors and name not in like.aliases]
-    told += [f"{name} is not in the neighbour" for name in more]
-    return told
+    losses += [f"{name} is not in the neighbour" for name in more]
+    return losses
 
 
 def _attachments(target: Place, save: str) -> list[tuple[str, int, str]]:
-    found, home = [], LinkCheck(target)
+    attachments, home = [], LinkCheck(target)
     for path in target.files_below():
         above, _, rest = path.partition("/")
         other = re.fullmatch(r"[0-9a-f]{16}", rest.partition("/")[0]) is not None and not rest.startswith(f"{save}/")
         if above == "attachments" and not other and not names.split(path)[-1].startswith("."):
             try:
                 data = home.path(path).read_small()
-                found.append((path, len(data), blocks.digest(data)))
+                attachments.append((path, len(data), blocks.digest(data)))
             except (Damaged, FileNotFoundError) as error:  # a link, to elsewhere or to nothing
                 log.warning("the attached file %s is left out: %s", target / path, error)
-    return found
+    return attachments

@@ -73,12 +73,12 @@ def _sums_of(folder: Place, file: FileRecord) -> SignedFile:
     source = ProvedFile(home(folder), file, threading.Event())
     head, parts = source.header()
     header = datafile.parse_header(bytes(head), file.bytes)
-    found: dict[int, str] = {}
+    sums: dict[int, str] = {}
     for part in parts:
         data, origin = source.part(part), part[0].begin
-        found.update((b.begin, blocks.strong_sum(data[b.begin - origin : b.begin - origin + b.nbytes])) for b in part)
+        sums.update((b.begin, blocks.strong_sum(data[b.begin - origin : b.begin - origin + b.nbytes])) for b in part)
     text = ",".join(
-        "".join(found[piece.begin + at] for at in range(0, piece.nbytes, blocks.BLOCK))
+        "".join(sums[piece.begin + at] for at in range(0, piece.nbytes, blocks.BLOCK))
         for piece in header.pieces.values()
     )
     return SignedFile(blocks.strong_sum(head), None if header.metadata.get("sha256") == text else text)

@@ -44,11 +44,11 @@ def verify(
         return opened[0].examine(deep=deep, share=(ranks.rank, ranks.size))
 
     if ranks.size == 1:
-        found = work()
+        findings = work()
     else:
         with ranks.call(f"verify {path}", deadline=deadline) as call:
-            found = call.exchange("verify", work, partial(_joined, path), Findings)
-    return opened[0].verdict(found, deep=deep, seconds=monotonic() - began, raises=raises)
+            findings = call.exchange("verify", work, partial(_joined, path), Findings)
+    return opened[0].verdict(findings, deep=deep, seconds=monotonic() - began, raises=raises)
 
 
 def _joined(path: object, parts: list[Findings]) -> Findings:
