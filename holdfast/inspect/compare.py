@@ -1,7 +1,7 @@
-"""Two checkpoints name by name: what is only in one, what has another shape or type, and how far the numbers are apart.
+"""Compares two checkpoints name by name: names, shapes, types, and how far the numbers are apart.
 
-`holdfast diff` and the page of a diff ask here. Formats and the cut into files make no difference. Reads both in boxes;
-tensors of two checkpoints of holdfast whose sums are equal are not read at all.
+`holdfast diff` and the page of a diff call it, for checkpoints of any format. Never holds more than a box of each, and
+never reads tensors whose sums in two checkpoints of holdfast are equal.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.patterns import Patterns, names_in, selector
 from holdfast.read.source import ReadStats
 
+_Pair = tuple[torch.Tensor, torch.Tensor]
 Status = Literal["same", "changed", "shape", "dtype", "only in a", "only in b"]
 
 
@@ -36,8 +37,8 @@ class Difference:
     ``largest`` and ``mean`` are of the absolute differences, ``norm`` is the root of the sum of their squares;
     ``norm_a`` and ``norm_b`` are those of the numbers themselves, ``cosine`` is that of the angle between them.
     Elements where either is NaN or infinite are left out of all of these; ``nonfinite`` counts those of them that
-    differ. Floats are None where they say nothing, as for values. What is the same is not reckoned with: its
-    ``cosine``, ``norm_a`` and ``norm_b`` are None, and the rest is 0.
+    differ. Floats are None where they say nothing, as for values. For what is the same, ``cosine``,
+    ``norm_a`` and ``norm_b`` are None, and the rest is 0.
     """
 
     name: str
@@ -63,62 +64,50 @@ class Difference:
 def compare(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[Difference]:
     """Every name that is in either and fits ``only``: tensors in the order of ``a``, then those of ``b``, then values.
 
-    Takes some 170 MiB whatever the size of a tensor. What equal sums prove is that the same was saved: whether the
-    bytes are still that is a question for `holdfast.verify`. Raises Mismatch for a pattern that fits no name of
+    Takes some 170 MiB whatever the size of a tensor. Equal sums prove that the same was saved, not that the bytes on
+    disk are still good: `holdfast.verify` checks that. Raises Mismatch for a pattern that fits no name of
     either, Damaged for altered bytes among those it reads.
     """
-    wanted = _selected(a, b, only)
-    left, right = _records(a, wanted), _records(b, wanted)
-    others_a, others_b = _values(a, wanted), _values(b, wanted)
-    both = {name: record for name, record in left.items() if name in right}
-    apart = _tensors(a, b, both)
-    for name, record in left.items():
-        if name in both:
-            yield next(apart)
-        else:
-            yield Difference(name, "dtype" if name in others_b else "only in a", record.nbytes)
-    for name, record in right.items():
-        if name not in left:
-            yield Difference(name, "dtype" if name in others_a else "only in b", record.nbytes)
-    for name in others_a:
-        if name in others_b:
-            yield Difference(name, _apart(a, b, name, others_a[name], others_b[name]), 0)
-        elif name not in right:
-            yield Difference(name, "only in a", 0)
-    for name in others_b:
-        if name not in others_a and name not in left:
-            yield Difference(name, "only in b", 0)
+    return _differences(a, b, only, _tensors, _value_status)
 
 
 def compare_names(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[Difference]:
     """`compare` of names, shapes and dtypes alone: nothing is read, and ``same`` says nothing of numbers and values."""
-    wanted = _selected(a, b, only)
-    left, right = _records(a, wanted), _records(b, wanted)
-    others_a, others_b = _values(a, wanted), _values(b, wanted)
-    for name, record in left.items():
-        other = right.get(name)
-        if other is None:
-            yield Difference(name, "dtype" if name in others_b else "only in a", record.nbytes)
-        else:
-            shaped: Status = "same" if record.dtype == other.dtype else "dtype"
-            yield Difference(name, shaped if record.shape == other.shape else "shape", record.nbytes)
-    for name, record in right.items():
-        if name not in left:
-            yield Difference(name, "dtype" if name in others_a else "only in b", record.nbytes)
-    for name in {**others_a, **others_b}:
-        if name in others_a and name in others_b:
-            yield Difference(name, "same" if others_a[name] == others_b[name] else "dtype", 0)
-        elif name not in left and name not in right:
-            yield Difference(name, "only in a" if name in others_a else "only in b", 0)
+
+    def kinds(a: Checkpoint, b: Checkpoint, both: Mapping[str, TensorRecord]) -> Iterator[Difference]:
+        for name, record in both.items():
+            other = b.records[name]
+            status: Status = "same" if record.dtype == other.dtype else "dtype"
+            yield Difference(name, status if record.shape == other.shape else "shape", record.nbytes)
+
+    return _differences(a, b, only, kinds, lambda a, b, path, in_a, in_b: "same" if in_a == in_b else "dtype")
 
 
-def _selected(a: Checkpoint, b: Checkpoint, only: Patterns) -> Callable[[str], bool]:
+def _differences(
+    a: Checkpoint,
+    b: Checkpoint,
+    only: Patterns,
+    tensors: Callable[[Checkpoint, Checkpoint, Mapping[str, TensorRecord]], Iterator[Difference]],
+    value: Callable[[Checkpoint, Checkpoint, str, bool, bool], Status],
+) -> Iterator[Difference]:
+    """Every name; ``tensors`` and ``value`` compare what both have."""
     known = dict.fromkeys((*names_in(a.manifest), *names_in(b.manifest)))
-    return selector(only, known, f"neither {a.path} nor {b.path}", said="", what="a name that")
-
-
-def _records(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, TensorRecord]:
-    return {name: record for name, record in checkpoint.records.items() if wanted(name)}
+    wanted = selector(only, known, f"neither {a.path} nor {b.path}", said="", what="a name that")
+    in_a, in_b = ({name: r for name, r in c.records.items() if wanted(name)} for c in (a, b))
+    values_a, values_b = _values(a, wanted), _values(b, wanted)
+    both = {name: record for name, record in in_a.items() if name in in_b}
+    compared = tensors(a, b, both)
+    for name, record in in_a.items():
+        missing: Status = "dtype" if name in values_b else "only in a"
+        yield next(compared) if name in both else Difference(name, missing, record.nbytes)
+    for name, record in in_b.items():
+        if name not in in_a:
+            yield Difference(name, "dtype" if name in values_a else "only in b", record.nbytes)
+    for name in {**values_a, **values_b}:
+        if name in values_a and name in values_b:
+            yield Difference(name, value(a, b, name, values_a[name], values_b[name]), 0)
+        elif name not in in_a and name not in in_b:
+            yield Difference(name, "only in a" if name in values_a else "only in b", 0)
 
 
 # Tensors
@@ -149,9 +138,9 @@ def _tensors(a: Checkpoint, b: Checkpoint, both: Mapping[str, TensorRecord]) -> 
             if both[name].shape != b.records[name].shape:
                 done[name] = Difference(name, "shape", nbytes)
             elif name in same:
-                done[name] = _nothing(name, nbytes)
+                done[name] = _same(name, nbytes)
             elif name in x:
-                done[name] = _told(a, b, name, iter([(x[name], y[name])]))
+                done[name] = _measured(a, b, name, [(x[name], y[name])])
             else:
                 done[name] = _streamed(a, b, name)
             yield done[name]
@@ -161,7 +150,7 @@ def _bytes_read(a: Checkpoint, b: Checkpoint, name: str) -> int:
     return max(a.records[name].nbytes, b.records[name].nbytes)
 
 
-def _nothing(name: str, nbytes: int) -> Difference:
+def _same(name: str, nbytes: int) -> Difference:
     return Difference(name, "same", nbytes, largest=0.0, mean=0.0, norm=0.0)
 
 
@@ -179,45 +168,45 @@ def _proved_same(a: Checkpoint, b: Checkpoint, asked: Iterable[str]) -> set[str]
 
 def _sums(checkpoint: Checkpoint, name: str) -> list[tuple[Box, Any]]:
     """Each cell of a tensor with the sums of its blocks; one that has none is equal to no other."""
-    record, found = checkpoint.records[name], []
+    record, sums_by_cell = checkpoint.records[name], []
     for cell, index in record.boxes():
         _, _, sums = checkpoint.files.piece(index, checkpoint.saved_name(name), cell, record, ReadStats())
-        found.append((cell, tuple(sums) if sums else object()))
-    return found
+        sums_by_cell.append((cell, tuple(sums) if sums else object()))
+    return sums_by_cell
 
 
 def _streamed(a: Checkpoint, b: Checkpoint, name: str) -> Difference:
     record, other = a.records[name], b.records[name]
     boxes = boxes_of(record.shape, max(dtypes.itemsize(record.dtype), dtypes.itemsize(other.dtype)))
     if record.dtype != other.dtype:
-        return _told(a, b, name, (_pair(a, b, name, box) for box in boxes))
+        return _measured(a, b, name, (_pair(a, b, name, box) for box in boxes))
     # Most tensors differ at once or not at all: what was read up to the first difference is read again for the norms.
     every = list(boxes)
     if all(_equal(*_pair(a, b, name, box)) for box in every):
-        return _nothing(name, record.nbytes)
-    return _told(a, b, name, (_pair(a, b, name, box) for box in every))
+        return _same(name, record.nbytes)
+    return _measured(a, b, name, (_pair(a, b, name, box) for box in every))
 
 
-def _pair(a: Checkpoint, b: Checkpoint, name: str, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(a: Checkpoint, b: Checkpoint, name: str, box: Box) -> _Pair:
     return read_box(a, name, box), read_box(b, name, box)
 
 
-def _told(a: Checkpoint, b: Checkpoint, name: str, pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Difference:
-    """What the parts of a tensor tell, of which any may be equal."""
+def _measured(a: Checkpoint, b: Checkpoint, name: str, pairs: Iterable[_Pair]) -> Difference:
+    """The difference of a tensor, from pairs of its parts."""
     record, other = a.records[name], b.records[name]
     alike = record.dtype == other.dtype
     comparable = has_numbers(record.dtype) and has_numbers(other.dtype) and _packed(record) == _packed(other)
-    apart, equal = _Apart(), alike
+    distance, equal = _Distance(), alike
     for x, y in pairs:
         same = alike and _equal(x, y)
         equal = equal and same
         if comparable:
-            apart.add(x, y)
+            distance.add(x, y)
         del x, y  # before the next ones are read: else four boxes are held
     if equal:
-        return _nothing(name, record.nbytes)
+        return _same(name, record.nbytes)
     status: Status = "changed" if alike else "dtype"
-    return apart.told(name, status, record.nbytes) if comparable else Difference(name, status, record.nbytes)
+    return distance.difference(name, status, record.nbytes) if comparable else Difference(name, status, record.nbytes)
 
 
 def _packed(record: TensorRecord) -> bool:
@@ -229,7 +218,7 @@ def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
     return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
-class _Apart:
+class _Distance:
     """How far numbers are apart, stretch by stretch."""
 
     def __init__(self) -> None:
@@ -259,7 +248,7 @@ class _Apart:
         self.norm_b = math.hypot(self.norm_b, norm_of(y))
         self.norm = math.hypot(self.norm, norm_of(off))
 
-    def told(self, name: str, status: Status, nbytes: int) -> Difference:
+    def difference(self, name: str, status: Status, nbytes: int) -> Difference:
         if not self.count:
             return Difference(name, status, nbytes, nonfinite=self.nonfinite)
         product = self.norm_a * self.norm_b
@@ -275,11 +264,11 @@ class _Apart:
 
 def _values(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, bool]:
     """Every value by its path, and whether it differs by rank."""
-    found = dict.fromkeys(checkpoint.manifest.values, False) | dict.fromkeys(checkpoint.differing, True)
-    return {path: by_rank for path, by_rank in found.items() if wanted(path)}
+    by_rank_of = dict.fromkeys(checkpoint.manifest.values, False) | dict.fromkeys(checkpoint.differing, True)
+    return {path: by_rank for path, by_rank in by_rank_of.items() if wanted(path)}
 
 
-def _apart(a: Checkpoint, b: Checkpoint, path: str, by_rank_a: bool, by_rank_b: bool) -> Status:
+def _value_status(a: Checkpoint, b: Checkpoint, path: str, by_rank_a: bool, by_rank_b: bool) -> Status:
     if by_rank_a != by_rank_b:
         return "dtype"
     if not by_rank_a:

@@ -79,7 +79,7 @@ class Past:
     def look(self) -> History:
         """All there is now. Raises NotACheckpoint if there is neither a journal nor a step, ValueError for a step,
         and StorageError."""
-        told = self._reader.read()
+        journal = self._reader.read()
         names = [name for name in self.root.folder_names() if not name.startswith(".")]
         self._committed = {name: entry for name, entry in self._committed.items() if name in names}
         unknown = [name for name in names if name not in self._committed]
@@ -90,11 +90,11 @@ class Past:
             read = zip(fresh, pool.map(lambda name: self._step_of(name, refused), fresh), strict=True)
             self._committed.update((name, entry) for name, entry in read if name not in refused)
         there = {entry.step: name for name, entry in self._committed.items() if entry is not None}
-        known = {entry.step for entry in told.entries if entry.outcome == "saved"}
+        known = {entry.step for entry in journal.entries if entry.outcome == "saved"}
         others = [entry for entry in self._committed.values() if entry is not None and entry.step not in known]
         lacking = [name for name in unknown if not whole[name] and name not in refused]
-        saving = self._underway(lacking, told.now, told.entries, refused)
-        if not (told.entries or there or saving or told.now):
+        saving = self._underway(lacking, journal.now, journal.entries, refused)
+        if not (journal.entries or there or saving or journal.now):
             root = self.root
             if (root / manifest.FILE_NAME).is_file():
                 raise ValueError(f"{root} is one checkpoint: give the folder of its run, {root.parent}")
@@ -102,8 +102,8 @@ class Past:
                 raise StorageError(refused[min(refused)])
             raise NotACheckpoint(what_is_there(root))
         return History(
-            time.time(), joined([*told.entries, *others]), dict(sorted(there.items())), told.now, saving,
-            dict(sorted(refused.items())), self._fast_of() if told.now is None else None,
+            time.time(), joined([*journal.entries, *others]), dict(sorted(there.items())), journal.now, saving,
+            dict(sorted(refused.items())), self._fast_of() if journal.now is None else None,
         )  # fmt: skip
 
     def _fast_of(self) -> str | None:
@@ -155,7 +155,7 @@ class Past:
         self, names: Sequence[str], now: Now | None, entries: Sequence[Entry], refused: dict[str, str]
     ) -> list[Underway]:  # fmt: skip
         """Folders with files of a save and without a manifest, in which something lives, and what training says."""
-        found = []
+        saves = []
         ranks = now.ranks if now is not None else entries[-1].ranks if entries else None
         for name in names:
             folder = self.root / name
@@ -166,18 +166,18 @@ class Past:
                 continue
             files = [path for path in sizes if datafile.save_of(path)]
             parts = [path for path in sizes if part.save_of(path)]
-            is_told = now is not None and now.saving is not None and ends_with(name, now.saving)
-            if not is_told and not (files and self._lives(folder, files)):
+            announced = now is not None and now.saving is not None and ends_with(name, now.saving)
+            if not announced and not (files and self._lives(folder, files)):
                 continue
-            found.append(
+            saves.append(
                 Underway(
-                    name, now.saving if is_told and now else None, now.since if is_told and now else None,
+                    name, now.saving if announced and now else None, now.since if announced and now else None,
                     sum(sizes[path] for path in files), len(parts), ranks,
                 )
             )  # fmt: skip
-        if now is not None and now.saving is not None and not found:
-            found.append(Underway("", now.saving, now.since, 0, 0, ranks))  # nothing is on the disk yet, or to be seen
-        return found
+        if now is not None and now.saving is not None and not saves:
+            saves.append(Underway("", now.saving, now.since, 0, 0, ranks))  # nothing is on the disk yet, or to be seen
+        return saves
 
     def _lives(self, folder: Place, files: list[str]) -> bool:
         if not folder.has_locks:

@@ -53,22 +53,22 @@ class Layouts:
         record = self._records[name]
         cells = tuple(record.cells) if isinstance(record.cells, list) else record.cells
         key = record.shape, cells, record.files
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._made(record)
-        return found
+        layout = self._known.get(key)
+        if layout is None:
+            layout = self._known[key] = self._layout_of(record)
+        return layout
 
     def boxes(self, name: str) -> list[tuple[str, str]]:
         """Each cell of a tensor as text (``[0:4,0:8]``), with its file."""
         return [(str(box), self._files[index]) for box, index in self._records[name].boxes()]
 
-    def _made(self, record: TensorRecord) -> Layout:
+    def _layout_of(self, record: TensorRecord) -> Layout:
         used = [self._files[index] for index in spans.read(record.files)]
         ranks = {int(match["rank"]) for file in used if (match := _RANK.search(file))}
         of_ranks = len(ranks) > 0 and all(_RANK.search(file) for file in used)
-        told = spans.ranges(sorted(ranks)) if of_ranks else None
+        rank_text = spans.ranges(sorted(ranks)) if of_ranks else None
         grid = _grid(record)
-        return Layout(len(used), grid if grid and prod(grid) == len(used) else None, told, len(set(used)))
+        return Layout(len(used), grid if grid and prod(grid) == len(used) else None, rank_text, len(set(used)))
 
 
 def _grid(record: TensorRecord) -> tuple[int, ...] | None:

@@ -96,10 +96,10 @@ class Mesh:
 
 def _usual(name: str, shape: Sequence[int]) -> int | None:
     """The axis on which tensor parallelism cuts a tensor of that name in most models; None if on none."""
-    found = _MODULE.search(name)
-    if found is None:
+    match = _MODULE.search(name)
+    if match is None:
         return None
-    module, bias = found["module"].removesuffix("_proj"), found["kind"] == "bias"
+    module, bias = match["module"].removesuffix("_proj"), match["kind"] == "bias"
     if module in _COLUMNS or (module in _VOCABULARY and not bias):
         return 0
     return 1 if module in _ROWS and not bias and len(shape) > 1 else None

@@ -67,20 +67,20 @@ def groups(sizes: Iterable[tuple[str, int]], most: int = BOX) -> Iterator[list[s
 def read_together(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Several whole tensors by one pass over the files: thousands of small ones cost a request each otherwise."""
     checkpoint.prove(names)
-    found = {}
+    tensors = {}
     wanted = []
     for name in names:
         record = checkpoint.records[name]
-        found[name] = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
-        wanted.append(Wanted(checkpoint.saved_name(name), record, whole(record.shape), found[name]))
+        tensors[name] = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
+        wanted.append(Wanted(checkpoint.saved_name(name), record, whole(record.shape), tensors[name]))
     read_boxes(checkpoint.files, wanted, verify=checkpoint.verifying(True))
-    return found
+    return tensors
 
 
 def has_numbers(dtype: str) -> bool:
     """Whether the elements of a type are numbers that can be reckoned with (bits and the like are not)."""
-    found = dtypes.torch_dtype(dtype)
-    if found.is_floating_point or found.is_complex or found == torch.bool:
+    kind = dtypes.torch_dtype(dtype)
+    if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         return True
     return dtype in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 

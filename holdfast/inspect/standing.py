@@ -89,7 +89,7 @@ def standing(root: str, history: History) -> Standing:
     saved = history.saved
     last = max(saved, key=lambda entry: entry.began, default=None)
     failed = [entry for entry in entries if entry.outcome == "failed"]
-    told = [entry for entry in entries if entry.start and entry.outcome != "skipped"][-RECENT:]
+    recent = [entry for entry in entries if entry.start and entry.outcome != "skipped"][-RECENT:]
     state = _state(history)
     step_seconds = now.step_seconds if now is not None else None
     next_step = (now.step // now.every + 1) * now.every if now is not None and now.every and state != "ended" else None
@@ -110,8 +110,8 @@ def standing(root: str, history: History) -> Standing:
         best=_best(saved, at, largest=now is not None and now.mode == "max"),
         backlog=newest.backlog if newest is not None else None, there=[*history.there],
         unreadable=history.unreadable, fast_of=history.fast_of,
-        stalls=[entry.stall if entry.outcome == "saved" else None for entry in told],
-        rates=[rate_of(entry) for entry in told],
+        stalls=[entry.stall if entry.outcome == "saved" else None for entry in recent],
+        rates=[rate_of(entry) for entry in recent],
     )  # fmt: skip
 
 
@@ -134,10 +134,10 @@ def _state(history: History) -> State:
 
 
 def _save(entry: Entry, at: float) -> Save:
-    told = bool(entry.start)
+    journaled = bool(entry.start)
     return Save(
-        entry.step, max(at - (entry.committed or entry.began), 0.0), entry.bytes, entry.seconds if told else None,
-        entry.stall if told else None, rate_of(entry), entry.metric,
+        entry.step, max(at - (entry.committed or entry.began), 0.0), entry.bytes, entry.seconds if journaled else None,
+        entry.stall if journaled else None, rate_of(entry), entry.metric,
     )  # fmt: skip
 
 

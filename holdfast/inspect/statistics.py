@@ -74,15 +74,15 @@ def statistics_of_all(checkpoint: Checkpoint, names: Iterable[str], *, bins: int
 
 def statistics_of(name: str, record: TensorRecord, tensor: torch.Tensor, *, bins: int = 0) -> Statistics:
     """The statistics of a tensor that has been read."""
-    return _told(name, record, lambda: iter((tensor,)), bins)
+    return _statistics(name, record, lambda: iter((tensor,)), bins)
 
 
 def _streamed(checkpoint: Checkpoint, name: str, record: TensorRecord, bins: int) -> Statistics:
     boxes = list(boxes_of(record.shape, dtypes.itemsize(record.dtype)))
-    return _told(name, record, lambda: (read_box(checkpoint, name, box) for box in boxes), bins)
+    return _statistics(name, record, lambda: (read_box(checkpoint, name, box) for box in boxes), bins)
 
 
-def _told(name: str, record: TensorRecord, parts: _Parts, bins: int) -> Statistics:
+def _statistics(name: str, record: TensorRecord, parts: _Parts, bins: int) -> Statistics:
     tally = _Tally()
     if has_numbers(record.dtype):
         for stretch in _stretches(parts()):

@@ -100,39 +100,39 @@ def survey(
         tiers.append(("fast", there := location(fast)))
         if not there.is_remote and not there.is_dir():  # a slip of the pen must not read like "nothing there"
             raise NotACheckpoint(f"there is no folder {there}, which is to be the fast tier")
-    found = [step for tier, folder in tiers for step in _look(folder, tier, headers=headers)]
-    if not found:
+    steps = [step for tier, folder in tiers for step in _look(folder, tier, headers=headers)]
+    if not steps:
         open_checkpoint(home)  # it says best what is there instead
         raise NotACheckpoint(what_is_there(home))
-    return sorted(found, key=lambda s: (s.step is None, s.step or 0, s.name, s.tier))
+    return sorted(steps, key=lambda s: (s.step is None, s.step or 0, s.name, s.tier))
 
 
 def _look(root: Place, tier: str, *, headers: bool) -> list[Step]:
     if (root / manifest.FILE_NAME).is_file() or (not root.is_remote and root.is_file()):
         return [_seen(root, "", tier, headers=headers)]
-    asked = [name for name in root.folder_names() if not name.startswith(".")]
+    names = [name for name in root.folder_names() if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
-        ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), asked) if step]
+        ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), names) if step]
     citations = Citations(root)
     ours = [_or_lent(root / step.name, step, citations) for step in ours]
     named = {step.name for step in ours}
     if not ours and not root.is_remote and (root.parent / manifest.FILE_NAME).is_file():
         return []  # a part of a checkpoint: its files say less each than all of them
     if not ours:
-        found = _ours(root, "", tier, headers=headers)
-        itself = _or_lent(root, found) if found is not None else _foreign(root, "", tier)
-        if itself is not None and not _is_of_a_run(itself, asked):
+        itself_ours = _ours(root, "", tier, headers=headers)
+        itself = _or_lent(root, itself_ours) if itself_ours is not None else _foreign(root, "", tier)
+        if itself is not None and not _is_of_a_run(itself, names):
             return [itself]
-    folders = [_foreign(root / name, name, tier) for name in asked if name not in named]
+    folders = [_foreign(root / name, name, tier) for name in names if name not in named]
     files = [_foreign(root / name, name, tier) for name in _files_in(root)]
     # A file that says which step is the latest is none itself.
-    single = [step for step in files if step is not None and not _is_of_a_run(step, asked)]
+    single = [step for step in files if step is not None and not _is_of_a_run(step, names)]
     return [*ours, *(step for step in folders if step is not None), *single]
 
 
-def _is_of_a_run(found: Step, folders: list[str]) -> bool:
+def _is_of_a_run(step: Step, folders: list[str]) -> bool:
     """Whether opening the root of a run opened one of its steps: the reader says which it took."""
-    return any(name in found.reading for name in folders if re.search(r"\d", name))
+    return any(name in step.reading for name in folders if re.search(r"\d", name))
 
 
 def _files_in(root: Place) -> list[str]:
@@ -143,10 +143,10 @@ def _files_in(root: Place) -> list[str]:
 
 
 def _seen(path: Place, name: str, tier: str, *, headers: bool) -> Step:
-    found = _ours(path, name, tier, headers=headers) or _foreign(path, name, tier)
-    if found is None:
+    step = _ours(path, name, tier, headers=headers) or _foreign(path, name, tier)
+    if step is None:
         raise NotACheckpoint(what_is_there(path))
-    return found
+    return step
 
 
 # Ours
@@ -170,7 +170,7 @@ def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
         return replace(blank, fault=str(error))
     files = record.data_files
     attached = sum(nbytes for _, nbytes, _ in record.attachments)
-    found = replace(
+    step = replace(
         blank, step=blank.step if record.step is None else record.step, created=record.created,
         nbytes=sum(file.bytes for file in files) + attached,
         own=sum(file.bytes for file in files if file.save is None) + attached,
@@ -178,9 +178,9 @@ def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
     )  # fmt: skip
     try:
         health, fault = _health(path, record, headers=headers)
-        return replace(found, health=health, fault=fault, metric=metric_of(path))
+        return replace(step, health=health, fault=fault, metric=metric_of(path))
     except (HoldfastError, OSError) as error:
-        return replace(found, fault=str(error))
+        return replace(step, fault=str(error))
 
 
 def _health(path: Place, record: Manifest, *, headers: bool) -> tuple[Health, str]:
@@ -209,15 +209,15 @@ def _uncommitted(path: Place, blank: Step) -> Step | None:
         if not ours:
             return None
         nbytes = sum(sizes[name] for name in ours if datafile.save_of(name))
-        found = replace(blank, created=_newest(path, ours), nbytes=nbytes, own=nbytes)
+        step = replace(blank, created=_newest(path, ours), nbytes=nbytes, own=nbytes)
         written = bool(path.living([name for name in ours if datafile.save_of(name)]))
         if written and path.has_locks:
-            return replace(found, health="writing", fault="a living process writes it")
+            return replace(step, health="writing", fault="a living process writes it")
         if finished(path) is not None:
-            return replace(found, health="pending", fault=_FINISHED.format(path=shlex.quote(str(path))))
+            return replace(step, health="pending", fault=_FINISHED.format(path=shlex.quote(str(path))))
         if written:
-            return replace(found, health="writing", fault="too young to tell whether anybody still writes it")
-        return replace(found, health="unfinished", fault=_DEAD)
+            return replace(step, health="writing", fault="too young to tell whether anybody still writes it")
+        return replace(step, health="unfinished", fault=_DEAD)
     except StorageError as error:
         return replace(blank, fault=str(error))
 
@@ -226,17 +226,17 @@ _FINISHED = "all its ranks had finished: holdfast rescue {path} commits it"
 _DEAD = "it never committed, or its manifest was deleted: holdfast doctor tells; the run's next start sweeps it"
 
 
-def _or_lent(path: Place, found: Step, citations: Citations | None = None) -> Step:
+def _or_lent(path: Place, step: Step, citations: Citations | None = None) -> Step:
     """A save that nobody committed, or what a step that was swept has lent to others."""
-    if found.health not in ("writing", "unfinished"):
-        return found
+    if step.health not in ("writing", "unfinished"):
+        return step
     try:
         names = borrowers(path, [name for name in path.files_below() if is_leaving(name)], citations)
     except StorageError as error:
-        return replace(found, health="unreadable", fault=str(error))
+        return replace(step, health="unreadable", fault=str(error))
     if not names:
-        return found
-    return replace(found, health="lent", fault=what_is_lent(names))
+        return step
+    return replace(step, health="lent", fault=what_is_lent(names))
 
 
 # Other people's
@@ -266,8 +266,8 @@ def _foreign(path: Place, name: str, tier: str) -> Step | None:
 
 def _number_of(name: str) -> int | None:
     """The step that the name of a folder tells: the number after a word that people call steps by, or all of it."""
-    found = _NUMBERED.search(name)
-    return int(found["step"]) if found else None
+    match = _NUMBERED.search(name)
+    return int(match["step"]) if match else None
 
 
 def _newest(path: Place, files: list[str]) -> str | None:

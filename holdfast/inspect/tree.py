@@ -80,45 +80,45 @@ def labels_of(name: str) -> list[str]:
 
 def _closed(label: str, node: _Open, fold: bool) -> tuple[Node, Hashable]:
     """A node with all below it, and what tells whether another one is alike."""
-    made = [_closed(name, below, fold) for name, below in node.below.items()]
-    kind: Hashable = (node.leaf.alike if node.leaf else None, tuple((child.label, alike) for child, alike in made))
-    children = [child for child, _ in (_folded(made) if fold else made)]
+    closed = [_closed(name, below, fold) for name, below in node.below.items()]
+    kind: Hashable = (node.leaf.alike if node.leaf else None, tuple((child.label, alike) for child, alike in closed))
+    children = [child for child, _ in (_folded(closed) if fold else closed)]
     own = node.leaf
-    found = Node(
+    result = Node(
         label, tuple(children), own, 1, sum(c.tensors for c in children) + (own is not None),
         sum(c.nbytes for c in children) + (own.nbytes if own else 0),
         sum(c.elements for c in children) + (own.elements if own else 0),
     )  # fmt: skip
     if len(children) == 1 and own is None and label:  # a module with one part is that part
         only = children[0]
-        found = replace(only, label=label + only.label)
-    return found, hash(kind)
+        result = replace(only, label=label + only.label)
+    return result, hash(kind)
 
 
-def _folded(made: list[tuple[Node, Hashable]]) -> list[tuple[Node, Hashable]]:
+def _folded(closed: list[tuple[Node, Hashable]]) -> list[tuple[Node, Hashable]]:
     groups: dict[Hashable, list[tuple[Node, Hashable]]] = {}
-    for node, alike in made:
+    for node, alike in closed:
         # Only one number may differ; a label without one is alone.
         key = (_with(node.label, "#"), alike) if len(_numbers(node.label)) == 1 else (node.label, None)
         groups.setdefault(key, []).append((node, alike))
-    found = []
+    folded = []
     for group in groups.values():
         first, alike = group[0]
         if len(group) > 1:
             text = ranges(sorted(_numbers(node.label)[0] for node, _ in group))
             label = _with(first.label, f"{{{text}}}")
             first = replace(_joined([node for node, _ in group]), label=label, count=len(group))
-        found.append((first, alike))
-    return found
+        folded.append((first, alike))
+    return folded
 
 
 def _numbers(label: str) -> list[int]:
-    return [int(found) for found in _NUMBER.findall(label) if found]
+    return [int(number) for number in _NUMBER.findall(label) if number]
 
 
 def _with(label: str, text: str) -> str:
     """A label with ``text`` in the place of its number."""
-    return _NUMBER.sub(lambda found: text if found[1] else found[0], label)
+    return _NUMBER.sub(lambda match: text if match[1] else match[0], label)
 
 
 def _joined(nodes: Sequence[Node]) -> Node:

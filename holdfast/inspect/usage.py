@@ -1,6 +1,6 @@
-"""Where the bytes are: of one checkpoint by section, module and dtype; of a root, with what steps share counted once.
+"""Disk usage: of one checkpoint by section, module and dtype; of a root, with files that steps share counted once.
 
-`holdfast du` asks here. Reads manifests and lists files; deletes nothing, though it tells what deleting would free.
+`holdfast du` calls it. Reads manifests and lists files. Never deletes anything; it says what deleting would free.
 """
 
 from __future__ import annotations
@@ -93,20 +93,20 @@ def _selected(checkpoint: Checkpoint, only: Patterns) -> Callable[[str], bool]:
 
 
 def _added(amounts: Iterable[tuple[str, int, int]]) -> tuple[Amount, ...]:
-    found: dict[str, list[int]] = {}
+    totals: dict[str, list[int]] = {}
     for name, elements, nbytes in amounts:
-        total = found.setdefault(name, [0, 0, 0])
+        total = totals.setdefault(name, [0, 0, 0])
         for at, n in enumerate((1, elements, nbytes)):
             total[at] += n
-    return tuple(sorted((Amount(name, *total) for name, total in found.items()), key=lambda a: -a.nbytes))
+    return tuple(sorted((Amount(name, *total) for name, total in totals.items()), key=lambda a: -a.nbytes))
 
 
 @dataclass(frozen=True)
 class StepUsage:
     """One step of a root. ``nbytes``: all files that it needs; ``shared`` of them are needed by other steps too.
 
-    ``frees``: bytes that deleting this step alone would free: its folder's files that nobody else cites, and files of
-    steps deleted earlier that only this one still cites.
+    ``frees``: bytes that deleting this step alone would free: its folder's files that no other step reuses, and files
+    of steps deleted earlier that only this one still reuses.
     """
 
     name: str
@@ -117,7 +117,7 @@ class StepUsage:
 
 @dataclass(frozen=True)
 class RootUsage:
-    """The steps of a root. ``nbytes``: all files below it, each once; ``leavings``: of folders without a manifest."""
+    """The steps of a root. ``nbytes``: all files below it, each once; ``leavings``: in folders without a manifest."""
 
     path: str
     nbytes: int
@@ -133,29 +133,30 @@ def usage_of_root(root: str | os.PathLike[str] | Place) -> RootUsage:
     home = with_default_deadline(location(root), DEADLINE)
     folders = [name for name in home.folder_names() if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-usage") as pool:
-        found = dict(zip(folders, pool.map(lambda name: _files(home / name), folders), strict=True))
-        steps = [name for name in folders if manifest.FILE_NAME in found[name]]
-        needs = dict(zip(steps, pool.map(lambda name: _needs(home, name, found), steps), strict=True))
+        files_of = dict(zip(folders, pool.map(lambda name: _files(home / name), folders), strict=True))
+        steps = [name for name in folders if manifest.FILE_NAME in files_of[name]]
+        needs = dict(zip(steps, pool.map(lambda name: _needs(home, name, files_of), steps), strict=True))
     if not steps:
         raise NotACheckpoint(what_is_there(home))
-    nbytes = {file: n for files in found.values() for file, n in files.values()}
+    nbytes = {file: n for files in files_of.values() for file, n in files.values()}
     needed: dict[Hashable, set[str]] = {}
     for step, files in needs.items():
         for file in files:
             needed.setdefault(file, set()).add(step)
     held: dict[Hashable, set[str]] = {}  # by which steps' folders, whether these need it or not
     for step in steps:
-        for file, _ in found[step].values():
+        for file, _ in files_of[step].values():
             held.setdefault(file, set()).add(step)
-    told = []
+    steps_usage = []
     for step, files in sorted(needs.items()):
         shared = {file for file in files if len(needed[file]) > 1}
-        # With a step all files of its folder go that nobody else needs, leavings of dead saves too.
-        own = {file for file, _ in found[step].values()}
-        goes = {file for file in own | files if needed.get(file, set()) | held.get(file, set()) <= {step}}
-        told.append(StepUsage(step, *(sum(nbytes.get(file, 0) for file in some) for some in (files, shared, goes))))
+        # Deleting a step frees all files of its folder that no other step needs, orphans of dead saves too.
+        own = {file for file, _ in files_of[step].values()}
+        freed = {file for file in own | files if needed.get(file, set()) | held.get(file, set()) <= {step}}
+        sizes = (sum(nbytes.get(file, 0) for file in some) for some in (files, shared, freed))
+        steps_usage.append(StepUsage(step, *sizes))
     leavings = sum(n for file, n in nbytes.items() if file not in needed and file not in held)
-    return RootUsage(str(home), sum(nbytes.values()), leavings, tuple(told))
+    return RootUsage(str(home), sum(nbytes.values()), leavings, tuple(steps_usage))
 
 
 def _files(folder: Place) -> dict[str, tuple[Hashable, int]]:
@@ -163,22 +164,22 @@ def _files(folder: Place) -> dict[str, tuple[Hashable, int]]:
     sizes = folder.sizes_below()
     if not folder.has_links:
         return {path: (f"{folder}/{path}", n) for path, n in sizes.items()}
-    found: dict[str, tuple[Hashable, int]] = {}
+    files: dict[str, tuple[Hashable, int]] = {}
     for path, n in sizes.items():
         with suppress(FileNotFoundError):  # deleted meanwhile
             stat = disk.stat(folder / path)
-            found[path] = (stat.st_dev, stat.st_ino), n  # a step that borrows on disk has hard links
-    return found
+            files[path] = (stat.st_dev, stat.st_ino), n  # a step that reuses files on disk has hard links
+    return files
 
 
-def _needs(root: Place, name: str, found: Mapping[str, Mapping[str, tuple[Hashable, int]]]) -> set[Hashable]:
+def _needs(root: Place, name: str, files_of: Mapping[str, Mapping[str, tuple[Hashable, int]]]) -> set[Hashable]:
     """The files that a step needs: its data files wherever they lie, and the rest of its folder."""
-    own = found[name]
+    own = files_of[name]
     try:
         record: Manifest = read_manifest(root / name)
     except HoldfastError as error:
-        log.warning("%s: what it needs cannot be told: %s", root / name, error)
+        log.warning("%s: cannot say which files it needs: %s", root / name, error)
         return {file for file, _ in own.values()}
     places = [sibling_of(file.path) if is_cited(file.path) else (name, file.path) for file in record.data_files]
     places += [(name, path) for path in own if path == manifest.FILE_NAME or path.startswith("attachments/")]
-    return {found[folder][path][0] for folder, path in places if path in found.get(folder, {})}
+    return {files_of[folder][path][0] for folder, path in places if path in files_of.get(folder, {})}

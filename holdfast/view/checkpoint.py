@@ -102,15 +102,15 @@ def _row(name: str, tensor: TensorRecord) -> list[Any]:
 
 
 def _rank_of(path: str) -> int | None:
-    found = _RANK.fullmatch(path)
-    return int(found[1]) if found else None
+    match = _RANK.fullmatch(path)
+    return int(match[1]) if match else None
 
 
 def _short(value: object) -> tuple[str, str]:
     """How a value looks, and of which type it is."""
     text = as_text(value) if not isinstance(value, str) else value
-    told = f"{text[:LONG]}…" if len(text) > LONG else text
-    return told.encode("utf-8", "replace").decode(), type(value).__name__
+    shown = f"{text[:LONG]}…" if len(text) > LONG else text
+    return shown.encode("utf-8", "replace").decode(), type(value).__name__
 
 
 def _per_rank(checkpoint: Checkpoint) -> list[list[Any]]:

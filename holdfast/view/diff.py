@@ -24,18 +24,18 @@ def diff_page(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> str:
     return page(f"{a.path.name} and {b.path.name} · holdfast", SCRIPTS, contents(a, b, compare(a, b, only=only)))
 
 
-def contents(a: Checkpoint, b: Checkpoint, found: Iterable[Difference]) -> dict[str, Any]:
+def contents(a: Checkpoint, b: Checkpoint, differences: Iterable[Difference]) -> dict[str, Any]:
     """What the page shows: a row for each name, with its place on the map."""
     kinds: dict[str, int] = {}
     rows = []
-    for one in found:
+    for one in differences:
         kind, layer = placed(one.name)
         number = kinds.setdefault(kind, len(kinds))
         rows.append([
             one.name, one.status, one.nbytes, one.relative, one.cosine, one.largest, one.mean, one.norm, one.norm_a,
             one.norm_b, one.nonfinite, number, layer,
         ])  # fmt: skip
-    return {"a": _told(a), "b": _told(b), "kinds": list(kinds), "rows": rows}
+    return {"a": _about(a), "b": _about(b), "kinds": list(kinds), "rows": rows}
 
 
 def placed(name: str) -> tuple[str, int | None]:
@@ -52,7 +52,7 @@ def placed(name: str) -> tuple[str, int | None]:
     return "".join(parts), layer
 
 
-def _told(checkpoint: Checkpoint) -> dict[str, Any]:
+def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "name": checkpoint.path.name,

@@ -41,17 +41,19 @@ def health_of(checkpoint: Checkpoint, *, look: bool | None = None) -> Health:
         look = not checkpoint.path.is_remote or files <= ASKED
     if not look:
         return Health("", "not checked", f"{files} headers were not asked for")
-    found = checkpoint.verify(deep=False, raises=False)
-    if found.whole:
+    verified = checkpoint.verify(deep=False, raises=False)
+    if verified.whole:
         return Health("good", "whole", "by sizes and headers")
-    hit = len(found.tensors)
-    return Health("bad", "damaged", f"{hit} tensor{'s are' if hit != 1 else ' is'} hit", _told(found), found.tensors)
+    hit = len(verified.tensors)
+    return Health(
+        "bad", "damaged", f"{hit} tensor{'s are' if hit != 1 else ' is'} hit", _faults(verified), verified.tensors
+    )
 
 
-def _told(found: Verified) -> tuple[str, ...]:
+def _faults(verified: Verified) -> tuple[str, ...]:
     """Each fault once, with what it hits: a file that is cut hits thousands of tensors in one and the same way."""
     faults: dict[tuple[str, str], list[str]] = {}
-    for damage in found.damages:
+    for damage in verified.damages:
         faults.setdefault((damage.file, damage.what), []).append(str(damage))
     return tuple(
         f"{', '.join(hit[:FEW])}{f' and {len(hit) - FEW} more' if len(hit) > FEW else ''}: {what}"

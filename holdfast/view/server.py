@@ -109,11 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
-            asked = urlsplit(self.path)
+            url = urlsplit(self.path)
         except ValueError as error:
             self._json(400, {"error": str(error)})
             return
-        token, _, route = asked.path.removeprefix("/").partition("/")
+        token, _, route = url.path.removeprefix("/").partition("/")
         if not self._is_for_us():
             self._json(403, {"error": "this server answers to 127.0.0.1 and localhost alone"})
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif not route:
             self._send(200, "text/html; charset=utf-8", self.server.page.encode())
         elif route in self.server.routes:
-            self._ask(self.server.routes[route], parse_qs(asked.query).get("name", [""])[0])
+            self._ask(self.server.routes[route], parse_qs(url.query).get("name", [""])[0])
         else:
             self._json(404, {"error": f"there is no {route[:80]!r} here"})
 
@@ -133,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _ask(self, answer: Answer, name: str) -> None:
         try:
             with self.server.one_at_a_time:
-                found = answer(name)
+                result = answer(name)
         except KeyError as error:
             self._json(404, {"error": str(error.args[0]) if error.args else name})
         except (HoldfastError, OSError, MemoryError) as error:
@@ -142,10 +142,10 @@ class _Handler(BaseHTTPRequestHandler):
             log.warning("%r was not answered", name, exc_info=True)
             self._json(500, {"error": f"a fault of holdfast: {type(error).__name__}: {error}"})
         else:
-            self._json(200, found)
+            self._json(200, result)
 
-    def _json(self, status: int, told: object) -> None:
-        self._send(status, "application/json", as_json(told).encode())
+    def _json(self, status: int, answer: object) -> None:
+        self._send(status, "application/json", as_json(answer).encode())
 
     def _send(self, status: int, kind: str, data: bytes) -> None:
         self.send_response(status)

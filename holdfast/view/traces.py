@@ -47,8 +47,8 @@ def read_timeline(path: LocalPlace, *, of: str = "") -> Timeline:
     names = path.files_below()
     if any(name.endswith(SUFFIX) for name in names):
         return _joined(merge(path).events, of)
-    found = [path / name for name in names if name.endswith((".json", ".json.gz"))]
-    events = [event for one in found or ([path] if path.is_file() else []) for event in _events(one)]
+    traces = [path / name for name in names if name.endswith((".json", ".json.gz"))]
+    events = [event for one in traces or ([path] if path.is_file() else []) for event in _events(one)]
     if not events:
         raise NotACheckpoint(
             f"there is no timeline at {path}: a folder that holdfast.timeline (or HOLDFAST_TIMELINE) has filled is "
@@ -64,12 +64,12 @@ def _events(path: LocalPlace) -> list[dict[str, Any]]:
             data = zlib.decompressobj(31).decompress(data, LARGEST + 1)
         if max(size, len(data)) > LARGEST:
             raise StorageError(f"{path} holds more than {LARGEST >> 20} MiB: view a part of it")
-        told = msgspec.json.decode(data)
+        trace = msgspec.json.decode(data)
     except FileNotFoundError:
         raise NotACheckpoint(f"there is no {path}") from None
     except (msgspec.DecodeError, UnicodeError, RecursionError, zlib.error) as error:
         raise NotACheckpoint(f"{path} is no trace: {error}") from None
-    rows = told.get("traceEvents") if isinstance(told, dict) else told
+    rows = trace.get("traceEvents") if isinstance(trace, dict) else trace
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
@@ -108,9 +108,9 @@ def _joined(events: Iterable[Mapping[str, Any]], of: str) -> Timeline:
     shown = [
         (number[lane], names[name], (at - first) / 1e6, long / 1e6, detail) for lane, name, at, long, detail in kept
     ]
-    told = [(processes.get(p) or f"process {p}", threads.get((p, t)) or t) for p, t in lanes]
+    labels = [(processes.get(p) or f"process {p}", threads.get((p, t)) or t) for p, t in lanes]
     window = ((min(about) - first) / 1e6, (max(about) - first) / 1e6) if about else None
-    return Timeline(told, list(names), shown, len(spans) - len(kept), window)
+    return Timeline(labels, list(names), shown, len(spans) - len(kept), window)
 
 
 def _natural(lane: tuple[str, str]) -> list[tuple[int, int, str]]:
@@ -121,10 +121,10 @@ def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def _detail(arguments: Mapping[str, Any]) -> str:

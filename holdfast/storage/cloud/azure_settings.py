@@ -34,7 +34,7 @@ _SECRETS = {"account_key", "sas_key", "token"}
 
 
 def azure_settings(options: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """What the client is to be told, and where the key, SAS or token in it comes from (``""`` if there is none)."""
+    """Settings for the client, and where the key, SAS or token in it comes from (``""`` if there is none)."""
     given = {name: options[option] for option, name in _OPTIONS.items() if option in options}
     if "sas_key" in given:
         given["sas_key"] = given["sas_key"].lstrip("?")

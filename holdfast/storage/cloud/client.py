@@ -1,4 +1,4 @@
-"""The client library's store for a bucket: what it is told, from the options of a URL.
+"""The arguments of the client library's store for a bucket, from the options of a URL.
 
 `cloud.py` calls it, once for each client. Never connects to a store, but may ask AWS for a bucket's region.
 """

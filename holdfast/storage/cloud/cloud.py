@@ -110,8 +110,8 @@ class Cloud:
 
         def ask(client: ObjectStore) -> Listing:
             if deep:
-                found = [meta for chunk in obstore().list(client, prefix or None, chunk_size=1000) for meta in chunk]
-                return _listing(found, [])
+                metas = [meta for chunk in obstore().list(client, prefix or None, chunk_size=1000) for meta in chunk]
+                return _listing(metas, [])
             level = obstore().list_with_delimiter(client, prefix or None)
             return _listing(level["objects"], level["common_prefixes"])
 
@@ -139,8 +139,8 @@ class Cloud:
         except FileNotFoundError:
             self._there = True
             return None
-        except OSError as told:
-            raise (refusal if told.errno in (errno.ERANGE, errno.ENOPROTOOPT) else told) from None
+        except OSError as reason:
+            raise (refusal if reason.errno in (errno.ERANGE, errno.ENOPROTOOPT) else reason) from None
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
         if begin < 0 or (end is not None and end <= begin):
@@ -191,7 +191,7 @@ class Cloud:
         self._writable(key)
         part = part_size(nbytes, self.options.get("part_size", 8 * MIB))
         feed = Feed(chunks, nbytes, part, f"{self.url}/{key}")
-        # Which upload made an object, to be asked if the answer to its end is lost.
+        # Marks the object with its upload, in case the answer to the completing request is lost.
         mark = {_MARK: uuid.uuid4().hex}
 
         def ask(client: ObjectStore) -> None:
@@ -212,7 +212,7 @@ class Cloud:
         except BaseException as refusal:
             if getattr(refusal, "errno", None) == errno.ESTALE and self._has(key, mark):
                 return
-            # What the chunks raised comes out as it is, whatever the client made of it.
+            # An error of the chunks is raised as it is, whatever the client makes of it.
             if feed.raised is not None:
                 raise feed.raised from None
             raise
@@ -269,11 +269,11 @@ class Cloud:
                 "DataLoader, multiprocessing_context='spawn'), or fork before the first use",
             )
         with self._lock:
-            made = self._clients.get(silence)
-            if made is None:
+            client = self._clients.get(silence)
+            if client is None:
                 _used = True
-                made = self._clients[silence] = self._make(silence)
-            return made
+                client = self._clients[silence] = self._make(silence)
+            return client
 
     def _make(self, silence: float) -> ObjectStore:
         try:
@@ -319,8 +319,8 @@ class Cloud:
         return refusal
 
 
-def _listing(found: Iterable[ObjectMeta], folders: Iterable[str]) -> Listing:
-    files = sorted(Entry(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in found)
+def _listing(metas: Iterable[ObjectMeta], folders: Iterable[str]) -> Listing:
+    files = sorted(Entry(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in metas)
     # Consoles and file browsers make empty objects that stand for folders; an empty file with files below it is one.
     above = {entry.key.rpartition("/")[0] for entry in files}
     return Listing([entry for entry in files if entry.nbytes or entry.key not in above], sorted(folders))

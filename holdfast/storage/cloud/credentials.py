@@ -42,7 +42,7 @@ Provider = Callable[[], Mapping[str, Any]]
 class Credentials(NamedTuple):
     """Where credentials come from (``source``, for errors), and how the client gets them.
 
-    ``config`` is what the client is told besides, ``provider`` gives keys (None: the client has a way of its own), and
+    ``config`` goes to the client as it is, ``provider`` gives keys (None: the client has a way of its own), and
     ``renews`` says that a later look may find newer ones.
     """
 

@@ -1,4 +1,4 @@
-"""What an error of a store may say: the request, the answer, and the words of the store that was asked.
+"""What an error of a store may say: the request, the answer, and the words of that store.
 
 `failures.py` fills its sentences with it. Never decides what an error is.
 """
@@ -79,7 +79,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a sentence may name. The clock and the region are asked for when a sentence names them."""
+    """What a sentence may name. The clock and the region are looked up when a sentence names them."""
 
     request: Request
     answer: Answer

@@ -27,9 +27,9 @@ def profile_settings(name: str) -> dict[str, str]:
     config, credentials = aws_file("AWS_CONFIG_FILE", "config"), aws_file("AWS_SHARED_CREDENTIALS_FILE", "credentials")
     parsed = _parsed(config)
     section = name if name == "default" and parsed.has_section(name) else f"profile {name}"
-    for source, found in ((parsed, section), (_parsed(credentials), name)):
-        if source.has_section(found):
-            settings.update({key: value or "" for key, value in source.items(found)})
+    for source, section_name in ((parsed, section), (_parsed(credentials), name)):
+        if source.has_section(section_name):
+            settings.update({key: value or "" for key, value in source.items(section_name)})
     services = f"services {settings['services']}" if "services" in settings else ""
     if services and parsed.has_section(services):
         # Lines that are indented belong to the setting above them: "s3 =" and below it "endpoint_url = …".

@@ -1,14 +1,13 @@
-"""A store with a cache on local disk, shared by all processes of a node: each of them asks, one fetches.
+"""A cache of a store on local disk, shared by all processes of a node: one fetches, the others wait for it.
 
-`around.cached` puts it around the store of a `load` or an `open`. Never serves what may have changed without the store
-having been asked, and never needs the disk: what that refuses comes from the store.
+`layers.with_cache` puts it around the store of a `load` or an `open`. Never serves bytes that may have changed in the
+store, and never fails because of the disk: then it reads from the store.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,25 +17,21 @@ from pathlib import Path
 from holdfast.errors import StorageError
 from holdfast.events import log
 from holdfast.storage.local import disk
-from holdfast.storage.store import Entry, Got, Listing, Store
+from holdfast.storage.store import Buffer, Entry, Got, Listing, Store
 from holdfast.storage.wrappers.eviction import CacheFolder
 from holdfast.storage.wrappers.extents import EXTENT, PAGE, PAGES, DiskFault, Extent, Run, Version, runs
+from holdfast.storage.wrappers.retrying import transient
 from holdfast.storage.wrappers.wrapper import Wrapper
-
-if sys.version_info >= (3, 12):
-    from collections.abc import Buffer
-else:
-    from typing_extensions import Buffer
 
 PAUSE = 0.005
 PATIENCE = 30.0
 """Seconds to wait for bytes that another process is fetching, before they are fetched here as well."""
 
 REST = 60.0
-"""Seconds without the cache after its disk refused: processes would wait in turn for what is then not kept."""
+"""Seconds without the cache after an error of its disk: processes would wait in turn for bytes that are not kept."""
 
 SLICE = 64 << 20
-"""A larger read is made of reads of so many bytes: no more files of the cache are open for it."""
+"""Bytes of one read: a larger one is split, so that it opens no more files of the cache."""
 
 SMALL = 1 << 20
 """Files of other formats are cached from so many bytes on."""
@@ -45,10 +40,9 @@ SMALL = 1 << 20
 class Cached(Wrapper):
     """``store`` with a cache in ``folder`` on local disk, which other stores and any number of processes may share.
 
-    What is read of data files of ours, which never change, is kept in pages of 64 KiB: exactly one process fetches
-    a page, the others wait for it. Large files of other formats are kept too, as of the size and the time that a
-    listing through this object told last, so a `Cached` is to live for one reading. All else, manifests above all,
-    always comes from the store.
+    Data files of holdfast never change: they are kept in pages of 64 KiB, and exactly one process fetches a page.
+    Large files of other formats are kept under the size and time of the last listing through this object, so use a
+    `Cached` for one reading. Everything else, manifests above all, always comes from the store.
 
     ``limit``: bytes on disk, for the whole folder; what was used longest ago goes first. By default 100 GiB, or 80 %
     of what is free and of what the cache has already, if that is less. Raises StorageError if the folder cannot be
@@ -62,23 +56,25 @@ class Cached(Wrapper):
             raise ValueError(f"a cache of {limit} bytes is too small to be of use: give {2 * EXTENT} at least")
         super().__init__(store)
         self.fetched = 0
-        """Bytes of files that came from the store."""
+        """Bytes of files that were read from the store."""
         self.served = 0
-        """Bytes of files that came from the disk."""
+        """Bytes of files that were read from the disk."""
         self._folder, self._patience = Path(os.path.abspath(os.path.expanduser(os.fspath(folder)))), patience
         _make(self._folder)
         self._files = CacheFolder(self._folder, limit, patience)
         self._listed: dict[str, str] = {}
         self._resting = 0.0
-        self._told = False
+        self._warned = False
         self._lock = threading.Lock()
 
-    # What passes through
+    # Verbs of the store
 
     def list(self, prefix: str, *, deep: bool) -> Listing:
-        found = self.store.list(prefix, deep=deep)
-        self._listed.update((entry.key, f"{entry.nbytes} {entry.modified!r}") for entry in found.files if _large(entry))
-        return found
+        listing = self.store.list(prefix, deep=deep)
+        self._listed.update(
+            (entry.key, f"{entry.nbytes} {entry.modified!r}") for entry in listing.files if _large(entry)
+        )
+        return listing
 
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
         self.store.put(key, chunks, nbytes)
@@ -98,7 +94,7 @@ class Cached(Wrapper):
         except DiskFault as fault:
             self._rest(fault)
 
-    # What does not
+    # Reading
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
         version = self._version(key)
@@ -110,7 +106,7 @@ class Cached(Wrapper):
         return self._from_store(key, begin, end)
 
     def _version(self, key: str) -> str | None:
-        """What tells the content of a file from any other it may have had; None if that is not known."""
+        """What identifies the content of a file, of those it may have had; None if that is not known."""
         from holdfast.ondisk import datafile  # brings torch with it
 
         if datafile.save_of("/".join(key.split("/")[-2:])) is not None:
@@ -118,31 +114,31 @@ class Cached(Wrapper):
         return self._listed.get(key)
 
     def _from_store(self, key: str, begin: int, end: int | None) -> Got:
-        got = self.store.get(key, begin, end)
+        answer = self.store.get(key, begin, end)
         with self._lock:
-            self.fetched += memoryview(got.data).nbytes
-        return got
+            self.fetched += memoryview(answer.data).nbytes
+        return answer
 
     def _rest(self, fault: DiskFault) -> None:
         with self._lock:
             self._resting = time.monotonic() + REST
-            told, self._told = self._told, True
+            warned, self._warned = self._warned, True
         text = "the cache in %s cannot be used for now (%s); what is read comes from %s"
-        (log.debug if told else log.warning)(text, self._folder, fault, self.url)
+        (log.debug if warned else log.warning)(text, self._folder, fault, self.url)
 
     def _get(self, version: Version, begin: int, end: int | None) -> Got:
         # How long the file is may be known only after a first read; a whole extent of it is more than most ask for.
         stop = (begin // EXTENT + 1) * EXTENT if end is None else min(begin + SLICE, end)
-        got = self._slice(version, begin, stop)
-        end = got.nbytes if end is None else min(end, got.nbytes)
+        answer = self._slice(version, begin, stop)
+        end = answer.nbytes if end is None else min(end, answer.nbytes)
         if stop >= end:
-            return got
+            return answer
         whole = memoryview(bytearray(end - begin))
-        whole[: stop - begin] = memoryview(got.data)
+        whole[: stop - begin] = memoryview(answer.data)
         while stop < end:
             at, stop = stop, min(stop + SLICE, end)
             whole[at - begin : stop - begin] = memoryview(self._slice(version, at, stop).data)
-        return Got(whole, got.nbytes)
+        return Got(whole, answer.nbytes)
 
     def _slice(self, version: Version, begin: int, end: int) -> Got:
         with _Reading(self._files, version, begin, end) as reading:
@@ -154,22 +150,22 @@ class Cached(Wrapper):
                     if time.monotonic() < until:
                         time.sleep(PAUSE)
                         continue
-                # What another has fetched since we looked is not fetched again; one who hangs is passed by.
+                # What another process has fetched meanwhile is not fetched again. A hanging process is not waited for.
                 for run in reading.read(mine or todo):
                     self._fetch(reading, run)
                 reading.unlock()
             with self._lock:
                 self.served += reading.served
-            return reading.got()
+            return reading.result()
 
     def _fetch(self, reading: _Reading, run: Run) -> None:
         key, known = reading.version.key, reading.nbytes
-        got = self._from_store(key, run[0] * PAGE, run[1] * PAGE)
-        data = memoryview(got.data).cast("B")
-        if known not in (None, got.nbytes) or len(data) != max(min(run[1] * PAGE, got.nbytes) - run[0] * PAGE, 0):
+        answer = self._from_store(key, run[0] * PAGE, run[1] * PAGE)
+        data = memoryview(answer.data).cast("B")
+        if known not in (None, answer.nbytes) or len(data) != max(min(run[1] * PAGE, answer.nbytes) - run[0] * PAGE, 0):
             self.forget(key)
-            raise _changed(f"{self.url}/{key}", run, len(data), got.nbytes, known)
-        reading.nbytes = got.nbytes
+            raise _changed(f"{self.url}/{key}", run, len(data), answer.nbytes, known)
+        reading.nbytes = answer.nbytes
         reading.add(run, data)
         try:
             self._files.reserve(len(data) + PAGE)
@@ -212,7 +208,7 @@ class _Reading:
                 first = extent.last
 
     def missing(self) -> list[Run]:
-        """Pages of the file that have not come yet."""
+        """Pages that are still to be read."""
         return runs(page for page in range(self._first, self._until) if not self._there[page - self._first])
 
     @property
@@ -232,7 +228,7 @@ class _Reading:
         return runs(absent)
 
     def lock(self, parts: Iterable[Run]) -> list[Run]:
-        """Those of these pages that nobody else is fetching, for us to fetch."""
+        """Lock those of these pages that no other process is fetching."""
         return runs(page for extent, run in self._pieces(parts) for held in extent.lock(run) for page in range(*held))
 
     def unlock(self) -> None:
@@ -246,7 +242,7 @@ class _Reading:
         return self._memory[(run[0] - self._first) * PAGE : (run[1] - self._first) * PAGE]
 
     def add(self, run: Run, data: memoryview) -> None:
-        """Take what was fetched; as it is, if it is all."""
+        """Add pages that were fetched; without a copy if they are all."""
         if self._memory is None and run[0] == self._first and run[1] >= self._until:
             self._memory = data
         else:
@@ -262,7 +258,7 @@ class _Reading:
             extent.write((first, last), data[at : at + (last - first) * PAGE], self.nbytes)
             at += (last - first) * PAGE
 
-    def got(self) -> Got:
+    def result(self) -> Got:
         nbytes = self.nbytes or 0
         end, origin = max(min(self._end, nbytes), self._begin), self._first * PAGE
         return Got(self.memory((self._first, self._last))[self._begin - origin : end - origin], nbytes)
@@ -282,10 +278,6 @@ def _make(folder: Path) -> None:
 
 
 def _changed(file: str, run: Run, length: int, nbytes: int, known: int | None) -> OSError:
-    error = OSError(
-        errno.EIO,
-        f"{file} changes while it is read: {length} bytes came from byte {run[0] * PAGE} on, of {nbytes} in all"
-        + (f", it had {known} before" if known is not None else ""),
-    )
-    error.transient = True  # type: ignore[attr-defined]
-    return error
+    before = "" if known is None else f", it had {known} before"
+    received = f"{length} bytes were received from byte {run[0] * PAGE} on, of {nbytes} in all"
+    return transient(OSError(errno.EIO, f"{file} changes while it is read: {received}{before}"))

@@ -20,7 +20,7 @@ def taken(chunks: Iterable[Buffer], take: Take) -> Iterable[Buffer]:
 
 
 class _Taken:
-    """An iterator, as a generator would keep each chunk alive until the next one is asked for."""
+    """An iterator, as a generator would keep each chunk alive until the next one is taken."""
 
     def __init__(self, chunks: Iterator[Buffer], take: Take) -> None:
         self._chunks, self._take = chunks, take

@@ -1,6 +1,6 @@
-"""The folder of a cache on local disk: how many bytes its extents take, and which of them go.
+"""The folder of a cache on local disk: counts the bytes of its extents, and deletes those used longest ago.
 
-`Cached` alone calls it. Never takes anything away from who has it open, nor a file that no cache made.
+`Cached` alone calls it. Never disturbs a process that has an extent open, never deletes a file that no cache made.
 
     <folder>/usage                 bytes taken, as 8 bytes; its lock is held to change it and to evict
     <folder>/<object>/<number>     the extents
@@ -27,8 +27,6 @@ SHARE = 0.8
 """Of what the disk has free or the cache has taken, unless a limit is given; and never more than LIMIT bytes."""
 
 _OBJECT = re.compile(r"[0-9a-f]{32}")
-
-
 USAGE = "usage"
 
 
@@ -58,7 +56,7 @@ class CacheFolder:
         """Count bytes that will be written; what was used longest ago goes if that is too much."""
         with disk_faults(), self._usage() as fd:
             noted = disk.read_bytes(fd, 8, 0, self._folder / USAGE)
-            # A process that dies between the counting and the writing makes it too high: then it is counted anew.
+            # A process that dies between counting and writing makes it too high; then it is counted again.
             taken = int.from_bytes(noted, "little") if len(noted) == 8 else sum(size for _, size, _ in self._scan())
             limit = self._limit or self._share(taken)
             if taken + nbytes > limit:
@@ -66,8 +64,8 @@ class CacheFolder:
             disk.write_all(fd, (taken + nbytes).to_bytes(8, "little"), 0, self._folder / USAGE)
 
     def _share(self, taken: int) -> int:
-        found = os.statvfs(self._folder)
-        return min(LIMIT, int(SHARE * (found.f_bavail * found.f_frsize + taken)))
+        disk_space = os.statvfs(self._folder)
+        return min(LIMIT, int(SHARE * (disk_space.f_bavail * disk_space.f_frsize + taken)))
 
     @contextmanager
     def _usage(self) -> Iterator[int]:
@@ -86,9 +84,9 @@ class CacheFolder:
 
     def _evict(self, target: int) -> int:
         """Unlink what was used longest ago until no more than ``target`` bytes are taken; how many are then."""
-        found = sorted(self._scan())
-        before = taken = sum(size for _, size, _ in found)
-        for _, size, path in found:
+        extents = sorted(self._scan())
+        before = taken = sum(size for _, size, _ in extents)
+        for _, size, path in extents:
             if taken <= target:
                 break
             with suppress(FileNotFoundError):

@@ -1,16 +1,16 @@
-"""The files of a cache on local disk: extents of a store's files, made of pages that are there or not.
+"""The files of a cache on local disk: extents of a store's files, each of 128 pages that are there or not.
 
 `Cached` and `eviction` call it. Never asks a store, and never hands out a page whose sum is wrong.
 
 An extent, `<folder>/<object>/<number>`, is 8 MiB of one file; `<object>` is a digest of the store's url and the key. It
 begins with 4096 bytes: a mark, the bytes of the whole file, and a sum of these with url, key, version and
 number (which tells an extent of something else); then the XXH3-64 of each of its 128 pages, zeros for one that is not
-there. The pages follow, each in its place. A page is written before its sum, and whoever reads a page sums it, so a
+there. The pages follow, each in its place. A page is written before its sum, and a reader of a page sums it, so a
 crash at any moment, of a process or of the machine, leaves pages that are there or are not. Nothing is ever synced.
 
 A page that is being fetched is locked (byte *n* of the file stands for page *n*, by locks of the open file description,
-which also keep threads apart): the kernel drops the lock of one who dies. A lock only saves work. As the bytes of a
-version never change, two who write one page write the same.
+which also keep threads apart): the kernel drops the lock of a process that dies. A lock only saves work: the bytes of a
+version never change, so two that write one page write the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.events import log
 from holdfast.storage.local import disk
 
 PAGE = 64 << 10
-"""What is fetched is rounded to pages: at most two are fetched and not asked for, 1.6 % of a block of 8 MiB."""
+"""Reads are rounded to pages: at most two are fetched in vain, 1.6 % of a block of 8 MiB."""
 
 PAGES = 128
 EXTENT = PAGES * PAGE
@@ -105,7 +105,7 @@ class Extent:
                 if head == self._head(nbytes):
                     return int(nbytes)
             time.sleep(0.001)
-        log.warning("%s in the cache is damaged or of another file; it is fetched anew", self._path)
+        log.warning("%s in the cache is damaged or of another file; it is fetched again", self._path)
         with suppress(FileNotFoundError):
             disk.delete(self._path)
         os.close(self._fd)
@@ -129,26 +129,26 @@ class Extent:
             table = disk.read_bytes(self._fd, 8 * PAGES, _MARK.size, self._path).ljust(8 * PAGES, b"\0")
             sums = {page: table[8 * (page - self.first) :][:8] for page in range(*run)}
             there = [page for page in sums if sums[page] != _ABSENT]
-            wrong = [page for part in runs(there) for page in self._read(part, memory(part), sums, self.nbytes)]
+            damaged = [page for part in runs(there) for page in self._read(part, memory(part), sums, self.nbytes)]
             if there:
                 os.utime(self._fd)
-        return sorted({*sums}.difference(there).union(wrong))
+        return sorted({*sums}.difference(there).union(damaged))
 
     def _read(self, run: Run, memory: memoryview, sums: Mapping[int, bytes], nbytes: int) -> list[int]:
         """Pages whose sum is wrong; from now on they are not there."""
         end = min(run[1] * PAGE, nbytes) - run[0] * PAGE
-        got = disk.read(self._fd, memory[:end], self._place(run[0]), self._path)
-        wrong = []
+        nbytes_read = disk.read(self._fd, memory[:end], self._place(run[0]), self._path)
+        damaged = []
         for page in range(*run):
             at = (page - run[0]) * PAGE
             stop = min(at + PAGE, end)
-            if stop > got or xxhash.xxh3_64_digest(memory[at:stop]) != sums[page]:
-                wrong.append(page)
-        if wrong:
-            log.warning("%d pages of %s in the cache are damaged; they are fetched anew", len(wrong), self._path)
-            for part in runs(wrong):
+            if stop > nbytes_read or xxhash.xxh3_64_digest(memory[at:stop]) != sums[page]:
+                damaged.append(page)
+        if damaged:
+            log.warning("%d pages of %s in the cache are damaged; they are fetched again", len(damaged), self._path)
+            for part in runs(damaged):
                 self._note(part, _ABSENT * (part[1] - part[0]))
-        return wrong
+        return damaged
 
     def write(self, run: Run, data: memoryview, nbytes: int) -> None:
         """Keep these pages. ``data`` is theirs, the last one shorter if the file of ``nbytes`` ends in it."""
@@ -178,9 +178,9 @@ class Extent:
         self._lock(fcntl.F_UNLCK, self.first, self.last)
 
     def _lock(self, kind: int, first: int, last: int) -> bool:
-        asked = _FLOCK.pack(kind, os.SEEK_SET, first - self.first, last - first, 0)
+        lock = _FLOCK.pack(kind, os.SEEK_SET, first - self.first, last - first, 0)
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, asked)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, lock)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -191,13 +191,13 @@ class Extent:
 
 def runs(pages: Iterable[int]) -> list[Run]:
     """Ascending pages as runs."""
-    found: list[Run] = []
+    joined: list[Run] = []
     for page in pages:
-        if found and found[-1][1] == page:
-            found[-1] = (found[-1][0], page + 1)
+        if joined and joined[-1][1] == page:
+            joined[-1] = (joined[-1][0], page + 1)
         else:
-            found.append((page, page + 1))
-    return found
+            joined.append((page, page + 1))
+    return joined
 
 
 def _opened(path: Path) -> int:

@@ -1,6 +1,6 @@
-"""A second request for what takes unusually long: a read waits for the faster of two, not for a straggler.
+"""A second request for a read that takes unusually long; the faster answer counts.
 
-Put around stores with long tails, by whoever reads many ranges of them. Never repeats what failed, nor a write.
+`load` puts it around stores, which have long tails. Never repeats a read that failed, nor a write.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ ABANDONED = 16
 
 
 class Hedged(Wrapper):
-    """The same `Store`, whose `get` is asked for twice if the answer takes long, and the first answer is taken.
+    """The same `Store`, whose `get` sends a second request if the answer takes long, and takes the first answer.
 
     Long is ``factor`` times the 95th percentile of recent gets of about this size (within a factor of two), and at
-    least ``least`` seconds. At most the ``share`` of all gets, and four, are asked for twice. ``hedges`` counts them,
-    ``wasted`` the bytes that came twice.
+    least ``least`` seconds. At most the ``share`` of all gets, and four, are sent twice. ``hedges`` counts them,
+    ``wasted`` the bytes that were received twice.
     """
 
     def __init__(self, store: Store, *, factor: float = 3.0, least: float = 0.5, share: float = 0.05) -> None:
@@ -52,10 +52,10 @@ class Hedged(Wrapper):
 
         def ask() -> Got:
             began = monotonic()
-            got = self.store.get(key, begin, end)
+            answer = self.store.get(key, begin, end)
             with self._lock:
                 self._seconds[size_class].append(monotonic() - began)
-            return got
+            return answer
 
         with self._lock:
             self._gets += 1
@@ -66,7 +66,7 @@ class Hedged(Wrapper):
         wait([first], patience)
         if first.done() or not self._hedge():
             return first.result()
-        log.debug("get of %s/%s takes longer than %.2f s: asked for again", self.url, key, patience)
+        log.debug("get of %s/%s takes longer than %.2f s: requested again", self.url, key, patience)
         return self._faster([first, in_thread(ask, "get")])
 
     def _patience(self, size_class: int) -> float | None:
@@ -85,17 +85,17 @@ class Hedged(Wrapper):
             self.hedges += may
             return may
 
-    def _faster(self, asked: Sequence[Future[Got]]) -> Got:
+    def _faster(self, requests: Sequence[Future[Got]]) -> Got:
         """The first answer, an error that will not pass included; the other is not waited for."""
-        pending = set(asked)
+        pending = set(requests)
         while True:
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
             for future in done:
                 if not is_transient(future.exception()):
-                    self._leave([other for other in asked if other is not future])
+                    self._leave([other for other in requests if other is not future])
                     return future.result()
             if not pending:
-                return asked[0].result()
+                return requests[0].result()
 
     def _leave(self, stragglers: Sequence[Future[Got]]) -> None:
         with self._lock:

@@ -1,35 +1,28 @@
-"""A store as the readers of foreign formats like one: answered from few listings, and read ahead in memory.
+"""A store for the readers of other formats: few listings answer their questions, and small reads are read ahead.
 
-`formats.detect` puts it around a store while a checkpoint is open. Never writes, and never notices what changes in the
-store after it looked.
+`formats.detect` puts it around a store while a checkpoint is open. Never writes, and never sees later changes.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NoReturn
 
-from holdfast.storage.store import Entry, Got, Listing, Store
-
-if sys.version_info >= (3, 12):
-    from collections.abc import Buffer
-else:
-    from typing_extensions import Buffer
+from holdfast.storage.store import Buffer, Entry, Got, Listing, Store
 
 MAX_ENTRIES = 1_000_000
-"""More files than any checkpoint has; what holds more is a bucket of many."""
+"""More files than any checkpoint has; a folder of more is not one checkpoint."""
 
 FOLDERS = 3
-"""How many folders below the prefix are listed one by one; who asks for more is told all of them at once."""
+"""How many folders below the prefix are listed one by one; after that all are listed at once."""
 
 CHUNK = 128 << 10
-"""What a read of less fetches, aligned, for those that follow; larger ones go to the store as they are."""
+"""A smaller read fetches so many bytes, aligned, for the reads that follow; larger ones go to the store."""
 
 SMALL = 512 << 10
 """A file of no more than this is fetched whole, whatever is read of it."""
@@ -44,7 +37,7 @@ _NAMES = (
     "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
     "preprocessor_config.json", ".metadata", ".snapshot_metadata", "metadata.pkl", "metadata.json", "common.pt",
 )  # fmt: skip
-"""What is looked for in a folder of a store that does not list (a web server): files that tell of the others."""
+"""Files that are looked for in a store that cannot list (a web server); some of them name the others."""
 
 _ASKERS = 8
 _NOTHING = Listing([], [])
@@ -73,13 +66,13 @@ class Listed:
 
     def list(self, prefix: str, *, deep: bool) -> Listing:
         with self._listing:
-            found = self._folder(prefix)
-            if not deep or not found.folders:
-                return found
+            listing = self._folder(prefix)
+            if not deep or not listing.folders:
+                return listing
             if not any(_below(prefix, above) for above in self._whole):
                 self._list_all(prefix)
-            inner = (self.list(folder, deep=True).files for folder in found.folders)
-            return Listing(sorted([*found.files, *(entry for files in inner for entry in files)]), [])
+            inner = (self.list(folder, deep=True).files for folder in listing.folders)
+            return Listing(sorted([*listing.files, *(entry for files in inner for entry in files)]), [])
 
     def size(self, key: str) -> int | None:
         with self._listing:
@@ -89,38 +82,38 @@ class Listed:
             known = self._lists and (self._known(parent) is not None or self._known(key) not in (None, _NOTHING))
             if known or key in self._sizes:
                 return self._sizes.get(key)
-        found = self._sizes[key] = self.store.size(key)
-        return found
+        nbytes = self._sizes[key] = self.store.size(key)
+        return nbytes
 
     def _folder(self, folder: str) -> Listing:
         """What lies one level below a folder."""
-        found = self._known(folder)
-        if found is not None:
-            return found
+        listing = self._known(folder)
+        if listing is not None:
+            return listing
         if not self._lists:
-            return self._tried(folder)
+            return self._probed(folder)
         if folder != self.prefix and _below(folder, self.prefix):
             self._folder(self.prefix)
             return self._inner(folder)
         try:
-            found = self.store.list(folder, deep=False)
+            listing = self.store.list(folder, deep=False)
         except OSError as error:
             if not getattr(error, "unlisted", False):
                 raise
             self._lists = False
-            return self._tried(folder)
-        self._learn(folder, found)
-        return found
+            return self._probed(folder)
+        self._learn(folder, listing)
+        return listing
 
     def _inner(self, folder: str) -> Listing:
         """The same for a folder below the prefix, of which one level is known."""
         if not self._lists:
-            return self._tried(folder)
-        found = self._known(folder)
-        if found is None:
+            return self._probed(folder)
+        listing = self._known(folder)
+        if listing is None:
             self._list_all(self.prefix if len(self._whole) >= FOLDERS else _first_below(folder, self.prefix))
-            found = self._folders.get(folder, _NOTHING)
-        return found
+            listing = self._folders.get(folder, _NOTHING)
+        return listing
 
     def _known(self, folder: str) -> Listing | None:
         """What is known of a folder, also by what is known above it."""
@@ -137,8 +130,8 @@ class Listed:
     def _list_all(self, folder: str) -> None:
         """Learn all that lies below a folder, at any depth."""
         folders: dict[str, tuple[list[Entry], set[str]]] = {folder: ([], set())}
-        found = self.store.list(folder, deep=True).files
-        for entry in (entry for entry in found if _below(entry.key, folder) and entry.key != folder):
+        files_below = self.store.list(folder, deep=True).files
+        for entry in (entry for entry in files_below if _below(entry.key, folder) and entry.key != folder):
             parent = at = entry.key.rpartition("/")[0]
             new: list[str] = []
             while at not in folders:
@@ -152,25 +145,23 @@ class Listed:
             self._learn(key, Listing(files, sorted(inner)))
         self._whole.add(folder)
 
-    def _learn(self, folder: str, found: Listing) -> None:
-        self._entries += len(found.files) + len(found.folders)
+    def _learn(self, folder: str, listing: Listing) -> None:
+        self._entries += len(listing.files) + len(listing.folders)
         if self._entries > MAX_ENTRIES:
-            raise OSError(
-                errno.E2BIG, f"more than {MAX_ENTRIES} files lie below {self.url}/{folder}: name the folder of one "
-                "checkpoint"
-            )  # fmt: skip
+            text = f"more than {MAX_ENTRIES} files lie below {self.url}/{folder}: name the folder of one checkpoint"
+            raise OSError(errno.E2BIG, text)
         # Some programs leave an empty file where a disk has a folder.
-        folders = {*found.folders}
-        files = [entry for entry in found.files if entry.nbytes or entry.key not in folders]
-        self._folders[folder] = Listing(files, found.folders)
+        folders = {*listing.folders}
+        files = [entry for entry in listing.files if entry.nbytes or entry.key not in folders]
+        self._folders[folder] = Listing(files, listing.folders)
         self._sizes.update((entry.key, entry.nbytes) for entry in files)
 
     # Stores that do not list
 
-    def _tried(self, folder: str) -> Listing:
-        """Of the checkpoint's folder those of the usual files that there are; else what was asked for by name."""
+    def _probed(self, folder: str) -> Listing:
+        """For the checkpoint's folder the usual files that exist; for others the files that were asked for by name."""
         if folder not in (self.prefix, self.prefix.rpartition("/")[0]):
-            return Listing(sorted(self._asked(folder)), [])
+            return Listing(sorted(self._known_files(folder)), [])
         fault: OSError | None = None
         if folder == self.prefix and folder:
             try:
@@ -178,32 +169,32 @@ class Listed:
                     return _NOTHING  # a file
             except OSError as error:  # servers answer for folders in many ways
                 fault = error
-        self._ask(_joined(folder, name) for name in _NAMES)
-        for entry in self._asked(folder):
+        self._probe(_joined(folder, name) for name in _NAMES)
+        for entry in self._known_files(folder):
             if entry.key.endswith(".index.json"):
-                self._ask(_joined(folder, name) for name in self._named_by(entry.key))
-        found = Listing(sorted(self._asked(folder)), [])
+                self._probe(_joined(folder, name) for name in self._named_by(entry.key))
+        listing = Listing(sorted(self._known_files(folder)), [])
         if fault is not None:
-            if not found.files:
+            if not listing.files:
                 raise fault
             self._sizes[folder] = None
-        return found
+        return listing
 
-    def _ask(self, keys: Iterable[str]) -> None:
+    def _probe(self, keys: Iterable[str]) -> None:
         lacking = [key for key in keys if key not in self._sizes]
         with ThreadPoolExecutor(_ASKERS, thread_name_prefix="holdfast-ask") as pool:
             self._sizes.update(zip(lacking, pool.map(self.store.size, lacking), strict=True))
 
-    def _asked(self, folder: str) -> Sequence[Entry]:
+    def _known_files(self, folder: str) -> Sequence[Entry]:
         sizes = [(key, n) for key, n in list(self._sizes.items()) if n is not None and key.rpartition("/")[0] == folder]
         return [Entry(key, n, 0.0) for key, n in sizes]
 
     def _named_by(self, index: str) -> set[str]:
         try:
-            told = json.loads(bytes(self.get(index).data))["weight_map"].values()
+            names = json.loads(bytes(self.get(index).data))["weight_map"].values()
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return set()  # the reader of the format says what is wrong with it
-        return {name for name in told if isinstance(name, str) and "/" not in name}
+        return {name for name in names if isinstance(name, str) and "/" not in name}
 
     # Bytes
 
@@ -233,25 +224,25 @@ class Listed:
         return (last * CHUNK, nbytes) if number >= last else (number * CHUNK, (number + 1) * CHUNK)
 
     def _chunk(self, key: str, begin: int, end: int) -> bytes:
-        at, mine = (key, begin, end), Future[bytes]()
+        at, own = (key, begin, end), Future[bytes]()
         with self._keeping:
-            found = self._chunks.setdefault(at, mine)
+            future = self._chunks.setdefault(at, own)
             self._chunks.move_to_end(at)
-            if found is mine:
+            if future is own:
                 self._kept += end - begin
                 self._drop()
-        if found is not mine:
-            return found.result()
+        if future is not own:
+            return future.result()
         try:
             data = bytes(self.store.get(key, begin, end).data)
         except BaseException as error:
             with self._keeping:
-                if self._chunks.get(at) is mine:
+                if self._chunks.get(at) is own:
                     del self._chunks[at]
                     self._kept -= end - begin
-            mine.set_exception(error)
+            own.set_exception(error)
             raise
-        mine.set_result(data)
+        own.set_result(data)
         return data
 
     def _drop(self) -> None:
@@ -260,7 +251,7 @@ class Listed:
             (_, begin, end), _ = self._chunks.popitem(last=False)
             self._kept -= end - begin
 
-    # What is not done here
+    # Writing
 
     def create(self, key: str, data: bytes) -> bool:
         self._refuse(key)

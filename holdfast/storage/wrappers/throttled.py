@@ -1,6 +1,6 @@
 """A limit to how fast a store is read and written, so that training keeps its share of the network.
 
-Put around a store by whoever copies in the background. Never delays listings, small questions or deletions.
+`copy` and the uploader put it around a store. Never delays listings, small questions or deletions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Throttled(Wrapper):
     """The same `Store`, whose `get` and `put` together move at most ``bytes_per_second`` on average.
 
     A token bucket: threads take turns in small slices, so that a large file does not keep a small one waiting. A
-    chunk waits before it is handed on; what was got waits before it is returned, as its size is not known before.
+    chunk waits before it is handed on; a `get` waits before it returns, as its size is not known earlier.
     """
 
     def __init__(self, store: Store, bytes_per_second: float) -> None:
@@ -34,9 +34,9 @@ class Throttled(Wrapper):
         self._lock = threading.Lock()
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
-        got = self.store.get(key, begin, end)
-        self._pay(memoryview(got.data).nbytes)
-        return got
+        answer = self.store.get(key, begin, end)
+        self._pay(memoryview(answer.data).nbytes)
+        return answer
 
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
         self.store.put(key, taken(chunks, self._take), nbytes)
