@@ -76,7 +76,7 @@ def plan(world: World) -> DcpCost:
         state = _state(world, mesh)
         plans, local = [], []
         for rank in range(sharding.world):
-            mesh._coordinate_on_dim = coordinate(spread, rank)  # type: ignore[assignment]
+            mesh._coordinate_on_dim = coordinate(spread.shape, rank)  # type: ignore[assignment]
             planner: Any = DefaultSavePlanner()
             planner.set_up_planner(state, is_coordinator=rank == 0)
             began = process_time()

@@ -62,20 +62,7 @@ class RankLost(HoldfastError, TimeoutError):
     """A rank did not come before the deadline; the text names it."""
 
 
-_KINDS: dict[str, type[HoldfastError]] = {
-    kind.__name__: kind
-    for kind in (
-        SaveFailed,
-        NotACheckpoint,
-        Mismatch,
-        Unsupported,
-        Damaged,
-        Untrusted,
-        StorageError,
-        RankLost,
-        HoldfastError,
-    )
-}
+_KINDS = {HoldfastError.__name__: HoldfastError} | {kind.__name__: kind for kind in HoldfastError.__subclasses__()}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import TypeVar
 
 log = logging.getLogger("holdfast")
 
@@ -55,6 +56,7 @@ class Event:
     seconds: float
 
 
+What = TypeVar("What")
 Listener = Callable[[Event], None]
 _listeners: list[Listener] = []
 
@@ -67,7 +69,7 @@ def install(listener: Listener) -> None:
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
     """Call ``listener(event)`` for every event of this process inside the ``with`` block, from any thread."""
-    _listeners.append(listener)
+    install(listener)
     try:
         yield
     finally:
@@ -176,10 +178,14 @@ def record(name: str, path: str, lane: str, thread: int, began: float, ended: fl
 
 
 def _show(span: Span) -> None:
-    for observer in list(_observers):
+    _call(_observers, span)
+
+
+def _call(functions: list[Callable[[What], None]], what: What) -> None:
+    for function in list(functions):
         try:
-            observer(span)
-        except Exception:  # an observer must never fail the save it observes
+            function(what)
+        except Exception:  # it must never fail the save that it observes
             log.exception("an observer of holdfast failed")
 
 
@@ -203,17 +209,14 @@ class Moved:
     done = 0
 
 
-class _Mine(threading.local):
-    def __init__(self) -> None:
-        self.moved = Moved()
-
-
-_mine = _Mine()
+_mine = threading.local()
 
 
 def moved() -> Moved:
     """What the tasks that this thread begins report, from any thread: so it is seen to make progress."""
-    return _mine.moved
+    if not hasattr(_mine, "moved"):
+        _mine.moved = Moved()
+    return _mine.moved  # type: ignore[no-any-return]
 
 
 class Task:
@@ -235,21 +238,14 @@ class Task:
             self._tell("advance")
 
     def _tell(self, kind: str) -> None:
-        _tell(Event(kind, self.name, self.path, self.rank, self.done, self.total, time.monotonic() - self._began))
+        seconds = time.monotonic() - self._began
+        _call(_listeners, Event(kind, self.name, self.path, self.rank, self.done, self.total, seconds))
 
 
 def reached(phase: str, path: object, rank: int) -> None:
     """Report that this rank begins a phase of saving or loading ``path``."""
     if _listeners:
-        _tell(Event("phase", phase, str(path), rank, 0, 0, 0.0))
-
-
-def _tell(event: Event) -> None:
-    for listener in list(_listeners):
-        try:
-            listener(event)
-        except Exception:  # an observer must never fail the save it observes
-            log.exception("a listener of holdfast events failed")
+        _call(_listeners, Event("phase", phase, str(path), rank, 0, 0, 0.0))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from holdfast.export import copying, pickles, zip_file
 from holdfast.export.draft import LARGE
 from holdfast.export.torch_file import add_small
 from holdfast.export.zip_file import ALIGN, Ending, Member
-from holdfast.ondisk import ndarrays, scalars
+from holdfast.ondisk import arrays, scalars
 from holdfast.state.tensors import dtype_name
 from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
@@ -159,7 +159,7 @@ class _Tree:
             return tuple(elements) if kind is tuple else elements
         if kind in (set, frozenset):
             return {_key(at, element) for element in value}
-        if ndarrays.is_array(value):
+        if arrays.is_array(value):
             return self._array(at, value)
         return _number(at, value)
 

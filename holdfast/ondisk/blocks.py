@@ -16,7 +16,7 @@ BLOCK = 8 << 20
 STRONG = 64
 """Hex digits of a sum that cannot be forged."""
 
-Buffer = Any  # anything with the buffer protocol
+Bytes = Any  # anything with the buffer protocol
 
 
 def count(nbytes: int) -> int:
@@ -24,7 +24,7 @@ def count(nbytes: int) -> int:
     return -(-nbytes // BLOCK)
 
 
-def block_sum(data: Buffer) -> str:
+def block_sum(data: Bytes) -> str:
     """XXH3-64 of one block as 16 hex digits."""
     return xxhash.xxh3_64_hexdigest(data)
 
@@ -37,18 +37,18 @@ def running_sum(known: str = "") -> Any:
     return hashlib.sha256() if len(known) == STRONG else xxhash.xxh3_64()
 
 
-def is_sum(data: Buffer, known: str) -> bool:
+def is_sum(data: Bytes, known: str) -> bool:
     """Whether ``known``, which by its length is an XXH3-64 or a SHA-256, is the sum of one block."""
     if len(known) == STRONG:
         return strong_sum(data) == known
     return xxhash.xxh3_64_hexdigest(data) == known
 
 
-def strong_sum(data: Buffer) -> str:
+def strong_sum(data: Bytes) -> str:
     """SHA-256 as 64 hex digits, which cannot be forged, where a signature has to cover it."""
     return hashlib.sha256(data).hexdigest()
 
 
-def digest(data: Buffer) -> str:
+def digest(data: Bytes) -> str:
     """XXH3-128 as 32 hex digits: headers, manifests and attachments."""
     return xxhash.xxh3_128_hexdigest(data)

@@ -123,7 +123,7 @@ def record_fault(record: TensorRecord, files: int) -> str | None:
         boxes = tuple(Box(o, n) for o, n in cells.boxes)
         if any(len(b.offsets) != len(b.lengths) or 0 in b.lengths for b in boxes):
             return f"boxes do not fit shape {list(shape)}"
-        fault = _tiling_fault(shape, boxes)
+        fault = _known_tiling_fault(shape, boxes)
         if fault:
             return fault
         count = len(boxes)
@@ -137,9 +137,7 @@ def record_fault(record: TensorRecord, files: int) -> str | None:
     return None if numbers.largest < files else f"files {record.files!r}, but there are only {files}"
 
 
-@lru_cache(maxsize=4096)
-def _tiling_fault(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str | None:
-    return tiling_fault(shape, boxes)
+_known_tiling_fault = lru_cache(maxsize=4096)(tiling_fault)
 
 
 def cells_for(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[list[int] | Cells | None, list[int]]:

@@ -95,7 +95,7 @@ def encode(manifest: Manifest) -> bytes:
     """
     manifest = versioned(manifest)
     _check(manifest)
-    return _sealed(manifest)
+    return seal(_encoder.encode(manifest))
 
 
 def versioned(manifest: Manifest, least: int = VERSION) -> Manifest:
@@ -107,10 +107,6 @@ def versioned(manifest: Manifest, least: int = VERSION) -> Manifest:
 def _version_needed(manifest: Manifest) -> int:
     notes = 1 if all(type(note) is str for note in manifest.containers.values()) else 2
     return max(map(values.version_of, manifest.values.values()), default=notes) if notes == 1 else notes
-
-
-def _sealed(manifest: Manifest) -> bytes:
-    return seal(_encoder.encode(manifest))
 
 
 def seal(text: bytes) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
@@ -114,28 +114,29 @@ def why_not(value: object) -> str:
     )
 
 
-def decode(tag: object, inner: Any) -> object:
+def decode(tag: object, inner: Any) -> Any:
     """The inverse of `encode` for a value with a tag. Raises ValueError and the like for what it cannot have made."""
-    if tag == "int":
-        return int(inner)
-    if tag == "float":
-        return float(inner)
-    if tag == "bytes":
-        return base64.b64decode(inner, validate=True)
-    if tag == "bytearray":
-        return bytearray(base64.b64decode(inner, validate=True))
-    if tag == "complex":
-        return complex(float(inner[0]), float(inner[1]))
-    if tag == "dtype":
-        dtype = getattr(torch, inner, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"this torch has no dtype {inner!r}")
-        return dtype
-    if tag == "device":
-        return torch.device(inner)
-    if tag == "size":
-        return torch.Size(inner)
-    raise ValueError(f"unknown value tag {tag!r}")
+    if tag not in _DECODERS:
+        raise ValueError(f"unknown value tag {tag!r}")
+    return _DECODERS[tag](inner)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name!r}")
+    return dtype
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+_DECODERS: dict[object, Callable[[Any], object]] = {
+    "int": int, "float": float, "bytes": _bytes, "bytearray": lambda text: bytearray(_bytes(text)),
+    "complex": lambda parts: complex(float(parts[0]), float(parts[1])), "dtype": _dtype, "device": torch.device,
+    "size": torch.Size,
+}  # fmt: skip
 
 
 # What a dict or a set is keyed by

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from holdfast.errors import Damaged, Unsupported
-from holdfast.ondisk import containers, inline, ndarrays, scalars
+from holdfast.ondisk import arrays, containers, scalars
 from holdfast.ondisk.scalars import JSON as JSON
 from holdfast.ondisk.scalars import Refused as Refused
 
@@ -43,10 +43,10 @@ def encode(value: object) -> JSON:
     """One leaf as JSON: plain where JSON has it, else ``{"$": tag, "v": …}``. Raises Refused."""
     if type(value) in (set, frozenset):
         return scalars.encode_set(value)  # type: ignore[arg-type]
-    if ndarrays.is_array(value):
-        return ndarrays.encode(value)
+    if arrays.is_array(value):
+        return arrays.encode_array(value)
     if isinstance(value, torch.Tensor):
-        return inline.encode(value)
+        return arrays.encode_tensor(value)
     return scalars.encode(value)
 
 
@@ -110,7 +110,7 @@ def encode_tree(value: object, tensor_at: TensorAt | None, depth: int = 0) -> JS
     Raises Refused.
     """
     if isinstance(value, torch.Tensor):
-        return inline.encode(value) if tensor_at is None else {"$": "tensor", "v": tensor_at(value)}
+        return arrays.encode_tensor(value) if tensor_at is None else {"$": "tensor", "v": tensor_at(value)}
     kind = containers.kind_of(value)
     if kind is None:
         return encode(value)
@@ -227,9 +227,9 @@ def _untagged(tag: object, inner: Any, tensor_of: TensorOf) -> Any:
     if tag in ("set", "frozenset"):
         return scalars.decode_set(str(tag), inner)
     if tag == "array":
-        return ndarrays.decode(inner)
+        return arrays.decode_array(inner)
     if tag == "inline":
-        return inline.decode(inner)
+        return arrays.decode_tensor(inner)
     if tag == "floats":
         return decode_floats(inner)
     if tag == "tree":

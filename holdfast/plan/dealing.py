@@ -25,7 +25,7 @@ EVEN_ROWS = 20
 """Rows of a share from which on cutting between rows is even enough; fewer are cut inside of a row."""
 
 
-class Part(NamedTuple):
+class Slice(NamedTuple):
     """A part of a box, counted from its corner, and the holder that writes it."""
 
     offsets: tuple[int, ...]
@@ -37,7 +37,7 @@ class Part(NamedTuple):
         return Box(tuple(map(int.__add__, self.offsets, box.offsets)), self.lengths)
 
 
-Given = int | tuple[Part, ...]
+Given = int | tuple[Slice, ...]
 """The writers of a box: one holder, or several with a part each."""
 
 
@@ -45,7 +45,7 @@ class Hand(NamedTuple):
     """A line dealt out: the holder of each box, -1 for one that is cut, and the parts of those."""
 
     holders: array[int]
-    cut: dict[int, tuple[Part, ...]]
+    cut: dict[int, tuple[Slice, ...]]
 
     def given(self, at: int) -> Given:
         """The writers of the box at this place of the line."""
@@ -77,7 +77,7 @@ def deal(line: Sequence[tuple[int, tuple[int, ...]]], count: int) -> Hand:
     return Hand(holders, cut)
 
 
-def _cut_at(lengths: tuple[int, ...], bounds: Sequence[float], at: int, nbytes: int, share: float) -> tuple[Part, ...]:
+def _cut_at(lengths: tuple[int, ...], bounds: Sequence[float], at: int, nbytes: int, share: float) -> tuple[Slice, ...]:
     """Cut a box of ``nbytes``, which begins ``at`` in the line, where ``bounds`` fall."""
     # Rows of the first axis keep parts contiguous. If its rows are too coarse for the share, a longer axis serves.
     axis = next((d for d, n in enumerate(lengths) if n * (share / nbytes) * CUT_SHARE * 2 >= 1), None)
@@ -85,7 +85,7 @@ def _cut_at(lengths: tuple[int, ...], bounds: Sequence[float], at: int, nbytes: 
         axis = max(range(len(lengths)), key=lambda d: lengths[d])
     if lengths[axis] * (share / nbytes) < EVEN_ROWS and share >= 2 * SMALLEST_CUT:
         return tuple(
-            Part(*part, holder)
+            Slice(*part, holder)
             for start, stop, holder in _runs(prod(lengths), bounds, at, nbytes)
             for part in flat_boxes(lengths, start, stop)
         )
@@ -93,7 +93,7 @@ def _cut_at(lengths: tuple[int, ...], bounds: Sequence[float], at: int, nbytes: 
     for start, stop, holder in _runs(lengths[axis], bounds, at, nbytes):
         offsets, sizes = [0] * len(lengths), list(lengths)
         offsets[axis], sizes[axis] = start, stop - start
-        parts.append(Part(tuple(offsets), tuple(sizes), holder))
+        parts.append(Slice(tuple(offsets), tuple(sizes), holder))
     return tuple(parts)
 
 

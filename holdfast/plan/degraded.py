@@ -24,7 +24,7 @@ _NAMED = 8  # pieces that an error names at the most
 Key = tuple[str, Box]
 """A piece: the tensor's name and the box."""
 
-Named = tuple[str, PlannedTensor, Box]
+NamedPiece = tuple[str, PlannedTensor, Box]
 """A piece as a plan lists it."""
 
 
@@ -57,7 +57,7 @@ def spare_of(holders: Holders, owner: int) -> int | None:
     return holders[(holders.index(owner) + count // 2) % count] if count > 1 else None
 
 
-def kept_by(plan: Plan, rank: int) -> Iterator[Named]:
+def kept_by(plan: Plan, rank: int) -> Iterator[NamedPiece]:
     """The pieces that ``rank`` keeps for others, as their spare."""
     kinds = dict.fromkeys(plan.tensors.values())
     owners = {
@@ -85,7 +85,7 @@ def taken_over(
     """
     left = [rank for rank in range(world_size) if rank not in lost]
     missing = [f"{path} of rank {rank}" for rank in sorted(lost) for path in plan.per_rank]
-    lines: dict[Holders, list[Named]] = {}
+    lines: dict[Holders, list[NamedPiece]] = {}
     heirs: dict[Key, int] = {}
     for owner in sorted(lost):
         held = _Held(owner)
@@ -134,7 +134,7 @@ def _contains(outer: Box, inner: Box) -> bool:
     )
 
 
-def _dealt(line: Sequence[Named], holders: Holders) -> dict[Key, int]:
+def _dealt(line: Sequence[NamedPiece], holders: Holders) -> dict[Key, int]:
     """Whole pieces in runs of about equal bytes: the rank whose run has the middle of a piece takes it."""
     sizes = [box.size * dtypes.itemsize(tensor.dtype) for _, tensor, box in line]
     share = sum(sizes) / len(holders)

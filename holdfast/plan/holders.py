@@ -82,7 +82,7 @@ class OnMesh:
                 boxes = [Box(tuple(r.start for r in c), tuple(r.length for r in c)) for c in product(*runs)]
                 if len(self._layers) > 1:
                     return [(box, self._holders(self._places_of(box))) for box in boxes]
-                where = coordinate(layer.mesh, position)
+                where = coordinate(layer.mesh.shape, position)
                 holders = self._holders([position - sum(where[axis] * n for axis, n in layer.replicating)])
                 return [(box, holders) for box in boxes]
         return []

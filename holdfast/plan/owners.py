@@ -17,7 +17,7 @@ from holdfast.ondisk.cells import Cells
 from holdfast.plan.dealing import Given, Hand, deal, pieces_of
 from holdfast.plan.holders import Holders, Lie, cut_of
 
-Group = tuple[Holders, list[int]]
+HolderGroup = tuple[Holders, list[int]]
 """Ranks that hold the same boxes, and the numbers of these."""
 
 
@@ -101,7 +101,7 @@ class AllPieces:
                 profiles.setdefault(holders, []).append((lie, [lie.boxes[number].lengths for number in numbers]))
         alike: dict[tuple[object, ...], int] = {}
         counts: list[int] = []
-        self._lines: dict[Lie, dict[int, list[Group]]] = {lie: {} for lie in shared}
+        self._lines: dict[Lie, dict[int, list[HolderGroup]]] = {lie: {} for lie in shared}
         for holders, profile in profiles.items():
             key = (len(holders), *((lie, *lengths) for lie, lengths in profile))
             number = alike.setdefault(key, len(counts))
@@ -120,7 +120,7 @@ class AllPieces:
         self._hands = _dealt(tensors, entries, counts)
         self._known: dict[tuple[object, ...], Owned] = {}
 
-    def _lines_of(self, kind: PlannedTensor) -> dict[int, list[Group]]:
+    def _lines_of(self, kind: PlannedTensor) -> dict[int, list[HolderGroup]]:
         return {} if kind.first else self._lines[kind.lie]
 
     def of(self, tensors: Planned) -> Iterator[tuple[str, PlannedTensor, Owned]]:

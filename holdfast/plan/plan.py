@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 from holdfast.errors import Mismatch
@@ -23,14 +24,6 @@ Views = tuple[tuple[int, int], ...]
 """The layouts that name a tensor, each with the number of its spread there."""
 
 
-@dataclass
-class _Worked:
-    """What was worked out for an earlier save of the same plan."""
-
-    own: OwnPieces | None = None
-    all: AllPieces | None = None
-
-
 @dataclass(frozen=True)
 class Plan:
     """What all ranks together write. ``volumes``: which tensors are not in the first data file of their section.
@@ -44,20 +37,23 @@ class Plan:
     per_rank: list[str]
     volumes: dict[str, int] = field(default_factory=dict)
     version: int = 1
-    _worked: _Worked = field(default_factory=_Worked, init=False, repr=False, compare=False)
+    _own: dict[int, OwnPieces] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def written_by(self, rank: int) -> Iterator[tuple[str, PlannedTensor, Box]]:
         """The pieces that ``rank`` writes, in name order of the state."""
-        own = self._worked.own
-        if own is None or own.rank != rank:  # one rank is remembered: a save asks for its own, again and again
-            own = self._worked.own = OwnPieces(rank, self.tensors.values())
+        own = self._own.get(rank)
+        if own is None:  # one rank is remembered: a save asks for its own, again and again
+            self._own.clear()
+            own = self._own[rank] = OwnPieces(rank, self.tensors.values())
         return own.of(self.tensors)
 
     def owned(self) -> Iterator[tuple[str, PlannedTensor, Owned]]:
         """The pieces of all ranks, in name order of the state: for the first rank, which writes the manifest."""
-        if self._worked.all is None:
-            self._worked.all = AllPieces(self.tensors.values())
-        return self._worked.all.of(self.tensors)
+        return self._all.of(self.tensors)
+
+    @cached_property
+    def _all(self) -> AllPieces:
+        return AllPieces(self.tensors.values())
 
 
 @dataclass(frozen=True)

@@ -114,12 +114,8 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def coordinate(spread: Placed, position: int) -> tuple[int, ...]:
-    """The mesh coordinate of the ``position``-th rank of the mesh."""
-    return _coordinate(spread.shape, position)
-
-
-def _coordinate(sizes: tuple[int, ...], position: int) -> tuple[int, ...]:
+def coordinate(sizes: tuple[int, ...], position: int) -> tuple[int, ...]:
+    """The coordinate of the ``position``-th rank of a mesh of these ``sizes``."""
     index = []
     for size in reversed(sizes):
         position, i = divmod(position, size)
@@ -136,7 +132,7 @@ def placed_runs(shape: tuple[int, ...], spread: Placed, position: int) -> tuple[
 def _placed_runs(
     shape: tuple[int, ...], sizes: tuple[int, ...], splits: tuple[Split | None, ...], position: int
 ) -> tuple[tuple[Run, ...], ...]:
-    where = _coordinate(sizes, position)
+    where = coordinate(sizes, position)
     return tuple(
         axis_runs(
             length, tuple((sizes[axis], where[axis], strides) for axis, strides in cutting_axes(sizes, splits, dim))

@@ -18,7 +18,7 @@ from holdfast.ondisk import dtypes, names
 from holdfast.ranks.ranks import Ranks
 from holdfast.state.kinds import is_dtensor
 from holdfast.state.leaves import Made, Saved
-from holdfast.state.subclasses import Note, dtensor_on, made_of, read_note
+from holdfast.state.subclasses import TensorNote, dtensor_on, made_of, read_note
 from holdfast.state.tensors import entries_of, placed, stacked_part
 
 if TYPE_CHECKING:
@@ -74,27 +74,30 @@ class Maker:
                 parts = {key.removeprefix(below): leaves.pop(key) for key in list(leaves) if key.startswith(below)}
                 leaves[name] = made_of(name, note, parts, self._parameter_of(name))
 
-    def _note(self, name: str) -> Note | None:
+    def _note(self, name: str) -> TensorNote | None:
         return read_note(self._saved.containers.get(name))
 
-    def _part(self, name: str, note: Note, dtype: str, shape: tuple[int, ...], parameter: torch.Tensor | None) -> Made:
+    def _part(
+        self, name: str, note: TensorNote, dtype: str, shape: tuple[int, ...], parameter: torch.Tensor | None
+    ) -> Made:
         device = HOST if parameter is None else parameter.device
         if note.placements is None:
             part = torch.empty(shape, dtype=dtypes.torch_dtype(dtype), device=device)
             return Made(part, entries_of(name, part, self._ranks))
-        if not is_dtensor(parameter):
-            raise Mismatch(
-                f"{name} was saved in {shape[0]} shards, each quantised on its own by the optimizer; its parameter "
-                "here is not sharded: load it on as many shards, or leave the optimizer out by only="
+
+        def fault(here: str) -> Mismatch:
+            return Mismatch(
+                f"{name} was saved in {shape[0]} shards, each quantised on its own by the optimizer; {here}: load it "
+                "on as many shards, or leave the optimizer out by only="
             )
+
+        if not is_dtensor(parameter):
+            raise fault("its parameter here is not sharded")
         part = torch.empty(shape[1:], dtype=dtypes.torch_dtype(dtype), device=parameter._local_tensor.device)
         spread, position = placed(name, parameter, self._ranks)
         entry = stacked_part(name, part, spread, position)
         if entry.shape != shape:
-            raise Mismatch(
-                f"{name} was saved in {shape[0]} shards, each quantised on its own by the optimizer; here are "
-                f"{entry.shape[0]}: load it on as many shards, or leave the optimizer out by only="
-            )
+            raise fault(f"here are {entry.shape[0]}")
         return Made(part, [entry])
 
     def _laid_out(self, name: str, dtype: str, shape: tuple[int, ...], parameter: torch.Tensor | None) -> torch.Tensor:

@@ -53,23 +53,16 @@ def optimizers_of(saved: Mapping[str, JSON]) -> list[str]:
 
 
 def _groups(path: str, saved: Mapping[str, JSON]) -> list[list[tuple[str, JSON]]]:
+    """For each saved group the names and values of its ``params``; a group may have none."""
     groups: list[list[tuple[str, JSON]]] = []
-    while (ids := _numbered(f"{path}/param_groups/{len(groups)}/params", saved)) or _has_group(
-        path, len(groups), saved
-    ):
+    while True:
+        at = f"{path}/param_groups/{len(groups)}"
+        ids: list[tuple[str, JSON]] = []
+        while (name := f"{at}/params/{len(ids)}") in saved:
+            ids.append((name, saved[name]))
+        if not ids and f"{at}/lr" not in saved:
+            return groups
         groups.append(ids)
-    return groups
-
-
-def _has_group(path: str, number: int, saved: Mapping[str, JSON]) -> bool:
-    return f"{path}/param_groups/{number}/lr" in saved
-
-
-def _numbered(path: str, saved: Mapping[str, JSON]) -> list[tuple[str, JSON]]:
-    ids: list[tuple[str, JSON]] = []
-    while (at := f"{path}/{len(ids)}") in saved:
-        ids.append((at, saved[at]))
-    return ids
 
 
 def _at(into: Any, keys: tuple[str, ...]) -> list[Any]:

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast.ondisk import ndarrays
+from holdfast.ondisk import arrays
 from holdfast.ondisk.containers import kind_of
 from holdfast.ondisk.values import SINGLE
 
@@ -41,19 +41,15 @@ class Filling:
         self._filled.add(id(present))
         if isinstance(present, dict):
             self._fill_dict(present, saved)
-        elif isinstance(present, deque):
+        elif isinstance(present, (list, deque)):
             items = self._items(present, saved)
             present.clear()
             present.extend(items)
         elif isinstance(present, set):
             present.clear()
             present.update(saved)
-        elif isinstance(present, list):
-            present[:] = self._items(present, saved)
-        elif isinstance(present, bytearray):
-            present[:] = saved
         else:
-            present[...] = saved
+            present[... if arrays.is_array(present) else slice(None)] = saved
         return present
 
     def _fill_dict(self, present: dict[Any, Any], saved: dict[Any, Any]) -> None:
@@ -79,7 +75,7 @@ def _alike(present: Any, saved: Any) -> bool:
         return True  # also one of a class of its own, and a Counter that version 0.1 saved as a dict
     if type(present) is not type(saved):
         return False
-    if ndarrays.is_array(present):
+    if arrays.is_array(present):
         return bool(present.dtype == saved.dtype and present.shape == saved.shape and present.flags.writeable)
     if isinstance(present, deque):
         return bool(present.maxlen == saved.maxlen)

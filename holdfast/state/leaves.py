@@ -171,6 +171,12 @@ class Collected:
         self._check_free(entry.name)
         self.entries[entry.name] = entry
 
+    def add_stable(self, entries: list[Entry]) -> None:
+        """Add tensors that only an optimizer's step changes."""
+        for entry in entries:
+            self.add(entry)
+            self.changes.stable.add(entry.name)
+
     def add_value(self, name: str, value: JSON, *, owned: bool) -> None:
         """Add a value, of a module or optimizer if ``owned``. Raises Unsupported if its name is taken."""
         self._check_free(name)

@@ -36,7 +36,7 @@ def gather(walk: Walk, path: str, module: nn.Module, put: Put) -> None:
         added = Collected()
         live = _gather(walk, path, module, added)
         walk.into.merge(added)
-        if live:
+        if live and not own_methods.has_a_say_in_saving(module):
             recall.note_module(path, module, added)
 
 
@@ -54,7 +54,7 @@ def _gather(walk: Walk, path: str, module: nn.Module, into: Collected) -> bool:
             trees.add_tree(name, value, into, partial(walk.noted, into=into), owned=True)
     if not state.entries and not state.leaves:
         into.containers[path] = "dict"
-    return bool(state.leaves) and not state.entries and not own_methods.has_a_say_in_saving(module)
+    return bool(state.leaves) and not state.entries
 
 
 def _present(walk: Walk, path: str, module: nn.Module, into: Collected) -> ModuleState:

@@ -15,11 +15,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.errors import Unsupported
 from holdfast.ondisk import names
-from holdfast.ondisk.box import flat_boxes
 from holdfast.ranks.ranks import Ranks
 from holdfast.state.kinds import is_checkpoint_wrapper, is_compiled, is_fabric_module, is_fsdp1
-from holdfast.state.leaves import Entry, View
-from holdfast.state.tensors import boxed, dtype_name
+from holdfast.state.leaves import Entry
+from holdfast.state.tensors import flat_entry
 
 EXTRA_STATE = "_extra_state"
 
@@ -149,19 +148,21 @@ def holds_gradients_back(module: nn.Module) -> bool:
     return any(not group.reduce_grads for _, sub in named_modules(module) for group in _fsdp2_groups(sub))
 
 
+def gives_extra_state(module: nn.Module) -> bool:
+    """Whether a module puts extra state into its state dict."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
 def plain_fqn(fqn: str) -> str:
     """A name without the keys that wrappers add."""
     wrappers = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
     return ".".join(key for key in fqn.split(".") if key not in wrappers)
 
 
-def flat_entry(name: str, part: FlatPart, shard: torch.Tensor, ranks: Ranks) -> Entry:
-    """What this rank holds of one original parameter, as boxes; ``shard`` is the rank's flat tensor."""
-    views, at = [], part.offset
-    for box in flat_boxes(part.shape, part.start, part.stop):
-        views.append(View(box, shard.detach()[at : at + box.size].view(box.lengths)))
-        at += box.size
-    return boxed(name, dtype_name(name, shard), part.shape, views, ranks)
+def part_entry(name: str, part: FlatPart, shard: torch.Tensor, ranks: Ranks) -> Entry:
+    """What this rank holds of one original parameter; ``shard`` is the rank's flat tensor."""
+    memory = shard[part.offset : part.offset + part.stop - part.start]
+    return flat_entry(name, memory, part.shape, part.start, ranks)
 
 
 def local_flat(flat: Any) -> torch.Tensor:
@@ -185,7 +186,7 @@ def module_state(path: str, module: nn.Module, ranks: Ranks) -> ModuleState:
     if not flat:
         return ModuleState([], _state_dict(module), {})
     entries = [
-        flat_entry(names.child(path, part.fqn), part, local_flat(parameter), ranks)
+        part_entry(names.child(path, part.fqn), part, local_flat(parameter), ranks)
         for parameter, parts in flat.items()
         for part in parts
     ]
@@ -197,7 +198,7 @@ def module_state(path: str, module: nn.Module, ranks: Ranks) -> ModuleState:
                 continue
             if unwrapped(sub) is sub:
                 leaves[prefix + key] = tensor.detach()
-        if unwrapped(sub) is sub and type(sub).get_extra_state is not nn.Module.get_extra_state:
+        if unwrapped(sub) is sub and gives_extra_state(sub):
             leaves[f"{prefix}{EXTRA_STATE}"] = sub.get_extra_state()
     return ModuleState(entries, leaves, _flat_aliases(path, module, flat))
 
@@ -272,7 +273,7 @@ def _keys_of(module: nn.Module) -> set[str]:
     keys |= {part.fqn for parts in flat_parameters(module).values() for part in parts}
     for prefix, sub in named_modules(module):
         keys |= {prefix + key for key in sub._buffers.keys() if key not in sub._non_persistent_buffers_set}  # noqa: SIM118
-        if type(sub).get_extra_state is not nn.Module.get_extra_state:
+        if gives_extra_state(sub):
             keys.add(prefix + EXTRA_STATE)
     return keys
 

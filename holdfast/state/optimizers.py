@@ -21,9 +21,9 @@ from holdfast.ranks.ranks import Ranks
 from holdfast.state import groups, trees
 from holdfast.state.fresh import Maker, key_of
 from holdfast.state.kinds import is_flat_parameter, is_zero
-from holdfast.state.leaves import Collected, Entry, Group, Saved, Target
+from holdfast.state.leaves import Collected, Group, Saved, Target
 from holdfast.state.modules import local_flat
-from holdfast.state.parameters import Known, Named, call_parameters, device_of_number, entries_beside, own_shape
+from holdfast.state.parameters import Known, ParameterName, call_parameters, device_of_number, entries_beside, own_shape
 from holdfast.state.trees import is_container
 
 
@@ -157,7 +157,7 @@ class _State:
     state: Any
     group: dict[str, Any]
     parameter: torch.Tensor
-    named: Named
+    named: ParameterName
     ranks: Ranks
     into: Collected
     saved: Saved | None
@@ -207,7 +207,7 @@ class _State:
             name = names.child(self._prefix(fqn), str(key))
             if isinstance(value, torch.Tensor):
                 part = self.named.flat[i] if self.named.flat is not None else None
-                self._add_all(entries_beside(name, value, self.parameter, part, self.ranks))
+                self.into.add_stable(entries_beside(name, value, self.parameter, part, self.ranks))
                 if self.saved is None:
                     trees.note_tensor(name, value, self.parameter, self.into)
             elif self.named.flat is not None and is_container(value):
@@ -221,13 +221,8 @@ class _State:
                     self.into.handback.targets.append(Target(name, partial(self._set, key)))
 
     def _add_nested(self, name: str, tensor: torch.Tensor) -> None:
-        self._add_all(entries_beside(name, tensor, self.parameter, None, self.ranks))
+        self.into.add_stable(entries_beside(name, tensor, self.parameter, None, self.ranks))
         trees.note_tensor(name, tensor, self.parameter, self.into)
-
-    def _add_all(self, entries: list[Entry]) -> None:
-        for entry in entries:
-            self.into.add(entry)
-            self.into.changes.stable.add(entry.name)
 
     def _fits(self, name: str, value: Any) -> bool:
         """Whether a present value can take the saved one in place."""
@@ -244,7 +239,7 @@ class _State:
         """A target that makes a new value for ``name``."""
         if self.saved is None:
             raise TypeError("a target is for a load")
-        shape = {n: s for n, (_, s) in self.saved.tensors.items() if n == name}.get(name, ())
+        shape = self.saved.tensors[name][1] if name in self.saved.tensors else ()
         maker = Maker(
             self.saved, self.ranks, parameter_of=lambda name: self.parameter,
             device_of=lambda name: device_of_number(name, self.group, self.parameter, shape),
@@ -282,7 +277,9 @@ class _State:
                 alike = value.shape == own_shape(self.parameter)
                 for part in parts:
                     name = names.child(self._prefix(part.fqn), key)
-                    self._add_all(entries_beside(name, value, self.parameter if alike else None, part, self.ranks))
+                    self.into.add_stable(
+                        entries_beside(name, value, self.parameter if alike else None, part, self.ranks)
+                    )
             else:
                 self._add(key, value)
 
@@ -308,10 +305,7 @@ def _collect_shared(
     present = {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
     def add_tensor(name: str, tensor: torch.Tensor) -> None:
-        entries = entries_beside(name, tensor, None, None, ranks)
-        for entry in entries:
-            into.add(entry)
-            into.changes.stable.add(entry.name)
+        into.add_stable(entries_beside(name, tensor, None, None, ranks))
 
     if saved is None:
         for key, value in present.items():

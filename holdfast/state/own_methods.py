@@ -9,13 +9,14 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from holdfast.errors import Mismatch
-from holdfast.state.modules import EXTRA_STATE, named_modules, plain_fqn, unwrapped
+from holdfast.state.modules import EXTRA_STATE, gives_extra_state, named_modules, plain_fqn, unwrapped
 
 _SAME = (
     "torch.distributed.",  # FSDP2 and wrappers: they bring their parameters into the form in which they are read here
@@ -38,20 +39,21 @@ class Scope:
 
 
 def scopes_of(module: nn.Module) -> list[Scope]:
-    """The outermost submodules with a say of their own: overridden methods, or hooks on state dicts and loads."""
+    """The outermost submodules that override methods for saving and loading, or have hooks on these."""
     scopes: list[Scope] = []
     inner = innermost(module)
     for prefix, sub in named_modules(module):
         if unwrapped(sub) is not sub or any(prefix.startswith(scope.prefix) for scope in scopes):
             continue
-        if _has_a_say(sub, root=sub is inner):
-            scopes.append(Scope(prefix, sub, sub is inner))
+        root = sub is inner
+        if _changes_state_dict(sub) or _changes_loading(sub) or (root and _overrides(sub, "load_state_dict")):
+            scopes.append(Scope(prefix, sub, root))
     return scopes
 
 
 def has_a_say_in_saving(module: nn.Module) -> bool:
     """Whether a state dict of ``module`` may hold other entries each time that it is asked for."""
-    return any(_changes_state_dict(sub) or _gives_extra_state(sub) for sub in module.modules())
+    return any(_changes_state_dict(sub) or gives_extra_state(sub) for sub in module.modules())
 
 
 def hooks_after(module: nn.Module, scopes: list[Scope]) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -59,7 +61,7 @@ def hooks_after(module: nn.Module, scopes: list[Scope]) -> Iterator[tuple[str, C
     for prefix, sub in reversed(list(named_modules(module))):
         hooks = [hook for hook in sub._load_state_dict_post_hooks.values() if not _is_same(hook)]
         if hooks and unwrapped(sub) is sub and not any(prefix.startswith(scope.prefix) for scope in scopes):
-            yield prefix, _calling(sub, hooks)
+            yield prefix, partial(_call, hooks, sub)
 
 
 def takes(scope: Scope, key: str) -> bool:
@@ -149,10 +151,6 @@ def _takes_strict(method: Callable[..., Any]) -> bool:
     return any(p.name == "strict" or p.kind is p.VAR_KEYWORD for p in kinds)
 
 
-def _has_a_say(module: nn.Module, *, root: bool) -> bool:
-    return _changes_state_dict(module) or _changes_loading(module) or (root and _overrides(module, "load_state_dict"))
-
-
 def _changes_state_dict(module: nn.Module) -> bool:
     hooks = [*module._state_dict_hooks.values(), *module._state_dict_pre_hooks.values()]
     return (
@@ -166,10 +164,6 @@ def _changes_loading(module: nn.Module) -> bool:
     return _overrides(module, "_load_from_state_dict") or any(
         not _is_same(hook) for hook in module._load_state_dict_pre_hooks.values()
     )
-
-
-def _gives_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _overrides(module: nn.Module, method: str) -> bool:
@@ -195,10 +189,6 @@ def innermost(module: nn.Module) -> nn.Module:
     return module
 
 
-def _calling(module: nn.Module, hooks: list[Callable[..., Any]]) -> Callable[[], None]:
-    def call() -> None:
-        nothing = nn.modules.module._IncompatibleKeys([], [])
-        for hook in hooks:
-            hook(module, nothing)
-
-    return call
+def _call(hooks: list[Callable[..., Any]], module: nn.Module) -> None:
+    for hook in hooks:
+        hook(module, nn.modules.module._IncompatibleKeys([], []))

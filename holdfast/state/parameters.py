@@ -23,7 +23,7 @@ from holdfast.state.tensors import dtype_name, entries_of, local_views, placed
 
 
 @dataclass(frozen=True)
-class Named:
+class ParameterName:
     """What a parameter of an optimizer is called: one FQN, or the parts of an FSDP1 flat parameter."""
 
     fqn: str
@@ -34,28 +34,28 @@ class Named:
         return [self.fqn] if self.flat is None else [part.fqn for part in self.flat]
 
 
-Known = Mapping[int, tuple[str, Named]]
+Known = Mapping[int, tuple[str, ParameterName]]
 """``id(parameter)`` to the path of its module (empty for a bare tensor) and what it is called."""
 
 
 def names_of_parameters(
     owners: Sequence[tuple[str, nn.Module]], bare: Iterable[tuple[str, torch.Tensor]] = ()
-) -> dict[int, tuple[str, Named]]:
+) -> dict[int, tuple[str, ParameterName]]:
     """What each parameter of the modules of a state is called, and each tensor that lies ``bare`` in it."""
-    known: dict[int, tuple[str, Named]] = {}
+    known: dict[int, tuple[str, ParameterName]] = {}
     for path, module in owners:
         for key, (fqn, _) in modules.parameter_names(module).items():
-            known.setdefault(key, (path, Named(fqn)))
+            known.setdefault(key, (path, ParameterName(fqn)))
         for flat, parts in modules.flat_parameters(module).items():
-            known[id(flat)] = (path, Named("", parts))
+            known[id(flat)] = (path, ParameterName("", parts))
             for original, part in zip(flat._params or (), parts, strict=False):
-                known[id(original)] = (path, Named(part.fqn, [part]))
+                known[id(original)] = (path, ParameterName(part.fqn, [part]))
     for path, tensor in bare:
-        known.setdefault(id(tensor), ("", Named(".".join(names.split(path)))))
+        known.setdefault(id(tensor), ("", ParameterName(".".join(names.split(path)))))
     return known
 
 
-def call_parameters(path: str, parameters: Sequence[torch.Tensor], known: Known) -> dict[int, Named]:
+def call_parameters(path: str, parameters: Sequence[torch.Tensor], known: Known) -> dict[int, ParameterName]:
     """``id(parameter)`` to its name among the parameters of one optimizer, the one at ``path``.
 
     Names lead with the module's path where the parameters belong to several. Parameters that the state does not hold
@@ -63,7 +63,7 @@ def call_parameters(path: str, parameters: Sequence[torch.Tensor], known: Known)
     """
     places = [known.get(id(p)) for p in parameters]
     if all(place is None for place in places):
-        return {id(p): Named(str(i)) for i, p in enumerate(parameters)}
+        return {id(p): ParameterName(str(i)) for i, p in enumerate(parameters)}
     if any(place is None for place in places):
         index = places.index(None)
         raise Unsupported(
@@ -86,11 +86,11 @@ def call_parameters(path: str, parameters: Sequence[torch.Tensor], known: Known)
     return called
 
 
-def _below(owner: str, named: Named) -> Named:
+def _below(owner: str, named: ParameterName) -> ParameterName:
     if not owner:
         return named
     flat = None if named.flat is None else [replace(part, fqn=f"{owner}.{part.fqn}") for part in named.flat]
-    return Named(f"{owner}.{named.fqn}", flat)
+    return ParameterName(f"{owner}.{named.fqn}", flat)
 
 
 def own_shape(parameter: torch.Tensor) -> torch.Size:
@@ -113,7 +113,7 @@ def entries_beside(
         if _is_number(value, local):
             return entries_of(name, value, ranks)
         _check_local(name, value, local)
-        return [modules.flat_entry(name, part if flat else replace(part, offset=0), value, ranks)]
+        return [modules.part_entry(name, part if flat else replace(part, offset=0), value, ranks)]
     if (
         plain
         and is_dtensor(parameter)

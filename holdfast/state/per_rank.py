@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -111,29 +112,29 @@ class RNG:
     def state_dict(self) -> dict[str, Any]:
         """The states of all generators, in plain values."""
         version, words, gauss = random.getstate()
-        state: dict[str, Any] = {
-            "python": [version, list(words), gauss],
-            "torch": bytes(torch.get_rng_state().tolist()),
-        }
+        state: dict[str, Any] = {"python": [version, list(words), gauss], "torch": _bytes_of(torch.get_rng_state())}
         numpy = _numpy()
         if numpy is not None:
             kind, keys, position, has_gauss, cached = numpy.random.get_state()
             state["numpy"] = [kind, keys.tobytes(), int(position), int(has_gauss), float(cached)]
         accelerator = _accelerator()
         if accelerator is not None and _is_used(accelerator):
-            state["devices"] = [bytes(accelerator.get_rng_state(i).tolist()) for i in range(accelerator.device_count())]
+            state["devices"] = [_bytes_of(accelerator.get_rng_state(i)) for i in range(accelerator.device_count())]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set every generator that both the state and this process have."""
         self._loaded = state
+        numpy = _numpy()
         if "seed" in state:
-            _seed_all(state["seed"])
+            random.seed(state["seed"])
+            torch.manual_seed(state["seed"])
+            if numpy is not None:
+                numpy.random.seed(state["seed"] % (1 << 32))
             return
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
         torch.set_rng_state(_byte_tensor(state["torch"]))
-        numpy = _numpy()
         if numpy is not None and "numpy" in state:
             kind, keys, position, has_gauss, cached = state["numpy"]
             numpy.random.set_state((kind, numpy.frombuffer(keys, dtype="uint32"), position, has_gauss, cached))
@@ -159,12 +160,8 @@ def _own_or_seeded(values: Sequence[Any], rank: int, world_size: int) -> Any:
     return {"seed": int.from_bytes(text[:8], "little") >> 1}
 
 
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy = _numpy()
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return bytes(state.tolist())
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:
@@ -172,8 +169,6 @@ def _byte_tensor(data: bytes) -> torch.Tensor:
 
 
 def _numpy() -> Any:
-    import sys
-
     # Only a program that has imported NumPy can have drawn from it; importing it here would cost every save.
     return sys.modules.get("numpy")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Note(msgspec.Struct, omit_defaults=True):
+class TensorNote(msgspec.Struct, omit_defaults=True):
     """``kind``: module and name of the subclass, empty for none; ``context``: what it gives beside its parts;
     ``outer``: its size and strides.
 
@@ -58,7 +58,8 @@ def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> 
         placements = [int(p.dim) if hasattr(p, "dim") else None for p in tensor.placements]
     if not is_flattening(local):
         strides = None if placements is not None else _strange_strides(tensor, parameter)
-        return None if placements is None and strides is None else _noted(Note(placements=placements, strides=strides))
+        note = TensorNote(placements=placements, strides=strides)
+        return None if note == TensorNote() else _noted(note)
     _, context = local.__tensor_flatten__()
     try:
         encoded = values.encode_tree(context, _no_tensor)
@@ -69,7 +70,7 @@ def note_of(name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> 
     kind = f"{type(local).__module__}:{type(local).__qualname__}"
     outer = list(local.shape), list(local.stride())
     shape = list(tensor.shape) if placements is not None else None
-    return _noted(Note(kind, encoded, outer, placements=placements, shape=shape))
+    return _noted(TensorNote(kind, encoded, outer, placements=placements, shape=shape))
 
 
 def _strange_strides(tensor: torch.Tensor, parameter: torch.Tensor | None) -> list[int] | None:
@@ -89,17 +90,19 @@ def _strange_strides(tensor: torch.Tensor, parameter: torch.Tensor | None) -> li
     return list(tensor.stride())
 
 
-def read_note(noted: containers.Note | None) -> Note | None:
+def read_note(noted: containers.Note | None) -> TensorNote | None:
     """The note that stands in the place of a container's, if it is one. Raises Unsupported if it cannot be read."""
     if not isinstance(noted, Container) or noted.tensor is None:
         return None
     try:
-        return msgspec.json.decode(noted.tensor, type=Note)
+        return msgspec.json.decode(noted.tensor, type=TensorNote)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise Unsupported(f"a tensor is noted as {noted.tensor[:200]!r}, which cannot be read ({error})") from None
 
 
-def made_of(name: str, note: Note, parts: Mapping[str, torch.Tensor], parameter: torch.Tensor | None) -> torch.Tensor:
+def made_of(
+    name: str, note: TensorNote, parts: Mapping[str, torch.Tensor], parameter: torch.Tensor | None
+) -> torch.Tensor:
     """The noted tensor, of its ``parts``, on the mesh of ``parameter``. Raises Mismatch if it cannot be made."""
     context = values.decode_tree(note.context, _no_reference)
     size, strides = note.outer or (None, None)
@@ -118,7 +121,7 @@ def made_of(name: str, note: Note, parts: Mapping[str, torch.Tensor], parameter:
     )
 
 
-def dtensor_on(parameter: DTensor, note: Note | None, dtype: str, shape: tuple[int, ...]) -> DTensor:
+def dtensor_on(parameter: DTensor, note: TensorNote | None, dtype: str, shape: tuple[int, ...]) -> DTensor:
     """A new DTensor on the mesh of ``parameter``, cut as the note says if the axes are as many, else replicated."""
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -154,7 +157,7 @@ def _placements(cuts: Sequence[int | None]) -> list[Any]:
     return [Replicate() if cut is None else Shard(cut) for cut in cuts]
 
 
-def _noted(note: Note) -> Container:
+def _noted(note: TensorNote) -> Container:
     return Container(containers.TENSOR, tensor=msgspec.json.encode(note, order="deterministic").decode())
 
 

@@ -89,7 +89,7 @@ def entries_of(name: str, value: object, ranks: Ranks) -> list[Entry]:
     if isinstance(value, Shard):
         return [_explicit(name, value, ranks)]
     if isinstance(value, FlatShard):
-        return [_flat(name, value, ranks)]
+        return [flat_entry(name, value.tensor, tuple(value.shape), value.start, ranks)]
     if is_sharded_tensor(value):
         return [_sharded_tensor(name, value, ranks)]
     if isinstance(value, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
@@ -265,12 +265,13 @@ def _explicit(name: str, shard: Shard, ranks: Ranks) -> Entry:
     return boxed(name, dtype_name(name, shard.tensor), tuple(shard.shape), views, ranks)
 
 
-def _flat(name: str, shard: FlatShard, ranks: Ranks) -> Entry:
-    views, at, memory = [], 0, shard.tensor.detach()
-    for box in flat_boxes(tuple(shard.shape), shard.start, shard.start + memory.numel()):
-        views.append(View(box, memory[at : at + box.size].view(box.lengths)))
+def flat_entry(name: str, memory: torch.Tensor, shape: tuple[int, ...], start: int, ranks: Ranks) -> Entry:
+    """What this rank holds of a flattened tensor of ``shape``: the elements from ``start`` on, as boxes."""
+    views, at = [], 0
+    for box in flat_boxes(shape, start, start + memory.numel()):
+        views.append(View(box, memory.detach()[at : at + box.size].view(box.lengths)))
         at += box.size
-    return boxed(name, dtype_name(name, memory), tuple(shard.shape), views, ranks)
+    return boxed(name, dtype_name(name, memory), shape, views, ranks)
 
 
 def boxed(name: str, dtype: str, shape: tuple[int, ...], views: list[View], ranks: Ranks) -> Entry:

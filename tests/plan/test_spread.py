@@ -50,7 +50,7 @@ def local_numbers(shape: tuple[int, ...], spread: Placed, placements: list[Place
     Strides that torch itself decodes as an order of cutting (FSDP over tensor parallel) are cut in that order.
     """
     local = torch.arange(prod(shape)).reshape(shape)
-    where = coordinate(spread, position)
+    where = coordinate(spread.shape, position)
     for axis, placement in ordered(spread.shape, placements):
         local = placement._split_tensor(local, spread.shape[axis], with_padding=False)[0][where[axis]]
     return local
@@ -109,7 +109,7 @@ def test_shape_and_offset_are_those_of_torch(case: Case) -> None:
     # (11 rows over 3 x 3: it gives row 10 to the third shard of the first part, torch cuts it off for the last).
     shape = tuple(n * prod(spread.shape) for n in few)
     for position in range(len(spread.ranks)):
-        where = list(coordinate(spread, position))
+        where = list(coordinate(spread.shape, position))
         lengths, offsets = _compute_local_shape_and_global_offset(shape, spread.shape, where, placements)
         axes = placed_runs(shape, spread, position)
         assert tuple(sum(run.length for run in axis) for axis in axes) == tuple(lengths)
@@ -135,7 +135,7 @@ def test_coordinates_are_row_major(case: Case) -> None:
     _, spread, _ = case
     table = torch.arange(len(spread.ranks)).reshape(spread.shape)
     for position in range(len(spread.ranks)):
-        assert int(table[coordinate(spread, position)]) == position
+        assert int(table[coordinate(spread.shape, position)]) == position
 
 
 def test_tensor_parallel_under_fsdp() -> None:

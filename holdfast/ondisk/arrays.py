@@ -1,6 +1,7 @@
-"""NumPy arrays among the values of a state, as JSON and back: type, shape and bytes.
+"""Arrays among the values of a state, as JSON and back: NumPy arrays, and small tensors such as a learning rate.
 
-`values` calls it. Never imports NumPy before there is an array, and never takes memory that the bytes do not fill.
+`values` calls it. Never imports NumPy before there is an array, never takes memory that the bytes do not fill, and
+never takes a large tensor or one without plain bytes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ import sys
 from math import prod
 from typing import Any
 
+import torch
+
 from holdfast.errors import Unsupported
+from holdfast.ondisk import scalars
 from holdfast.ondisk.scalars import JSON, Refused, full_name
 
 _TYPE = re.compile(
     r"[<>|](?:b1|[iu][1248]|f[248]|c8|c16|[SU][1-9]\d{0,8}|[mM]8(?:\[\d{0,9}(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)"
 )
 """Types whose bytes mean the same everywhere: no objects, no records, no numbers of the machine's own width."""
+
+MAX_TENSOR = 1 << 20
+"""Bytes of a tensor that may be a value."""
 
 _MAX_AXES = 32
 _MAX_TEXT = 0x10FFFF
@@ -29,7 +36,7 @@ def is_array(value: object) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def encode(value: Any) -> JSON:
+def encode_array(value: Any) -> JSON:
     """An array as type, shape and its bytes, row-major. Raises Refused for types that have no plain bytes."""
     import numpy
 
@@ -44,8 +51,8 @@ def encode(value: Any) -> JSON:
     return {"$": "array", "v": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
 
 
-def decode(inner: Any) -> Any:
-    """The inverse of `encode`. Raises Unsupported without NumPy, ValueError and the like for what is no array."""
+def decode_array(inner: Any) -> Any:
+    """The inverse of `encode_array`. Raises Unsupported without NumPy, ValueError and the like for what is no array."""
     name, shape, text = inner
     if not isinstance(name, str) or _TYPE.fullmatch(name) is None:
         raise ValueError(f"an array of dtype {str(name)[:40]!r}")
@@ -66,3 +73,32 @@ def decode(inner: Any) -> Any:
     if not data:
         return numpy.zeros(shape, dtype)
     return numpy.frombuffer(bytearray(data), dtype).reshape(shape)  # of a bytearray: it can be written to
+
+
+def encode_tensor(tensor: torch.Tensor) -> JSON:
+    """A tensor as ``{"$": "inline", "v": [dtype, shape, base64 of its bytes, whether it is on the host]}``.
+
+    Raises Refused.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        raise Refused("", f"a {type(tensor).__qualname__} as a setting; use a plain tensor")
+    if tensor.is_quantized or tensor.nbytes > MAX_TENSOR:
+        raise Refused("", f"a tensor of {tensor.nbytes} bytes as a setting; keep it in the state of a parameter")
+    data = bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {
+        "$": "inline",
+        "v": [dtype, list(tensor.shape), base64.b64encode(data).decode(), tensor.device.type == "cpu"],
+    }
+
+
+def decode_tensor(value: Any) -> torch.Tensor:
+    """The inverse of `encode_tensor`; what was on an accelerator is put on the present one, if there is one."""
+    name, shape, data, on_host = value
+    dtype = scalars.decode("dtype", name)
+    text = base64.b64decode(data, validate=True)
+    # torch refuses a buffer without bytes.
+    flat = torch.frombuffer(bytearray(text or b"0"), dtype=torch.uint8)[: len(text)].clone()
+    tensor = flat.view(dtype).reshape(shape)
+    accelerator = None if on_host else torch.accelerator.current_accelerator()
+    return tensor if accelerator is None else tensor.to(accelerator)
