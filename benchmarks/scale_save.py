@@ -23,8 +23,8 @@ import torch
 from benchmarks.scale_states import Parameter, Shape, World
 from benchmarks.scale_talk import Meeting
 from holdfast.buffers.memory import no_collection
-from holdfast.commit.agree import Agreement, plan_for
-from holdfast.commit.commit import Identity, complete, draft
+from holdfast.commit.agree import Agreed, plan_for
+from holdfast.commit.draft import Identity, complete, draft
 from holdfast.ondisk import blocks, datafile, dtypes, manifest
 from holdfast.ondisk.box import regular_cuts
 from holdfast.ondisk.cells import Cells
@@ -33,8 +33,7 @@ from holdfast.plan.layout import Layout, digest_of, join_owned
 from holdfast.plan.plan import Plan, make_plan
 from holdfast.ranks.ranks import Ranks
 from holdfast.state.outline import layout_of, owned_values
-from holdfast.write.image import Image
-from holdfast.write.images import images_of
+from holdfast.write.datafiles import DataFile, datafiles_of
 
 SAVE, RUN = "7c1e09ab52d3f410", "0123456789abcdef"
 _FILE = re.compile(r".*/(\d+)-of-\d+\..*")
@@ -103,13 +102,13 @@ class Saved:
         if rank not in self._files:
             ranks = Ranks(rank, self.world.sharding.world)
             self._files[rank] = {}
-            for image in images_of(self.world.collected(rank), self.plan, ranks, SAVE):
+            for image in datafiles_of(self.world.collected(rank), self.plan, ranks, SAVE):
                 header = header_of(image, rank)
                 self._files[rank][image.path] = (header, len(header) + image.nbytes)
         return self._files[rank]
 
 
-def header_of(image: Image, rank: int) -> bytes:
+def header_of(image: DataFile, rank: int) -> bytes:
     """A header as `write` makes it, with sums of zeros."""
     sums = ",".join("0" * (16 * blocks.count(piece.nbytes)) for piece in image.pieces)
     return datafile.build_header(
@@ -156,7 +155,7 @@ def save(world: World, *, rank: int | None = None, memory: bool = True) -> Saved
     as_new()
     ranks = Ranks(rank, size)
     plan, cost.plan_s = timed(lambda: _planned(ranks, agreement))
-    images, cost.images_s = timed(lambda: images_of(state, plan, ranks, agreement.save))
+    images, cost.images_s = timed(lambda: datafiles_of(state, plan, ranks, agreement.save))
     cost.pieces = sum(len(image.pieces) for image in images)
 
     agreement, talk = meeting.agree()
@@ -175,13 +174,13 @@ def _described(state: Any) -> str:
     return digest_of(layout_of(state))
 
 
-def _planned(ranks: Ranks, agreement: Agreement) -> Plan:
+def _planned(ranks: Ranks, agreement: Agreed) -> Plan:
     plan = plan_for(ranks, agreement)
     sum(1 for _ in plan.written_by(ranks.rank))
     return plan
 
 
-def _peak(agreement: Agreement, rank: int) -> int:
+def _peak(agreement: Agreed, rank: int) -> int:
     """The most memory that a rank has for its plan at once, the layouts that it was told included."""
     told = msgspec.msgpack.encode(agreement.layouts)
     as_new()
@@ -196,14 +195,14 @@ def _peak(agreement: Agreement, rank: int) -> int:
         tracemalloc.stop()
 
 
-def _committed(world: World, agreement: Agreement, plan: Plan, cost: SaveCost) -> Saved:
+def _committed(world: World, agreement: Agreed, plan: Plan, cost: SaveCost) -> Saved:
     """What the first rank does once all have written; the sizes of files are those that the manifest tells."""
     size = world.sharding.world
     state = world.collected(0)
     identity = Identity(SAVE, RUN, 1000, size)
     told = [(r, i, owned_values(world.collected(r))) for i, r in enumerate(world.tellers)]
     joined = join_owned(agreement.layouts, told)
-    drafted, cost.draft_s = timed(lambda: draft(identity, plan, state, joined, []))
+    drafted, cost.draft_s = timed(lambda: draft(identity, plan, state.values, state.kinds, joined, []))
     written = bytes_of(drafted)
     saved = Saved(world, plan, drafted, cost)
     # The header of a rank that was not looked at is taken to be as long as the longest of those that were.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from time import thread_time
 from typing import Any, cast
 
@@ -18,11 +17,11 @@ import msgspec
 from benchmarks.scale_states import World
 from holdfast.buffers.device import Moments
 from holdfast.buffers.memory import no_collection
-from holdfast.commit.agree import Agreement, agree
-from holdfast.plan.layout import Layout
+from holdfast.commit.agree import Agreed, agree
+from holdfast.commit.gather import Gathered
+from holdfast.commit.job import Job
 from holdfast.ranks.messages import Message, short
 from holdfast.ranks.ranks import Call, Ranks
-from holdfast.state import Collected
 from holdfast.state.outline import layout_of
 
 
@@ -63,10 +62,10 @@ class Meeting:
             rank if rank in self.members else followers[index] for rank, index in enumerate(world.layout_of)
         ]
 
-    def agree(self) -> tuple[Agreement, Talk]:
+    def agree(self) -> tuple[Agreed, Talk]:
         """One save's agreement as the first rank has it."""
         talk = Talk()
-        found: dict[int, Agreement | None] = {}
+        found: dict[int, Agreed | None] = {}
         failed: list[BaseException] = []
         hub = _Hub(self, talk, threading.Barrier(len(self.members)))
 
@@ -74,10 +73,8 @@ class Meeting:
             try:
                 state = self.world.collected(rank)
                 call = cast(Call, _Call(hub, self.members[rank]))
-                bring = partial(_described, state)
-                found[rank] = agree(
-                    call, bring, busy=False, allow=lambda: None, begun=lambda save: None, after=Moments()
-                )
+                gathered = Gathered(state, layout_of(state), Moments(), {}, [])
+                found[rank] = agree(call, Job(self.members[rank], None, None, "0" * 16), gathered)
             except BaseException as error:  # raised below
                 failed.append(error)
                 hub.barrier.abort()
@@ -94,10 +91,6 @@ class Meeting:
         if agreement is None:
             raise RuntimeError("the ranks skipped the save")
         return agreement, talk
-
-
-def _described(state: Collected) -> tuple[Collected, Layout]:
-    return state, layout_of(state)
 
 
 @dataclass

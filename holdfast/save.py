@@ -1,4 +1,4 @@
-"""The story of a save that training waits for: collect, plan, write what this rank owns, settle, commit.
+"""The story of a save that training waits for: gather, agree, lay out, write, commit.
 
 Users and the manager call `save`. Never leaves a moment without a whole checkpoint, and never commits half of one.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Mapping
 from operator import index
 from time import monotonic
 from typing import Any, Literal
@@ -18,14 +17,18 @@ import torch.distributed as dist
 from holdfast import events
 from holdfast.buffers.memory import no_collection
 from holdfast.checkpoint import Checkpoint
-from holdfast.commit.commit import Attached
-from holdfast.commit.order import Order
-from holdfast.commit.save_work import SaveWork
-from holdfast.errors import Unsupported
-from holdfast.ondisk.manifest import FORMAT, Manifest
-from holdfast.ondisk.patterns import Patterns, matcher
-from holdfast.policies.incremental.borrow import Previous
-from holdfast.policies.signing.keys import Key, Signer, signer
+from holdfast.commit.agree import agree
+from holdfast.commit.attachments import Attached
+from holdfast.commit.gather import Gathered, gather
+from holdfast.commit.job import Base, Failed, Job, attempt, value_of
+from holdfast.commit.outgoing import Outgoing, lay_out
+from holdfast.commit.settle import settle
+from holdfast.errors import HoldfastError, Unsupported
+from holdfast.ondisk.manifest import FORMAT
+from holdfast.ondisk.patterns import Patterns
+from holdfast.policies.points import Policies
+from holdfast.policies.replicas.compare import compared_by
+from holdfast.policies.signing.keys import Key, signing
 from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -35,13 +38,13 @@ from holdfast.write.ring import Ring
 RUN = secrets.token_hex(8)
 """Marks what this process saves as one run's."""
 
-Base = str | os.PathLike[str] | Place | Checkpoint
-"""What a save may cite: the path of a checkpoint, or the checkpoint."""
+Based = str | os.PathLike[str] | Place | Checkpoint | Base
+"""What a save may reuse files of: the path of a checkpoint, or the checkpoint."""
 
 
 def save(
     state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
-    step: int | None = None, base: Base | Previous | None = None,
+    step: int | None = None, base: Based | None = None,
     files: Attached | None = None, group: dist.ProcessGroup | Ranks | None = None,
     deadline: float = DEADLINE, run: str | None = None, label: str | None = None, degraded: bool = False,
     check_replicas: bool | Patterns = False, sign: Key | Literal[True] | None = None,
@@ -74,77 +77,47 @@ def save(
     folder = with_deadline(location(path), deadline)
     label, step = label or label_of(folder, step), step_of(state, step)
     ranks, began = ranks_of(group), monotonic()
+    job = Job(
+        ranks, folder, step, run or RUN, overwrite=overwrite, base=base_of(base, deadline), degraded=degraded,
+        compared=compared_by(check_replicas), sign=signing(sign),
+    )  # fmt: skip
     with no_collection(), ranks.call(label, deadline=deadline, saving=True) as call:
-        save_in(
-            call, state, folder, step=step, files=files or {}, overwrite=overwrite, run=run or RUN,
-            previous=previous_of(base, deadline), degraded=degraded, compared=compared_by(check_replicas),
-            sign=signing(sign),
-        )  # fmt: skip
+        save_in(call, job, state, files or {})
     return Checkpoint(folder, monotonic() - began)
 
 
-def save_in(
-    call: Call, state: Mapping[str, Any], folder: Place, *, step: int | None, files: Attached, overwrite: bool,
-    run: str, previous: Previous | None = None, degraded: bool = False,
-    compared: Callable[[str], bool] | None = None, sign: Callable[[], Signer] | None = None,
-    committed: Callable[[Place, Manifest], None] | None = None,
-) -> str:  # fmt: skip
+def save_in(call: Call, job: Job, state: Mapping[str, Any], files: Attached) -> str:
     """All of a save, within a call of the ranks that is under way. Returns the save's id."""
-    rank = call.ranks.rank
-    with (
-        events.span("save", folder, rank, whole=True, step=step) as whole,
-        Ring(remote=folder.is_remote) as ring,
-    ):
-        order = Order(
-            call.ranks, folder, step, overwrite, run, ring, still=True, previous=previous, degraded=degraded,
-            compared=compared, sign=sign, committed=committed,
-        )  # fmt: skip
-        work = SaveWork(order)
-        work.gather(state, files)
-        work.plan(call)
-        work.settle(call)
-        whole.nbytes = work.nbytes
-        return work.save_id
+    with events.span("save", job.place, job.ranks.rank, whole=True, step=job.step) as whole:
+        saved = commit_gathered(call, job, attempt(gather, job, state, files))
+        whole.nbytes = saved.nbytes
+    return saved.agreed.save
 
 
-def compared_by(check_replicas: bool | Patterns) -> Callable[[str], bool] | None:
-    """Which names to compare over the ranks that hold them; None if none is."""
-    if isinstance(check_replicas, bool):
-        return (lambda name: True) if check_replicas else None
-    patterns = (check_replicas,) if isinstance(check_replicas, str) else tuple(check_replicas)
-    out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
-    wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
-    fits, is_out = matcher(wanted, "check_replicas="), matcher(out, "check_replicas=!") if out else lambda name: False
-    return lambda name: fits(name) and not is_out(name)
+def commit_gathered(call: Call, job: Job, gathered: Gathered | Failed) -> Outgoing:
+    """Agree, lay out, write and commit what the ranks have gathered. Raises what every rank raises: SaveFailed."""
+    policies = Policies(job)
+    with Ring(remote=job.place.is_remote) as memory:
+        agreed = agree(call, job, gathered)
+        if agreed is None:
+            raise HoldfastError("a save was skipped that no rank may skip; this is a fault of holdfast")
+        outgoing = attempt(lay_out, job, agreed, value_of(gathered), memory, policies)
+        settle(call, job, agreed, outgoing, policies)
+        return value_of(outgoing)
 
 
-def signing(sign: Key | Literal[True] | None) -> Callable[[], Signer] | None:
-    """What gives the first rank its signer, once it asks: a key that cannot be read fails the save on all ranks."""
-    if sign is None:
-        return None
-
-    @cache
-    def made() -> Signer:
-        found = None if sign is True else signer(sign)
-        if found is None:
-            raise ValueError("sign=True says that the first rank has the key, but this is the first rank")
-        return found
-
-    return made
-
-
-def previous_of(base: Base | Previous | None, deadline: float) -> Previous | None:
-    """What a save may cite, from what its caller named; a checkpoint that cannot be a base fails the save."""
-    if base is None or isinstance(base, Previous):
+def base_of(base: Based | None, deadline: float) -> Base | None:
+    """What a save may reuse, from what its caller named; a checkpoint that cannot be a base fails the save."""
+    if base is None or isinstance(base, Base):
         return base
-    found = base.path if isinstance(base, Checkpoint) else with_deadline(location(base), deadline)
+    path = base.path if isinstance(base, Checkpoint) else with_deadline(location(base), deadline)
 
     def choose() -> Place:
         if isinstance(base, Checkpoint) and base.format != FORMAT:
-            raise Unsupported(f"{found} is of the format {base.format}: only a checkpoint of holdfast can be a base")
-        return found
+            raise Unsupported(f"{path} is of the format {base.format}: only a checkpoint of holdfast can be a base")
+        return path
 
-    return Previous(choose, required=True)
+    return Base(choose, required=True)
 
 
 def step_of(state: Mapping[str, Any], step: int | None) -> int | None:

@@ -28,10 +28,10 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.commit.folder import sweep_beside
-from holdfast.commit.save_work import SaveWork
+from holdfast.commit.outgoing import Outgoing
 from holdfast.ondisk.spans import ranges
-from holdfast.policies.degraded import takeover
-from holdfast.policies.degraded.takeover import Takeover
+from holdfast.policies.degraded import failover
+from holdfast.policies.degraded.failover import _Failover
 from holdfast.storage.local.local_place import LocalPlace
 from tests import format_reader
 from tests.trials import forked, read_line, serve_store
@@ -102,8 +102,8 @@ def state_of(trial: Trial, rank: int) -> tuple[nn.Module, torch.optim.Optimizer,
 def watch(stage: str, number: int) -> None:
     """Stop this process at a stage of the save to `step`."""
 
-    def stop(work: Any) -> None:
-        folder = work if isinstance(work, Path) else work.order.folder
+    def stop(at: Any) -> None:
+        folder = at if isinstance(at, Path) else at.job.folder
         if folder.name == "step":
             os.kill(os.getpid(), number)
 
@@ -121,10 +121,10 @@ def watch(stage: str, number: int) -> None:
         setattr(owner, name, watched)
 
     stages: dict[str, Callable[[], None]] = {
-        "write": lambda: around(SaveWork, "_write"),
-        "durable": lambda: around(SaveWork, "_write", after=True),
-        "take over": lambda: around(Takeover, "_share"),
-        "commit": lambda: around(takeover, "commit"),
+        "write": lambda: around(Outgoing, "finish"),
+        "durable": lambda: around(Outgoing, "finish", after=True),
+        "take over": lambda: around(_Failover, "_share"),
+        "commit": lambda: around(failover, "commit"),
     }
     stages[stage]()
 

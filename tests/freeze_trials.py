@@ -26,8 +26,10 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import CheckpointManager
-from holdfast.commit import save_work
+from holdfast.commit import settle
 from holdfast.commit.agree import _Agreeing
+from holdfast.commit.job import Job
+from holdfast.commit.outgoing import Outgoing
 from holdfast.ranks import rounds
 from holdfast.read.shared import pass_on, share
 from holdfast.run.tiers import nodes
@@ -41,18 +43,17 @@ BESIDE = 6  # trials at once
 PATIENCE = 120.0
 
 loading: Any = import_module("holdfast.load")
-work = save_work.SaveWork
 SAVE: dict[str, tuple[Any, str, bool]] = {
-    "gather": (work, "gather", False),
+    "gather": (Job, "check", False),
     "describe": (_Agreeing, "_describe", False),
     "decide plan": (_Agreeing, "_decide", False),
-    "planned": (work, "plan", True),
+    "planned": (_Agreeing, "run", True),
     "staging": (write.Writing, "stage", True),
-    "written": (work, "_write", True),
+    "written": (Outgoing, "finish", True),
     "joining": (rounds.Round, "_join", False),
-    "claimed": (work, "_commit", False),
-    "committing": (save_work, "commit", False),
-    "committed": (save_work, "commit", True),
+    "claimed": (settle, "_commit", False),
+    "committing": (settle, "commit", False),
+    "committed": (settle, "commit", True),
     "told": (rounds.Round, "forget", False),
 }
 """Where a rank stops in a save: at the beginning of a function, or at its end."""
@@ -192,12 +193,12 @@ class Rank:
     def freeze_writer(self, saver: Saver) -> None:
         stage = write.Writing.stage
 
-        def staging(writing: Any, image: Any) -> None:
+        def staging(writing: Any, *sections: Any) -> None:
             write.Writing.stage = stage  # type: ignore[method-assign]
-            pid = saver._worker.pid  # type: ignore[union-attr]
+            pid = saver._pool.worker.pid  # type: ignore[union-attr]
             os.kill(pid, signal.SIGSTOP)
             self.tell("stops", writer=pid)
-            stage(writing, image)
+            stage(writing, *sections)
 
         write.Writing.stage = staging  # type: ignore[method-assign]
 

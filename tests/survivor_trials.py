@@ -34,8 +34,11 @@ import torch.distributed as dist
 import holdfast
 import holdfast.saver
 from holdfast import CheckpointManager, Keep
-from holdfast.commit import save_work
-from holdfast.saver import Saver
+from holdfast.buffers.still import CopyGuard
+from holdfast.commit import settle
+from holdfast.commit.agree import _Agreeing
+from holdfast.commit.job import Job
+from holdfast.commit.outgoing import Outgoing
 from holdfast.write import write
 from tests.trials import beside, forked, read_line, serve_store
 
@@ -137,18 +140,17 @@ class Rank:
 
             setattr(owner, name, watched)
 
-        work, of_work = save_work.SaveWork, lambda work, *_: work.order.folder
         stages: dict[str, Callable[[], None]] = {
-            "save": lambda: before(work, "gather", of_work),
-            "plan": lambda: before(work, "plan", of_work),
-            "planned": lambda: before(work, "plan", of_work, after=True),
+            "save": lambda: before(Job, "check", lambda job, *_: job.folder),
+            "plan": lambda: before(_Agreeing, "run", lambda agreeing, *_: agreeing.job.folder),
+            "planned": lambda: before(_Agreeing, "run", lambda agreeing, *_: agreeing.job.folder, after=True),
             "staging": lambda: before(write.Writing, "stage", lambda writing, *_: writing.folder, after=True),
-            "staged": lambda: before(Saver, "_staged", lambda saver, saving, *_: saving.path, after=True),
+            "staged": lambda: before(CopyGuard, "copied", lambda guard, *_: guard._copying._path, after=True),
             "handed": lambda: before(write.Writing, "leave", lambda writing, *_: writing.folder, after=True),
-            "durable": lambda: before(work, "_write", of_work, after=True),
-            "committing": lambda: before(save_work, "commit", lambda folder, *_: folder),
-            "committed": lambda: before(save_work, "commit", lambda folder, *_: folder, after=True),
-            "parts": lambda: before(save_work, "take_away", lambda folder, *_: folder),
+            "durable": lambda: before(Outgoing, "finish", lambda outgoing, *_: outgoing.job.folder, after=True),
+            "committing": lambda: before(settle, "commit", lambda folder, *_: folder),
+            "committed": lambda: before(settle, "commit", lambda folder, *_: folder, after=True),
+            "parts": lambda: before(settle, "take_away", lambda folder, *_: folder),
         }
         if self.trial.stage is not None:
             stages[self.trial.stage]()

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import saver as module
 from holdfast.buffers import still
-from holdfast.write import arena, stream
+from holdfast.write import buffer as buffers
+from holdfast.write import filling, pool
 
 WINDOW = 8192  # small, so that a small memory limit means waves
 
-SLOW = stream.copy_bytes
+SLOW = filling.copy_bytes
 
 
 def slowly(*args: Any) -> None:
@@ -39,10 +39,10 @@ def patched(*, hold: int = still.HOLD, small: int = still.SMALL, copy: Callable[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(still, "HOLD", hold)
         patch.setattr(still, "SMALL", small)
-        patch.setattr(stream, "STRIDE", 1024)
-        patch.setattr(stream, "copy_bytes", copy)
-        patch.setattr(module, "WINDOW", WINDOW)
-        patch.setattr(module, "Slot", partial(arena.Slot, window=WINDOW))
+        patch.setattr(filling, "STRIDE", 1024)
+        patch.setattr(filling, "copy_bytes", copy)
+        patch.setattr(pool, "CHUNK", WINDOW)
+        patch.setattr(pool, "StagingBuffer", partial(buffers.StagingBuffer, chunk_bytes=WINDOW))
         yield
 
 

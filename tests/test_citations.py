@@ -26,7 +26,7 @@ from holdfast.commit.citations import Citations, cited_in
 from holdfast.commit.commit import commit
 from holdfast.commit.folder import delete_checkpoint, delete_checkpoints, sweep_beside, sweep_dead
 from holdfast.ondisk import manifest
-from holdfast.policies.incremental import borrow
+from holdfast.policies.incremental import reuse
 from holdfast.run.keep import Kept
 from holdfast.run.retention import KeptSteps as Steps
 from holdfast.run.whole import fault_of
@@ -429,7 +429,7 @@ def test_any_sequence(
             path = root / f"step-{target}"
             if kind.startswith("saved"):  # as users do
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(borrow, "SMALLEST", 0)
+                    patch.setattr(reuse, "SMALLEST", 0)
                     holdfast.save(states[target], path, base=base, overwrite=what == "overwrite")
             else:
                 save_on(states[target], path, base, links=links, overwrite=what == "overwrite")

@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast.storage.local import disk
-from holdfast.write.image import KEPT
+from holdfast.write.datafiles import KEPT
 from tests.descriptor_trials import descriptors, is_whole, state
 from tests.patience import wait_until
 from tests.programs import run_module

@@ -327,14 +327,16 @@ def thread_save(size: int, state_of: Any, path: Path) -> None:
 
     import torch.distributed as dist
 
+    from holdfast.commit.job import Job
     from holdfast.save import save_in
+    from holdfast.storage.urls import location
 
     store = dist.HashStore()
 
     def one(rank: int) -> None:
         ranks = Ranks(rank, size, store)
         with ranks.call("save", deadline=240, saving=True) as call:
-            save_in(call, state_of(rank), path, step=0, files={}, overwrite=False, run="0" * 16)
+            save_in(call, Job(call.ranks, location(path), 0, "0" * 16), state_of(rank), {})
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(one, range(size)))

@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.commit import save_work
+from holdfast.commit import settle
 from holdfast.ondisk.manifest import Manifest
-from holdfast.policies.incremental import borrow as module
+from holdfast.policies.incremental import reuse as module
 from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
 from holdfast.write import write
@@ -310,7 +310,7 @@ def test_a_failed_overwrite_leaves_the_links_of_the_older_checkpoint(
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "no")
 
-    monkeypatch.setattr(save_work, "commit", fails)
+    monkeypatch.setattr(settle, "commit", fails)
     with pytest.raises(holdfast.SaveFailed):
         holdfast.save(_state(3), tmp_path / "2", base=tmp_path / "1", overwrite=True)
     assert _names(tmp_path / "2") == before
@@ -391,7 +391,7 @@ def test_in_a_store_files_are_cited_where_they_lie() -> None:
 
 CRASH = """
 import os, signal, sys, holdfast
-from holdfast.commit import save_work
+from holdfast.commit import settle
 from tests.test_incremental import _state
 root, how = sys.argv[1:]
 
@@ -399,7 +399,7 @@ def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 holdfast.save(_state(1), f"{root}/step-000000001")
-save_work.commit = die
+settle.commit = die
 if how == "blocking":
     holdfast.save(_state(2), f"{root}/step-000000002", base=f"{root}/step-000000001")
 else:
@@ -415,8 +415,8 @@ def test_killed_between_the_links_and_the_commit(how: str, links: bool, tmp_path
     script = CRASH
     if not links:
         script = script.replace(
-            "save_work.commit", "import errno; from holdfast.policies.incremental import borrow\n"
-            "def _link(*_): raise OSError(errno.EXDEV, 'no')\nborrow._link = _link\nsave_work.commit",
+            "settle.commit", "import errno; from holdfast.policies.incremental import reuse\n"
+            "def _link(*_): raise OSError(errno.EXDEV, 'no')\nreuse._link = _link\nsettle.commit",
         )  # fmt: skip
     run = run_code(script, tmp_path, how)
     assert run.returncode == -signal.SIGKILL, run.stderr
@@ -459,7 +459,7 @@ def test_memory_for_what_is_left_to_write_alone(tmp_path: Path) -> None:
     holdfast.save(state, tmp_path / "1")
     with holdfast.Saver(worker="thread") as saver:
         saver.save({**state, "step": 2}, tmp_path / "2", base=tmp_path / "1").wait()
-        assert sum(slot.nbytes for slot in saver._slots.values()) == 0
+        assert sum(slot.nbytes for slot in saver._pool.buffers.values()) == 0
     _is(tmp_path / "2", {**state, "step": 2})
 
 

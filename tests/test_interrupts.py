@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from torch import nn
 import holdfast
 from holdfast import events, saver
 from holdfast.buffers import still
-from holdfast.commit.save_work import SaveWork
+from holdfast.saving import background
+from holdfast.saving.background import BackgroundSave
 
 PLACES: list[tuple[Any, str]] = [
-    (saver, "hold_still"), (saver.Saver, "_hook"), (saver, "label_of"), (SaveWork, "gather"), (SaveWork, "__init__"),
+    (background, "hold_still"), (background, "gather"), (saver.Saver, "_hook"), (saver, "label_of"),
+    (BackgroundSave, "gather"), (BackgroundSave, "__init__"),
     (still.Copying, "begin"), (events, "begin"),
 ]  # fmt: skip
 """What a call of `save` passes in the calling thread."""
@@ -65,13 +68,13 @@ def test_an_interrupt_is_raised_once_where_it_comes(place: tuple[Any, str], afte
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_blocking_save_that_is_interrupted(after: bool, tmp_path: Path) -> None:
     state = trained()
-    with interrupted(SaveWork, "gather", after=after), pytest.raises(KeyboardInterrupt):
+    with interrupted(import_module("holdfast.save"), "gather", after=after), pytest.raises(KeyboardInterrupt):
         holdfast.save(state, tmp_path / "1")
     holdfast.save(state, tmp_path / "1")
     assert torch.equal(holdfast.open(tmp_path / "1").read("m/weight"), state["m"].weight.detach())
 
 
-@pytest.mark.parametrize("place", [(saver, "hold_still"), (SaveWork, "gather")], ids=lambda place: place[1])
+@pytest.mark.parametrize("place", [(background, "hold_still"), (background, "gather")], ids=lambda place: place[1])
 def test_a_manager_goes_on_after_an_interrupt(place: tuple[Any, str], tmp_path: Path) -> None:
     state = trained()
     with holdfast.CheckpointManager(tmp_path / "run", every=1) as manager:

@@ -48,7 +48,7 @@ class Blocked:
     """The writes of this rank, held back until `release`, which may make them fail."""
 
     def __init__(self, manager: CheckpointManager, worker: str) -> None:
-        self.pid = manager._saves.saver._worker.pid if worker == "process" else None
+        self.pid = manager._saves.saver._pool.worker.pid if worker == "process" else None
         self._free, self._write, self._error = threading.Event(), courier._write, None
         if self.pid is not None:
             os.kill(self.pid, signal.SIGSTOP)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.policies.replicas.divergence import _verdict
+from holdfast.policies.replicas.compare import _verdict
 from tests import pool
 
 WORLD = 4

@@ -27,7 +27,9 @@ import holdfast
 from holdfast import saver as module
 from holdfast.ranks.ranks import ranks_of
 from holdfast.storage.local import large as local_large
-from holdfast.write import arena, courier
+from holdfast.write import buffer as buffers
+from holdfast.write import courier
+from holdfast.write import pool as buffer_pool
 from tests import meshes, pool
 from tests.patience import wait_until
 
@@ -308,7 +310,7 @@ def test_a_full_disk(worker: Any, unreserved: bool, small_disk: Path, monkeypatc
 
 
 def _writer(saver: holdfast.Saver) -> int:
-    return int(saver._worker.pid)  # type: ignore[union-attr]
+    return int(saver._pool.worker.pid)  # type: ignore[union-attr]
 
 
 def test_a_killed_writer_fails_its_save_and_the_next_one_starts_another(tmp_path: Path) -> None:
@@ -422,9 +424,9 @@ def test_the_file_of_somebody_else_is_never_written_to(tmp_path: Path, monkeypat
 
 def test_windows_that_come_back_late_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That its bytes are written is known a moment before the window is back; the next save must not come between."""
-    pause, real_give, real_write = threading.Event(), arena.Slot.give, courier._write
+    pause, real_give, real_write = threading.Event(), buffers.StagingBuffer.give, courier._write
 
-    def late(self: arena.Slot, window: Any) -> None:
+    def late(self: buffers.StagingBuffer, window: Any) -> None:
         pause.wait(0.3)
         real_give(self, window)
 
@@ -432,7 +434,7 @@ def test_windows_that_come_back_late_are_waited_for(tmp_path: Path, monkeypatch:
         pause.wait(0.05)  # so that somebody waits for it
         real_write(*args)
 
-    monkeypatch.setattr(arena.Slot, "give", late)
+    monkeypatch.setattr(buffers.StagingBuffer, "give", late)
     monkeypatch.setattr(courier, "_write", write)
     with holdfast.Saver(worker="thread") as saver:
         for step in range(3):
@@ -450,7 +452,7 @@ def skip_or_not(root: str, slots: int) -> tuple[list[bool], list[str]]:
         savings = [saver.save(_state(step), f"{root}/{step}") for step in range(slots + 3)]
         for saving in savings[slots:]:
             saving._done.wait(LONG)
-        taken = len(saver._slots)
+        taken = len(saver._pool.buffers)
         gate.set()
         texts = [_told(saving.wait)[0] for saving in savings]
         savings.append(saver.save(_state(99), f"{root}/99"))
@@ -554,7 +556,7 @@ import os, torch, holdfast
 saver = holdfast.Saver(worker={worker!r})
 for step in range({count}):
     saver.save({{"model": {{"w": torch.full((1 << 20,), float(step))}}, "step": step}}, {path!r} + f"/{{step}}")
-print(saver._worker.pid if saver._worker and {worker!r} == "process" else 0)
+print(saver._pool.worker.pid if saver._pool.worker and {worker!r} == "process" else 0)
 """
 
 
@@ -595,7 +597,7 @@ saver = holdfast.Saver()
 for step in range(3):
     saving = saver.save({{"w": torch.full((1000,), float(step)), "step": step}}, {path!r} + f"/{{step}}")
 saving.wait()
-maps = open(f"/proc/{{saver._worker.pid}}/maps").read()
+maps = open(f"/proc/{{saver._pool.worker.pid}}/maps").read()
 assert "torch" not in maps
 saver.save({{"w": torch.full((1000,), 3.0), "step": 3}}, {path!r} + "/3")
 """
@@ -629,22 +631,22 @@ def prepared(layout: str, optimizer: str, root: str) -> tuple[list[str], list[An
     }[optimizer]()
     state = {"model": model, "optimizer": made, "step": 0}
     window = 4096  # small, so that a wrong guess is seen
-    kept = module.Slot
-    module.Slot = functools.partial(arena.Slot, window=window)  # type: ignore[assignment,misc]
+    kept = buffer_pool.StagingBuffer
+    buffer_pool.StagingBuffer = functools.partial(buffers.StagingBuffer, chunk_bytes=window)  # type: ignore[assignment,misc]
     try:
         with holdfast.Saver(worker="thread", slots=2) as saver:
             saver.prepare(state)
             files = os.listdir(root)
-            before = [(slot._address, slot.nbytes) for slot in saver._slots.values()]
+            before = [(slot._address, slot.nbytes) for slot in saver._pool.buffers.values()]
             model(torch.randint(0, 11, (4, 5))).square().mean().backward()
             made.step()
             for step in range(2):
                 saver.save(state, f"{root}/{step}")
             saver.wait()
-            after = [(slot._address, slot.nbytes) for slot in saver._slots.values()]
-            return files, before, after, len(saver._slots)
+            after = [(slot._address, slot.nbytes) for slot in saver._pool.buffers.values()]
+            return files, before, after, len(saver._pool.buffers)
     finally:
-        module.Slot = kept  # type: ignore[misc]
+        buffer_pool.StagingBuffer = kept  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "AMSGrad", "SGD", "RMSprop"])
@@ -686,7 +688,7 @@ def test_many_small_sections_take_little_memory(worker: str, tmp_path: Path) -> 
 def test_a_slot_takes_what_is_saved_and_little_more(nbytes: int, tmp_path: Path) -> None:
     with holdfast.Saver(worker="thread") as saver:
         saver.prepare({"a": {"t": torch.empty(nbytes, dtype=torch.uint8)}, "b": {"t": torch.ones(2)}})
-        (slot,) = saver._slots.values()
+        (slot,) = saver._pool.buffers.values()
         assert nbytes < slot.nbytes <= nbytes + (17 << 20 if nbytes > 15 << 20 else 2 << 20)
 
 

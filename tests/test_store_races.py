@@ -238,9 +238,9 @@ TRAINER = (
 saver = holdfast.Saver(worker="process", deadline=240)
 saving = saver.save(state_of(told["seed"], rows=told["rows"]), place)
 saving.wait_staged()
-while told["staged"] and saving.timing.bytes == 0 and not saver._worker:
+while told["staged"] and saving.timing.bytes == 0 and not saver._pool.worker:
     time.sleep(0.01)
-print("staged", saver._worker.pid, flush=True)
+print("staged", saver._pool.worker.pid, flush=True)
 time.sleep(600)
 """
 )
@@ -313,8 +313,8 @@ def test_the_writer_process_is_killed(bucket: Bucket) -> None:
         bucket.proxy.bandwidth = 2_000_000
         saving = saver.save(state, bucket.at("one"))
         wait_until(lambda: any(request.up for request in bucket.proxy.requests()))
-        assert saver._worker is not None
-        os.kill(saver._worker.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        assert saver._pool.worker is not None
+        os.kill(saver._pool.worker.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         with pytest.raises(holdfast.SaveFailed, match="the writer process .* was killed by signal 9"):
             saving.wait(240)
         bucket.proxy.bandwidth = None

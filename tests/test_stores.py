@@ -24,7 +24,7 @@ from holdfast.storage import store_place
 from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.hedged import Hedged
-from holdfast.write.arena import WINDOW
+from holdfast.write.buffer import CHUNK
 from holdfast.write.ring import PART, PARTS
 from tests import pool
 from tests.servers import Server
@@ -102,7 +102,7 @@ def test_overwrite(bucket: Bucket) -> None:
 def test_in_the_background(worker: Any, bucket: Bucket) -> None:
     """Three saves in two slots, each larger than its slot may be: sums first, then waves of windows."""
     states = [state_of(step, rows=70_000, width=128) for step in (1, 2, 3)]  # 36 MB in each of two files
-    with holdfast.Saver(worker=worker, slots=2, memory_limit=2 * 2 * WINDOW) as saver:
+    with holdfast.Saver(worker=worker, slots=2, memory_limit=2 * 2 * CHUNK) as saver:
         savings = []
         for state in states:
             savings.append(saver.save(state, bucket.at(f"step-{state['step']}"), files={"note": b"n"}))

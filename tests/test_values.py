@@ -19,10 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.commit.job import Job
 from holdfast.ondisk import containers, packing, part, values
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import save_in
 from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.urls import location
 from tests import format_reader
 from tests.ondisk.test_values import plain, same
 
@@ -263,7 +265,7 @@ def thread_save(size: int, state_of: Callable[[int], dict[str, Any]], path: Path
 
     def one(rank: int) -> None:
         with Ranks(rank, size, store).call("save", deadline=240, saving=True) as call:
-            save_in(call, state_of(rank), path, step=0, files={}, overwrite=False, run="0" * 16)
+            save_in(call, Job(call.ranks, location(path), 0, "0" * 16), state_of(rank), {})
 
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(one, range(size)))

@@ -23,7 +23,7 @@ from holdfast.buffers.memory import buffer
 from holdfast.buffers.stage import host_tensor, host_view
 from holdfast.ondisk.box import whole
 from holdfast.policies.incremental.fingerprint import Fingerprints
-from holdfast.write.arena import WINDOW, Slot
+from holdfast.write.buffer import CHUNK, StagingBuffer
 from holdfast.write.worker import start
 
 
@@ -72,10 +72,10 @@ def copies(part: Part) -> None:
 def arena(part: Part) -> None:
     """Memory as a Saver takes it: what it costs to have, and how fast a device copies into it, window by window."""
     count = 4 if part.small else 128
-    nbytes = count * WINDOW
+    nbytes = count * CHUNK
     far = part.there(torch.ones(nbytes, dtype=torch.uint8, device=part.device))
     for kind in ("process", "thread"):
-        slot = Slot(0, start(kind))
+        slot = StagingBuffer(0, start(kind))
         began = time.monotonic()
         slot.reserve(nbytes, touch=True)
         touched = time.monotonic()
@@ -85,12 +85,12 @@ def arena(part: Part) -> None:
             what=f"arena for a writer {kind}: pinned", unit="s/GB", value=(time.monotonic() - touched) / nbytes * 1e9
         )
 
-        def fill(slot: Slot = slot) -> None:
+        def fill(slot: StagingBuffer = slot) -> None:
             slot.begin()
-            copier, windows = Copier(Moments()), [slot.take(WINDOW, 1.0) for _ in range(count)]
+            copier, windows = Copier(Moments()), [slot.take(CHUNK, 1.0) for _ in range(count)]
             for number, window in enumerate(windows):
                 if window is not None:
-                    copier.copy(far, number * WINDOW, WINDOW, window.address)
+                    copier.copy(far, number * CHUNK, CHUNK, window.address)
             copier.moment().wait()
             for window in windows:
                 if window is not None:

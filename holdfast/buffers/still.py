@@ -306,6 +306,26 @@ def check_still(names: list[str]) -> None:
         )
 
 
+class CopyGuard:
+    """Guards the tensors of one background save until they are copied. Adds names that changed to ``distrusted``."""
+
+    def __init__(self, copying: Copying, held: Held, distrusted: set[str]) -> None:
+        self._copying, self._held, self._distrusted = copying, held, distrusted
+
+    def copied(self, moments: Moments) -> None:
+        """Every tensor is copied, or queued to be until ``moments``: steps may go on. Raises HoldfastError if not."""
+        self._check(self._held.changed())
+        self._copying.release(moments, self._held)
+
+    def landed(self) -> None:
+        """All copies have arrived. Raises HoldfastError if a tensor has changed since they were queued."""
+        self._check(self._copying.torn())
+
+    def _check(self, names: list[str]) -> None:
+        self._distrusted.update(names)
+        check_still(names)
+
+
 def check_sent(watched: Watched) -> None:
     """Raise HoldfastError if a tensor changed while it was uploaded from where it lies: its sums may not be its own."""
     names = changed(watched)

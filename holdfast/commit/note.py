@@ -1,6 +1,6 @@
-"""What one rank tells the first once its files are durable, and what follows of all such notes.
+"""What one rank tells the first one when its files are durable, and what follows from the notes of all ranks.
 
-`SaveWork` makes and joins them. Pure. Paths are not told: they follow from section, rank and volume.
+`settle` makes and joins them. Pure. Notes hold no paths: these follow from section, rank and volume.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.commit.citing import Did
+from holdfast.commit.draft import Share
 from holdfast.ondisk.datafile import file_name
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import Cite
 from holdfast.ondisk.signature import SignedFile
-from holdfast.write.image import Image, Written
+from holdfast.write.datafiles import DataFile, Written
 
 _DIGEST = 16  # bytes of an XXH3-128
 
 
 class Note(msgspec.Struct, array_like=True):
-    """What one rank did: its durable files, its plan, and what it cites.
+    """What one rank has done: its durable files, its plan, and what it reuses.
 
     A file is its section, volume, bytes, bytes of its header, and the header's digest, followed by the header's SHA-256
     if the save is signed.
@@ -28,29 +28,29 @@ class Note(msgspec.Struct, array_like=True):
 
     files: list[tuple[str, int, int, int, bytes]]
     plan: str
-    cites: list[Cite] = []
+    reused: list[Cite] = []
 
 
-def note_of(images: Sequence[Image], written: Sequence[Written], plan: str, cites: list[Cite]) -> Note:
-    """Of files whose headers are known."""
-    files = [
-        (image.section, image.volume, w.bytes, w.header_bytes, bytes.fromhex(w.header_digest + w.header_sha256))
-        for image, w in zip(images, written, strict=True)
+def note_of(files: Sequence[DataFile], written: Sequence[Written], plan: str, reused: list[Cite]) -> Note:
+    """The note about files whose headers are known."""
+    rows = [
+        (file.section, file.volume, w.bytes, w.header_bytes, bytes.fromhex(w.header_digest + w.header_sha256))
+        for file, w in zip(files, written, strict=True)
     ]
-    return Note(files, plan, cites)
+    return Note(rows, plan, reused)
 
 
-def did_of(notes: Sequence[Note], save: str) -> list[Did]:
-    """What each rank did, its files with their paths."""
-    return [Did(_records(rank, len(notes), note, save), note.cites) for rank, note in enumerate(notes)]
+def shares_of(notes: Sequence[Note], save: str) -> list[Share]:
+    """What each rank has done, its files with their paths."""
+    return [Share(_records(rank, len(notes), note, save), note.reused) for rank, note in enumerate(notes)]
 
 
 def signed_files(record: Manifest, notes: Sequence[Note], save: str) -> list[SignedFile]:
     """What is signed of the data files of a manifest."""
     sha256 = {
-        file.path: told[-1][_DIGEST:].hex()
+        file.path: row[-1][_DIGEST:].hex()
         for rank, note in enumerate(notes)
-        for file, told in zip(_records(rank, len(notes), note, save), note.files, strict=True)
+        for file, row in zip(_records(rank, len(notes), note, save), note.files, strict=True)
     }
     return [SignedFile(sha256[file.path]) for file in record.data_files]
 

@@ -1,78 +1,102 @@
-"""What one rank writes of a save, on its way: cited if a base has it, summed, copied, handed to the worker.
+"""What one rank writes of one save: laid out as data files, staged, handed to the writer, and made durable.
 
-`SaveWork` makes an `Outgoing` once the ranks follow a plan. Knows no other rank; its caller tells them.
+`lay_out` makes an `Outgoing` once the ranks agree; the Saver may stage some sections early; `settle` does the rest.
+Knows no other rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol
 
 from holdfast import events
-from holdfast.buffers.device import Copier, Moments
-from holdfast.commit.agree import Agreement
-from holdfast.commit.order import Order
+from holdfast.buffers.memory import no_collection
+from holdfast.buffers.still import check_sent
+from holdfast.commit.agree import Agreed, plan_for
+from holdfast.commit.attachments import place_attachments
+from holdfast.commit.draft import Identity, draft
+from holdfast.commit.gather import Gathered, sends_from_memory
+from holdfast.commit.job import Failed, Job, Memory
+from holdfast.commit.note import Note, note_of
+from holdfast.errors import Damaged, RankLost
+from holdfast.ondisk import manifest, part
 from holdfast.ondisk.datafile import base_of
-from holdfast.ondisk.part import Cite
+from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.part import Cite, Part
+from holdfast.ondisk.signature import SignedFile
+from holdfast.plan.layout import join_owned
 from holdfast.plan.plan import Plan
-from holdfast.policies.degraded.takeover import Spares
-from holdfast.policies.incremental.borrow import cite, open_base
-from holdfast.policies.incremental.fingerprint import Prints, fingerprints_of
-from holdfast.policies.replicas.divergence import Summed
-from holdfast.state import Collected
-from holdfast.write.image import Image, OpenFiles
-from holdfast.write.images import images_of
+from holdfast.ranks.ranks import Call
+from holdfast.state.outline import owned_values
+from holdfast.write.datafiles import DataFile, OpenFiles, datafiles_of
 from holdfast.write.write import Writing
 
 SCALAR = 64
 """Bytes that small state of an optimizer takes for a parameter: more than it is."""
 
 
-def _silent(count: int) -> None:
-    """Progress that nobody is shown yet."""
+class Points(Protocol):
+    """The points where policies enter a save, and nowhere else; `holdfast.policies.points` has them."""
+
+    def before_staging(self, outgoing: Outgoing, sections: Collection[str] | None) -> None:
+        """Before these sections (None: all that are left) are staged; may take out files that need not be written."""
+
+    def before_commit(self, call: Call, staged: Failed | None) -> None:
+        """Once everything is staged, or has failed to be. May meet the other ranks, and fail the save."""
+
+    def sign(self, gathered: Gathered, record: Manifest, files: Sequence[SignedFile]) -> bytes | None:
+        """On the rank that commits: the signature of the manifest."""
+
+    def ranks_lost(self, lost: RankLost, call: Call, outgoing: Outgoing, task: events.Task) -> None:
+        """Commit the save without ranks that were lost while they wrote. Raises RankLost if that cannot be done."""
+
+    def committed(self, save: str) -> None:
+        """The save is committed: remember what the next one needs."""
+
+    def close(self) -> None:
+        """Let memory go, whatever became of the save. Never raises."""
 
 
-@dataclass
-class _Progress:
-    """Whom what is written from now on is told. No method of the save: the writer would keep it, and so the state."""
+@dataclass(frozen=True)
+class Durable:
+    """What one rank has on disk of a save, before its outcome is known.
 
-    tell: Callable[[int], None] = _silent
+    It was durable ``at`` this moment, by `time.monotonic`. The first rank alone has the records of ``attachments``,
+    knows whether it ``replaces`` an older manifest, and has a ``draft`` of the new one, if its part file holds it.
+    """
 
-    def __call__(self, count: int) -> None:
-        self.tell(count)
+    files: list[FileRecord]
+    reused: list[Cite]
+    note: Note
+    attachments: list[tuple[str, int, str]]
+    replaces: bool
+    draft: Manifest | None
+    at: float
 
 
 @dataclass
 class Outgoing:
-    """This rank's data files of one save: perhaps `copy_now` some sections, then `copy` the rest, then `close`.
+    """One rank's part of a save between its plan and its outcome.
 
-    What is copied is as of the moments ``after``; ``staged`` is called when every tensor is copied, or queued to be
-    copied until the moments it gets, with the chance to fail the save. What is opened is added to ``opened``, for the
-    caller to close or delete.
+    ``files`` are those that this rank writes, ``reused`` those that it need not. ``opened`` collects what was opened,
+    for `settle` to close or delete. ``durable`` is what has become of it all: None until that is known,
+    and Failed also if a part of it has failed before.
     """
 
-    order: Order
-    agreement: Agreement
+    job: Job
+    agreed: Agreed
+    gathered: Gathered
     plan: Plan
-    collected: Collected
-    after: Moments
-    staged: Callable[[Moments], None]
-    opened: OpenFiles
-    images: list[Image] = field(init=False)
-    cites: list[Cite] = field(default_factory=list)
-    prints: Prints = field(default_factory=dict)
-    spares: Spares = field(default_factory=Spares)
-    sums: Summed = field(init=False)
-    """What this rank has summed, for the others to compare."""
-    _writing: Writing | None = None
-    _is_staged: set[str] = field(default_factory=set)
-    _progress: _Progress = field(default_factory=_Progress)
-    _looked: bool = False  # into a base
-    _copied: bool = False
-
-    def __post_init__(self) -> None:
-        self.images = images_of(self.collected, self.plan, self.order.ranks, self.agreement.save)
-        self.sums = Summed(self.order.compared or (lambda name: False))
+    memory: Memory
+    points: Points
+    files: list[DataFile]
+    reused: list[Cite] = field(default_factory=list)
+    opened: OpenFiles = field(default_factory=OpenFiles)
+    writing: Writing | None = None
+    staged_at: float = 0.0
+    durable: Durable | Failed | None = None
 
     @property
     def nbytes(self) -> int:
@@ -82,91 +106,140 @@ class Outgoing:
     @property
     def sizes(self) -> list[int]:
         """Tensor bytes of each data file."""
-        return [image.nbytes for image in self.images]
+        return [file.nbytes for file in self.files]
 
     @property
     def sizes_to_come(self) -> list[int]:
         """Of the files of optimizers that have not stepped, as they will be by what their parameters take."""
-        to_come = self.collected.changes.to_come
+        to_come = self.gathered.state.changes.to_come
         return [
             sum(
-                int(to_come.get(f"{image.section}/{base_of(piece.key)}", 0) * piece.nbytes) + SCALAR
-                for piece in image.pieces
+                int(to_come.get(f"{file.section}/{base_of(piece.key)}", 0) * piece.nbytes) + SCALAR
+                for piece in file.pieces
             )
-            for image in self.images
+            for file in self.files
             if to_come
         ]
 
     @property
     def on_device(self) -> bool:
         """Whether a device has to copy."""
-        return any(source.device.type != "cpu" for image in self.images for source in image.sources)
+        return any(source.device.type != "cpu" for file in self.files for source in file.sources)
 
-    def copy_now(self, sections: set[str]) -> None:
-        """Copy these sections; what the calling thread does next on a device comes after copies only queued there."""
-        self._cite()
-        self._keep_spares(sections)
-        self._sum_replicas(sections)
-        writing = self._stage([image for image in self.images if image.section in sections], _silent)
-        writing.copier.moment().hold_streams()
-
-    def copy(self, task: events.Task) -> Writing:
-        """All that is not copied yet; once, then training may change what it likes."""
-        if not self._copied:
-            self._cite()
-            task.total = self.nbytes
-            self._keep_spares()
-            self._sum_replicas()
-        writing = self._stage([image for image in self.images if image.path not in self._is_staged], task.advance)
-        if not self._copied:
-            self._copied = True
-            self.staged(writing.copier.moment())
-        return writing
-
-    def _cite(self) -> None:
-        """Leave out what a checkpoint before this one has; once, and before anything is staged."""
-        if self._looked or self.order.previous is None:
+    def stage(self, task: events.Task) -> None:
+        """Copy everything that is not copied yet; after that, training may change any tensor. Does its work once."""
+        if isinstance(self.durable, Failed):
+            raise self.durable.error
+        if self.staged_at:
             return
-        place, ranks = self.order.place, self.order.ranks
-        found = cite(
-            open_base(self.order.previous, place), self.images, self.plan, ranks.rank, place, opened=self.opened,
-            fingerprints=fingerprints_of(ranks), copier=Copier(self.after),
-        )  # fmt: skip
-        self.images, self.cites, self.prints = found.images, found.cites, found.prints
-        self._looked = True
+        self.points.before_staging(self, None)
+        task.total = self.nbytes
+        writing = self._open()
+        writing.progress.report = task.advance
+        writing.stage()
+        if self.gathered.guard is not None:
+            self.gathered.guard.copied(writing.copier.moment())
+        self.staged_at = monotonic()
 
-    def _keep_spares(self, sections: set[str] | None = None) -> None:
-        """Copy what this rank is to write if others are lost, where the tensors will have changed by then."""
-        if self.agreement.bequest is not None and not self.order.still:
-            self.spares.keep(self.plan, self.collected, self.order.ranks, sections, self.after)
-
-    def _sum_replicas(self, sections: set[str] | None = None) -> None:
-        """Sum what other ranks hold too, of these sections or of those left, while it holds still."""
-        if self.order.compares:
-            rank, copier = self.order.ranks.rank, Copier(self.after)
-            self.sums.take(self.collected, self.plan, rank, self.agreement.save, copier, only=sections)
-
-    def _stage(self, images: list[Image], progress: Callable[[int], None]) -> Writing:
-        self._progress.tell = progress
-        if self._writing is None:
-            self._writing = self._open()
-        for image in images:
-            self._writing.stage(image)
-            self._is_staged.add(image.path)
-        return self._writing
+    def stage_now(self, sections: Collection[str]) -> None:
+        """Copy these sections; what the calling thread does next on a device comes after copies only queued there."""
+        with self.job.span("stage"):
+            self.points.before_staging(self, sections)
+            writing = self._open()
+            writing.stage(sections)
+            writing.copier.moment().hold_streams()
 
     def _open(self) -> Writing:
-        order, folder = self.order, self.order.place
-        order.reached("stage")
-        folder.make_folders(image.section for image in self.images)
-        return Writing(
-            self.images, folder, save=self.agreement.save, rank=order.ranks.rank, files=self.opened,
-            slot=order.slots.take(self.sizes, pinned=self.on_device), progress=self._progress, after=self.after,
-            still=order.still, strong=order.sign is not None,
-        )  # fmt: skip
+        if self.writing is None:
+            job = self.job
+            job.reached("stage")
+            job.place.make_folders(file.section for file in self.files)
+            self.writing = Writing(
+                self.files, job.place, save=self.agreed.save, rank=job.ranks.rank, opened=self.opened,
+                buffer=self.memory.take(self.sizes, pinned=self.on_device), after=self.gathered.moments,
+                still=not job.background, strong=job.sign is not None,
+            )  # fmt: skip
+        return self.writing
+
+    def finish(self, task: events.Task) -> Durable:
+        """Stage what is left, and wait until everything is durable."""
+        job = self.job
+        with job.span("stage") as staging:
+            self.stage(task)
+            writing = self._open()
+            writing.land()
+            if self.gathered.guard is not None:
+                self.gathered.guard.landed()
+            staging.nbytes = self.nbytes
+        self.staged_at = monotonic()
+        written = writing.written()
+        job.reached("write")
+        with job.span("write") as sending:
+            attachments, replaces, drafted = self._leave_small_files(writing)
+            writing.wait_written()
+            self.memory.give()
+            sending.nbytes = self.nbytes
+        with job.span("durable"):
+            writing.finish()
+            if sends_from_memory(job):
+                check_sent(self.gathered.watched)
+            self._check_reused()
+        note = note_of(self.files, written, self.agreed.plan, self.reused)
+        files = [FileRecord(*file.record) for file in written]
+        durable = Durable(files, self.reused, note, attachments, replaces, drafted, monotonic())
+        job.reached("durable")
+        return durable
+
+    def _leave_small_files(self, writing: Writing) -> tuple[list[tuple[str, int, str]], bool, Manifest | None]:
+        """What follows the data: attachments of the first rank, then the part, which says that all is there."""
+        job, save = self.job, self.agreed.save
+        attachments: list[tuple[str, int, str]] = []
+        small: list[tuple[str, bytes]] = []
+        replaces, drafted = False, None
+        if job.ranks.first:
+            replaces = job.overwrite and (job.place / manifest.FILE_NAME).is_file()
+            # In a store another save to this path may be under way: then nothing of theirs may have the same name.
+            fresh = not replaces and not job.place.is_remote
+            attachments, small = place_attachments(self.gathered.attachments, save, fresh=fresh)
+        if job.background:
+            drafted = self.draft(attachments) if job.ranks.first else None
+            own = Part(
+                version=part.version_for(self.reused, drafted), save=save, rank=job.ranks.rank,
+                world_size=job.ranks.size, files=[file.record for file in writing.written()], cites=self.reused,
+                manifest=drafted,
+            )  # fmt: skip
+            small = [*small, (part.file_name(job.ranks.rank, save), part.encode(own))]
+        self.opened.paths += [job.place / path for path, _ in small]
+        writing.leave([(job.place / path, data) for path, data in small])
+        return attachments, replaces, drafted
+
+    def draft(self, attachments: list[tuple[str, int, str]]) -> Manifest:
+        """The manifest but for what only the writers of the files know."""
+        job, agreed = self.job, self.agreed
+        owned = agreed.owned or join_owned([self.gathered.layout], [(0, 0, owned_values(self.gathered.state))])
+        identity = Identity(agreed.save, job.run, job.step, job.ranks.size)
+        return draft(identity, self.plan, agreed.values, self.gathered.state.kinds, owned, attachments)
+
+    def _check_reused(self) -> None:
+        """Raise Damaged if a reused file is not, or no longer, in its place: what is committed must be whole."""
+        for record in (reused.record for reused in self.reused):
+            path = self.job.place / record.path
+            size = path.size()
+            if size != record.bytes:
+                state = "is gone" if size is None else f"has {size} bytes instead of {record.bytes}"
+                raise Damaged(f"{path}, which this save was to borrow, {state}: save again, without base=")
 
     def close(self) -> None:
         """Wait for what is under way, and let memory go; never raises."""
-        if self._writing is not None:
-            self._writing.close()
-        self.spares.clear()
+        if self.writing is not None:
+            self.writing.close()
+        self.points.close()
+        self.memory.give()
+
+
+def lay_out(job: Job, agreed: Agreed, gathered: Gathered, memory: Memory, points: Points) -> Outgoing:
+    """This rank's data files as they will stand, by the plan that the ranks agreed on. Raises Mismatch, Unsupported."""
+    with no_collection():  # not while waiting for other ranks: training makes garbage
+        plan = plan_for(job.ranks, agreed)
+        files = datafiles_of(gathered.state, plan, job.ranks, agreed.save)
+        return Outgoing(job, agreed, gathered, plan, memory, points, files)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 
-from holdfast.commit.citing import Did, joined
 from holdfast.commit.commit import commit
+from holdfast.commit.draft import Share, joined
 from holdfast.errors import Damaged, HoldfastError, StorageError
 from holdfast.events import log
 from holdfast.ondisk import blocks, datafile, manifest, part
@@ -109,7 +109,7 @@ def _prove(folder: Place, save: str) -> Manifest | None:
         data = home.path(path).read_small()
         if len(data) != nbytes or blocks.digest(data) != digest:
             raise Damaged(f"{folder / path} is not what was attached")
-    return joined(first.manifest, [Did(found[rank].records, found[rank].cites) for rank in sorted(found)])
+    return joined(first.manifest, [Share(found[rank].records, found[rank].cites) for rank in sorted(found)])
 
 
 def _prove_file(path: Place, nbytes: int, header_bytes: int, digest: str) -> None:

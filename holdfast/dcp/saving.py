@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from holdfast.buffers.memory import no_collection
 from holdfast.buffers.stage import as_integers
 from holdfast.checkpoint import Checkpoint
-from holdfast.commit.order import Order
-from holdfast.commit.save_work import SaveWork
+from holdfast.commit.gather import Gathered, gather
+from holdfast.commit.job import Job, attempt
 from holdfast.dcp.arguments import (
     Destination,
     PathLike,
@@ -39,11 +39,10 @@ from holdfast.dcp.hint import leave_hint
 from holdfast.dcp.states import state_to_save
 from holdfast.dcp.writer import Writer
 from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
-from holdfast.save import RUN, label_of, save_in, step_of
+from holdfast.save import RUN, commit_gathered, label_of, save_in, step_of
 from holdfast.saver import Saver
 from holdfast.saving import Saving
 from holdfast.state import Collected
-from holdfast.write.ring import Ring
 
 
 @by_position("storage_writer")
@@ -82,7 +81,7 @@ def save(
     step = step_of(state, None)
     ranks = Ranks(0, 1) if no_dist else ranks_of(process_group)
     with as_torch_raises(), no_collection(), ranks.call(label_of(folder, None), saving=True) as call:
-        save = save_in(call, state, folder, step=step, files={}, overwrite=overwrite, run=RUN, committed=leave_hint)
+        save = save_in(call, Job(ranks, folder, step, RUN, overwrite, on_commit=leave_hint), state, {})
     _tell_id(storage_writer, torch_id(save))
     return Description(Checkpoint(folder))
 
@@ -150,7 +149,7 @@ def _saver(group: dist.ProcessGroup | None, kind: Literal["process", "thread"]) 
     savers: dict[str, Saver] = ranks_of(group).remembered.setdefault("dcp", {})
     if kind not in savers:
         savers[kind] = Saver(worker=kind, group=group)
-        savers[kind]._committed = leave_hint
+        savers[kind].on_commit = leave_hint
     return savers[kind]
 
 
@@ -195,23 +194,28 @@ def _save_alone(state: Any, to: Destination) -> Future[Any]:
 
     A Saver would need all ranks to make it, and here only some may save.
     """
-    ranks, step, ring = Ranks(0, 1), step_of(state, None), Ring()
-    work = SaveWork(Order(ranks, to.folder, step, to.overwrite, RUN, ring, committed=leave_hint))
-    work.gather(state, {}, lambda: _copy_aside(work.collected))
+    ranks = Ranks(0, 1)
+    job = Job(ranks, to.folder, step_of(state, None), RUN, to.overwrite, on_commit=leave_hint)
+    gathered = attempt(_gather_copies, job, state)
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            with ring, ranks.call(label_of(to.folder, None), deadline=DEADLINE, saving=True) as call:
-                work.plan(call)
-                work.settle(call)
+            with ranks.call(label_of(to.folder, None), deadline=DEADLINE, saving=True) as call:
+                commit_gathered(call, job, gathered)
             future.set_result(Description(Checkpoint(to.folder)))
         except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever asks the future
             future.set_exception(as_torch_has_it(error))
 
     threading.Thread(target=run, name="holdfast-save").start()
     return future
+
+
+def _gather_copies(job: Job, state: Any) -> Gathered:
+    gathered = gather(job, state, {})
+    _copy_aside(gathered.state)
+    return gathered
 
 
 def _copy_aside(state: Collected) -> None:

@@ -22,7 +22,8 @@ from holdfast import events
 from holdfast.buffers.memory import no_collection
 from holdfast.checkpoint import read_manifest
 from holdfast.commit import folder
-from holdfast.commit.commit import Identity, commit, complete, draft
+from holdfast.commit.commit import commit
+from holdfast.commit.draft import Identity, complete, draft
 from holdfast.dcp.failures import in_torchs_words
 from holdfast.dcp.flattened import VERSION, torch_id
 from holdfast.dcp.hint import leave_hint
@@ -35,11 +36,9 @@ from holdfast.plan.layout import OwnedJoin
 from holdfast.plan.plan import plan_of
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import RUN
-from holdfast.state import Collected
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.write.image import Image, OpenFiles
-from holdfast.write.images import images_of
+from holdfast.write.datafiles import DataFile, OpenFiles, datafiles_of
 from holdfast.write.ring import write_at_once
 
 BEGUN = ".manifest.begun.tmp"
@@ -133,8 +132,8 @@ class Writer(StorageWriter):
         with no_collection():
             collected, written = gather(plan, planner, rank)
             own = plan_of(written.tensors, {})
-            images = images_of(collected, own, Ranks(rank, begun.world_size), begun.save)
-            written.files = _write(images, self.path, begun.save, rank)
+            own_files = datafiles_of(collected, own, Ranks(rank, begun.world_size), begun.save)
+            written.files = _write(own_files, self.path, begun.save, rank)
         results = [
             WriteResult(item.index, _size_of(item), written if number == 0 else None)
             for number, item in enumerate(plan.items)
@@ -166,7 +165,7 @@ class Writer(StorageWriter):
             values = {path: value for one in written for path, value in one.values.items()}
             step = values["step"] if type(values.get("step")) is int else None
             identity = Identity(begun.save, RUN, step, begun.world_size)
-            record = complete(draft(identity, plan, Collected(values=values), OwnedJoin({}, {}), []), files)
+            record = complete(draft(identity, plan, values, {}, OwnedJoin({}, {}), []), files)
         except BaseException:
             folder.withdraw([self.path / BEGUN, *(self.path / file.path for file in files)], self.path)
             raise
@@ -180,14 +179,14 @@ class Writer(StorageWriter):
         metadata.version = VERSION
 
 
-def _write(images: list[Image], target: Place, save: str, rank: int) -> list[FileRecord]:
+def _write(files: list[DataFile], target: Place, save: str, rank: int) -> list[FileRecord]:
     """The data files, durable. What could not be written whole is taken away."""
-    if not images:
+    if not files:
         return []
     opened = OpenFiles()
     try:
-        with events.task("save", str(target), rank, sum(image.nbytes for image in images)) as task:
-            return write_at_once(images, target, save=save, rank=rank, files=opened, progress=task.advance)
+        with events.task("save", str(target), rank, sum(file.nbytes for file in files)) as task:
+            return write_at_once(files, target, save=save, rank=rank, opened=opened, progress=task.advance)
     except BaseException:
         folder.withdraw(opened.paths, target)
         raise

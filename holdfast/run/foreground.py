@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.policies.incremental.borrow import Previous
+from holdfast.commit.job import Base
 from holdfast.run.options import ManagerOptions
 from holdfast.save import save
 from holdfast.saving import Saving
@@ -25,11 +25,11 @@ class Foreground:
         """Nothing can be done before the first save."""
 
     def save(
-        self, state: Mapping[str, Any], path: Place, *, step: int | None, base: Saving | Previous | None, **how: Any
+        self, state: Mapping[str, Any], path: Place, *, step: int | None, base: Saving | Base | None, **how: Any
     ) -> Saving:
         """Save ``state`` to ``path``; the outcome is known when this returns."""
         options, saving = self._options, Saving(path, step, base if isinstance(base, Saving) else None)
-        previous = Previous(base.to_cite) if isinstance(base, Saving) else base
+        previous = Base(base.to_cite) if isinstance(base, Saving) else base
         saving.follow(
             lambda: save(
                 state, path, step=step, base=previous, group=options.group, deadline=options.deadline,

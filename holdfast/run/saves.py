@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from holdfast.commit.job import Base
 from holdfast.errors import SaveFailed, StorageError
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk.manifest import NOTES
-from holdfast.policies.incremental.borrow import Previous
 from holdfast.ranks.interrupts import interrupts_wait
 from holdfast.ranks.ranks import Ranks
 from holdfast.run.bases import Bases
@@ -73,7 +73,7 @@ class Saves:
         path, run, fast = self._home.fast.path(step), self._run_of(step), self._home.fast
         # A step that is there, but was not restored, stands in the way of its own successor.
         overwrite = overwrite or path.name in fast.broken | fast.passed
-        base = None if self._bases is None else self._bases.next or Previous(lambda: None)
+        base = None if self._bases is None else self._bases.next or Base(lambda: None)
         self.writing_to.add(path)
         saving: Saving | None = None
         try:

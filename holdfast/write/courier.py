@@ -118,12 +118,12 @@ class Courier:
         for thread in self._threads:
             thread.join()
 
-    def map(self, slot: int, memory: memoryview | None) -> None:
-        """Know the memory of a slot from now on; None forgets it."""
+    def map(self, buffer: int, memory: memoryview | None) -> None:
+        """Know the memory of a buffer from now on; None forgets it."""
         if memory is None:
-            self._memory.pop(slot, None)
+            self._memory.pop(buffer, None)
         else:
-            self._memory[slot] = memory
+            self._memory[buffer] = memory
 
     def open(self, file: int, path: str, fd: int | None, *, direct: bool) -> None:
         """Take a file that is there and as long as it will be. Without a descriptor it is opened as it is needed."""
@@ -138,7 +138,7 @@ class Courier:
         """The next bytes of an upload, from memory of this process that ``keep`` keeps alive."""
         target = self._files[file]
         if isinstance(target, _File):
-            raise ValueError(f"{target.path} is written from a slot")
+            raise ValueError(f"{target.path} is written from a buffer")
         self._add(job, target, memory, keep)
 
     def _add(self, job: int, upload: Upload, memory: memoryview, keep: object = None) -> None:
@@ -154,15 +154,15 @@ class Courier:
             if target is not None and not isinstance(target, _File):
                 target.give_up()
 
-    def write(self, job: int, file: int, slot: int, start: int, nbytes: int, offset: int) -> None:
-        """Write ``nbytes`` of a slot from ``start`` on to ``offset`` of a file."""
+    def write(self, job: int, file: int, buffer: int, start: int, nbytes: int, offset: int) -> None:
+        """Write ``nbytes`` of a buffer from ``start`` on to ``offset`` of a file."""
         target = self._files[file]
         if not isinstance(target, _File):
-            self._add(job, target, self._memory[slot][start : start + nbytes])
+            self._add(job, target, self._memory[buffer][start : start + nbytes])
             return
         # To whole sectors where the write is direct: what follows is padding, of memory and of the file.
         padded = -(-nbytes // disk.SECTOR) * disk.SECTOR
-        view = self._memory[slot][start : start + padded]
+        view = self._memory[buffer][start : start + padded]
         with target.idle:
             target.pending += 1
 
@@ -291,7 +291,7 @@ def _stop(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]]) -> Non
 def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # it holds the memory of a slot
+        del job  # it holds the memory of a buffer
 
 
 def _write(file: _File, view: memoryview, nbytes: int, offset: int) -> None:

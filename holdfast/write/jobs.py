@@ -15,7 +15,6 @@ from holdfast.storage.naming import storage_error
 from holdfast.storage.place import Place
 from holdfast.storage.storage import as_store
 from holdfast.storage.store import Store
-from holdfast.storage.store_place import StorePlace
 from holdfast.write.courier import Fault
 
 Small = tuple[Place, bytes]
@@ -26,29 +25,29 @@ class Worker(Protocol):
     """Takes jobs in order; the future of each ends when it is done, or with a StorageError that names the file."""
 
     shares_memory: bool
-    """Whether slots must be memory that another process can map."""
+    """Whether buffers must be memory that another process can map."""
 
     @property
     def dead(self) -> bool:
         """Whether it has ended, so that another one is needed."""
 
-    def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
-        """Make the memory of a slot known (None: forget it); ``fd`` where it is shared."""
+    def map(self, buffer: int, memory: memoryview | None, fd: int = -1) -> None:
+        """Make the memory of a buffer known (None: forget it); ``fd`` where it is shared."""
 
     def open(self, path: Place, fd: int | None, *, direct: bool) -> int:
         """The number of a file from now on; the descriptor stays the caller's. Without one it is opened as needed."""
 
-    def begin(self, place: StorePlace, header: bytes, size: int) -> int:
+    def begin(self, place: Place, header: bytes, size: int) -> int:
         """Start to upload a file; its number. What follows the header is written in order."""
 
     def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
-        """The next bytes of an upload, from memory of this process that ``keep`` keeps alive; no slot is needed."""
+        """The next bytes of an upload, from memory of this process that ``keep`` keeps alive; no buffer is needed."""
 
     def give_up(self, files: Sequence[int]) -> None:
         """Upload no more of files that are not all there yet, so that their memory comes back."""
 
-    def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
-        """Write a stretch of a slot, padded to whole sectors, to ``offset`` of a file."""
+    def write(self, file: int, buffer: int, start: int, nbytes: int, offset: int) -> Future[None]:
+        """Write a stretch of a buffer, padded to whole sectors, to ``offset`` of a file."""
 
     def finish(self, file: int, header: bytes, size: int) -> Future[None]:
         """After all writes of a file: its header, its end, its bytes durable."""

@@ -22,8 +22,8 @@ from holdfast.errors import HoldfastError, Unsupported
 from holdfast.events import log
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store import Store
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.spec import spec_of
 from holdfast.write import writer_process
 from holdfast.write.courier import Fault
@@ -33,7 +33,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class ProcessWorker:
-    """A courier in a process of its own: it maps the slots, and finishes what it was told even if this process dies.
+    """A courier in a process of its own: it maps the buffers, and finishes what it was told even if this process dies.
 
     It is a plain interpreter that runs `write/writer_process.py`: no fork of a process with threads and devices, no
     second import of the user's script, no torch. It leads a session of its own, since launchers kill a trainer's whole
@@ -71,9 +71,9 @@ class ProcessWorker:
     def dead(self) -> bool:
         return self._dead is not None
 
-    def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
+    def map(self, buffer: int, memory: memoryview | None, fd: int = -1) -> None:
         nbytes = 0 if memory is None else len(memory)
-        self._send({"verb": "map", "slot": slot, "nbytes": nbytes}, fds=[] if memory is None else [fd])
+        self._send({"verb": "map", "buffer": buffer, "nbytes": nbytes}, fds=[] if memory is None else [fd])
 
     def open(self, path: Place, fd: int | None, *, direct: bool) -> int:
         file = self._futures.file()
@@ -82,9 +82,9 @@ class ProcessWorker:
         )
         return file
 
-    def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
+    def write(self, file: int, buffer: int, start: int, nbytes: int, offset: int) -> Future[None]:
         job, future = self._futures.new()
-        head = {"verb": "write", "job": job, "file": file, "slot": slot}
+        head = {"verb": "write", "job": job, "file": file, "buffer": buffer}
         self._send({**head, "start": start, "nbytes": nbytes, "offset": offset})
         return future
 
@@ -93,10 +93,11 @@ class ProcessWorker:
         self._send({"verb": "finish", "job": job, "file": file, "size": size}, [header])
         return future
 
-    def begin(self, place: StorePlace, header: bytes, size: int) -> int:
+    def begin(self, place: Place, header: bytes, size: int) -> int:
         file = self._futures.file()
-        store = self._know(place.store)
-        self._send({"verb": "begin", "file": file, "store": store, "key": place.key, "size": size}, [header])
+        target = as_store(place)
+        head = {"verb": "begin", "file": file, "store": self._know(target.store), "key": target.key, "size": size}
+        self._send(head, [header])
         return file
 
     def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:

@@ -1,4 +1,4 @@
-"""A few windows that go round: the staging memory of one save that is waited for, and the threads that write it.
+"""The staging memory of a save that training waits for: a few chunks that go round, and the threads that write them.
 
 `save` makes one; parts of torch's saves, and of lost ranks' shares, are written through one at once. Never grows with
 the state.
@@ -12,24 +12,24 @@ from holdfast.buffers.device import Moments, devices_of
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.storage.local.disk import SECTOR
 from holdfast.storage.place import Place
-from holdfast.write.arena import WINDOW, Slot, room_for
-from holdfast.write.image import Image, OpenFiles
+from holdfast.write.buffer import CHUNK, StagingBuffer, room_for
+from holdfast.write.datafiles import DataFile, OpenFiles
 from holdfast.write.worker import ThreadWorker
 from holdfast.write.write import Writing
 
-WINDOWS = 4
+CHUNKS = 4
 
 PART, PARTS = 8 << 20, 12
-"""Windows for a store: as large as a part of an upload, and so many that latency is hidden; 96 MiB."""
+"""Chunks for a store: as large as a part of an upload, and so many that latency is hidden; 96 MiB."""
 
 
 class Ring:
-    """A few windows that go round, and threads that write them, for one save."""
+    """A few chunks that go round, and threads that write them, for one save."""
 
     def __init__(self, *, remote: bool = False) -> None:
         self._worker: ThreadWorker | None = None
-        self._slots: list[Slot] = []
-        self._window, self._most = (PART, PARTS) if remote else (WINDOW, WINDOWS)
+        self._buffers: list[StagingBuffer] = []
+        self._chunk_bytes, self._most = (PART, PARTS) if remote else (CHUNK, CHUNKS)
 
     def __enter__(self) -> Ring:
         return self
@@ -37,46 +37,47 @@ class Ring:
     def __exit__(self, *_: object) -> None:
         if self._worker is not None:
             self._worker.close()
-        for slot in self._slots:
-            slot.close()
+        for buffer in self._buffers:
+            buffer.close()
 
-    def take(self, sizes: list[int], *, pinned: bool) -> Slot:
-        """As much as all files need together, but no more than a few windows."""
+    def take(self, sizes: list[int], *, pinned: bool) -> StagingBuffer:
+        """As much as all files need together, but no more than a few chunks."""
         self._worker = self._worker or ThreadWorker()
-        slot = Slot(0, self._worker, window=self._window)
-        slot.reserve(min(self._most * self._window, max(room_for(sizes, self._window), SECTOR)), pinned=pinned)
-        self._slots.append(slot)
-        return slot
+        buffer = StagingBuffer(0, self._worker, chunk_bytes=self._chunk_bytes)
+        nbytes = min(self._most * self._chunk_bytes, max(room_for(sizes, self._chunk_bytes), SECTOR))
+        buffer.reserve(nbytes, pinned=pinned)
+        self._buffers.append(buffer)
+        return buffer
 
     def give(self) -> None:
         """The memory goes when the ring does."""
 
 
 def write_at_once(
-    images: Sequence[Image], folder: Place, *, save: str, rank: int, files: OpenFiles,
+    files: Sequence[DataFile], folder: Place, *, save: str, rank: int, opened: OpenFiles,
     progress: Callable[[int], None], small: Sequence[tuple[str, bytes]] = (),
 ) -> list[FileRecord]:  # fmt: skip
     """Write data files and then ``small`` ones, by relative path, and wait until all are durable.
 
-    ``files`` collects what was opened, for the caller to close, or delete if this raises: StorageError.
+    ``opened`` collects what was opened, for the caller to close, or delete if this raises: StorageError.
     """
-    files.paths += [folder / path for path, _ in small]
-    folder.make_folders(image.section for image in images)
-    sources = [tensor for image in images for tensor in image.sources]
+    opened.paths += [folder / path for path, _ in small]
+    folder.make_folders(file.section for file in files)
+    sources = [tensor for file in files for tensor in file.sources]
     pinned = any(tensor.device.type != "cpu" for tensor in sources)
     with Ring(remote=folder.is_remote) as ring:
         writing = Writing(
-            images, folder, save=save, rank=rank, files=files, progress=progress,
-            slot=ring.take([image.nbytes for image in images], pinned=pinned), after=Moments.now(devices_of(sources)),
+            files, folder, save=save, rank=rank, opened=opened, after=Moments.now(devices_of(sources)),
+            buffer=ring.take([file.nbytes for file in files], pinned=pinned),
         )  # fmt: skip
+        writing.progress.report = progress
         try:
-            for image in images:
-                writing.stage(image)
+            writing.stage()
             writing.land()
-            written = writing.parts()
+            written = writing.written()
             writing.leave([(folder / path, data) for path, data in small])
             writing.wait_written()
             writing.finish()
         finally:
             writing.close()
-    return [FileRecord(w.path, w.bytes, w.header_bytes, w.header_digest) for w in written]
+    return [FileRecord(*file.record) for file in written]

@@ -15,8 +15,8 @@ from holdfast.buffers.device import Copier
 from holdfast.buffers.stage import address_of, contiguous_parts, host_view
 from holdfast.ondisk import blocks
 from holdfast.ondisk.datafile import Piece
-from holdfast.write.arena import Slot
-from holdfast.write.image import Image
+from holdfast.write.buffer import StagingBuffer
+from holdfast.write.datafiles import DataFile
 
 
 class Sums:
@@ -89,29 +89,29 @@ class Sums:
             self._sha256 = hashlib.sha256()
 
 
-def sums_of(image: Image, slot: Slot, copier: Copier, *, strong: bool) -> Sums:
+def sums_of(file: DataFile, buffer: StagingBuffer, copier: Copier, *, strong: bool) -> Sums:
     """The sums of a file before anything of it is staged."""
-    sums = Sums(image.pieces, strong=strong)
-    for piece, source in zip(image.pieces, image.sources, strict=True):
+    sums = Sums(file.pieces, strong=strong)
+    for piece, source in zip(file.pieces, file.sources, strict=True):
         address_of(source, piece.key)
         with copier.on(source.device):
             for part in contiguous_parts(source):
                 if part.device.type == "cpu":
                     sums.feed(host_view(part.data_ptr(), part.nbytes))
                 else:
-                    _feed_from_device(sums, part, slot, copier)
+                    _feed_from_device(sums, part, buffer, copier)
     return sums
 
 
-def _feed_from_device(sums: Sums, part: torch.Tensor, slot: Slot, copier: Copier) -> None:
-    window = None
-    while window is None:  # an earlier file of the same save may be on its way out of all of them
-        window = slot.take(min(part.nbytes, slot.window), timeout=0.5)
+def _feed_from_device(sums: Sums, part: torch.Tensor, buffer: StagingBuffer, copier: Copier) -> None:
+    chunk = None
+    while chunk is None:  # an earlier file of the same save may be on its way out of all of them
+        chunk = buffer.take(min(part.nbytes, buffer.chunk_bytes), timeout=0.5)
     try:
-        for at in range(0, part.nbytes, window.nbytes):
-            n = min(window.nbytes, part.nbytes - at)
-            copier.copy(part, at, n, window.address)
+        for at in range(0, part.nbytes, chunk.nbytes):
+            n = min(chunk.nbytes, part.nbytes - at)
+            copier.copy(part, at, n, chunk.address)
             copier.moment().wait()
-            sums.feed(window.view[:n])
+            sums.feed(chunk.view[:n])
     finally:
-        slot.give(window)
+        buffer.give(chunk)

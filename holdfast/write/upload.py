@@ -1,7 +1,7 @@
-"""A file on its way to a store: its header, then windows of memory in the order in which they come.
+"""A file on its way to a store: its header, then chunks of memory in the order in which they come.
 
 The courier makes one for each data file of a save to a store, in this process or in the writer process; so it imports
-no torch. Never holds bytes of its own: a window is free once the store lets go of it.
+no torch. Never holds bytes of its own: a chunk is free once the store lets go of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.buffers.memory import lend
 from holdfast.storage.store import Store
 
 Back = Callable[[BaseException | None], None]
-"""Told once the store no longer reads a window, with what has gone wrong until then."""
+"""Told once the store no longer reads a chunk, with what has gone wrong until then."""
 
 
 class GivenUp(Exception):
@@ -41,12 +41,12 @@ class Upload:
         self._thread = threading.Thread(target=self._run, name="holdfast-upload", daemon=True)
         self._thread.start()
 
-    def add(self, window: memoryview, back: Back) -> None:
+    def add(self, chunk: memoryview, back: Back) -> None:
         """The next bytes of the file; they must not change before they are back."""
-        self._added += len(window)
+        self._added += len(chunk)
         with self._lock:
             if not self._ended:
-                self._windows.put((window, back))
+                self._windows.put((chunk, back))
                 return
         back(self._error)
 
@@ -89,13 +89,13 @@ class Upload:
             found = self._windows.get()
             if found is None:
                 raise GivenUp(f"the upload of {self._key} was given up")
-            window, back = found
-            self._left -= len(window)
-            yield lend(window, partial(back, None))
+            chunk, back = found
+            self._left -= len(chunk)
+            yield lend(chunk, partial(back, None))
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """The error as it is kept: frames of a failed upload would keep its windows from coming back."""
+    """The error as it is kept: frames of a failed upload would keep its chunks from coming back."""
     at: BaseException | None = error
     seen: set[int] = set()
     while at is not None and id(at) not in seen:  # a chain may lead back into itself

@@ -13,7 +13,7 @@ from holdfast import events
 from holdfast.errors import StorageError
 from holdfast.ranks.interrupts import interrupts_wait
 from holdfast.storage.place import Place
-from holdfast.storage.store_place import StorePlace
+from holdfast.storage.storage import as_store
 from holdfast.write.courier import Courier
 from holdfast.write.jobs import Futures, Small, Worker, in_one_store
 from holdfast.write.process_worker import ProcessWorker
@@ -33,8 +33,8 @@ class ThreadWorker:
     def dead(self) -> bool:
         return self._closed
 
-    def map(self, slot: int, memory: memoryview | None, fd: int = -1) -> None:
-        self._courier.map(slot, memory)
+    def map(self, buffer: int, memory: memoryview | None, fd: int = -1) -> None:
+        self._courier.map(buffer, memory)
 
     def open(self, path: Place, fd: int | None, *, direct: bool) -> int:
         self._courier.told = events.record if events.observed() else None
@@ -42,9 +42,9 @@ class ThreadWorker:
         self._courier.open(file, os.fspath(path), fd, direct=direct)
         return file
 
-    def write(self, file: int, slot: int, start: int, nbytes: int, offset: int) -> Future[None]:
+    def write(self, file: int, buffer: int, start: int, nbytes: int, offset: int) -> Future[None]:
         job, future = self._futures.new()
-        self._courier.write(job, file, slot, start, nbytes, offset)
+        self._courier.write(job, file, buffer, start, nbytes, offset)
         return future
 
     def finish(self, file: int, header: bytes, size: int) -> Future[None]:
@@ -52,10 +52,10 @@ class ThreadWorker:
         self._courier.finish(job, file, header, size)
         return future
 
-    def begin(self, place: StorePlace, header: bytes, size: int) -> int:
+    def begin(self, place: Place, header: bytes, size: int) -> int:
         self._courier.told = events.record if events.observed() else None
-        file = self._futures.file()
-        self._courier.begin(file, place.store, place.key, header, size)
+        file, target = self._futures.file(), as_store(place)
+        self._courier.begin(file, target.store, target.key, header, size)
         return file
 
     def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:

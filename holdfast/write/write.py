@@ -1,144 +1,142 @@
-"""The writer: images of data files are copied into windows of a slot and handed to a worker, summed on the way.
+"""The writer of a save: data files are copied into chunks of the staging buffer, summed, and handed to a worker.
 
-`save` and the Saver make a `Writing`. Sees names, bytes and offsets: no ranks, no plans. Host memory is the slot,
+Each save makes a `Writing`. Sees names, bytes and offsets: no ranks and no plans. Host memory is the staging buffer,
 whatever the size of the state.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from holdfast.buffers.device import Copier, Moments
 from holdfast.ondisk import blocks, datafile
 from holdfast.storage.place import Place
-from holdfast.storage.storage import as_store
-from holdfast.write.arena import Slot, room_for
-from holdfast.write.image import KEPT, Image, OpenFiles, Written, header_of
-from holdfast.write.stream import Coming, Stream
+from holdfast.write.buffer import StagingBuffer, room_for
+from holdfast.write.datafiles import DataFile, OpenFiles, Written, header_of
+from holdfast.write.filling import FilledFile, Landing
 from holdfast.write.sums import Sums, sums_of
+
+
+@dataclass
+class Progress:
+    """Where bytes that are written are reported. No method of a save: the worker would keep it, and so the state."""
+
+    report: Callable[[int], None] | None = None
+
+    def __call__(self, nbytes: int) -> None:
+        if self.report is not None:
+            self.report(nbytes)
 
 
 class Writing:
     """The data files of one save on one rank, on their way to disk or to a store.
 
     A store takes a file from its first byte to its last, and the first are the header, which holds the sums of all
-    others. So a file is handed over once it is all staged, or, if the slot cannot hold all files at once, its tensors
-    are summed before they are staged. If nothing changes before the save has ended (``still``), tensors in host memory
-    are not staged at all: a store takes them from where they lie. ``strong``: headers hold SHA-256 sums too.
+    others. So a file is handed over once it is all staged, or, if the buffer cannot hold all files at once, its
+    tensors are summed before they are staged. If nothing changes before the save has ended (``still``), tensors in host
+    memory are not staged at all: a store takes them from where they lie. ``strong``: headers hold SHA-256 sums too.
 
-    Made by making them all, so that a full disk is found before any copying. Then `stage` each image once, in any
-    order, then `finish`, which waits until all is durable. The folders exist already; ``files`` collects what was
-    opened, for the caller to close or delete. A failure of the worker is raised by whichever call meets it: a
-    StorageError naming the file.
+    Making one opens all files, so that a full disk is found before any copying. Then `stage`, and `finish`, which waits
+    until all is durable. The folders exist already; ``opened`` collects what was opened, for the caller to close or
+    delete. ``progress.report`` is called with the bytes that are written. A failure of the worker is raised by the next
+    call: a StorageError that names the file.
     """
 
     def __init__(
-        self, images: Sequence[Image], folder: Place, *, save: str, rank: int, slot: Slot, files: OpenFiles,
-        progress: Callable[[int], None], after: Moments, still: bool = False, strong: bool = False,
+        self, files: Sequence[DataFile], folder: Place, *, save: str, rank: int, buffer: StagingBuffer,
+        opened: OpenFiles, after: Moments, still: bool = False, strong: bool = False,
     ) -> None:  # fmt: skip
-        self.images, self.folder, self.slot = list(images), folder, slot
-        self.copier = Copier(after)
-        self._written: dict[str, Written] = {}
-        self._headers: dict[str, bytes] = {}
+        self.folder, self.copier = folder, Copier(after)
+        self.progress = Progress()
+        self._buffer, self._still, self._strong = buffer, still, strong
+        self._sums_first = room_for([file.nbytes for file in files], buffer.chunk_bytes) > buffer.nbytes
+        self._files: list[FilledFile] = []
+        self._to_stage: list[FilledFile] = []
+        self._landing: deque[Landing] = deque()
+        self._has_landed = False
         self._done: list[Future[None]] = []
-        self._streams: dict[str, Stream] = {}
-        self._coming: deque[Coming] = deque()
-        self._landed = False
-        self._save, self._rank, self._still, self._strong = save, rank, still, strong
-        self._sums_first = room_for([image.nbytes for image in self.images], slot.window) > slot.nbytes
-        slot.begin()
+        buffer.begin()
         try:
-            for image in self.images:
-                self._open(image, files, progress)
+            for file in files:
+                self._open(file, header_of(file, save, rank, strong=strong), opened)
         except BaseException:
             self.close()  # a writer process that kept the first files open would keep their space on a full disk
             raise
 
-    def _open(self, image: Image, files: OpenFiles, progress: Callable[[int], None]) -> None:
-        header = header_of(image, self._save, self._rank, strong=self._strong)
-        self._headers[image.path] = header
-        path, size = self.folder / image.path, len(header) + image.nbytes
-        number = None
-        if path.has_descriptors:
-            fd, direct = path.open_to_write(size)
-            files.paths.append(path)
-            if len(self._streams) < KEPT:
-                files.descriptors.append(fd)
-                number = self.slot.worker.open(path, fd, direct=direct)
-            else:
-                os.close(fd)
-                number = self.slot.worker.open(path, None, direct=direct)
-        else:
-            files.paths.append(path)
-        stream = Stream(
-            image, number, len(header), self.slot, self.copier, self._coming, progress, strong=self._strong
-        )  # fmt: skip
-        self._streams[image.path] = stream
+    def _open(self, file: DataFile, header: bytes, opened: OpenFiles) -> None:
+        number = opened.open(self.folder / file.path, len(header) + file.nbytes, self._buffer.worker)
+        filled = FilledFile(
+            file, header, number, self._buffer, self.copier, self._landing, self.progress, strong=self._strong
+        )
+        self._files.append(filled)
+        self._to_stage.append(filled)
 
-    def stage(self, image: Image) -> None:
-        """Copy an image into windows and hand each to the worker, with its header at the end.
+    def stage(self, sections: Collection[str] | None = None) -> None:
+        """Copy the files of these sections, or all that are left, and hand over each chunk that is full.
 
         From devices the copies are only queued, and `land` hands over what has arrived.
         """
-        stream = self._streams[image.path]
-        straight = self._still and stream.file is None and not stream.queued
-        if stream.file is None and (self._sums_first or straight):
-            self._begin(stream, sums_of(image, self.slot, self.copier, strong=self._strong))
-            stream.sums = None
-        if straight:
-            stream.send()
+        for filled in self._to_stage:
+            if sections is None or filled.file.section in sections:
+                self._fill(filled)
+        self._to_stage = [f for f in self._to_stage if sections is not None and f.file.section not in sections]
+
+    def _fill(self, filled: FilledFile) -> None:
+        from_memory = self._still and not filled.handover.has_begun and not filled.is_on_device
+        if not filled.handover.has_begun and (self._sums_first or from_memory):
+            self._begin(filled, sums_of(filled.file, self._buffer, self.copier, strong=self._strong))
+            filled.sums = None
+        if from_memory:
+            filled.send()
         else:
-            stream.fill()
-        if not stream.queued:
-            self._seal(stream)
+            filled.fill()
+        if not filled.is_on_device:
+            self._seal(filled)
 
     def land(self) -> None:
         """Wait for what devices are still copying, and hand it over as it arrives."""
-        while self._coming:
-            self._coming[0].stream.land_first()
-        for stream in self._streams.values():
-            if not stream.sealed:
-                self._seal(stream)
-        self._landed = True
+        while self._landing:
+            self._landing[0].file.land_first()
+        for filled in self._files:
+            if not filled.is_sealed:
+                self._seal(filled)
+        self._has_landed = True
 
-    def _begin(self, stream: Stream, sums: Sums) -> None:
+    def _begin(self, filled: FilledFile, sums: Sums) -> None:
         """The header of a file is known: from now on it goes to the store."""
-        image = stream.image
-        header = self._headers[image.path] = datafile.with_sums(self._headers[image.path], *sums.texts())
-        path = self.folder / image.path
-        if stream.file is None and not path.has_descriptors:
-            stream.begin(self.slot.worker.begin(as_store(path), header, len(header) + image.nbytes))
-        self._written[image.path] = Written(
-            image.path, len(header) + image.nbytes, len(header), blocks.digest(header),
-            blocks.strong_sum(header) if self._strong else "",
-        )  # fmt: skip
+        file = filled.file
+        filled.header = header = datafile.with_sums(filled.header, *sums.texts())
+        size = len(header) + file.nbytes
+        if not filled.handover.has_begun:
+            filled.handover.begin(self._buffer.worker.begin(self.folder / file.path, header, size))
+        strong = blocks.strong_sum(header) if self._strong else ""
+        filled.written = Written(file.path, size, len(header), blocks.digest(header), strong)
 
-    def _seal(self, stream: Stream) -> None:
-        image = stream.image
-        if stream.sums is not None:
-            self._begin(stream, stream.sums)
-        header = self._headers.pop(image.path)
-        self._done.append(self.slot.worker.finish(stream.number, header, len(header) + image.nbytes))
-        stream.sealed = True
-        stream.progress(len(header))
+    def _seal(self, filled: FilledFile) -> None:
+        if filled.sums is not None:
+            self._begin(filled, filled.sums)
+        size = len(filled.header) + filled.file.nbytes
+        self._done.append(self._buffer.worker.finish(filled.handover.number, filled.header, size))
+        filled.is_sealed = True
+        self.progress(len(filled.header))
 
-    def parts(self) -> list[Written]:
-        """What will stand on disk once all is done; known when every image is staged and landed."""
-        return [self._written[image.path] for image in self.images]
+    def written(self) -> list[Written]:
+        """What will stand on disk once all is done; known when every file is staged and landed."""
+        return [filled.written for filled in self._files if filled.written is not None]
 
     def leave(self, small: Sequence[tuple[Place, bytes]]) -> None:
         """After the data files: their folders durable, then small files (a part, attachments) in this order."""
-        folders = list(dict.fromkeys((self.folder / image.path).parent for image in self.images))
-        files = [stream.number for stream in self._streams.values()]
-        self._done.append(self.slot.worker.leave(files, folders, small))
+        folders = list(dict.fromkeys((self.folder / filled.file.path).parent for filled in self._files))
+        numbers = [filled.handover.number for filled in self._files]
+        self._done.append(self._buffer.worker.leave(numbers, folders, small))
 
     def wait_written(self) -> None:
-        """Wait until every window is written, so that the slot is free for the next save."""
-        for stream in self._streams.values():
-            stream.wait()
+        """Wait until every chunk is written, so that the buffer is free for the next save."""
+        for filled in self._files:
+            filled.handover.wait()
 
     def finish(self) -> None:
         """Wait until all is durable: as long as the storage takes, or until the worker dies.
@@ -153,15 +151,15 @@ class Writing:
 
         After this their descriptors may be closed: no thread writes by a number that another file may have by then.
         """
-        if not self._landed:
-            # Into windows that are handed over next to another save, and out of tensors that may be freed.
+        if not self._has_landed:
+            # Into chunks that are handed over next to another save, and out of tensors that may be freed.
             self.copier.give_up()
-        while self._coming:
-            self.slot.give(self._coming.popleft().window)
-        begun = [stream for stream in self._streams.values() if stream.file is not None]
-        self.slot.worker.give_up([stream.number for stream in begun if not stream.sealed])
-        for stream in self._streams.values():
-            stream.settle()
+        while self._landing:
+            self._buffer.give(self._landing.popleft().chunk)
+        begun = [filled for filled in self._files if filled.handover.has_begun]
+        self._buffer.worker.give_up([filled.handover.number for filled in begun if not filled.is_sealed])
+        for filled in self._files:
+            filled.give_up()
         for future in self._done:
             future.exception()
-        self.slot.worker.drop([stream.number for stream in begun])
+        self._buffer.worker.drop([filled.handover.number for filled in begun])

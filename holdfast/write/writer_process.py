@@ -138,7 +138,7 @@ def _obey(courier: Courier, stores: dict[int, Store], head: dict[str, Any], data
         if fds:
             memory = memoryview(mmap.mmap(fds[0], head["nbytes"]))
             os.close(fds[0])
-        courier.map(head["slot"], memory)
+        courier.map(head["buffer"], memory)
     elif verb == "open":
         courier.open(head["file"], head["path"], fds[0] if fds else None, direct=head["direct"])
     elif verb == "write":

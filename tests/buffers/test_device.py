@@ -15,15 +15,15 @@ import holdfast
 from holdfast.buffers import device, still
 from holdfast.buffers.device import Copier, Moments
 from holdfast.buffers.memory import buffer
-from holdfast.commit import save_work
+from holdfast.commit import gather, plain_tensors
 from holdfast.ondisk import datafile
 from holdfast.ondisk.datafile import Piece
-from holdfast.policies.replicas import replicas
 from holdfast.ranks.ranks import ranks_of
 from holdfast.storage.local.local_place import LocalPlace
-from holdfast.write import stream, sums
-from holdfast.write.arena import Slot
-from holdfast.write.image import Image, OpenFiles, Written
+from holdfast.storage.urls import location
+from holdfast.write import filling, sums
+from holdfast.write.buffer import StagingBuffer
+from holdfast.write.datafiles import DataFile, OpenFiles, Written
 from holdfast.write.worker import ThreadWorker
 from holdfast.write.write import Writing
 from tests.gpu.standin import DEVICE, Device, Event, Stream, pretend, pretend_states, pretended
@@ -188,7 +188,7 @@ kinds = st.sampled_from(["plain", "transposed", "on the host"])
 
 
 @st.composite
-def images(draw: st.DrawFn) -> list[Image]:
+def images(draw: st.DrawFn) -> list[DataFile]:
     made = []
     for number in range(draw(st.integers(1, 3))):
         pieces, sources = [], []
@@ -199,41 +199,41 @@ def images(draw: st.DrawFn) -> list[Image]:
             sources.append(tensor if kind == "on the host" else pretended(tensor))
         order = {p.key: source for p, source in zip(pieces, sources, strict=True)}
         pieces = datafile.arrange(pieces)
-        made.append(Image(f"s{number}/f.safetensors", f"s{number}", pieces, [order[p.key] for p in pieces], {}))
+        made.append(DataFile(f"s{number}/f.safetensors", f"s{number}", pieces, [order[p.key] for p in pieces], {}))
     return made
 
 
-def write_all(images: list[Image], folder: Path, windows: int) -> tuple[list[Written], list[bytes]]:
+def write_all(images: list[DataFile], folder: Path, windows: int) -> tuple[list[Written], list[bytes]]:
     for image in images:
         (folder / image.section).mkdir(parents=True)
-    worker, files = ThreadWorker(), OpenFiles()
-    slot = Slot(0, worker, window=8192)
-    slot.reserve(windows * 8192)
+    worker, opened = ThreadWorker(), OpenFiles()
+    buffer = StagingBuffer(0, worker, chunk_bytes=8192)
+    buffer.reserve(windows * 8192)
     told: list[int] = []
-    writing = Writing(
-        images, folder, save="0" * 16, rank=0, slot=slot, files=files, progress=told.append, after=Moments()
-    )
+    writing = Writing(images, location(folder), save="0" * 16, rank=0, buffer=buffer, opened=opened, after=Moments())
+    writing.progress.report = told.append
     for image in reversed(images):
-        writing.stage(image)
+        writing.stage([image.section])
     writing.copier.moment()
     writing.land()
     writing.wait_written()
     writing.finish()
     writing.close()
-    files.close()
-    slot.begin()  # every window is back
+    opened.close()
+    buffer.begin()  # every chunk is back
     worker.close()
-    assert sum(told) == sum(written.bytes for written in writing.parts())
-    return writing.parts(), [(folder / image.path).read_bytes() for image in images]
+    assert sum(told) == sum(written.bytes for written in writing.written())
+    return writing.written(), [(folder / image.path).read_bytes() for image in images]
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(images(), st.integers(1, 5), st.integers(1, 3000), st.integers(1, 6000))
 def test_files_from_a_device_are_those_from_the_host(
-    tmp_path_factory: pytest.TempPathFactory, images: list[Image], windows: int, small: int, batch: int
+    tmp_path_factory: pytest.TempPathFactory, images: list[DataFile], windows: int, small: int, batch: int
 ) -> None:
     plain = [
-        Image(i.path, i.section, i.pieces, [s.as_subclass(torch.Tensor) for s in i.sources], i.shapes) for i in images
+        DataFile(i.path, i.section, i.pieces, [s.as_subclass(torch.Tensor) for s in i.sources], i.shapes)
+        for i in images
     ]
     expected = write_all(plain, LocalPlace(tmp_path_factory.mktemp("host")), windows)
     with pytest.MonkeyPatch.context() as patch:
@@ -296,8 +296,8 @@ def test_a_load_waits_for_copies_that_are_only_queued(
     holdfast.save(state, tmp_path / "before")
     with torch.no_grad():
         model.weight.fill_(1)
-    gate, real = threading.Event(), stream.Stream.land_first
-    monkeypatch.setattr(stream.Stream, "land_first", lambda self: (gate.wait(LONG), real(self)))
+    gate, real = threading.Event(), filling.FilledFile.land_first
+    monkeypatch.setattr(filling.FilledFile, "land_first", lambda self: (gate.wait(LONG), real(self)))
     with holdfast.Saver(worker="thread") as saver:
         saving = saver.save(state, tmp_path / "c")
         assert saving._copying._released.wait(LONG) and pretending.streams[0].left
@@ -327,8 +327,8 @@ def test_a_change_that_waits_for_nothing_is_seen_although_all_is_queued(
     """Before the copies are made: by hand it fails the save, after a step or a wait it is as it should be."""
     model = torch.nn.Linear(50, 3)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)}
-    gate, real = threading.Event(), stream.Stream.land_first
-    monkeypatch.setattr(stream.Stream, "land_first", lambda self: (gate.wait(LONG), real(self)))
+    gate, real = threading.Event(), filling.FilledFile.land_first
+    monkeypatch.setattr(filling.FilledFile, "land_first", lambda self: (gate.wait(LONG), real(self)))
     model(torch.ones(1, 50)).sum().backward()
     with holdfast.Saver(worker="thread") as saver:
         there = model.weight.clone()
@@ -401,15 +401,15 @@ def test_a_save_that_fails_waits_for_what_it_has_queued(
 def test_plain_tensors_are_summed_beside_training(pretending: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the stream that trains a sum would wait for all that is queued there, and be early if another one trains."""
     state = {"small": torch.ones(9), "large": torch.ones(1 << 20), "turned": torch.ones(600, 700).t()}
-    collected = save_work.collect({"a": state}, ranks_of(None))
-    moments, real, streams = Moments.now(device.devices_of(collected.tensors())), replicas.copy_bytes, []
+    collected = gather.collect({"a": state}, ranks_of(None))
+    moments, real, streams = Moments.now(device.devices_of(collected.tensors())), plain_tensors.copy_bytes, []
 
     def copy_bytes(*args: Any) -> None:
         streams.append(pretending.current_stream())
         real(*args)
 
-    monkeypatch.setattr(replicas, "copy_bytes", copy_bytes)
-    assert set(replicas.sums_of(collected, Copier(moments))) == {"a/small", "a/large", "a/turned"}
+    monkeypatch.setattr(plain_tensors, "copy_bytes", copy_bytes)
+    assert set(plain_tensors.sums_of(collected, Copier(moments))) == {"a/small", "a/large", "a/turned"}
     assert streams == pretending.streams * 3
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
-from holdfast import saver as module
 from holdfast.buffers import still
 from holdfast.ondisk import dtypes
 from tests import meshes, pool
@@ -137,7 +136,7 @@ def test_without_the_hook_a_step_would_be_noticed(tmp_path: Path, monkeypatch: p
 
 def test_without_hook_and_guard_these_tests_see_the_tear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(still.Copying, "hold_step", lambda self: None)
-    monkeypatch.setattr(module, "check_still", lambda changed: None)
+    monkeypatch.setattr(still, "check_still", lambda changed: None)
     state, gate = build("AdamW", 1), Gate(nth=8)
     train(state)
     with patched(copy=gate), holdfast.Saver(worker="thread") as saver:

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.buffers.device import Moments
-from holdfast.commit.agree import Agreement, agree, plan_for
+from holdfast.commit.agree import Agreed, agree, plan_for
+from holdfast.commit.gather import Gathered
+from holdfast.commit.job import Job
 from holdfast.errors import Mismatch
 from holdfast.plan.layout import Layout, TensorLayout
 from holdfast.plan.spread import Placed, Split
@@ -32,26 +34,26 @@ def sharded(ranks: Ranks, *names: str, stages: int = 1) -> Layout:
     return Layout(tensors, [spread], {}, {}, [], {})
 
 
+def gathered(state: Collected, layout: Layout) -> Gathered:
+    return Gathered(state, layout, Moments(), {}, [])
+
+
 def save(
     ranks: Ranks, layout: Layout, *, step: int = 0, owned: dict[str, Any] | None = None, busy: bool = False
-) -> Agreement | None:
+) -> Agreed | None:
     collected = Collected()
     collected.values["step"] = step
     collected.owned.update(owned or {})
     with ranks.call("save", deadline=LONG, saving=True) as call:
-        return agree(
-            call, lambda: (collected, layout), busy=busy, allow=lambda: None, begun=lambda save: None, after=Moments()
-        )  # fmt: skip
+        return agree(call, Job(ranks, None, step, "0" * 16), gathered(collected, layout), busy=busy)
 
 
 def values_of(ranks: Ranks, values: dict[str, Any]) -> dict[str, Any]:
     collected = Collected(values=dict(values))
     with ranks.call("save", deadline=LONG, saving=True) as call:
-        agree(
-            call, lambda: (collected, sharded(ranks, "w")), busy=False, allow=lambda: None, begun=lambda save: None,
-            after=Moments(),
-        )  # fmt: skip
-    return collected.values
+        agreed = agree(call, Job(ranks, None, None, "0" * 16), gathered(collected, sharded(ranks, "w")))
+    assert agreed is not None
+    return agreed.values
 
 
 def counted(fleet: Fleet) -> list[Counting]:
@@ -60,9 +62,9 @@ def counted(fleet: Fleet) -> list[Counting]:
     return [ranks.store for ranks in fleet.ranks]
 
 
-def same(found: dict[int, Any]) -> Agreement:
+def same(found: dict[int, Any]) -> Agreed:
     first = found[0]
-    assert isinstance(first, Agreement), first
+    assert isinstance(first, Agreed), first
     for other in found.values():
         assert (other.save, other.plan, other.layouts, other.layout_of) == (
             first.save, first.plan, first.layouts, first.layout_of
@@ -118,7 +120,7 @@ def test_owned_values_of_a_known_plan_are_joined_anew() -> None:
 
     found = fleet.all(one)
     for agreement in found[0]:
-        assert agreement.joined.values == {"optimizer/0": 0, "optimizer/1": 1}
+        assert agreement.owned.values == {"optimizer/0": 0, "optimizer/1": 1}
 
 
 def test_owned_values_that_are_known_are_not_told_again() -> None:
@@ -139,7 +141,7 @@ def test_owned_values_that_are_known_are_not_told_again() -> None:
 
         with patch.object(Call, "exchange", exchange):
             found = fleet.all(lambda ranks, rate=rate: one(ranks, rate))
-        assert found[0].joined.values == {"optimizer/stage": 0, "optimizer/lr": rate}
+        assert found[0].owned.values == {"optimizer/stage": 0, "optimizer/lr": rate}
         assert phases == rounds, "two rounds only where something is new"
 
 

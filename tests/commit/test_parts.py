@@ -58,31 +58,31 @@ def _gone(pid: int) -> bool:
 TRAINER = """
 import os, signal, sys, threading, torch, holdfast
 from holdfast.write import write
-from holdfast.commit.save_work import SaveWork
+from holdfast.commit import settle
 from tests.commit.test_parts import _state
 path, moment = sys.argv[1:]
 
 def die(*args, **kwargs):
-    print(saver._worker.pid, flush=True)
+    print(saver._pool.worker.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 if moment == "staging":
     real, seen = write.Writing.stage, []
-    def stage(self, image):
-        real(self, image)
+    def stage(self, *sections):
+        real(self, *sections)
         die()
     write.Writing.stage = stage
 elif moment == "staged":
     # Its writer is stopped: all that it was told is still to be done when the trainer dies.
     real = write.Writing.leave
     def leave(self, small):
-        os.kill(saver._worker.pid, signal.SIGSTOP)
+        os.kill(saver._pool.worker.pid, signal.SIGSTOP)
         real(self, small)
-        threading.Timer(0.5, os.kill, [saver._worker.pid, signal.SIGCONT])
+        threading.Timer(0.5, os.kill, [saver._pool.worker.pid, signal.SIGCONT])
         die()
     write.Writing.leave = leave
 else:
-    SaveWork._commit = die
+    settle._commit = die
 saver = holdfast.Saver()
 saver.save(_state(3), path, files={"config": b"kept", "deep/er": b"too"}).wait()
 """
@@ -149,19 +149,19 @@ def test_nothing_is_committed_while_a_writer_is_at_it(tmp_path: Path) -> None:
 
 def finish_but_for_the_commit(path: str) -> None:
     """Every rank leaves its files and its part; the first one does not commit, as if all had been killed then."""
-    from holdfast.commit import save_work
+    from holdfast.commit import settle
 
-    def no_commit(self: Any, notes: Any) -> str:
+    def no_commit(*args: Any) -> str:
         raise KeyboardInterrupt
 
-    kept = save_work.SaveWork._commit, save_work.withdraw
-    save_work.SaveWork._commit, save_work.withdraw = no_commit, lambda *args: None  # type: ignore[method-assign,assignment]
+    kept = settle._commit, settle.withdraw
+    settle._commit, settle.withdraw = no_commit, lambda *args: None  # type: ignore[assignment]
     try:
         with holdfast.Saver(worker="thread") as saver:
             saver.save(_state(5), path, files={"config": b"kept"}).settled()
             saver._savings.clear()
     finally:
-        save_work.SaveWork._commit, save_work.withdraw = kept  # type: ignore[method-assign]
+        settle._commit, settle.withdraw = kept
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def thin(*, rule: Rule | None = None) -> Run:
 @contextmanager
 def small_files_too() -> Iterator[None]:
     """Borrow files however small they are."""
-    with mock.patch("holdfast.policies.incremental.borrow.SMALLEST", 1):
+    with mock.patch("holdfast.policies.incremental.reuse.SMALLEST", 1):
         yield
 
 

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.commit.job import Job
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import save_in
 from holdfast.storage.local.local_place import LocalPlace
+from holdfast.storage.urls import location
 
 HERE = LocalPlace(__file__).parent
 FILES: dict[str, Any] = {"config.json": b'{"layers": 2}', "text/vocab.txt": "a\nb\né\n".encode()}
@@ -120,7 +122,7 @@ def make(version: str, path: Path) -> None:
 
     def one(rank: int) -> None:
         with Ranks(rank, WORLD, store).call("save", saving=True) as call:
-            save_in(call, state_of(version, rank), path, step=7, files=FILES, overwrite=False, run="0123456789abcdef")
+            save_in(call, Job(call.ranks, location(path), 7, "0123456789abcdef"), state_of(version, rank), FILES)
 
     with ThreadPoolExecutor(WORLD) as pool:
         list(pool.map(one, range(WORLD)))

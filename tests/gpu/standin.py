@@ -19,9 +19,9 @@ import torch
 
 from holdfast.buffers import device, scatter, still
 from holdfast.buffers.stage import host_tensor
-from holdfast.commit import save_work
+from holdfast.commit import gather
 from holdfast.state import Collected
-from holdfast.write import stream, sums
+from holdfast.write import filling, sums
 
 DEVICE = torch.device("cuda", 0)
 
@@ -178,8 +178,8 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
                 made.take_memory()
             yield part
 
-    real = stream.contiguous_parts
-    patch.setattr(stream, "contiguous_parts", contiguous_parts)
+    real = filling.contiguous_parts
+    patch.setattr(filling, "contiguous_parts", contiguous_parts)
     patch.setattr(sums, "contiguous_parts", contiguous_parts)
     patch.setattr(device, "host_tensor", Host)
     patch.setattr(device, "torch", Torch())
@@ -204,6 +204,6 @@ def pretend_states(patch: pytest.MonkeyPatch) -> None:
             collected.per_rank[path] = replace(leaf, tensors=tensors)
         return collected
 
-    for module in (save_work, import_module("holdfast.load")):
+    for module in (gather, import_module("holdfast.load")):
         real = module.collect
         patch.setattr(module, "collect", lambda *args, real=real, **options: there(real(*args, **options)))

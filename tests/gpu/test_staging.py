@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import saver as module
 from holdfast.buffers import device as staging
 from holdfast.buffers.memory import buffer
-from holdfast.write import arena
+from holdfast.write import buffer as buffers
+from holdfast.write import pool
 from holdfast.write.ring import Ring
 from holdfast.write.worker import start
 from tests.gpu import standin, states
@@ -45,7 +45,7 @@ def test_every_kind_of_tensor_comes_to_its_file(how: str, lab: Lab, tmp_path: Pa
     if how == "blocking":
         holdfast.save({"s": state}, tmp_path / "c")
     else:
-        limit = 2 * arena.WINDOW if "waves" in how else None
+        limit = 2 * buffers.CHUNK if "waves" in how else None
         with holdfast.Saver(worker=how.split()[0].rstrip(","), memory_limit=limit) as saver:
             if "another" in how:
                 with lab.another_stream():
@@ -113,10 +113,12 @@ def test_the_arena_is_pinned_once_and_let_go(lab: Lab, tmp_path: Path, monkeypat
     """A slot is allocated and pinned by `prepare`; saves that fit into it take it as it is."""
     seen: list[str] = []
     made: list[int] = []
-    pin, unpin, allocate = staging.pin, staging.unpin, arena.Slot._allocate
+    pin, unpin, allocate = staging.pin, staging.unpin, buffers.StagingBuffer._allocate
     monkeypatch.setattr(staging, "pin", lambda at, nbytes: (seen.append(f"pin {nbytes}"), pin(at, nbytes))[1])
     monkeypatch.setattr(staging, "unpin", lambda at: (seen.append("unpin"), unpin(at)))
-    monkeypatch.setattr(arena.Slot, "_allocate", lambda self, count: (made.append(count), allocate(self, count)))
+    monkeypatch.setattr(
+        buffers.StagingBuffer, "_allocate", lambda self, count: (made.append(count), allocate(self, count))
+    )
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 1)
     training.run(1)
     with holdfast.Saver() as saver:
@@ -152,23 +154,23 @@ def test_a_refused_pin_leaves_no_error_behind(lab: Lab) -> None:
 @pytest.mark.parametrize("how", ["blocking", "thread", "process"])
 def test_a_copy_is_queued_and_the_host_goes_on(how: str, lab: Lab) -> None:
     """So it is into pinned memory. Into other memory CUDA would hold the host up until it is done."""
-    ones = torch.ones(arena.WINDOW, dtype=torch.uint8, device=lab.kind)
+    ones = torch.ones(buffers.CHUNK, dtype=torch.uint8, device=lab.kind)
     ones = ones if lab.fake is None else standin.pretended(ones)
     with Ring() as ring:
         slot = ring.take([64 * MIB], pinned=True)
         if how != "blocking":
-            slot = arena.Slot(1, start(how))
-            slot.reserve(4 * arena.WINDOW, pinned=True, touch=True)
+            slot = buffers.StagingBuffer(1, start(how))
+            slot.reserve(4 * buffers.CHUNK, pinned=True, touch=True)
         slot.begin()
-        window = slot.take(arena.WINDOW, 1.0)
+        window = slot.take(buffers.CHUNK, 1.0)
         assert window is not None
         lab.late(2000)
         copier = staging.Copier(staging.Moments())
-        copier.copy(ones, 0, arena.WINDOW, window.address)
+        copier.copy(ones, 0, buffers.CHUNK, window.address)
         moment = copier.moment()
         assert not moment.events[0][1].query(), "the host is here, and the device has not yet come to it"
         moment.wait()
-        assert bytes(window.view) == b"\1" * arena.WINDOW
+        assert bytes(window.view) == b"\1" * buffers.CHUNK
         slot.give(window)
         if how != "blocking":
             slot.worker.close()
@@ -180,8 +182,8 @@ def test_in_waves_no_window_is_used_twice_at_a_time(limit: int, lab: Lab, tmp_pa
     """A state of dozens of small windows goes through two: each is landed and written before it is filled again."""
     window = 8192
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WINDOW", window)
-        patch.setattr(module, "Slot", partial(arena.Slot, window=window))
+        patch.setattr(pool, "CHUNK", window)
+        patch.setattr(pool, "StagingBuffer", partial(buffers.StagingBuffer, chunk_bytes=window))
         training = states.Training(states.OPTIMIZERS["AdamW foreach"], lab.kind, 3)
         training.run(2)
         with holdfast.Saver(worker="thread", memory_limit=limit * window) as saver:

@@ -13,7 +13,7 @@ from math import prod
 
 import pytest
 
-from holdfast.commit.commit import Identity, complete, draft
+from holdfast.commit.draft import Identity, complete, draft
 from holdfast.ondisk import dtypes, manifest
 from holdfast.ondisk.box import Box, intersect
 from holdfast.ondisk.cells import Cells, TensorRecord

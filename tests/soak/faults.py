@@ -18,8 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.commit import save_work
-from holdfast.saver import Saver
+from holdfast.buffers.still import CopyGuard
+from holdfast.commit import settle
+from holdfast.commit.agree import _Agreeing
+from holdfast.commit.job import Job
+from holdfast.commit.outgoing import Outgoing
 from holdfast.storage.local import disk
 from holdfast.write import write
 from tests.soak.plan import Episode
@@ -69,18 +72,17 @@ def _stop_at(rank: Any, stage: str, step: int) -> None:
 
         setattr(owner, name, watched)
 
-    work = save_work.SaveWork
     places: dict[str, Callable[[], None]] = {
-        "save": lambda: around(work, "gather", lambda work, *_: work.order.folder),
-        "plan": lambda: around(work, "plan", lambda work, *_: work.order.folder),
-        "planned": lambda: around(work, "plan", lambda work, *_: work.order.folder, after=True),
+        "save": lambda: around(Job, "check", lambda job, *_: job.folder),
+        "plan": lambda: around(_Agreeing, "run", lambda agreeing, *_: agreeing.job.folder),
+        "planned": lambda: around(_Agreeing, "run", lambda agreeing, *_: agreeing.job.folder, after=True),
         "staging": lambda: around(write.Writing, "stage", lambda writing, *_: writing.folder, after=True),
-        "staged": lambda: around(Saver, "_staged", lambda saver, saving, *_: saving.path, after=True),
+        "staged": lambda: around(CopyGuard, "copied", lambda guard, *_: guard._copying._path, after=True),
         "handed": lambda: around(write.Writing, "leave", lambda writing, *_: writing.folder, after=True),
-        "durable": lambda: around(work, "_write", lambda work, *_: work.order.folder, after=True),
-        "committing": lambda: around(save_work, "commit", lambda folder, *_: folder),
-        "committed": lambda: around(save_work, "commit", lambda folder, *_: folder, after=True),
-        "parts": lambda: around(save_work, "take_away", lambda folder, *_: folder),
+        "durable": lambda: around(Outgoing, "finish", lambda outgoing, *_: outgoing.job.folder, after=True),
+        "committing": lambda: around(settle, "commit", lambda folder, *_: folder),
+        "committed": lambda: around(settle, "commit", lambda folder, *_: folder, after=True),
+        "parts": lambda: around(settle, "take_away", lambda folder, *_: folder),
     }
     places[stage]()
 

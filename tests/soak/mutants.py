@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast import checkpoint
-from holdfast.commit import folder, save_work
+from holdfast.commit import folder, settle
 from holdfast.errors import HoldfastError
 from holdfast.run import keep, retention, steps
-from holdfast.write import image, stream, write
+from holdfast.write import datafiles, filling, write
 
 
 def commit_before_written() -> None:
@@ -40,14 +40,14 @@ def restore_oldest() -> None:
 
 def wrong_byte() -> None:
     """One bit of what is saved is another one, before it is summed."""
-    copied = stream.copy_bytes
+    copied = filling.copy_bytes
 
     def copy(tensor: Any, start: int, nbytes: int, address: int) -> None:
         copied(tensor, start, nbytes, address)
         if nbytes > 2000:
-            stream.host_view(address, nbytes)[1999] ^= 4
+            filling.host_view(address, nbytes)[1999] ^= 4
 
-    stream.copy_bytes = copy
+    filling.copy_bytes = copy
 
 
 def leave_litter() -> None:
@@ -59,20 +59,20 @@ def leave_litter() -> None:
 
 def keep_descriptors() -> None:
     """Files stay open after their save."""
-    image.OpenFiles.close = lambda self: None  # type: ignore[method-assign]
+    datafiles.OpenFiles.close = lambda self: None  # type: ignore[method-assign]
 
 
 def silent_failure() -> None:
     """A save that fails says that it is committed."""
-    settle = save_work.SaveWork.settle
+    write_and_commit = settle._write_and_commit
 
-    def quiet(self: Any, call: Any) -> None:
+    def quiet(*args: Any) -> None:
         try:
-            settle(self, call)
+            write_and_commit(*args)
         except HoldfastError:
             return
 
-    save_work.SaveWork.settle = quiet  # type: ignore[method-assign]
+    settle._write_and_commit = quiet
 
 
 def trust_sums() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.write import stream
+from holdfast.write import filling
 
 
 def test_a_freed_tensor_is_refused_by_name(tmp_path: Path) -> None:
@@ -32,13 +32,13 @@ def test_a_tensor_that_is_freed_in_mid_save_is_named(
     scattered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = threading.Event()
-    fill = stream.Stream.fill
+    fill = filling.FilledFile.fill
 
     def late(self: Any) -> None:
         assert gone.wait(240)
         fill(self)
 
-    monkeypatch.setattr(stream.Stream, "fill", late)
+    monkeypatch.setattr(filling.FilledFile, "fill", late)
     model = nn.Linear(300, 400)
     if scattered:
         model.weight = nn.Parameter(torch.rand(300, 400).t())

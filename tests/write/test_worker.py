@@ -19,7 +19,7 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.local.disk import SECTOR
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.write import courier
-from holdfast.write.arena import Slot
+from holdfast.write.buffer import StagingBuffer
 from holdfast.write.jobs import Worker
 from holdfast.write.process_worker import ProcessWorker
 from holdfast.write.worker import ThreadWorker, start
@@ -35,20 +35,20 @@ def process() -> Iterator[ProcessWorker]:
 
 
 class Desk:
-    """A slot of four windows of two sectors, and files opened for a worker."""
+    """A buffer of four chunks of two sectors, and files opened for a worker."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.fds = worker, []
-        self.slot = Slot(3, worker, window=2 * SECTOR)
-        self.slot.reserve(8 * SECTOR)
-        self.slot.begin()
+        self.buffer = StagingBuffer(3, worker, chunk_bytes=2 * SECTOR)
+        self.buffer.reserve(8 * SECTOR)
+        self.buffer.begin()
 
     def fill(self, content: bytes) -> int:
-        """Put bytes into the next window; where it starts."""
-        window = self.slot.take(2 * SECTOR, 0.0)
-        assert window is not None
-        window.view[: len(content)] = content
-        return window.start
+        """Put bytes into the next chunk; where it starts."""
+        chunk = self.buffer.take(2 * SECTOR, 0.0)
+        assert chunk is not None
+        chunk.view[: len(content)] = content
+        return chunk.start
 
     def open(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
         fd = os.open(path, flags, 0o666)
@@ -83,7 +83,7 @@ def test_a_direct_write_is_padded_to_whole_sectors_with_zeros(desk: Desk, tmp_pa
         pytest.skip("no direct I/O here")
     desk.fds.append(fd)
     file = desk.worker.open(path, fd, direct=True)
-    start = desk.fill(b"\xff" * 2 * SECTOR)  # what an earlier save left in the window
+    start = desk.fill(b"\xff" * 2 * SECTOR)  # what an earlier save left in the chunk
     desk.worker.write(file, 3, start, 100, SECTOR).result(LONG)
     assert path.read_bytes()[SECTOR:] == b"\xff" * 100 + bytes(SECTOR - 100)
     desk.worker.finish(file, b"h" * SECTOR, SECTOR + 100).result(LONG)
@@ -174,12 +174,12 @@ def test_close_finishes_everything_first(worker: Worker, tmp_path: Path) -> None
     os.close(desk.fds[0])
 
 
-def test_the_memory_of_a_slot_can_be_replaced(desk: Desk, tmp_path: Path) -> None:
+def test_the_memory_of_a_buffer_can_be_replaced(desk: Desk, tmp_path: Path) -> None:
     file = desk.open(tmp_path / "f")
     desk.write(file, b"old", 0).result(LONG)
-    desk.slot._lent.clear()
-    desk.slot.reserve(18 * SECTOR)
-    desk.slot.begin()
+    desk.buffer._lent.clear()
+    desk.buffer.reserve(18 * SECTOR)
+    desk.buffer.begin()
     desk.write(file, b"new", 3).result(LONG)
     assert (tmp_path / "f").read_bytes() == b"oldnew"
 
@@ -215,14 +215,14 @@ def test_a_killed_process_is_told_by_name_and_leaves_no_zombie(process: ProcessW
     os.close(desk.fds[0])
 
 
-def test_a_slot_goes_over_to_the_next_process(process: ProcessWorker, tmp_path: Path) -> None:
+def test_a_buffer_goes_over_to_the_next_process(process: ProcessWorker, tmp_path: Path) -> None:
     desk = Desk(process)
     os.kill(process.pid, signal.SIGKILL)
     process._reader.join(LONG)
     following = ProcessWorker()
     desk.worker = following
-    desk.slot.attach(following)
-    desk.slot.begin()
+    desk.buffer.attach(following)
+    desk.buffer.begin()
     file = desk.open(tmp_path / "f")
     desk.write(file, b"again", 0).result(LONG)
     assert (tmp_path / "f").read_bytes() == b"again"

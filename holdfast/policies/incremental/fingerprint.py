@@ -1,6 +1,6 @@
 """Fingerprints of tensors on an accelerator, worked out there: what has not changed is known without copying it.
 
-`borrow` takes them in each incremental save and compares with those of the save that is its base. They never leave this
+`reuse` takes them in each incremental save and compares with those of the save that is its base. They never leave this
 process, and none is kept of a save before it is committed.
 
 A fingerprint is two independent multilinear hashes modulo 2^64 for each stretch of the bytes, seen as 32-bit words x:

@@ -1,6 +1,6 @@
 """Whether tensors still hold what a file of the base holds: the sums of their blocks against those in its header.
 
-`borrow` asks for one file at a time. Reads every byte that counts as equal, from where it lies; of a tensor that has
+`reuse` asks for one file at a time. Reads every byte that counts as equal, from where it lies; of a tensor that has
 changed, in most cases, one block alone.
 """
 

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.errors import Unsupported, Untrusted
 from holdfast.ondisk import signature
@@ -52,6 +53,21 @@ def signer(key: Key | Signer | None) -> Signer | None:
         return key
     private = private_key(key)
     return Signer(_raw(private.public_key()).hex(), private)
+
+
+def signing(sign: Key | Literal[True] | None) -> Callable[[], Signer] | None:
+    """What gives the first rank its signer, once it asks: a key that cannot be read fails the save on all ranks."""
+    if sign is None:
+        return None
+
+    @cache
+    def first_ranks_signer() -> Signer:
+        own = None if sign is True else signer(sign)
+        if own is None:
+            raise ValueError("sign=True says that the first rank has the key, but this is the first rank")
+        return own
+
+    return first_ranks_signer
 
 
 def private_key(key: Key) -> Any:

@@ -15,11 +15,11 @@ from holdfast.errors import Damaged, NotACheckpoint, Untrusted
 from holdfast.events import log
 from holdfast.load import Loaded, load
 from holdfast.ondisk.manifest import FILE_NAME
+from holdfast.policies.signing.keys import signing
 from holdfast.ranks.ranks import Ranks
 from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.retention import KeptSteps
 from holdfast.run.tiers.home import Durability
-from holdfast.save import signing
 from holdfast.storage.place import Place
 
 

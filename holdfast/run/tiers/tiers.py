@@ -15,6 +15,7 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk import manifest
+from holdfast.policies.signing.keys import signing
 from holdfast.ranks.ranks import Ranks
 from holdfast.run.keep import Kept
 from holdfast.run.options import ManagerOptions, RestoreOptions
@@ -26,7 +27,6 @@ from holdfast.run.tiers.nodes import News, find_nodes
 from holdfast.run.tiers.survey import Survey, bring_manifest, bytes_of
 from holdfast.run.tiers.uploader import Uploader
 from holdfast.run.whole import fault_of
-from holdfast.save import signing
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline

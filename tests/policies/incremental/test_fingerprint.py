@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.buffers.device import Copier, Moments
-from holdfast.commit import save_work
+from holdfast.commit import settle
 from holdfast.ondisk.box import Box, whole
 from holdfast.policies.incremental import fingerprint, same
 from holdfast.policies.incremental.fingerprint import Fingerprints
@@ -181,7 +181,7 @@ def test_a_save_that_fails_is_not_remembered(tmp_path: Path, monkeypatch: pytest
     def fails(*_: Any, **__: Any) -> None:
         raise OSError("no")
 
-    monkeypatch.setattr(save_work, "commit", fails)
+    monkeypatch.setattr(settle, "commit", fails)
     with pytest.raises(holdfast.SaveFailed):
         holdfast.save(_state(2), tmp_path / "2", base=tmp_path / "1")
     assert made._of == before

@@ -1,18 +1,19 @@
-"""The base of an incremental save: an earlier checkpoint, and which files of it this rank cites instead of writing.
+"""The base of an incremental save: an earlier checkpoint, and which of its files this rank reuses.
 
-`SaveWork` calls `cite` once its images are planned. Never changes the base, never trusts a name or a time: a piece is
-cited if its bytes have the sums that the base's own header, proved by its digest, says.
+The policies call `reuse` before anything is staged. Never changes the base and never trusts a name or a time: a piece
+is reused if its bytes have the sums that the base's own header, checked by its digest, gives for them.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from holdfast.buffers.device import Copier
-from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError
+from holdfast.commit.job import Base
+from holdfast.errors import HoldfastError, Mismatch, NotACheckpoint, StorageError
 from holdfast.events import log
 from holdfast.ondisk import datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box
@@ -25,7 +26,7 @@ from holdfast.policies.incremental.same import Claim, unchanged
 from holdfast.read.read import DataFiles
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
-from holdfast.write.image import KEPT, Image, OpenFiles
+from holdfast.write.datafiles import KEPT, DataFile, OpenFiles
 
 SMALLEST = 16 << 10
 """A file of which fewer bytes are wanted is not worth a line in the manifest: they are written anew."""
@@ -39,18 +40,7 @@ _NO_LINKS = {
 
 
 @dataclass(frozen=True)
-class Previous:
-    """Which checkpoint a save may cite. ``choose`` is asked when the save begins to write, and may answer None.
-
-    If it is ``required``, one that cannot be read fails the save; else all is written, with a warning.
-    """
-
-    choose: Callable[[], Place | None]
-    required: bool = False
-
-
-@dataclass(frozen=True)
-class Base:
+class OpenedBase:
     """An opened base."""
 
     folder: Place
@@ -63,13 +53,13 @@ class Base:
         return found._replace(save=found.save or self.record.save)
 
 
-@dataclass
-class Cited:
-    """What is left to write, what is cited, and the fingerprints to remember once the save is committed."""
+@dataclass(frozen=True)
+class Reused:
+    """The files that are left to write, what is reused, and the fingerprints to remember once the save is committed."""
 
-    images: list[Image]
-    cites: list[Cite] = field(default_factory=list)
-    prints: Prints = field(default_factory=dict)
+    files: list[DataFile]
+    reused: list[Cite]
+    prints: Prints
 
 
 def check_sibling(base: Place, folder: Place) -> None:
@@ -84,20 +74,20 @@ def _parent(path: Place) -> str:
     return str(path.parent.real())
 
 
-def open_base(previous: Previous, folder: Place) -> Base | None:
+def open_base(base: Base, folder: Place) -> OpenedBase | None:
     """The base of a save to ``folder``; None if there is none. Raises HoldfastError if it is required."""
     try:
-        found = previous.choose()
-        if found is None or (found == folder and not previous.required):
+        path = base.choose()
+        if path is None or (path == folder and not base.required):
             return None
-        check_sibling(found, folder)
-        record = _read(found)
+        check_sibling(path, folder)
+        record = _read(path)
     except (HoldfastError, OSError) as error:
-        if previous.required:
+        if base.required:
             raise
         log.warning("%s is saved as a whole: its base cannot be read (%s)", folder, error)
         return None
-    return Base(found, record, DataFiles(found, record.data_files))
+    return OpenedBase(path, record, DataFiles(path, record.data_files))
 
 
 def _read(folder: Place) -> Manifest:
@@ -110,58 +100,50 @@ def _read(folder: Place) -> Manifest:
         raise NotACheckpoint(f"{folder} cannot be a base: it is no committed checkpoint of holdfast") from None
 
 
-def cite(
-    base: Base | None, images: Sequence[Image], plan: Plan, rank: int, folder: Place, *, opened: OpenFiles,
+def reuse(
+    base: OpenedBase | None, files: Sequence[DataFile], plan: Plan, rank: int, folder: Place, *, opened: OpenFiles,
     fingerprints: Fingerprints, copier: Copier,
-) -> Cited:  # fmt: skip
-    """Find what ``images`` have in common with the base, and see to it that ``folder`` can be read without writing it.
+) -> Reused:  # fmt: skip
+    """Find what ``files`` have in common with the base, and make sure that ``folder`` can be read without writing it.
 
     On local disk files of the base are hard-linked; ``opened`` collects the links, for the caller to close, and to
-    delete if the save fails. Trouble with the base is told to the log: what it is about is written then.
+    delete if the save fails. Trouble with the base is logged, and what it concerns is written.
     """
     pieces = _pieces(plan, rank)
     prints = fingerprints.take(
         (
-            (*pieces[image.section, piece.key][:2], source)
-            for image in images
-            for piece, source in zip(image.pieces, image.sources, strict=True)
-            if (image.section, piece.key) in pieces
+            (*pieces[file.section, piece.key][:2], source)
+            for file in files
+            for piece, source in zip(file.pieces, file.sources, strict=True)
+            if (file.section, piece.key) in pieces
         ),
         copier,
     )
     if base is None:
-        return Cited(list(images), prints=prints)
+        return Reused(list(files), [], prints)
     before = fingerprints.of(base.record.save)
     position = {name: number for number, name in enumerate(plan.tensors)}
-    found = Cited([], prints=prints)
-    for image in images:
+    to_write: list[DataFile] = []
+    reused: list[Cite] = []
+    for file in files:
         gone: set[int] = set()
-        borrowed = 0
-        for index, claims in _claims(base, image, pieces, prints, before):
-            same = _same(base, index, claims, copier) if borrowed < MOST else []
-            path = _bring(base, index, image.section, folder, opened) if same else None
+        count = 0
+        for index, claims in _claims(base, file, pieces, prints, before):
+            same = _same(base, index, claims, copier) if count < MOST else []
+            path = _bring(base, index, file.section, folder, opened) if same else None
             if path is not None:
-                borrowed += 1
+                count += 1
                 record = base.file(index)
-                file = (path, record.bytes, record.header_bytes, record.header_digest, str(record.save))
+                old = (path, record.bytes, record.header_bytes, record.header_digest, str(record.save))
                 tensors = manifest.ranges(sorted(position[claim.name] for claim in same))
-                found.cites.append(Cite(file, tensors, image.volume))
+                reused.append(Cite(old, tensors, file.volume))
                 gone.update(number for claim in same for number in claim.numbers)
-        left = _without(image, gone) if gone else image
+        left = _without(file, gone) if gone else file
         if left is not None:
-            found.images.append(left)
-        elif any(path.parent == folder / image.section for path in opened.paths):  # else it is synced with the file
-            (folder / image.section).sync_folder()
-    return found
-
-
-def borrowed_is_there(folder: Place, cites: Sequence[Cite]) -> None:
-    """Raise Damaged if a cited file is not, or no longer, in its place: what is committed must be whole."""
-    for record in (cite.record for cite in cites):
-        size = (folder / record.path).size()
-        if size != record.bytes:
-            found = "is gone" if size is None else f"has {size} bytes instead of {record.bytes}"
-            raise Damaged(f"{folder / record.path}, which this save was to borrow, {found}: save again, without base=")
+            to_write.append(left)
+        elif any(path.parent == folder / file.section for path in opened.paths):  # else it is synced with the file
+            (folder / file.section).sync_folder()
+    return Reused(to_write, reused, prints)
 
 
 _Pieces = dict[tuple[str, str], tuple[str, Box, tuple[int, ...]]]
@@ -175,12 +157,14 @@ def _pieces(plan: Plan, rank: int) -> _Pieces:
     }
 
 
-def _claims(base: Base, image: Image, pieces: _Pieces, prints: Prints, before: Prints) -> list[tuple[int, list[Claim]]]:
+def _claims(
+    base: OpenedBase, file: DataFile, pieces: _Pieces, prints: Prints, before: Prints
+) -> list[tuple[int, list[Claim]]]:
     """Tensors that a file of the base has in exactly these pieces, by the number of that file; the most bytes first."""
     tensors: dict[str, list[tuple[int, Box]]] = {}
-    for number, piece in enumerate(image.pieces):
-        if piece.nbytes and (image.section, piece.key) in pieces:
-            name, box, shape = pieces[image.section, piece.key]
+    for number, piece in enumerate(file.pieces):
+        if piece.nbytes and (file.section, piece.key) in pieces:
+            name, box, shape = pieces[file.section, piece.key]
             record = base.record.tensors.get(name)
             if record is not None and (record.dtype, tuple(record.shape)) == (piece.dtype, tuple(shape)):
                 tensors.setdefault(name, []).append((number, box))
@@ -192,12 +176,12 @@ def _claims(base: Base, image: Image, pieces: _Pieces, prints: Prints, before: P
             numbers = [number for number, _ in found]
             now, then = ([known.get((name, box)) for _, box in found] for known in (prints, before))
             same = None if None in now or None in then else now == then
-            keys, sources = [image.pieces[n].key for n in numbers], [image.sources[n] for n in numbers]
+            keys, sources = [file.pieces[n].key for n in numbers], [file.sources[n] for n in numbers]
             claims.setdefault(files.pop(), []).append(Claim(name, numbers, keys, sources, same))
     return sorted(claims.items(), key=lambda item: -sum(claim.nbytes for claim in item[1]))
 
 
-def _same(base: Base, index: int, claims: Sequence[Claim], copier: Copier) -> list[Claim]:
+def _same(base: OpenedBase, index: int, claims: Sequence[Claim], copier: Copier) -> list[Claim]:
     """The claims on a file that hold, if they are enough to borrow it."""
     record = base.file(index)
     enough = max(SMALLEST, (record.bytes - record.header_bytes) / 2)
@@ -218,7 +202,7 @@ def _same(base: Base, index: int, claims: Sequence[Claim], copier: Copier) -> li
     return unchanged(claims, sums, enough, copier)
 
 
-def _bring(base: Base, index: int, section: str, folder: Place, opened: OpenFiles) -> str | None:
+def _bring(base: OpenedBase, index: int, section: str, folder: Place, opened: OpenFiles) -> str | None:
     """The path by which ``folder`` calls a file of the base from now on; None if it cannot have it."""
     record = base.file(index)
     beside = record.path if record.path.startswith("../") else f"../{base.folder.name}/{record.path}"
@@ -254,12 +238,12 @@ def _link(source: Place, target: Place, nbytes: int, opened: OpenFiles) -> bool:
     return True
 
 
-def _without(image: Image, gone: set[int]) -> Image | None:
+def _without(file: DataFile, gone: set[int]) -> DataFile | None:
     """What is left of a file to write; None if that is nothing."""
-    kept = [number for number in range(len(image.pieces)) if number not in gone]
-    if not any(image.pieces[number].nbytes for number in kept):
+    kept = [number for number in range(len(file.pieces)) if number not in gone]
+    if not any(file.pieces[number].nbytes for number in kept):
         return None
-    pieces = datafile.arrange(image.pieces[number] for number in kept)
+    pieces = datafile.arrange(file.pieces[number] for number in kept)
     held = {base_of(piece.key) for piece in pieces}
-    shapes = {name: shape for name, shape in image.shapes.items() if name in held}
-    return replace(image, pieces=pieces, sources=[image.sources[number] for number in kept], shapes=shapes)
+    shapes = {name: shape for name, shape in file.shapes.items() if name in held}
+    return replace(file, pieces=pieces, sources=[file.sources[number] for number in kept], shapes=shapes)

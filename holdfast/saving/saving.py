@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from holdfast import events
 from holdfast.buffers.still import Copying
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError, SaveFailed
-from holdfast.events import Opened, log
+from holdfast.events import BACKGROUND, Opened, log
 from holdfast.ranks.interrupts import interrupts_wait
 from holdfast.storage.place import Place
 
@@ -55,7 +56,6 @@ class Saving:
         self._began = time.monotonic()
         self._call = self._staged_at = self._written_at = self._ended_at = 0.0
         self._bytes = self._bytes_in_call = self._bytes_beside = 0
-        self._label = ""
         self._copying = Copying(path, rank, step)
         self._span = Opened()
         self._planned = threading.Event()
@@ -196,7 +196,15 @@ class Saving:
             self._done = threading.Event()  # a thread may have been about to set the other one, and hold its lock
             self._done.set()
 
-    def _start(self) -> None:
+    # For the Saver
+
+    def begin(self, run: Callable[[], None], rank: int) -> None:
+        """From now on steps wait for its copies; `start` will ``run`` it."""
+        self._run = run
+        self._copying.begin()
+        self._span = events.begin(BACKGROUND, self.path, rank, whole=True, step=self.step, lane="saves")
+
+    def start(self) -> None:
         """Go on in a thread of its own."""
         with interrupts_wait():
             # A daemon, and joined by `Saver.close`: an interpreter that ends would wait for other threads before its
@@ -211,6 +219,20 @@ class Saving:
             thread.start()
             self._thread, self._run = thread, lambda: None
             begun.set()  # not before: the new thread would keep the interpreter for itself, for 5 ms at most
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it goes on in its thread, whatever becomes of the call."""
+        return self._thread is not None
+
+    def returned(self) -> None:
+        """The call of `Saver.save` is over: what it took is a stall of training."""
+        self._call = time.monotonic() - self._began
+
+    def join(self) -> None:
+        """Wait until the thread of a save whose outcome is known has let go of everything."""
+        if self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
+            self._thread.join()  # it ends: it does nothing any more but let go
 
     def _interrupt(self, error: BaseException) -> None:
         """It ends with what is no failure of a save: an interrupt, which stays what it is where it came."""

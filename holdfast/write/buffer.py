@@ -1,8 +1,7 @@
-"""The arena: host memory that is the file image, in windows that are filled, written, and filled again.
+"""The staging buffer: host memory laid out like the files, in chunks that are filled, written, and filled again.
 
-A blocking save makes a small slot for itself; a Saver keeps slots that hold a whole image, so that filling never waits
-for the disk. The last bytes of several files share a window, so that a slot takes about as much as is saved.
-Never hands out memory that is still being written.
+A blocking save makes a small one for itself; a Saver keeps some that hold all its files, so that filling never waits
+for the disk. Never hands out memory that is still being written.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.local.disk import SECTOR
 from holdfast.write.jobs import Worker
 
-WINDOW = 16 << 20
-"""Bytes of one window: large enough for a disk's full rate, small enough that four cost 64 MiB."""
+CHUNK = 16 << 20
+"""Bytes of one chunk: large enough for a disk's full rate, small enough that four cost 64 MiB."""
 
 _POPULATE = 23  # MADV_POPULATE_WRITE, Linux 5.14; not in the mmap module
 
 
 @dataclass(frozen=True)
-class Window:
-    """A stretch of a slot's memory, at ``start`` of it, lent for one save: the ``generation``.
+class Chunk:
+    """A stretch of a buffer's memory, at ``start`` of it, lent for one save: the ``generation``.
 
     Whole sectors: what is written of it may be padded to a sector without touching its neighbour.
     """
@@ -47,29 +46,30 @@ class Window:
         return len(self.view)
 
 
-class Slot:
+class StagingBuffer:
     """Memory for one save at a time, known to the worker that writes it.
 
-    ``begin`` opens a generation; `take` lends windows and `give` brings them back, from any thread. One thread takes.
+    ``begin`` opens a generation; `take` lends chunks and `give` brings them back, from any thread. One thread takes.
+    The last bytes of several files share a chunk, so that a buffer takes about as much memory as is saved.
     """
 
-    def __init__(self, number: int, worker: Worker, *, window: int = WINDOW) -> None:
-        self.number, self.worker, self.window = number, worker, window
+    def __init__(self, number: int, worker: Worker, *, chunk_bytes: int = CHUNK) -> None:
+        self.number, self.worker, self.chunk_bytes = number, worker, chunk_bytes
         self.nbytes = 0
         self.generation = 0
         self._memory: mmap.mmap | None = None
         self._fd = -1
         self._address = 0
         self._pinned = False
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # windows of which nothing is lent
-        self._lent: Counter[int] = Counter()  # by window: how many stretches of it are lent
-        self._open: tuple[int, int] | None = None  # the window that is shared now, and how much of it is lent already
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # chunks of which nothing is lent
+        self._lent: Counter[int] = Counter()  # by chunk: how many stretches of it are lent
+        self._open: tuple[int, int] | None = None  # the chunk that is shared now, and how much of it is lent already
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int, *, pinned: bool = False, touch: bool = False) -> None:
         """Have at least ``nbytes``; ``pinned`` for a device to copy into, ``touch``ed so that they are there.
 
-        What is there already is kept if it is enough. Raises HoldfastError if windows are lent out.
+        What is there already is kept if it is enough. Raises HoldfastError if chunks are lent out.
         """
         with self._lock:
             self._refuse_if_lent()
@@ -82,24 +82,24 @@ class Slot:
                 self._pinned = device.pin(self._address, self.nbytes)
 
     def begin(self) -> None:
-        """Start a new save in this slot. Raises HoldfastError if a window of the last one is not back."""
+        """Start a new save in this buffer. Raises HoldfastError if a chunk of the last one is not back."""
         with self._lock:
             self._refuse_if_lent()
             self.generation += 1
             self._free = queue.SimpleQueue()
-            whole, short = divmod(self.nbytes, self.window)
+            whole, short = divmod(self.nbytes, self.chunk_bytes)
             for index in range(whole):
                 self._free.put(index)
             self._open = (whole, 0) if short else None
 
-    def take(self, nbytes: int, timeout: float) -> Window | None:
+    def take(self, nbytes: int, timeout: float) -> Chunk | None:
         """A stretch for the next ``nbytes`` of a file, perhaps a shorter one; None if none is free within ``timeout``.
 
-        What fills a window gets one of its own. Less shares one with the last bytes of other files.
+        What fills a chunk gets one of its own. Less shares one with the last bytes of other files.
         """
-        wanted = min(_whole_sectors(nbytes), self.window)
+        wanted = min(_whole_sectors(nbytes), self.chunk_bytes)
         with self._lock:
-            if self._open is not None and (wanted < self.window or self._free.empty()):
+            if self._open is not None and (wanted < self.chunk_bytes or self._free.empty()):
                 return self._lend(*self._open, wanted)
         try:
             index = self._free.get(timeout=timeout)
@@ -108,27 +108,27 @@ class Slot:
         with self._lock:
             return self._lend(index, 0, wanted)
 
-    def _lend(self, index: int, used: int, wanted: int) -> Window:
+    def _lend(self, index: int, used: int, wanted: int) -> Chunk:
         if self._memory is None:
-            raise HoldfastError(f"slot {self.number} is closed")
-        end = min(self.window, self.nbytes - index * self.window)
+            raise HoldfastError(f"buffer {self.number} is closed")
+        end = min(self.chunk_bytes, self.nbytes - index * self.chunk_bytes)
         n = min(wanted, end - used)
         self._lent[index] += 1
         if used + n < end:
             self._open = index, used + n
         elif self._open is not None and self._open[0] == index:
             self._open = None
-        start = index * self.window + used
-        return Window(memoryview(self._memory)[start : start + n], self._address + start, start, self.generation)
+        start = index * self.chunk_bytes + used
+        return Chunk(memoryview(self._memory)[start : start + n], self._address + start, start, self.generation)
 
-    def give(self, window: Window) -> None:
-        """Bring a window back. Raises HoldfastError if it was lent for another save."""
+    def give(self, chunk: Chunk) -> None:
+        """Bring a chunk back. Raises HoldfastError if it was lent for another save."""
         with self._lock:
-            if window.generation != self.generation:
+            if chunk.generation != self.generation:
                 raise HoldfastError(
-                    f"a window of save {window.generation} came back to slot {self.number} in save {self.generation}"
+                    f"a chunk of save {chunk.generation} came back to buffer {self.number} in save {self.generation}"
                 )
-            index = window.start // self.window
+            index = chunk.start // self.chunk_bytes
             self._lent[index] -= 1
             if not self._lent[index]:
                 del self._lent[index]
@@ -138,7 +138,7 @@ class Slot:
 
     def _refuse_if_lent(self) -> None:
         if self._lent:
-            raise HoldfastError(f"slot {self.number} is still being written; this is a fault of holdfast")
+            raise HoldfastError(f"buffer {self.number} is still being written; this is a fault of holdfast")
 
     def attach(self, worker: Worker) -> None:
         """Make the memory known to another worker; the last one is gone and brings nothing back."""
@@ -169,8 +169,8 @@ class Slot:
             self._fd, self._memory = fd, memory
             self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         else:
-            made = buffer(nbytes)
-            self._memory, self._address = made.memory, made.address
+            host = buffer(nbytes)
+            self._memory, self._address = host.memory, host.address
         self.worker.map(self.number, memoryview(self._memory), self._fd)
         self.nbytes = nbytes  # last: an interrupt before this leaves memory that the next call lets go
 
@@ -198,9 +198,9 @@ class Slot:
             self._fd = -1
 
 
-def room_for(sizes: Iterable[int], window: int = WINDOW) -> int:
-    """Bytes of a slot that hold files with so many tensor bytes each, all at once and in any order of writing."""
-    return sum(size // window * window + _whole_sectors(size % window) for size in sizes)
+def room_for(sizes: Iterable[int], chunk_bytes: int = CHUNK) -> int:
+    """Bytes of a buffer that hold files with so many tensor bytes each, all at once and in any order of writing."""
+    return sum(size // chunk_bytes * chunk_bytes + _whole_sectors(size % chunk_bytes) for size in sizes)
 
 
 def _whole_sectors(nbytes: int) -> int:

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast.commit.job import Job
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import save_in
+from holdfast.storage.urls import location
 
 LONG = 240.0
 
@@ -29,7 +31,7 @@ def test_a_first_rank_that_was_given_up_commits_nothing(tmp_path: Path) -> None:
         try:
             with ranks.call("save", deadline=1.0, saving=True) as call:
                 state = {"model": {"w": torch.ones(10)}}
-                save_in(call, state, tmp_path / "c", step=0, files={}, overwrite=False, run="0" * 16)
+                save_in(call, Job(call.ranks, location(tmp_path / "c"), 0, "0" * 16), state, {})
         except holdfast.SaveFailed as error:
             return error
         finally:

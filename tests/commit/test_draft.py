@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.commit.citing import Did, joined
+from holdfast.commit.draft import Share, joined
 from holdfast.errors import HoldfastError
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.ondisk.cells import TensorRecord
@@ -58,7 +58,7 @@ def test_every_cell_is_where_its_rank_says(data: st.DataObject, world: int, tens
             where[number, rank] = datafile.file_name(name[0], rank, world, save)
         cites.append([_cite(at, rank, world, save, found) for (at, save), found in own.items() if save != SAVE])
         written += [_file(section, rank, world) for section, save in own if save == SAVE]
-    dids = [Did([f for f in written if f.path[2:7] == f"{rank:05d}"], cites[rank]) for rank in range(world)]
+    dids = [Share([f for f in written if f.path[2:7] == f"{rank:05d}"], cites[rank]) for rank in range(world)]
     record = joined(drafted, dids)
     assert manifest.decode(manifest.encode(record), "here") == record
     for number, tensor in enumerate(record.tensors.values()):
@@ -72,10 +72,10 @@ def test_many_ranks_and_tensors_stay_a_few_ranges() -> None:
     drafted = _drafted(world, tensors, ("m",))
     frozen = list(range(tensors - 6))
     cites = [[_cite("m", rank, world, "1" * 16, frozen)] for rank in range(world)]
-    record = joined(drafted, [Did([_file("m", rank, world)], cites[rank]) for rank in range(world)])
+    record = joined(drafted, [Share([_file("m", rank, world)], cites[rank]) for rank in range(world)])
     assert {tensor.files for tensor in record.tensors.values()} == {f"0-{world - 1}", f"{world}-{2 * world - 1}"}
     everything = [[_cite("m", rank, world, "1" * 16, list(range(tensors)))] for rank in range(world)]
-    record = joined(drafted, [Did([], everything[rank]) for rank in range(world)])
+    record = joined(drafted, [Share([], everything[rank]) for rank in range(world)])
     assert {tensor.files for tensor in record.tensors.values()} == {f"0-{world - 1}"}
 
 
@@ -90,14 +90,14 @@ def test_many_ranks_and_tensors_stay_a_few_ranges() -> None:
 )
 def test_what_does_not_fit_the_plan_is_refused(written: list[FileRecord], cites: list[Cite], told: str) -> None:
     with pytest.raises(HoldfastError, match=told):
-        joined(_drafted(1, 2, ("m",)), [Did(written, cites)])
+        joined(_drafted(1, 2, ("m",)), [Share(written, cites)])
 
 
 def test_values_that_differ_by_rank_stay_in_their_files() -> None:
     drafted = _drafted(2, 2, ("m",))
     drafted = Manifest(**{**{f: getattr(drafted, f) for f in drafted.__struct_fields__}, "per_rank": {"m/r": "0-1"}})
     cites = [[_cite("m", 0, 2, "1" * 16, [0, 1])], [_cite("m", 1, 2, "1" * 16, [0, 1])]]
-    record = joined(drafted, [Did([_file("m", rank, 2)], cites[rank]) for rank in range(2)])
+    record = joined(drafted, [Share([_file("m", rank, 2)], cites[rank]) for rank in range(2)])
     assert record.per_rank == {"m/r": "0-1"} and [tensor.files for tensor in record.tensors.values()] == ["2-3", "2-3"]
 
 

@@ -1,7 +1,7 @@
-"""Replicas that should hold the same bytes: do they? Sums over the ranks that hold them, compared before the commit.
+"""Replicas that should hold the same bytes: each rank sums its own, and the sums are compared before the commit.
 
-`SaveWork` calls `sums_of` while the tensors hold still and `compare` before it settles. Sees bytes alone, so NaNs count
-as what they are. Never reads what one rank alone holds, and in the usual case tells 16 bytes for each group of holders.
+The policies call `ReplicaSums.take` while the tensors hold still and `compare` before the ranks settle. Compares bytes,
+so NaNs count as what they are. Never reads what one rank alone holds, and usually sends 16 bytes a group of holders.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from holdfast.buffers.stage import contiguous_parts, host_view
 from holdfast.errors import Mismatch
 from holdfast.ondisk import names
 from holdfast.ondisk.box import Box, covers
+from holdfast.ondisk.patterns import Patterns, matcher
 from holdfast.plan.holders import Holders
 from holdfast.plan.owners import PlannedTensor
 from holdfast.plan.plan import Plan
 from holdfast.policies.incremental.fingerprint import Fingerprints, applies
 from holdfast.ranks.ranks import Call
 from holdfast.state import Collected
-from holdfast.write.images import memory_of
+from holdfast.write.datafiles import memory_of
 
 THREADS = 2
 """Threads that sum host memory."""
@@ -46,11 +47,22 @@ class Replica(NamedTuple):
     buffer: bool
 
 
-@dataclass
-class Summed:
-    """What this rank has summed of a save so far. ``sections`` are done."""
+def compared_by(check_replicas: bool | Patterns) -> Callable[[str], bool] | None:
+    """Which names to compare over the ranks that hold them; None if none is."""
+    if isinstance(check_replicas, bool):
+        return (lambda name: True) if check_replicas else None
+    patterns = (check_replicas,) if isinstance(check_replicas, str) else tuple(check_replicas)
+    out = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    wanted = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+    fits, is_out = matcher(wanted, "check_replicas="), matcher(out, "check_replicas=!") if out else lambda name: False
+    return lambda name: fits(name) and not is_out(name)
 
-    asked: Callable[[str], bool]
+
+@dataclass
+class ReplicaSums:
+    """What this rank has summed of a save so far, of the names that are ``compared``. ``sections`` are done."""
+
+    compared: Callable[[str], bool]
     replicas: list[Replica] = field(default_factory=list)
     sections: set[str] = field(default_factory=set)
 
@@ -64,7 +76,7 @@ class Summed:
             if (section := names.section_of(name)) not in self.sections and (only is None or section in only)
         }
         self.sections.update({names.section_of(name) for name in names_left} if only is None else only)
-        wanted = {name: tensor for name, tensor in names_left.items() if self.asked(name)}
+        wanted = {name: tensor for name, tensor in names_left.items() if self.compared(name)}
         self.replicas += sums_of(state, wanted, rank, save, copier)
 
 
@@ -127,16 +139,16 @@ class _Asked(msgspec.Struct, array_like=True):
     ranks: list[int]
 
 
-def compare(call: Call, summed: Callable[[], Summed]) -> None:
+def compare(call: Call, sums: Callable[[], ReplicaSums]) -> None:
     """Compare the replicas of all ranks: one round, and a second one if some differ. Raises what every rank raises.
 
-    ``summed`` gives this rank's sums, or raises why there are none.
+    ``sums`` gives this rank's sums, or raises why there are none.
     """
     own: list[Replica] = []
     seen: dict[bytes, dict[bytes, list[int]]] = {}  # known to the first rank: group → digest of all its sums → ranks
 
     def describe() -> list[tuple[bytes, bytes]]:
-        own.extend(summed().replicas)
+        own.extend(sums().replicas)
         joined: dict[bytes, xxhash.xxh3_64] = {}
         for replica in own:
             joined.setdefault(replica.group, xxhash.xxh3_64()).update(replica.sum)

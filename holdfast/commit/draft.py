@@ -1,0 +1,235 @@
+"""The manifest of a save: drafted from the plan, completed by what the ranks have written and what they reuse.
+
+The first rank drafts and joins it when it commits a save; `parts` joins it when a save is committed late. Pure: opens
+no file and asks no rank; each rank has proved that the files it reuses are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import count
+from platform import python_version
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from holdfast.errors import HoldfastError
+from holdfast.ondisk import datafile, manifest, names, spans, values
+from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.containers import Note
+from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.part import Cite
+from holdfast.plan.layout import OwnedJoin
+from holdfast.plan.owners import Owned, PlannedTensor
+from holdfast.plan.plan import Plan
+from holdfast.plan.volumes import file_of
+from holdfast.state.layers import KEY, encode_kinds
+from holdfast.version import __version__
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a save is called: its own id, its run's, its step, how many ranks make it, and which of them were lost."""
+
+    save: str
+    run: str
+    step: int | None
+    world_size: int
+    lost: tuple[int, ...] = ()
+
+
+def draft(
+    identity: Identity, plan: Plan, plain: Mapping[str, Any], kinds: Mapping[str, str], owned: OwnedJoin,
+    attachments: list[tuple[str, int, str]],
+) -> Manifest:  # fmt: skip
+    """The manifest of a save, all but the sizes and digests of its files, which only their writers know."""
+    index = _files_of(plan, identity.world_size)
+    leaves, containers = _leaves(plain, owned)
+    drafted = Manifest(
+        save=identity.save,
+        run=identity.run,
+        step=identity.step,
+        created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        producer=_producer(kinds, identity.lost),
+        world_size=identity.world_size,
+        files=[
+            [file_of(section, writer, identity.world_size, identity.save, volume, plan.volumes), 0, 0, ""]
+            for (section, volume), writers in index.items()
+            for writer in writers
+        ],
+        tensors=_records(plan, index),
+        values=leaves,
+        containers={**plan.containers, **containers},
+        aliases=plan.aliases,
+        per_rank={path: manifest.ranges(index[names.section_of(path), 0].values()) for path in plan.per_rank},
+        attachments=attachments,
+    )
+    return manifest.versioned(drafted, least=plan.version)
+
+
+def _producer(kinds: Mapping[str, str], lost: tuple[int, ...]) -> dict[str, str]:
+    """What made it, without which ranks; and what kind of layer each module was, as far as the first rank has them."""
+    producer = {"holdfast": __version__, "torch": str(torch.__version__), "python": python_version()}
+    if lost:
+        producer["lost"] = manifest.ranges(lost)
+    if text := encode_kinds(kinds):
+        producer[KEY] = text
+    return producer
+
+
+def complete(drafted: Manifest, files: Sequence[FileRecord]) -> Manifest:
+    """The manifest with what the ranks wrote. Raises HoldfastError if that is not what was planned."""
+    written = {file.path: file for file in files}
+    planned = [str(row[0]) for row in drafted.files]
+    odd = set(written).symmetric_difference(planned)
+    if odd:
+        raise HoldfastError(f"{min(odd)} was planned and not written, or the other way round; a fault of holdfast")
+    return msgspec.structs.replace(drafted, files=[manifest.file_row(written[path]) for path in planned])
+
+
+class Share(NamedTuple):
+    """What one rank has written of a save, and what it reuses."""
+
+    files: Sequence[FileRecord]
+    reused: Sequence[Cite]
+
+
+def joined(drafted: Manifest, shares: Sequence[Share]) -> Manifest:
+    """The manifest of a save: its draft with the share of each rank, in order of the ranks.
+
+    Raises HoldfastError if that is not what was planned.
+    """
+    written = [file for share in shares for file in share.files]
+    if not any(share.reused for share in shares):
+        return complete(drafted, written)
+    reused = {one.file[0]: one.record for share in shares for one in share.reused}
+    folded = fold(drafted, {file.path for file in written}, [share.reused for share in shares])
+    return complete(folded, [*written, *reused.values()])
+
+
+def fold(drafted: Manifest, written: set[str], cites: Sequence[Sequence[Cite]]) -> Manifest:
+    """The draft with cited tensors in the files that are cited, and without the files that nobody had to write.
+
+    ``cites[r]`` are those of rank r, ``written`` the paths of all files that were written. Cited files come after
+    those, by the save that wrote them and then by rank, so that the files of a tensor stay a few ranges.
+    """
+    planned = {str(row[0]): index for index, row in enumerate(drafted.files)}
+    borrowed: list[tuple[str, int, Cite]] = []  # (save, planned file that it stands in for, citation)
+    for rank, own in enumerate(cites):
+        for cite in own:
+            path = datafile.file_name(_section_of(cite.file[0]), rank, drafted.world_size, drafted.save, cite.volume)
+            if path not in planned:
+                raise HoldfastError(f"{cite.file[0]} is cited for {path}, which nobody planned; a fault of holdfast")
+            borrowed.append((cite.file[4], planned[path], cite))
+    borrowed.sort(key=lambda found: (found[0], found[1], found[2].file[0]))
+    own_files = [index for path, index in planned.items() if path in written]
+    number = {index: at for at, index in enumerate(own_files)}
+    rows = [drafted.files[index] for index in own_files]
+    listed: dict[str, int] = {}
+    # For each set of tensors that is cited as one: in place of which planned file which file comes.
+    stands: dict[str, dict[int, int]] = {}
+    for _, index, cite in borrowed:
+        at = listed.setdefault(cite.file[0], len(own_files) + len(listed))
+        if at == len(rows):
+            rows.append(manifest.file_row(cite.record))
+        if stands.setdefault(cite.tensors, {}).setdefault(index, at) != at:
+            raise HoldfastError(f"{cite.file[0]} and another file are cited for the same tensors; a fault of holdfast")
+    sets_of: dict[int, list[str]] = {}
+    for text in stands:
+        cited = spans.read(text)
+        if cited.count > len(drafted.tensors) or cited.largest >= len(drafted.tensors):
+            raise HoldfastError(f"tensors {text[:40]!r} are cited, of {len(drafted.tensors)}; a fault of holdfast")
+        for tensor in cited:
+            sets_of.setdefault(tensor, []).append(text)
+    # Thousands of tensors lie alike and are cited alike: each such kind is worked out once.
+    known: dict[tuple[str, tuple[str, ...]], str] = {}
+    tensors = {}
+    for position, (name, record) in enumerate(drafted.tensors.items()):
+        key = (record.files, tuple(sets_of.get(position, ())))
+        if key not in known:
+            known[key] = _renumbered(name, record.files, [stands[text] for text in key[1]], number)
+        tensors[name] = TensorRecord(record.dtype, record.shape, record.cells, known[key])
+    per_rank = {path: _renumbered(path, files, [], number) for path, files in drafted.per_rank.items()}
+    return msgspec.structs.replace(drafted, files=rows, tensors=tensors, per_rank=per_rank)
+
+
+def _renumbered(name: str, files: str, stands: list[dict[int, int]], number: dict[int, int]) -> str:
+    """The files of one tensor: where a rank cites it the cited one, else the one that the rank wrote."""
+    found = []
+    for index in manifest.expand(files):
+        at = [stand[index] for stand in stands if index in stand]
+        if not at and index in number:
+            at = [number[index]]
+        if len(at) != 1:
+            what = "cited twice" if at else "neither written nor cited"
+            raise HoldfastError(f"{name} was {what}; this is a fault of holdfast, please report it")
+        found.append(at[0])
+    return manifest.ranges(found)
+
+
+def _section_of(path: str) -> str:
+    return path.rpartition("/")[0].rpartition("/")[2]
+
+
+def _files_of(plan: Plan, world_size: int) -> dict[tuple[str, int], dict[int, int]]:
+    """Section and volume to writing rank to its file, by rank: so that the ranks of a tensor are few ranges.
+
+    A section with a PerRank value has a file of every rank.
+    """
+    owned: dict[tuple[str, int], set[Owned]] = {}
+    for name, _, pieces in plan.owned():
+        part = (names.section_of(name), plan.volumes.get(name, 0))
+        owned.setdefault(part, set()).add(pieces)  # a handful, which thousands of tensors share
+    writers = {part: {rank for pieces in found for rank in pieces.owners} for part, found in owned.items()}
+    for path in plan.per_rank:
+        writers.setdefault((names.section_of(path), 0), set()).update(range(world_size))
+    numbers = count()
+    return {part: dict(zip(sorted(ranks), numbers)) for part, ranks in writers.items()}  # noqa: B905
+
+
+def _records(plan: Plan, index: Mapping[tuple[str, int], Mapping[int, int]]) -> dict[str, TensorRecord]:
+    made: dict[tuple[Owned, PlannedTensor, tuple[str, int]], TensorRecord] = {}
+    records = {}
+    for name, tensor, pieces in plan.owned():
+        key = (pieces, tensor, (names.section_of(name), plan.volumes.get(name, 0)))
+        record = made.get(key)
+        if record is None:
+            record = made[key] = _record(tensor, pieces, index[key[2]])
+        records[name] = record
+    return records
+
+
+def _record(tensor: PlannedTensor, pieces: Owned, files: Mapping[int, int]) -> TensorRecord:
+    if 0 in tensor.shape:
+        return TensorRecord(tensor.dtype, tensor.shape, None, "")
+    return TensorRecord(tensor.dtype, tensor.shape, pieces.cells, manifest.ranges(files[r] for r in pieces.owners))
+
+
+def _leaves(plain: Mapping[str, Any], joined: OwnedJoin) -> tuple[dict[str, Any], dict[str, Note]]:
+    """Leaf values and containers as the manifest has them, parameter groups spelled out."""
+    leaves = {**plain, **joined.values}
+    containers: dict[str, Note] = {}
+    for path, groups in joined.groups.items():
+        tree = [
+            {**{k: values.decode_tree(v, _no_tensor) for k, v in settings.items()}, "params": params}
+            for settings, params in zip(groups.settings, groups.params, strict=True)
+        ]
+        _flatten(names.child(path, "param_groups"), tree, leaves, containers)
+    return leaves, containers
+
+
+def _no_tensor(reference: str) -> torch.Tensor:
+    raise HoldfastError(f"a parameter group refers to tensor {reference}; a fault of holdfast")
+
+
+def _flatten(path: str, node: Any, leaves: dict[str, Any], containers: dict[str, Note]) -> None:
+    if type(node) in (list, tuple) or (type(node) is dict and all(type(key) is str for key in node)):
+        if type(node) is not dict or not node:
+            containers[path] = type(node).__name__
+        for key, value in node.items() if type(node) is dict else enumerate(node):
+            _flatten(names.child(path, str(key)), value, leaves, containers)
+    else:  # containers of other kinds are one value
+        leaves[path] = values.encode_tree(node, None)

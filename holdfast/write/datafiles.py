@@ -1,0 +1,173 @@
+"""Data files before they are written: which pieces this rank writes, under which keys, from which memory.
+
+`lay_out` makes them of a plan, and `write` brings them to disk. Moves no byte and opens no file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+import torch
+
+from holdfast.errors import HoldfastError, Unsupported
+from holdfast.ondisk import blocks, datafile, dtypes, names
+from holdfast.ondisk.box import Box, relative
+from holdfast.ondisk.datafile import Piece
+from holdfast.plan.plan import Plan
+from holdfast.plan.volumes import file_of
+from holdfast.ranks.ranks import Ranks
+from holdfast.state import Collected
+from holdfast.storage.place import Place
+from holdfast.write.jobs import Worker
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A data file before it is written: where it goes, its pieces in file order, and each piece's tensor."""
+
+    path: str
+    section: str
+    pieces: list[Piece]
+    sources: list[torch.Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    volume: int = 0
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Its tensor bytes."""
+        return sum(p.nbytes for p in self.pieces)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A durable data file: path relative to the checkpoint, size, its header's size, digest, and SHA-256 if signed."""
+
+    path: str
+    bytes: int
+    header_bytes: int
+    header_digest: str
+    header_sha256: str = ""
+
+    @property
+    def record(self) -> tuple[str, int, int, str]:
+        """What manifests and parts say of it."""
+        return self.path, self.bytes, self.header_bytes, self.header_digest
+
+
+KEPT = 8
+"""Files of a save on one rank that stay open, and so locked, until its outcome is known. A lock on any file tells that
+the save lives, so the rest of them are opened as they are needed: there may be more of them than descriptors."""
+
+
+@dataclass
+class OpenFiles:
+    """The files of a save, and descriptors of the first of them, kept open until its outcome is known."""
+
+    paths: list[Place] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+
+    def open(self, path: Place, nbytes: int, worker: Worker) -> int | None:
+        """Create a file of this size and lock it; the worker's number of it. None in a store, where it begins later."""
+        if not path.has_descriptors:
+            self.paths.append(path)
+            return None
+        fd, direct = path.open_to_write(nbytes)
+        self.paths.append(path)
+        if len(self.descriptors) < KEPT:
+            self.descriptors.append(fd)
+            return worker.open(path, fd, direct=direct)
+        os.close(fd)
+        return worker.open(path, None, direct=direct)
+
+    def close(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+def header_of(file: DataFile, save: str, rank: int, *, strong: bool) -> bytes:
+    """The header, as long as it will be, before any sum is known."""
+    header = datafile.build_header(
+        file.pieces, save=save, rank=rank, section=file.section, shapes=file.shapes,
+        sums="0" * datafile.sums_length(file.pieces),
+        strong="0" * datafile.sums_length(file.pieces, blocks.STRONG) if strong else None,
+    )  # fmt: skip
+    if len(header) > datafile.MAX_HEADER:
+        raise HoldfastError(
+            f"{file.path} would have a header of {len(header)} bytes for {len(file.pieces)} pieces, more than the "
+            f"{datafile.MAX_HEADER} that readers of safetensors accept: put the tensors under more than one first key "
+            "of the state, or under shorter names"
+        )
+    return header
+
+
+Lengths = tuple[int, ...]
+
+Source = Callable[[Collected, str, Box], torch.Tensor]
+"""Where a piece lies in the memory of this rank."""
+
+
+def datafiles_of(
+    state: Collected, plan: Plan, ranks: Ranks, save: str, *, writer: int | None = None, source: Source | None = None
+) -> list[DataFile]:
+    """This rank's data files: the pieces it owns and its own PerRank values, by section and volume.
+
+    As another ``writer`` than its own (`degraded.writer_of`) a rank has pieces alone. ``source`` tells where they lie,
+    if not in the state.
+    """
+    number, find = ranks.rank if writer is None else writer, source or memory_of
+    parts: dict[tuple[str, int], list[tuple[Piece, torch.Tensor, tuple[int, ...]]]] = {}
+
+    def add(name: str, key: str, dtype: str, tensor: torch.Tensor, shape: tuple[int, ...], lengths: Lengths) -> None:
+        part = (names.section_of(name), plan.volumes.get(name, 0))
+        rows = parts.get(part)
+        if rows is None:
+            rows = parts[part] = []
+        rows.append((Piece(key, dtype, lengths, tensor.nbytes), tensor, shape))
+
+    for name, tensor, box in plan.written_by(number):
+        key = datafile.key_of(names.in_section(name), box, tensor.shape)
+        if box.size:
+            memory = find(state, name, box)
+        else:  # an empty tensor, of which a sharded one has no view
+            memory = torch.empty(box.lengths, dtype=dtypes.torch_dtype(tensor.dtype), device="cpu")
+        add(name, key, tensor.dtype, memory, tensor.shape, box.lengths)
+    for path, leaf in state.per_rank.items() if writer is None else ():
+        own = f"{names.in_section(path)}@{ranks.rank}"
+        text = bytearray(msgspec.json.encode(leaf.encoded))
+        add(path, own, "uint8", torch.frombuffer(text, dtype=torch.uint8), (len(text),), (len(text),))
+        for reference, inner in leaf.tensors.items():
+            add(path, f"{own}/{reference}", dtypes.name_of(inner.dtype), inner, tuple(inner.shape), tuple(inner.shape))
+    files = []
+    for (section, volume), rows in parts.items():
+        by_key = {piece.key: (source, shape) for piece, source, shape in rows}
+        if len(by_key) < len(rows):
+            raise Unsupported(f"two tensors of section {section!r} have the same key: rename the one at the top")
+        pieces = datafile.arrange(piece for piece, _, _ in rows)
+        shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or _shape_is_lost(p)}
+        path = file_of(section, number, ranks.size, save, volume, plan.volumes)
+        files.append(DataFile(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes, volume))
+    return files
+
+
+def _shape_is_lost(piece: Piece) -> bool:
+    # A single number of a type kept as bytes is stored as one row of bytes, as a vector of one would be.
+    return not piece.lengths and datafile.stored_as_bytes(piece.dtype)
+
+
+def memory_of(state: Collected, name: str, box: Box) -> torch.Tensor:
+    """This rank's memory of one planned piece: a view, or a part of one."""
+    for view in state.entries[name].views:
+        if view.box is box or view.box == box:
+            return view.tensor
+        if all(a >= b for a, b in zip(box.offsets, view.box.offsets, strict=True)) and all(
+            a <= b for a, b in zip(box.ends, view.box.ends, strict=True)
+        ):
+            part = view.tensor
+            for dim, (start, length) in enumerate(zip(*relative(box, view.box), strict=True)):
+                part = part.narrow(dim, start, length)
+            return part
+    raise HoldfastError(f"this rank was to write {name}{box} and does not hold it; this is a fault of holdfast")
