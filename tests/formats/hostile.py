@@ -211,10 +211,10 @@ def bombs() -> dict[str, tuple[bytes, str]]:
         "digits of an integer": (b"I" + b"9" * 100_000 + b"\n", "100000 digits"),
         "digits of a place": (b"Np" + b"9" * 100_000 + b"\n", "100000 digits"),
         "a place far away": (b"Nr\xff\xff\xff\xff", "remembered after"),
-        "a text that is not there": (b"\x8d" + struct.pack("<Q", 1 << 62), ends),
-        "bytes that are not there": (b"\x8e" + struct.pack("<Q", 1 << 40), ends),
-        "a bytearray that is not there": (b"\x96" + struct.pack("<Q", 1 << 40), ends),
-        "an integer that is not there": (b"\x8b" + struct.pack("<i", 0x7FFFFFFF), ends),
+        "a text that is not there": (b"\x8d" + struct.pack("<Q", 1 << 62), "only 1 remain"),
+        "bytes that are not there": (b"\x8e" + struct.pack("<Q", 1 << 40), "only 1 remain"),
+        "a bytearray that is not there": (b"\x96" + struct.pack("<Q", 1 << 40), "only 1 remain"),
+        "an integer that is not there": (b"\x8b" + struct.pack("<i", 0x7FFFFFFF), "not enough data"),
         "a frame that is not there": (b"\x95" + struct.pack("<Q", 1 << 63), ends),
     }  # fmt: skip
 

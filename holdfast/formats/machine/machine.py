@@ -1,11 +1,12 @@
 """What a pickle is read by: a stack, a memo, a position, and what keeps the cost in proportion to the pickle's length.
 
-`pickles` runs it, `opcodes` works it. Never imports, calls or looks up what a pickle names.
+`pickles` runs it. Never imports, calls or looks up what a pickle names.
 """
 
 from __future__ import annotations
 
-import struct
+import io
+import pickletools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from holdfast.storage.place import Place
 
 MAX_DIGITS = 4300
 """Of a number in decimal; reading more takes Python quadratic time."""
+
+_DECIMALS = b"FILgp"
+_READERS: dict[int, Callable[[Any], Any]] = {ord(op.code): op.arg.reader for op in pickletools.opcodes if op.arg}
 
 MAX_ALIKE = 16
 """Different keys with one hash; without malice there are hardly ever two."""
@@ -45,41 +49,31 @@ class Machine:
         self.below: list[list[Any]] = []  # what lay on the stack before each mark
         self.memo: list[Any] = []
         self.at = 0
+        self._file = io.BytesIO(data)
         self.spare = MAX_COPIES * len(data) + (1 << 16)
         self.alike: dict[int, list[Any]] = {}
 
     # Bytes
 
-    def need(self, nbytes: int) -> None:
-        if nbytes < 0:
-            raise ValueError(f"a length of {nbytes}")
-        if nbytes > len(self.data) - self.at:
-            self.at = len(self.data)
-            raise ValueError("it ends too early")
-
-    def take(self, nbytes: int) -> bytes:
-        self.need(nbytes)
-        self.at += nbytes
-        return self.data[self.at - nbytes : self.at]
-
-    def number(self, layout: struct.Struct) -> Any:
-        value = layout.unpack_from(self.data, self.at)[0]
-        self.at += layout.size
-        return value
+    def argument(self) -> Any:
+        """What follows the opcode before ``at``, as `pickletools` reads it."""
+        code = self.data[self.at - 1]
+        if code in _DECIMALS and (digits := self.data.find(b"\n", self.at) - self.at) > MAX_DIGITS:
+            raise ValueError(f"a number of {digits} digits")
+        self._file.seek(self.at)
+        try:
+            return _READERS[code](self._file)
+        finally:
+            self.at = self._file.tell()
 
     def line(self) -> bytes:
         end = self.data.find(b"\n", self.at)
         if end < 0:
-            self.need(len(self.data))
+            self.at = len(self.data)
+            raise ValueError("it ends too early")
         text = self.data[self.at : end]
         self.at = end + 1
         return text
-
-    def decimal(self) -> int:
-        text = self.line()
-        if len(text) > MAX_DIGITS:
-            raise ValueError(f"a number of {len(text)} digits")
-        return int(text.rstrip(b"L"), 0)
 
     # Stack and memo
 
