@@ -1,4 +1,4 @@
-"""Carrying out a draft: units from the source to the files of the target, through windows, by a few threads.
+"""Carries out a draft: copies units from the source to the files of the target through windows, in a few threads.
 
 `convert` calls `copy_units` on every rank and `finish` on the first. Memory stays bounded whatever the size; a unit is
 noted as done only once its bytes are durable.
@@ -140,8 +140,8 @@ def _copy(
     base, image = first // SECTOR * SECTOR, windows.image
     stats = _read(checkpoint, [_stretch(atoms, image.address - base) for atoms in _by_span(unit)], windows, verify)
     atom_sums = [_sum(image.view[atom.offset - base : atom.end - base], sums) for atom in unit.atoms]
-    # The sector that it shares with a unit of another rank: if two machines change a page of a file, one change may be
-    # lost. The other rank writes it now, and the first rank what is ours of it when all others are done.
+    # A sector may be shared with a unit of another rank, and if two machines change a page of a file, one change may be
+    # lost. The other rank writes that sector now; the first rank writes our bytes of it at the end.
     whole = -(-first // SECTOR) * SECTOR if alone else first
     heads = []
     for begin, end in _without_gaps(unit.atoms):
@@ -172,7 +172,7 @@ def _stretch(atoms: Sequence[Atom], origin: int) -> _Stretch:
 
 
 def _read(checkpoint: Checkpoint, stretches: Sequence[_Stretch], windows: _Windows, verify: Verify) -> ReadStats:
-    """Bring all stretches to memory, by way of the other window if they are to be cast."""
+    """Read all stretches into memory, through the other window if they are to be cast."""
     sizes = [_room(s) if s.leaf.dtype != s.leaf.record.dtype else 0 for s in stretches]
     raw = windows.raw(sum(sizes)).address if any(sizes) else 0
     runs: list[Wanted] = []
@@ -205,7 +205,7 @@ def _room(stretch: _Stretch) -> int:
 
 
 def _wanted(stretch: _Stretch, at: int) -> Iterator[Wanted]:
-    """What brings a stretch to memory, as it was saved: parts of whole pieces if they are runs, else boxes."""
+    """What to read for a stretch, as it was saved: parts of whole pieces if they are runs, else boxes."""
     leaf, record = stretch.leaf, stretch.leaf.record
     dtype, size = dtypes.torch_dtype(record.dtype), dtypes.itemsize(record.dtype)
     if leaf.runs is None:
@@ -275,7 +275,7 @@ def _write_directly(path: Path, data: memoryview, offset: int) -> int:
     """How many bytes were written so, all of whole sectors; the rest goes through the page cache."""
     try:
         fd = disk.open(path, os.O_WRONLY | os.O_DIRECT)
-    except OSError:  # a file system without direct I/O; what else is wrong with the file is met again, and told
+    except OSError:  # a file system without direct I/O; any other error comes up again in the ordinary write
         return 0
     try:
         at = 0
@@ -294,7 +294,7 @@ def _write_directly(path: Path, data: memoryview, offset: int) -> int:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes durable, whoever wrote them."""
+    """Make a file's bytes durable."""
     with naming(path, "sync"), _opened(path, os.O_RDONLY) as fd:
         disk.sync(fd, path)
 

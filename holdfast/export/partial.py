@@ -1,7 +1,7 @@
-"""Where a target grows until it is whole: a folder beside it, with a journal of what is done.
+"""Where a target is written until it is complete: a folder beside it, with a journal of what is done.
 
-`convert` begins, ends and resumes here. Never shows anything under the target's own name before all of it is durable,
-and never takes away what it did not make.
+`convert` begins, ends and resumes here. The target's name appears only when all of it is durable, and only what was
+written here is ever deleted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 
 LAST = ("manifest.json", "model.safetensors.index.json", "model.safetensors", ".metadata")
-"""What readers look for first, by which a folder is a checkpoint; so it is uploaded last."""
+"""What readers look for first, and what makes a folder a checkpoint; so it is uploaded last."""
 
 OURS = ("lock", "plan", ".plan.*.tmp", "content", "journal", "old")
 
@@ -69,7 +69,7 @@ class Partial:
         self.content.make_folders(["", *dict.fromkeys(os.path.dirname(path) for path in files)])
         for path, nbytes in files.items():
             os.close((self.content / path).open_to_write(nbytes)[0])
-        # Where there is a plan there are its files: whoever goes on from here believes what journals say of them.
+        # The plan is written after its files: a call that resumes trusts the journals.
         self._sync_folders(files)
         (self.folder / "plan").write_small(plan.encode())
         return []
@@ -95,11 +95,11 @@ class Partial:
             refuse_cited(target)
 
     def _claim(self) -> None:
-        """Make the folder ours: nobody else is at it, nor a rank that an earlier call left behind."""
+        """Lock the folder. Raises StorageError if another call, or a rank of an earlier one, is still at it."""
         while self._lock < 0:
             self.folder.make_folder()
             with naming(self.folder, "lock"), suppress(FileNotFoundError):
-                # Not found: whoever had it has just finished, and took the folder away. Then it is made again.
+                # Not found: another call has just finished and deleted the folder. Then it is made again.
                 odd = sorted(p.name for p in self.folder.iterdir() if not any(fnmatch(p.name, ours) for ours in OURS))
                 if odd:
                     raise taken(f"{self.folder}, where it would grow, holds other files ({odd[0]})")
@@ -158,7 +158,7 @@ class Partial:
         return list(done.values())
 
     def _put_back(self) -> None:
-        """A target that was moved aside, and whose place was not taken before the end of a process, is not lost."""
+        """Put back a target that was moved aside by a process that ended before it put the new one in place."""
         old = self.folder / "old"
         if old.exists() and not self.target.exists():
             with naming(old, "put back"):
@@ -166,7 +166,7 @@ class Partial:
             self.target.parent.sync_folder()
 
     def _forget_plan(self) -> None:
-        """From now on nobody goes on from what is here; durably so, before any of it is taken away."""
+        """From now on no call resumes from what is here. This is durable before any of it is deleted."""
         (self.folder / "plan").delete()
         self.folder.sync_folder()
 
@@ -203,7 +203,7 @@ class Partial:
                 log.warning("%s is in place, but what it replaced stays at %s: %s", self.target, old, error)
 
     def leave(self) -> None:
-        """The end of a call: let others at it; what is left stays if there is something to go on from."""
+        """End a call: release the folder, and keep it if a later call can resume from it."""
         if self._lock < 0:
             return
         try:
@@ -217,11 +217,11 @@ class Partial:
             self.release()
 
     def _remove(self) -> None:
-        self._clear()  # the lock goes last: by it everybody can tell what this folder is
+        self._clear()  # the lock goes last: it says what this folder is
         disk.delete_all(self.folder)
 
     def give_up(self) -> None:
-        """Take away what a call that broke off has left. Raises StorageError (EBUSY) if another process is at it."""
+        """Delete what an interrupted call has left. Raises StorageError (EBUSY) if another process is at it."""
         self._claim()
         try:
             self._put_back()
@@ -238,7 +238,7 @@ class Partial:
 
 
 class Journal:
-    """What one rank has done, noted once it is durable. Its lock tells that the rank lives."""
+    """What one rank has done, noted once it is durable. It is locked as long as the rank lives."""
 
     def __init__(self, partial: Partial, rank: int) -> None:
         self.path = partial.folder / "journal" / f"{rank:05d}"
@@ -272,7 +272,7 @@ def _lock(fd: int, how: int) -> None:
 
 
 def holds_others(target: object, inner: str) -> StorageError:
-    """The refusal to replace a folder with all that is in it, other checkpoints too: a training's output, say."""
+    """The refusal to replace a folder that holds other checkpoints, such as the output folder of a training."""
     error = StorageError(
         f"{target} holds other checkpoints ({inner}), which would go with it: overwrite=True replaces one; choose "
         "another path, or move them"
@@ -295,8 +295,8 @@ def _exchange(content: LocalPlace, target: LocalPlace, aside: LocalPlace) -> Loc
     """``made`` under the target's name; what was there before is where the answer says."""
     if disk.exchange(content, target):
         return content
-    # A file system that can do neither: a file takes the place of a file all the same, but with folders there is a
-    # moment with nothing under the target's name. Who ends in it leaves the old one aside, to be put back.
+    # A file system that can do neither: a file replaces a file all the same, but with folders there is a moment with
+    # nothing under the target's name. If the process ends then, the next call puts the old one back.
     old = None
     if target.exists() and (content.is_dir() or target.is_dir()):
         disk.replace(target, aside)

@@ -1,4 +1,4 @@
-"""Pickles, written: the few instructions of protocol 2 that say containers, numbers, and what torch makes of them.
+"""Writes pickles: the few instructions of protocol 2 for containers, numbers, and what torch makes of them.
 
 The exporters for torch's own formats build trees of these nodes. Never reads a pickle, and never looks at an object's
 class to find out how it wants to be pickled: the same tree is the same bytes on every machine.
@@ -59,7 +59,7 @@ def dumps(tree: Any) -> bytes:
 
 
 class _Writer:
-    """Instructions so far. Texts and names are remembered, and told by number the second time."""
+    """Instructions so far. Texts and names are memoized, and referred to by number the second time."""
 
     def __init__(self) -> None:
         self.out: list[bytes] = []

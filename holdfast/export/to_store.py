@@ -1,7 +1,6 @@
-"""A target in a store: it grows on local disk, and is uploaded when it is whole.
+"""A target in a store: it is written on local disk, and uploaded when it is complete.
 
-`convert` calls these around a conversion to a local folder. Never uploads the file that makes a target one before all
-others are there.
+`convert` calls these around a conversion to a local folder. The file that makes a target a checkpoint is uploaded last.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from holdfast.storage.store_place import StorePlace
 PART = 8 << 20
 
 MARK = ".holdfast-converting"
-"""Stands beside what is uploaded until all of it is: what an upload that broke off has left may be replaced."""
+"""A file that is there until the upload is complete: what an interrupted upload has left may be replaced."""
 
 
 def grown_at(place: Place) -> LocalPlace:
@@ -70,11 +69,11 @@ def check_one_machine(hosts: list[str]) -> str:
 
 
 def upload(grown: LocalPlace, place: StorePlace) -> int:
-    """Upload a target that is whole, then take the local one away; the bytes of all its files.
+    """Upload a complete target, then delete the local one; returns the bytes of all its files.
 
     A checkpoint of ours that was at ``place`` is there until the new one is: no file of theirs has the same name but
-    the manifest, which is replaced in one step. No other format has names that tell one save from another: there is a
-    moment without one, as what was there goes first.
+    the manifest, which is replaced in one step. Files of other formats have the same names in every save, so the old
+    ones are deleted first, and for a moment there is no checkpoint.
     """
     if grown.is_file():
         nbytes = grown.stat().st_size

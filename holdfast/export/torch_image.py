@@ -83,7 +83,7 @@ def copied(state: Mapping[str, Any], memory: Buffer | None = None) -> Image:
 
 
 def write(image: Image, path: LocalPlace, extra: Mapping[str, bytes], commit: Callable[[LocalPlace], None]) -> int:
-    """Write the file beside ``path``, durably, under a name that nobody looks for; then ``commit`` renames it.
+    """Write the file beside ``path``, durably, under a temporary name; then ``commit`` renames it.
 
     ``extra`` are more members of the archive. Returns the size of the file. If something fails, the file is deleted.
     """

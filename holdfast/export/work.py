@@ -33,7 +33,7 @@ from holdfast.storage.place import Place
 To = Literal["holdfast", "huggingface", "torch", "dcp"]
 
 _CUTS = 1
-"""Counted up when units are cut in another way: then what an older version has begun is begun anew."""
+"""Counted up when units are cut in another way: then what an older version has begun is not resumed."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Converted:
     ``path``: the target; ``nbytes``: of all its files; ``tensors``: names that it has, tied ones counted once.
     ``renamed``: the source's name to the target's, where they differ; ``cast``: the target's name to (saved, new)
     dtype; ``tied``: names that share another tensor's bytes; ``skipped``: left out by ``only``; ``left_out``: asked
-    for, but the target has no place for it; ``beside``: small files put beside a Hugging Face model, told to the first
+    for, but the target has no place for it; ``beside``: small files put beside a Hugging Face model, known to the first
     rank alone. Bytes are this rank's: ``bytes_read`` from the source,
     ``bytes_unverified`` of those in blocks read only in part. ``bytes_resumed``: of the target, copied by an earlier
     call.
@@ -181,7 +181,7 @@ class ConvertWork:
         }
 
     def _stamps(self) -> list[tuple[str, int, str | int]]:
-        """What tells the source's files from any others: equal on all ranks, and as long as nobody changes them."""
+        """Identifies the source's files: equal on all ranks, and as long as the files do not change."""
         checkpoint, stamps = self.checkpoint, []
         for i, file in enumerate(checkpoint.manifest.data_files):
             path = checkpoint.files.path(i)
@@ -192,7 +192,7 @@ class ConvertWork:
         return stamps
 
     def _identity(self, selection: Selection) -> str:
-        """What tells this source and what is made of it from any other."""
+        """Identifies this source and what is made of it."""
         attached = dict(self.checkpoint.attachments)
         asked = [self.asked.to, self.asked.step, self.asked.max_shard_bytes]
         plain = [self.stamps, self.checkpoint.step, selection.plain(), attached, asked]

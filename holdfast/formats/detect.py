@@ -23,7 +23,7 @@ from holdfast.storage.wrappers.listed import Listed
 # foreign path is opened: a program that reads none pays nothing.
 _READERS = (
     "megatron.megatron", "olmo.olmo", "deepspeed.deepspeed", "torchsnapshot.torchsnapshot",
-    "torch_checkpointing.torch_checkpointing", "composer.composer", "hfai", "dcp.dcp", "huggingface.huggingface",
+    "torch_checkpointing.torch_checkpointing", "composer.composer", "hfai.hfai", "dcp.dcp", "huggingface.huggingface",
     "torch_save.rank_files", "torch_save.full",
 )  # fmt: skip
 

@@ -186,7 +186,7 @@ def test_a_missing_part(three: Path, rank: int) -> None:
 
 def test_a_part_too_many(three: Path) -> None:
     (three / "PART_003.pt").write_bytes((three / "PART_002.pt").read_bytes())
-    with pytest.raises(holdfast.Damaged, match="3 parts, but holds PART_003.pt too"):
+    with pytest.raises(holdfast.Damaged, match="3 ranks, but holds PART_003.pt too"):
         holdfast.open(three)
 
 

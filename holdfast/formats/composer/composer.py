@@ -1,6 +1,6 @@
 """MosaicML Composer: one file of rank 0, archives of every rank with DeepSpeed's files in them, or shards of DCP.
 
-`detect` asks `read`. Never unpacks an archive before its beginning looks like Composer's.
+`detect` asks `read`. An archive is unpacked only if its first member is one that Composer writes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _DEEPSPEED = "deepspeed/"
 _PACKED_TAR = re.compile(r"\.(?:tar\.\w+|tgz|tbz2?|txz)$")
 _OWN_TAR = re.compile(r"(?:rank|ba)\d+.*\.tar$")
 _BESIDE = frozenset(["latest", "zero_to_fp32.py", "zero_to_torch.py"])
-"""What else is in Composer's archives: DeepSpeed leaves these there."""
+"""Other files in Composer's archives: DeepSpeed leaves them there."""
 
 _KEYS = frozenset(["rank_zero_seed", "timestamp", "timer", "integrations", "schedulers", "callbacks"])
-"""Of which every file of Composer's has one, if it has more than weights."""
+"""Every file of Composer's that has more than weights has one of these."""
 
 _MARKS = (b"state.rank_zero_seed", b"state.timestamp", b"composer_env_info", b"state.integrations")
 _SECTIONS = frozenset(["model", "module", "optimizer", "rng"])
@@ -106,7 +106,7 @@ def _wanted(members: Members) -> Members | None:
 
 
 def _begins_as_states(data: Stretch) -> bool:
-    """Whether the first key in a file of torch.save is `state`: a look that spares reading the pickles of others."""
+    """Whether the first key in a file of torch.save is `state`. This spares reading the pickles of other files."""
     archive = Archive(data)
     name = next((name for name in archive.names if name.endswith("data.pkl")), None)
     if name is None:
@@ -116,10 +116,10 @@ def _begins_as_states(data: Stretch) -> bool:
 
 
 def _read(path: Place, members: Members, reading: str, save: Save | None = None) -> Found | None:
-    """The save that a file is of, which has ``members``. None if it only looked like one of Composer's."""
+    """The save that a file with ``members`` belongs to. None if it only looked like one of Composer's."""
     ranks = {path: members}
     if any(name != _STATES for name in members):
-        # Where links lead to, the files of one save are sure to be together; links of a name may be renewed one by one.
+        # The files of one save are together where links lead to; the links themselves may be renewed one by one.
         beside = siblings(path.real())
         if save is not None and len(save.files) > len(beside.files):  # a folder for each rank
             beside = save
@@ -238,7 +238,7 @@ def _whole(model: Any, where: Place) -> Mapping[str, Any]:
 
 
 def _step(held: Mapping[str, Any], where: Place) -> int | None:
-    """The batch that the timestamp (formerly timer) tells, by version in it or one deeper; else the file's name."""
+    """The batch in the timestamp (formerly timer), at its top or one level deeper; else that in the file's name."""
     for key in ("timestamp", "timer"):
         timestamp = held.get(key)
         for node in (timestamp, *(timestamp.values() if isinstance(timestamp, Mapping) else ())):

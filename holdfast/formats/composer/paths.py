@@ -27,12 +27,12 @@ class Save(NamedTuple):
 
 
 def is_template(path: Place) -> bool:
-    """Whether a path has places for values, ``{rank}`` above all."""
+    """Whether a path has placeholders, such as ``{rank}``."""
     return "{" in str(path)
 
 
 def matching(template: Place) -> list[Save]:
-    """The saves whose files fit a template, the newest first. Places for other values than ranks fit anything."""
+    """The saves whose files fit a template, the newest first. Placeholders other than those of ranks match anything."""
     first = next(i for i, part in enumerate(template.parts) if "{" in part)
     try:
         parts = [list(Formatter().parse(part)) for part in template.parts[first:]]
@@ -80,7 +80,7 @@ def _without(entry: str, match: re.Match[str]) -> str:
 
 
 def saves_in(folder: Place) -> list[Save]:
-    """What may be saves in a folder, by name: the newest first, before them what links named `latest` lead to."""
+    """What may be saves in a folder, judged by name: first those that links named `latest` lead to, then the newest."""
     files_by_name: dict[str, list[tuple[int, Place]]] = {}
     for entry in _listed(folder):
         if _SAVE.search(entry) and (folder / entry).exists():
@@ -91,7 +91,7 @@ def saves_in(folder: Place) -> list[Save]:
 
 
 def siblings(file: Place) -> Save:
-    """The files of all ranks of the save that one rank's file is of."""
+    """The files of all ranks of the save to which one rank's file belongs."""
     name, _ = _of_all_ranks(file.name)
     files = sorted(
         (rank, file.parent / entry)
@@ -103,7 +103,7 @@ def siblings(file: Place) -> Save:
 
 
 def _of_all_ranks(entry: str) -> tuple[str, int]:
-    """A file's name with a star for the rank in it, and the rank (0 if none is told)."""
+    """A file's name with a star for the rank in it, and the rank (0 if there is none)."""
     numbers = list(re.finditer(r"(?<=rank)[-_]?(\d{1,7})", entry))
     if not numbers:
         return entry, 0

@@ -1,7 +1,7 @@
 """DCP's metadata: which tensors and objects a folder holds, and where in its data files each of their entries lies.
 
-`dcp` calls it for `.metadata`, or for that of each rank. Never looks into a data file, except for small tensors of
-which every rank wrote its own.
+`dcp` calls it for `.metadata`, or for that of each rank. The only data it reads are small tensors of which every rank
+wrote its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.storage.place import Place
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 MAX_METADATA = 4 << 30
 MAX_COMPARED = 64 << 10
-"""Tensors of more bytes, of which each rank kept its own, are taken as replicas."""
+"""Tensors of more bytes of which each rank wrote its own are taken for replicas."""
 
 _OF_TRAINING = frozenset(["model", "module", "optim", "optimizer", "model_state_dict", "state_dict", "state"])
 
@@ -117,7 +117,7 @@ def collect(
     record: Record, path: Place, files: Files, rank: int, tensors: dict[str, Tensor],
     objects: dict[str, dict[int, Entry]],
 ) -> None:  # fmt: skip
-    """Add what one metadata file tells. Chunks that several ranks wrote (replicas) count once."""
+    """Add the contents of one metadata file. Chunks that several ranks wrote (replicas) count once."""
     infos = _infos(record, path)
     for key, described in _mapping(record, "state_dict_metadata", path).items():
         if not isinstance(key, str) or not isinstance(described, Record):
@@ -131,7 +131,7 @@ def collect(
             raise Damaged(f"{path}: {key} is {dtype} {list(shape)}, for another rank {tensor.dtype} {tensor.shape}")
         chunks = described.get("chunks")
         if not isinstance(chunks, list):
-            raise Damaged(f"{path} does not tell the chunks of {key}")
+            raise Damaged(f"{path} does not list the chunks of {key}")
         for chunk in chunks if dtypes.known(dtype) else ():
             box = Box(_attribute(chunk, "offsets", path, key), _attribute(chunk, "sizes", path, key))
             if not box.size:  # a rank without rows of it
@@ -181,7 +181,7 @@ def _dtype(described: Record, path: Place, key: str) -> str:
     state = properties.state if isinstance(properties, Record) else None
     dtype = state[0] if isinstance(state, tuple) and state else state.get("dtype") if isinstance(state, dict) else None
     if not isinstance(dtype, Name):
-        raise Damaged(f"{path} does not tell the dtype of {key}")
+        raise Damaged(f"{path} does not name the dtype of {key}")
     return dtype.text.removeprefix("torch.")
 
 

@@ -1,7 +1,6 @@
-"""A state as training loops nest it for DCP, under our names: which part is the model, which the optimizer, its groups.
+"""Which part of a state that was saved with DCP is the model, which the optimizer, and what its groups are.
 
-`dcp` calls `own_names`, and so may readers of formats that are built on it. Reads nothing but a learning rate or a step
-that is a tensor.
+`dcp` and readers of formats that are built on it call `own_names`. Reads no tensors but steps and learning rates.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NO_PARAMETERS = frozenset(["rng", "rng_state", "torch_rng_state", "cuda_rng_sta
 
 
 def own_names(tree: Mapping[str, Any], where: Place) -> tuple[dict[str, Any], list[str]]:
-    """The state under our names, and what was taken for what wherever the keys do not say it themselves.
+    """The state under our names, and a note on each part that was recognised by more than its key.
 
     ``model`` and ``optimizer`` are the only ones of their kind; several keep their own keys.
     """
@@ -61,7 +60,7 @@ def step_of(state: Mapping[str, Any]) -> int | None:
 
 
 def _lifted(state: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """What stands within a key, one level up; what has a namesake there stays."""
+    """The contents of a key moved one level up; what has a namesake there stays below."""
     within = state[key]
     stays = {k: v for k, v in within.items() if k in state}
     rest = {k: v for k, v in state.items() if k != key}
@@ -135,7 +134,7 @@ def _optimizer(saved: Mapping[str, Any], model: Any, where: Place) -> dict[str, 
         saved = {**rest, "param_groups": _groups(saved[_BY_NAME])}
     state, groups = saved.get("state", {}), saved["param_groups"]
     if not isinstance(state, dict) or not isinstance(groups, list) or not all(map(_is_group, groups)):
-        return dict(saved)  # no optimizer of torch: told as it stands
+        return dict(saved)  # no optimizer of torch: kept as it is
     params = [p for group in groups for p in group.get("params", ())]
     if all(type(p) is int for p in params) and all(str(key).isdecimal() for key in state):
         # torch.optim's numbers: DCP made texts of them, as of all keys.
@@ -148,7 +147,7 @@ def _is_group(value: Any) -> bool:
 
 
 def _unflattened(flat: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """``state.<fqn>.<key>`` and ``param_groups.<fqn>.<setting>`` nested again; which were a group is not told."""
+    """``state.<fqn>.<key>`` and ``param_groups.<fqn>.<setting>`` nested again. The format does not keep the groups."""
     settings: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
         if key.startswith("param_groups."):

@@ -1,7 +1,6 @@
 """DeepSpeed: a run folder with `latest`, or the folder of one tag, saved by ranks or as a universal checkpoint.
 
-`detect` asks `read`; `composer` hands the files of its archives to `deepspeed_ranks`. Never follows a tag out of the
-run folder.
+`detect` calls `read`; `composer` calls `ranks` with files of its archives. Never follows a tag out of the run folder.
 """
 
 from __future__ import annotations

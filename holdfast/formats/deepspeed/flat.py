@@ -1,6 +1,6 @@
 """Flat parts of all ranks cut into parameters: one vector cut evenly (ZeRO 1 and 2), or a share of each (ZeRO 3).
 
-`deepspeed_zero` cuts masters and optimizer state with these, `deepspeed_slice` frozen weights. Never reads a part.
+`zero` cuts masters and optimizer state with these, `slice` frozen weights. Never reads a part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def proper(shapes: Shapes, where: Place) -> dict[str, tuple[int, ...]]:
-    """Shapes that are shapes. Raises Damaged."""
+    """The shapes as tuples. Raises Damaged for one that is no shape."""
     checked = {name: tuple(shape) for name, shape in shapes.items()}
     for name, shape in checked.items():
         if not isinstance(name, str) or not all(type(n) is int and n >= 0 for n in shape):

@@ -1,6 +1,6 @@
 """Slices of a DeepSpeed run whose layers or tensors are parallel, joined into one.
 
-`deepspeed_ranks` calls `join_slices`. Never joins tensors along an axis that no file tells.
+`ranks` calls `join_slices`. Tensors are joined only along axes that a file names.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _side_by_side(parts: Sequence[Partitioned], where: Place) -> Partitioned | N
     return Partitioned(masters, states, groups, wrapper)
 
 
-# Tensor parallelism: the run may tell in patterns of names how the shards make up each parameter
+# Tensor parallelism: patterns of names may say how the shards make up each parameter
 
 
 def _tensor_parallel(columns: Sequence[Slice], where: Place) -> Slice:
@@ -130,7 +130,7 @@ def _tensor_parallel(columns: Sequence[Slice], where: Place) -> Slice:
         info = columns[0].optimizer.wrapper.get("universal_checkpoint_info")
     if not isinstance(info, Mapping):
         raise Unsupported(
-            f"{where}: its tensors are parallel over {len(columns)} ranks, and no file tells along which axes. Convert "
+            f"{where}: its tensors are parallel over {len(columns)} ranks, and no file says along which axes. Convert "
             "it with DeepSpeed's ds_to_universal.py and open what that writes"
         )
     join = _Joining(info, where)
@@ -218,7 +218,7 @@ def _any(patterns: Iterable[re.Pattern[str]], name: str) -> bool:
 
 
 _REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
-"""A repetition of what may itself repeat: such a pattern can take longer than the universe for one name."""
+"""A repetition of a group that may itself repeat: such a pattern may take exponential time."""
 
 
 def _pattern(text: Any, where: Place) -> re.Pattern[str]:

@@ -1,7 +1,6 @@
-"""DeepSpeed's optimizers for half precision without ZeRO: masters without names, told by the weights they round to.
+"""DeepSpeed's optimizers for half precision without ZeRO: masters without names, matched to the weights they round to.
 
-`deepspeed_slice` calls `named`. Never takes a master for a parameter's before its ends round to that parameter's ends,
-and to no other's.
+`slice` calls `named`. A master is a parameter's only if its ends round to the ends of that parameter, and of no other.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from holdfast.ondisk import dtypes
 from holdfast.storage.place import Place
 
 _END = 16
-"""So many elements of a tensor's beginning and end are read to tell it from others."""
+"""How many elements of a tensor's beginning and end are compared."""
 
 
 class Named(NamedTuple):
@@ -34,7 +33,7 @@ class Named(NamedTuple):
 def named(
     saved: Mapping[str, Any], module: Mapping[str, Any], buffers: Sequence[str] | frozenset[str], where: Place
 ) -> Named | None:
-    """The optimizer that DeepSpeed wraps for fp16 or bf16, by parameter; None if it is another, or cannot be told."""
+    """The optimizer that DeepSpeed wraps for fp16 or bf16, by parameter; None if it is another or does not match."""
     inner, vectors = saved.get("optimizer_state_dict"), saved.get("fp32_groups_flat")
     masters = [[vector] for vector in vectors] if isinstance(vectors, list) else saved.get("fp32_groups")
     if not isinstance(inner, Mapping) or not isinstance(masters, list):
@@ -71,7 +70,7 @@ def named(
 
 
 class _Matching:
-    """Which weights masters round to. What was told once is not told again: of two alike it might be the other."""
+    """Which weights masters round to. A weight is matched once: of two equal ones the next master may have the other."""
 
     def __init__(self, weights: Mapping[str, Stored]) -> None:
         self.weights = weights
@@ -83,7 +82,7 @@ class _Matching:
             self._by_head.setdefault((tensor.dtype, tensor.pieces[0][1].read(0, 2)), []).append(name)
 
     def names_in(self, master: Stored, *, whole: bool) -> list[str] | None:
-        """The parameters that follow each other in a master, or the only one (``whole``); None if they are not told."""
+        """The parameters that follow each other in a master, or the only one (``whole``); None if that is not clear."""
         names: list[str] = []
         at, end = 0, prod(master.shape)
         while at < end:

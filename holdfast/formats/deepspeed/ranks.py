@@ -1,13 +1,12 @@
-"""The files that the ranks of a DeepSpeed run saved, joined: weights, optimizer state, and what the ranks say alike.
+"""The files that the ranks of a DeepSpeed run saved, joined: weights, optimizer state, and what else the ranks hold.
 
-`deepspeed` and `composer` call `read_ranks` with the files by name. Never takes files for a checkpoint before the ranks
-that wrote them are counted.
+`deepspeed` and `composer` call `read_ranks` with the files by name. The ranks that wrote them are counted first.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
@@ -15,6 +14,7 @@ from holdfast.formats.assemble import Found
 from holdfast.formats.deepspeed.parallel import join_slices
 from holdfast.formats.deepspeed.slice import Slice, slice_of
 from holdfast.formats.fqns import optimizer_state, unwrapped
+from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.machine.untrusted import damaged_as
 from holdfast.formats.sharded import join_ranks
@@ -32,7 +32,7 @@ ByRank = dict[int, dict[int, Stretch]]
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether a file of this name is what a rank saved."""
+    """Whether a rank saved a file of this name."""
     return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT))
 
 
@@ -52,7 +52,7 @@ def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") ->
             loaded = [load(stretch, "module") for _, stretch in sorted(by_rank.items())]
             states = [load(stretch, "optimizer_state_dict") for _, stretch in sorted(optims.get(mp, {}).items())]
             _check_ranks(loaded, states, where)
-            shared = shared or dict(loaded[0].get("shared_params") or {})  # only rank 0 of all tells
+            shared = shared or dict(loaded[0].get("shared_params") or {})  # only rank 0 has them
             slices.append(slice_of(mp, loaded, states, shared, where))
             world_size += len(states) or _number(loaded[0], "dp_world_size") or 1
         whole = join_slices(slices, layers, where)
@@ -100,15 +100,15 @@ def sorted_files(files: Mapping[str, Stretch], where: Place) -> tuple[ByRank, By
             )
     if not models:
         raise NotACheckpoint(f"{where} holds no *_model_states.pt: that save never finished, or the file was lost")
-    _complete(models, where, "mp_rank_{:02d}…_model_states.pt")
+    _prove_all(models.keys(), where, "mp_rank_{:02d}…_model_states.pt")
     for mp, by_rank in models.items():
-        _complete(by_rank, where, f"zero_pp_rank_{{}}_mp_rank_{mp:02d}_model_states.pt")
+        _prove_all(by_rank.keys(), where, f"zero_pp_rank_{{}}_mp_rank_{mp:02d}_model_states.pt")
     if optims:
         if optims.keys() != models.keys():
             lost = sorted(optims.keys() ^ models.keys())[0]
             raise Damaged(f"{where}: of mp_rank_{lost:02d} only the model or only the optimizer files are there")
         for mp, by_rank in optims.items():
-            _complete(by_rank, where, f"zero_pp_rank_{{}}_mp_rank_{mp:02d}_optim_states.pt")
+            _prove_all(by_rank.keys(), where, f"zero_pp_rank_{{}}_mp_rank_{mp:02d}_optim_states.pt")
     return optims, models, layers
 
 
@@ -118,12 +118,8 @@ def _put(into: ByRank, outer: int, inner: int, stretch: Stretch, name: str, wher
     into[outer][inner] = stretch
 
 
-def _complete(ranks: Iterable[int], where: Place, name: str) -> None:
-    """That ranks 0, 1, … are there, up to the highest."""
-    there = set(ranks)
-    for rank in range(max(there)):
-        if rank not in there:
-            raise Damaged(f"{where}/{name.format(rank)} is missing, of ranks 0 to {max(there)}: bring it back")
+def _prove_all(ranks: Collection[int], where: Place, name: str) -> None:
+    prove_all(ranks, max(ranks) + 1, where, name.format)
 
 
 def _check_ranks(models: Sequence[Mapping[str, Any]], optims: Sequence[Mapping[str, Any]], where: Place) -> None:

@@ -1,6 +1,6 @@
 """What one model-parallel rank of a DeepSpeed run holds, put together from the files of its data-parallel ranks.
 
-`deepspeed_ranks` and `deepspeed_universal` make slices; `deepspeed_parallel` joins them. Never reads a tensor.
+`ranks` and `universal` make slices; `parallel` joins them. Never reads a tensor.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def others(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shapes_from(optims: Sequence[Mapping[str, Any]], module: Mapping[str, Any], where: Place) -> list[Shapes]:
-    # The BF16 optimizer without ZeRO: the model's file tells no shapes, but each rank which fragments of which
-    # parameters it has, in their order.
+    # The BF16 optimizer without ZeRO: the model's file has no shapes, but each rank lists its fragments of parameters
+    # in order.
     mappings = [optim["optimizer_state_dict"].get("param_slice_mappings") for optim in optims]
     if None in mappings:
-        raise Damaged(f"{where}: neither the model's file nor the optimizers' tell which parameters there are")
+        raise Damaged(f"{where}: neither the model's file nor the optimizers' list the parameters")
     shapes: list[Shapes] = []
     for by_rank in zip(*mappings, strict=True):
         names = dict.fromkeys(name for group in by_rank for name in group)

@@ -1,7 +1,7 @@
 """Universal checkpoints of DeepSpeed: a folder for each parameter, whatever the ranks were that saved.
 
-`deepspeed` calls `read_universal`. Never reads a tensor, and takes nothing but the step from the one rank's flat
-partitions that DeepSpeed leaves there.
+`deepspeed` calls `read_universal`. Never reads a tensor. Of the flat partitions of one rank, which DeepSpeed leaves
+there, only the step is used.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_universal(folder: Place, files: Mapping[str, Stretch], reading: str = "
 def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Place) -> list[Shapes]:
     """The parameters of each group, of all pipeline stages; of parallel tensors the shapes of the first rank."""
     if any(model.get("param_shapes") is None for model in models):
-        raise Damaged(f"{folder}: a model file does not tell which parameters there are")
+        raise Damaged(f"{folder}: a model file does not list the parameters")
     groups: list[dict[str, Sequence[int]]] = [{} for _ in range(max(len(model["param_shapes"]) for model in models))]
     for model in models:
         for group, shapes in zip(groups, model["param_shapes"], strict=False):
@@ -166,12 +166,12 @@ def _groups(
 def _check_replicas(
     models: Sequence[Mapping[str, Any]], masters: Mapping[str, Any], shared: Mapping[str, str], folder: Place
 ) -> None:
-    """That what no folder holds is the same on all model-parallel ranks: nothing tells how to join it else."""
+    """Prove that what has no folder is the same on all model-parallel ranks: otherwise it could not be joined."""
     for name, value in (models[0].get("module") or {}).items():
         if name in masters or shared.get(name) in masters:
             continue
         if not all(alike(value, (model.get("module") or {}).get(name)) for model in models[1:]):
             raise Unsupported(
                 f"{folder}: {name} was not trained and differs between the {len(models)} model-parallel ranks: no file "
-                "tells how its parts are to be joined"
+                "says how to join its parts"
             )

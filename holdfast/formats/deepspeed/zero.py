@@ -1,7 +1,6 @@
 """ZeRO's flat partitions as named tensors: fp32 masters and optimizer state, cut where each parameter lies.
 
-`deepspeed_ranks` calls `partitioned` with what the optimizer files of all data-parallel ranks hold. Never reads a
-partition.
+`ranks` calls `partitioned` with the contents of all data-parallel ranks' optimizer files. Never reads a partition.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ GEOMETRY = frozenset(
      "optimizer_state_dict", "param_slice_mappings", "group_paddings", "param_alignment_paddings", "partition_count",
      "param_groups", "ds_version"]
 )  # fmt: skip
-"""What an optimizer's file holds of where things lie; the rest is the wrapper's own state."""
+"""Keys of an optimizer's file that say where things are; the rest is the wrapper's own state."""
 
 
 class Partitioned(NamedTuple):
@@ -129,7 +128,7 @@ def _stage_1_2(
         if len(gaps) != len(group) or any(type(n) is not int or n < 0 for n in (*gaps, *paddings)):
             raise Damaged(f"{where}: group {g} has {len(group)} parameters, but its paddings are not those of as many")
         states = [b[g] if isinstance(b, list) else _state_of(b, _ids(b, g)) for b in base]
-        # States are padded as the masters were before they were saved. Only the first rank tells for sure how far:
+        # States are padded as the masters were before they were saved. Only the first rank's padding is reliable:
         # older versions take the padding of all ranks for the last one's.
         fits = [(master.shape[0], masters[0].shape[0] + paddings[0]) for master in masters]
         cutter = partial(cut_vector, group, gaps, f"{where}: group {g}")
@@ -181,7 +180,7 @@ _UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py and open what that 
 
 def _vector(groups: Any, index: int, count: int, where: Place) -> Stored:
     if not isinstance(groups, (list, tuple)) or len(groups) != count:
-        raise Damaged(f"{where}: a rank does not have the {count} flat groups that the model's file tells of")
+        raise Damaged(f"{where}: a rank does not have the {count} flat groups that the model's file lists")
     vector = groups[index]
     if not isinstance(vector, Stored) or len(vector.shape) != 1:
         raise Damaged(f"{where}: flat group {index} of a rank is no flat tensor")

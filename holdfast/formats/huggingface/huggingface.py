@@ -1,7 +1,7 @@
 """Weights as Hugging Face's libraries keep them: safetensors and `.bin` files, whole, sharded, or by torch's DCP.
 
-`detect` asks `read`. The optimizer and what else trainers leave beside them is read by `training_files`.
-Never reads a tensor to open one, except where two files hold one name.
+`detect` calls `read`; `training_files` reads the optimizer and what else trainers leave beside the weights. Never reads
+a tensor to open one, except where two files hold one name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read(path: Place) -> Found | None:
     """
     if path.is_dir():
         if any(datafile.save_of(f"{path.name}/{name}") for name in members.listed(path)):
-            # Weights or not: whether they are whole, and of one save, only the manifest above tells.
+            # Only the manifest above says whether they are whole and of one save.
             raise NotACheckpoint(f"{path} holds data files of a save of holdfast: open the folder above, {path.parent}")
         cached = members.snapshot(path)
         return _read_folder(cached or path, f"the snapshot {cached.name}" if cached else "")
@@ -64,7 +64,7 @@ def _read_file(path: Place) -> Found | None:
     contents = _load(path, safe=safe)
     ranks = weight_sets.of_ranks([path.name])
     if ranks and OFFSETS in contents.metadata:
-        # The offsets in the file of one rank do not tell the shapes; those of all ranks do.
+        # The shapes follow only from the offsets in the files of all ranks.
         every = weight_sets.of_ranks(members.listed(path.parent)) or ranks
         return _read_set(path.parent, [every], f"the files of all ranks in {path.parent}")
     reading = f"this file alone, one of {count}: its folder has the whole" if count > 1 else ""
@@ -131,7 +131,7 @@ def _read_set(folder: Place, chosen: Sequence[WeightSet], reading: str) -> Found
     format, world_size = "Hugging Face", beside.world_size
     if chosen[0].form == OF_RANKS:
         format, world_size = "torch.distributed.checkpoint (safetensors)", chosen[0].world_size()
-        reading = f"{reading or 'the files of the ranks'}, of {world_size}: the format does not tell if these are all"
+        reading = f"{reading or 'the files of the ranks'}, of {world_size}: the format does not say if these are all"
     attached = members.attachments(folder, [n for n in names if n not in beside.files])
     unread = [n for n in names if n not in beside.files and n not in attached]
     if unread:
@@ -182,7 +182,7 @@ def _read_index(path: Place) -> _Index:
 
 
 def _check_index(path: Place, index: _Index, parts: Sequence[Part]) -> None:
-    """Raise Damaged where the index and the headers of its files tell other names."""
+    """Raise Damaged if the index and the headers of its files list different names."""
     held = dict(zip(sorted(set(index.weight_map.values())), (contents.tensors for _, contents in parts), strict=True))
     lost = [(name, where) for name, where in index.weight_map.items() if name not in held[where]]
     if lost:
@@ -198,7 +198,7 @@ def _check_index(path: Place, index: _Index, parts: Sequence[Part]) -> None:
 
 
 def _metadata(parts: Sequence[Part], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What index and headers say besides the tensors, in one dict; by file where they differ."""
+    """The metadata of index and headers in one dict; by file where they differ."""
     sources: dict[str, dict[str, Any]] = {key: {"index": value} for key, value in metadata.items()}
     for path, contents in parts:
         ours = _OURS if "holdfast" in contents.metadata else frozenset()

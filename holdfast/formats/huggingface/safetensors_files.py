@@ -1,7 +1,7 @@
 """A safetensors file as names, unread tensors and the texts of its header.
 
-Readers whose format has such files call `load_path`. Never reads the bytes of a tensor, and never believes a header
-that its file does not bear out.
+Readers of formats with such files call `load_path`. Never reads the bytes of a tensor; every header is checked against
+its file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.ondisk.datafile import MAX_HEADER
 from holdfast.storage.place import Place
 
 # torch's name of each type and its bits. Types of less than a byte are packed; torch has a name for pairs of 4 bits,
-# and none for 6 (such tensors are told and left out).
+# and none for 6 (such tensors are left out with a warning).
 _TYPES = {
     "BOOL": ("bool", 8), "U8": ("uint8", 8), "I8": ("int8", 8), "U16": ("uint16", 16), "I16": ("int16", 16),
     "U32": ("uint32", 32), "I32": ("int32", 32), "U64": ("uint64", 64), "I64": ("int64", 64), "F16": ("float16", 16),

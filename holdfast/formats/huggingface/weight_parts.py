@@ -18,7 +18,7 @@ from holdfast.storage.place import Place
 
 SPAN = 8 << 20
 OFFSETS, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
-"""What DCP notes in the header of a file: where each tensor of it begins in the whole, and a version."""
+"""Keys of DCP in the header of a file: where each of its tensors begins in the whole, and a version."""
 
 Part = tuple[Place, Contents]
 """A file of weights and what it holds."""
@@ -37,7 +37,7 @@ class _Piece(NamedTuple):
 
 
 def united(parts: Sequence[Part]) -> tuple[dict[str, Any], dict[str, str]]:
-    """All tensors of the files, those in parts put together, and the versions that the files tell.
+    """All tensors of the files, those in parts put together, and the versions that the files name.
 
     Raises Damaged where two files hold different things under one name, Unsupported for a version from the future.
     """

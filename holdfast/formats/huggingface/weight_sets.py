@@ -1,4 +1,4 @@
-"""Which files of a folder are one set of weights, told by the names that Hugging Face's libraries give.
+"""Which files of a folder are one set of weights, judged by the names that Hugging Face's libraries give.
 
 `huggingface` calls `sets` with the names. Pure: never looks into a file.
 """
@@ -26,7 +26,7 @@ _FURTHER = re.compile(r"(?:pytorch_)?model_\d+")
 @dataclass(frozen=True)
 class WeightSet:
     """One set of weights. ``stem``: what it is called, with its variant (``model.fp16``). ``count``: how many files a
-    set of shards should have; ``index``: the file that tells them.
+    set of shards should have; ``index``: the file that lists them.
     """
 
     kind: str
@@ -43,7 +43,7 @@ class WeightSet:
 
     @property
     def likely(self) -> bool:
-        """Whether weights are customarily called so."""
+        """Whether this is a usual name for weights."""
         return _customary(self.stem)
 
     @property
@@ -86,7 +86,7 @@ def sets(names: Sequence[str]) -> list[WeightSet]:
 
 
 def index_of(name: str) -> WeightSet | None:
-    """The set that an index of that name tells, or None if it is no name of one."""
+    """The set that an index of that name lists, or None if it is no name of an index."""
     m = _INDEX.fullmatch(name)
     return m and WeightSet(m["kind"], _stem(m), INDEXED, (), index=name)
 
@@ -98,7 +98,7 @@ def of_ranks(names: Iterable[str]) -> WeightSet | None:
 
 
 def shard_count(name: str) -> int:
-    """How many files a set has of which one is called so; 1 for a file that is a set by itself."""
+    """How many files the set has to which a file of that name belongs; 1 if it is a set by itself."""
     m = _SHARD.fullmatch(name)
     return int(m["count"]) if m else 1
 

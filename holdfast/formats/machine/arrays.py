@@ -1,6 +1,6 @@
-"""NumPy's arrays and scalars as pickles tell them, without NumPy.
+"""NumPy's arrays and scalars from pickles, without NumPy.
 
-`torch_files` adds `CALLS` to the machine; `assemble` asks `array_of`. Never makes an array of objects.
+`torch_tensors` adds `CALLS` to the machine; `assemble` calls `array_of`. Never makes an array of objects.
 """
 
 from __future__ import annotations

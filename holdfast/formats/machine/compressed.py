@@ -1,6 +1,6 @@
 """Compressed files as streams that are read forwards, a piece at a time.
 
-`scratch` unpacks through these. Never unpacks more at once than was asked for, however small its bytes make it.
+`scratch` unpacks through these. Never unpacks more at once than was requested.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from holdfast.formats.sources import Stretch
 from holdfast.storage.place import Place
 
 _PIECE, _OF_STORE = 256 << 10, 4 << 20
-"""How much is read at once; of a store more, which takes its time for every answer."""
+"""How much is read at once; more of a store, where every request takes long."""
 
 _MORSEL = 1 << 10
-"""So many bytes of Zstandard unpack to 32 MiB at most."""
+"""Bytes of Zstandard that unpack to 32 MiB at most."""
 
 MEMORY = 1 << 30
-"""What xz may take to unpack; its strongest preset takes a sixteenth."""
+"""Memory that xz may use; its strongest preset takes a sixteenth."""
 
 _MAGIC = {
     b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"]\0\0": "lzma", b"(\xb5/\xfd": "zstd",
@@ -32,7 +32,7 @@ _MAGIC = {
 
 
 class _Gzip:
-    """zlib's, with the manners of the others."""
+    """zlib's, with the interface of the others."""
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj(31)
@@ -53,7 +53,7 @@ class _Gzip:
 
 
 class _Zstd:
-    """The same for the package `zstandard`, which gives all that its input unpacks to: it gets a little at a time."""
+    """The same for `zstandard`, which returns all that its input unpacks to, so it gets small pieces."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._stream, self._in, self._at, self._out = make(), b"", 0, b""

@@ -39,7 +39,7 @@ class Record:
         return self.state.get(key, default) if isinstance(self.state, dict) else default
 
     def __repr__(self) -> str:
-        # Not what it holds: records that share their parts, or hold themselves, would take for ever to tell.
+        # Not what it holds: for records that share their parts, or hold themselves, that would never end.
         return f"<{self.name}>"
 
 
@@ -56,7 +56,7 @@ class Name:
 Calls = Mapping[str, Callable[..., Any]]
 """What stands for the functions that a pickle may name: our own, by their names."""
 
-# Whose classes may come as records. Nothing of theirs runs, so a package is listed if its files are worth reading.
+# Packages whose classes may become records. Nothing of theirs runs, so one is listed if its files are worth reading.
 _PACKAGES = frozenset([
     "accelerate", "apex", "bitsandbytes", "colossalai", "composer", "deepspeed", "easydict", "fairscale", "fairseq",
     "hfai", "hydra", "lightning", "lightning_fabric", "lightning_utilities", "llmfoundry", "megatron",
@@ -78,7 +78,7 @@ _NUMPY = re.compile(
     r"numpy\.(random\..+|dtypes\..+|(bool|str|bytes)_?|(u?int|float|complex)\d+|longdouble|"
     r"core\._internal\._convert_to_stringdtype_kwargs)"
 )
-# Of a known package, and there to run what it is given. No checkpoint names it, but for one that wants it to run.
+# Functions of known packages that run what they are given. Only a hostile checkpoint names them.
 _RUNS = re.compile(
     r"torch\.(load|compile|ops|classes|library|(hub|jit|package|fx|onnx|testing|multiprocessing|_inductor|_dynamo(?!\.decorators\._DimRange$)|"
     r"serialization|utils\.(cpp_extension|bottleneck|collect_env|_config_module|data\.datapipes|model_zoo)|"
@@ -187,7 +187,7 @@ def _parts(node: Any) -> Iterator[Any]:
 def expanded(value: Any, limit: int) -> int | None:
     """How many values a walk through ``value`` meets that goes into shared parts each time; None if over ``limit``.
 
-    A few hundred bytes of pickle can tell billions, or a list that holds itself. Takes time by what lies in memory.
+    A few hundred bytes of pickle can make billions, or a list that holds itself. Takes time in proportion to memory.
     """
     totals: dict[int, int] = {}
     path: list[tuple[Any, Iterator[Any], int]] = [(value, _parts(value), 1)]

@@ -1,4 +1,4 @@
-"""What a pickle is read by: a stack, a memo, a position, and what keeps the cost in proportion to the pickle's length.
+"""The machine that reads a pickle: a stack, a memo, a position, and limits that keep its cost in proportion.
 
 `pickles` runs it. Never imports, calls or looks up what a pickle names.
 """
@@ -22,15 +22,15 @@ _DECIMALS = b"FILgp"
 _READERS: dict[int, Callable[[Any], Any]] = {ord(op.code): op.arg.reader for op in pickletools.opcodes if op.arg}
 
 MAX_ALIKE = 16
-"""Different keys with one hash; without malice there are hardly ever two."""
+"""Different keys with one hash; an honest file hardly ever has two."""
 
 FEW = 4096
 MAX_ODD_KEYS = 1 << 16
-"""Different keys whose places in a dict a file could choose so that they collide: fractions, tuples, and integers
-but for those that count up, which have places of their own, and ``FEW``."""
+"""Different keys that a file could choose so that they collide in a dict: fractions, tuples, and integers other than
+those that count up from 0, and ``FEW``."""
 
 MAX_COPIES = 4
-"""How many times its own length a pickle may have copied by naming one thing over and over."""
+"""How many times its own length a pickle may make the machine copy, by naming one thing over and over."""
 
 
 _ATOMS = (str, bytes, int, float, type(None), Name, Record)
@@ -110,7 +110,7 @@ class Machine:
             raise ValueError("it copies the same things over and over")
 
     def key(self, key: Any, count: int) -> Any:
-        """A key for a dict of so many, if to place it takes bounded time, whatever the file makes of it."""
+        """A key for a dict of ``count`` items, if placing it takes bounded time. Raises ValueError, TypeError."""
         kind = type(key)
         if kind is str or (kind is int and 0 <= key <= count + FEW):
             return key

@@ -30,8 +30,8 @@ def load(
     """The value pickled in ``data`` from byte ``start`` on, and where it ends. ``where`` is named in errors.
 
     ``calls`` adds functions of ours for names of the format; ``persistent`` answers persistent ids (storages).
-    Raises Unsupported for a name that stands on no list, Damaged for anything that is no pickle (EndsEarly if there
-    is only too little of it). The value may share parts and hold itself: `inert.expanded` tells.
+    Raises Unsupported for a name that is on no list, Damaged for anything that is no pickle (EndsEarly if it is cut
+    short). The value may share parts and hold itself: see `inert.expanded`.
     """
     machine = Machine(data, where, calls or {}, persistent)
     try:

@@ -1,7 +1,6 @@
 """Compressed archives, unpacked once for all processes of a machine into a private folder for temporary files.
 
-`composer` calls `unpacked`. Never leaves anything behind that a later call would not sweep, and never makes a path of a
-name that an archive gives.
+`composer` calls `unpacked`. A later call sweeps what a killed process left. Never makes a path of a name in an archive.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LIMIT = "HOLDFAST_SCRATCH_LIMIT"
 """The environment variable that says how many bytes an archive may unpack to; by default half of what is free."""
 
 PATIENCE = 600.0
-"""Seconds to wait for another process that unpacks the same, and gets no further."""
+"""Seconds to wait for another process that unpacks the same archive and makes no progress."""
 
 _INDEX = "index.json"
 _PAUSE = 0.05
@@ -46,9 +45,9 @@ _END = 64 << 10
 
 
 class Lease:
-    """The right to what was unpacked: while one lives, on whatever process of the machine, it stays.
+    """Keeps what was unpacked: it stays while any process of the machine has a lease.
 
-    The kernel gives the right up for a process that is killed; the next call of anybody sweeps what it left.
+    The lease is a lock, which the kernel releases when a process is killed; the next call sweeps what it left.
     """
 
     def __init__(self, folder: LocalPlace, lock: int) -> None:
@@ -73,7 +72,7 @@ class Scratched:
 
     def _there(self) -> LocalPlace:
         if not self.file.is_file():
-            raise StorageError(f"{self.path} was unpacked to {self.file}, which somebody removed: open it again")
+            raise StorageError(f"{self.path} was unpacked to {self.file}, which was removed: open it again")
         return self.file
 
 
@@ -131,10 +130,10 @@ def _copy(stream: Unpacking, target: LocalPlace, nbytes: int | None) -> int:
         while part := stream.read(_SPAN if nbytes is None else min(_SPAN, nbytes - done)):
             file.write(part)
             done += len(part)
-    return done  # if the stream ended before, the archive's reader tells
+    return done  # if the stream ended before, `tars` raises
 
 
-# Who unpacks, who waits, who cleans up
+# One process unpacks, the others wait, the last one cleans up
 
 _leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
@@ -160,14 +159,14 @@ def _on_disk(real: LocalPlace) -> list[Any]:
 
 
 def _in_store(place: StorePlace) -> list[Any]:
-    # Not every store tells when a file was written; compressed files end with a sum of what is in them.
+    # Not every store keeps the time of a write; compressed files end with a sum of their contents.
     packed = file(place)
     ends = packed.read(0, _END) + packed.read(max(packed.nbytes - _END, 0), _END)
     return [str(place), packed.nbytes, place.modified(), xxhash.xxh3_128_hexdigest(ends)]
 
 
 def _await_lock(lock: int, how: int, folder: LocalPlace) -> None:
-    """Wait for whoever unpacks into the folder, as long as it grows: a process that is frozen there lets go never."""
+    """Wait for the process that unpacks into the folder as long as it grows: a frozen one never releases the lock."""
     grown, since = -1, time.monotonic()
     while True:
         with suppress(BlockingIOError):
@@ -194,7 +193,7 @@ def _size_below(folder: LocalPlace) -> int:
 
 
 def _taken(folder: LocalPlace, fill: Callable[[LocalPlace], None]) -> Lease:
-    """A lease of ``folder``, which is filled by the first who comes; the others wait for it."""
+    """A lease of ``folder``. The first process fills it, the others wait."""
     while True:
         lock = _open_lock(folder)
         try:
@@ -204,7 +203,7 @@ def _taken(folder: LocalPlace, fill: Callable[[LocalPlace], None]) -> Lease:
             _await_lock(lock, fcntl.LOCK_EX, folder)
             if _is_current(lock, folder) and not (folder / _INDEX).is_file():
                 try:
-                    shutil.rmtree(folder, ignore_errors=True)  # of one who was killed while unpacking
+                    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed while unpacking
                     folder.mkdir(0o700)
                     fill(folder)
                 except BaseException:
@@ -213,7 +212,7 @@ def _taken(folder: LocalPlace, fill: Callable[[LocalPlace], None]) -> Lease:
         except BaseException:
             os.close(lock)
             raise
-        # Filled, by this process or another: once more, as the exclusive lock cannot become a shared one at a stroke.
+        # Filled, by this process or another. Again, as an exclusive lock cannot become a shared one in one step.
         os.close(lock)
 
 
@@ -222,7 +221,7 @@ def _open_lock(folder: LocalPlace) -> int:
 
 
 def _is_current(lock: int, folder: LocalPlace) -> bool:
-    """Whether an open lock file is still the one of that name: who cleans up removes it."""
+    """Whether an open lock file is still the one of that name: it is removed when the folder is."""
     try:
         return os.path.samestat(os.fstat(lock), folder.with_suffix(".lock").stat())
     except FileNotFoundError:
@@ -246,13 +245,13 @@ def _remove_if_idle(folder: LocalPlace, lock: int) -> None:
 
 
 def _remove(folder: LocalPlace) -> None:
-    # The lock file last: whoever waits for it then finds that it is another.
+    # The lock file last: a process that waits for it then sees that it was replaced.
     shutil.rmtree(folder, ignore_errors=True)
     folder.with_suffix(".lock").unlink(missing_ok=True)
 
 
 def _sweep(root: LocalPlace, but: str) -> None:
-    """Remove what processes that were killed have left."""
+    """Remove what killed processes have left."""
     for name in sorted({LocalPlace(name).stem for name in os.listdir(root)} - {but}):
         lock = _open_lock(root / name)
         try:

@@ -1,6 +1,6 @@
 """What ``torch.save`` wrote, as a tree of values and unread tensors: the zip container and the one before it.
 
-Every reader whose format has such files calls `load_file`. Never reads the bytes of a storage and never runs a pickle.
+Every reader of a format with such files calls `load_file`. Never reads the bytes of a storage and never runs a pickle.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _check_order(archive: Archive, name: str, where: Place) -> None:
 
 
 def _load_legacy(data: Stretch, calls: Calls) -> Any:
-    # How long the pickles are stands nowhere: a prefix is tried, and a longer one if they do not end in it.
+    # The length of the pickles is not recorded: a prefix is tried, and a longer one if they do not end in it.
     length = 1 << 20
     while True:
         length = min(length, data.nbytes, MAX_PICKLE)
@@ -141,7 +141,7 @@ def _load_legacy_from(data: Stretch, head: bytes, calls: Calls) -> Any:
         raise Damaged(f"{where} begins like a file of torch.save, but its first pickles are others; it was altered")
     if not start[2].get("little_endian", True):
         raise Unsupported(f"{where} was written on a big-endian machine; load and save it again with torch")
-    # Once to learn which storages there are, then, their places known, once more for the tensors.
+    # The pickle is read twice: for the storages, and once their places are known for the tensors.
     sizes: dict[str, tuple[int, int]] = {}
     nothing = all_of(Memory(where, b""))
 

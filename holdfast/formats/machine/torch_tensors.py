@@ -1,6 +1,6 @@
-"""What torch's functions make of a pickle's arguments, told unread: storages, tensors over them, sizes, devices.
+"""What torch's functions would make of a pickle's arguments: unread storages and tensors, sizes, devices.
 
-`torch_files` gives `calls` to the machine. Never calls torch's own functions for it, and never reads a storage.
+`torch_files` passes `calls` to the machine. Never calls torch's own functions, and never reads a storage.
 """
 
 from __future__ import annotations

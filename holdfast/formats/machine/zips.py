@@ -1,6 +1,6 @@
 """Zip archives as byte ranges: where each member lies, without reading it. torch's files are zips of stored members.
 
-`zipfile` would not make this shorter: it does not tell where the bytes of a member begin, lists members that overlap,
+`zipfile` would not make this shorter: it does not say where the bytes of a member begin, lists members that overlap,
 accepts bytes before the archive, and takes twice the time. Every size is checked against the file before it is used.
 """
 
@@ -30,7 +30,7 @@ def is_zip(archive: Stretch) -> bool:
 
 
 class Entry(NamedTuple):
-    """What the directory tells of a member. Its local header begins at ``begin``; nothing of it is beyond ``end``."""
+    """What the directory says of a member. Its local header begins at ``begin``; nothing of it is beyond ``end``."""
 
     raw_name: bytes
     method: int
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
 
 class Archive:
-    """The members of an archive by name, each a stretch that is found when it is asked for."""
+    """The members of an archive by name, each a stretch that is looked up when it is requested."""
 
     def __init__(self, archive: Stretch) -> None:
         self.archive = archive
@@ -80,7 +80,7 @@ class Archive:
         return Stretch(part.source, part.begin, part.nbytes, member)
 
     def begin(self, name: str) -> int:
-        """Where the bytes of a member begin, as its own header tells. Raises KeyError, Damaged."""
+        """Where the bytes of a member begin, by its own header. Raises KeyError, Damaged."""
         if name not in self._begins:  # two threads that look find the same
             self._begins[name] = self._found_begin(name, self._entries[name])
         return self._begins[name]

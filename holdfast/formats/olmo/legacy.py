@@ -1,6 +1,6 @@
 """OLMo's `torch_legacy` layout: ``rank<N>.pt``, each one rank's whole state with ShardedTensors; all ranks joined.
 
-`olmo` calls `read_legacy`. Never holds more than one rank's pickle beside the places of the shards.
+`olmo` calls `read_legacy`. Holds one rank's pickle at a time beside the places of the shards.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_legacy(held: Any) -> bool:
 
 
 def _merged(known: Any, node: Any, place: _Place, at: str, depth: int) -> Any:
-    """What the ranks before told of a node, with what this one adds."""
+    """A node as the ranks before have it, with what this one adds."""
     if depth > MAX_DEPTH:
         raise Damaged(f"{place.path}: {at[:200]} is nested {MAX_DEPTH} deep, or contains itself")
     first = known is _NOTHING

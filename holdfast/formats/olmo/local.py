@@ -1,7 +1,7 @@
 """OLMo's `local` layout: the flat parameters of FSDP1 as each rank had them, and its optimizer's pieces of them.
 
-`olmo` calls `read_local`. Knows the shard tables of torch up to 2.0 and since 2.1; never trusts them: `assemble`
-proves that the pieces of every parameter tile it.
+`olmo` calls `read_local`. Knows the shard tables of torch up to 2.0 and since 2.1. `assemble` proves that the
+pieces of every parameter tile it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _table(handle: dict[str, Any], count: int, path: Place, prefix: str) -> list
     sound = all(min(offset, *piece) >= 0 for offset, piece in pieces)
     if len(pieces) != count or not sound:
         raise Damaged(
-            f"{path}: the shard table of module {prefix!r} does not tell which part of its {count} parameters this "
+            f"{path}: the shard table of module {prefix!r} does not say which part of its {count} parameters this "
             "rank holds (neither _shard_param_infos of torch 2.1 and later nor _shard_param_offsets before)"
         )
     return pieces
@@ -177,7 +177,7 @@ def _optimizer(
 
 
 def _names(saved: dict[str, Any], path: Place) -> dict[int, str]:
-    """Names of torch's integer ids: without them nobody can tell which parameter a flat piece is of."""
+    """Names of torch's integer ids: without them no flat piece can be assigned to its parameter."""
     names: dict[int, str] = {}
     for group in saved["param_groups"]:
         fqns_of_group = group.get("param_names")

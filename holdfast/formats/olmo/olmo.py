@@ -1,6 +1,6 @@
 """Checkpoints of OLMo and OLMo-core: whole files, DCP, ShardedTensors, flat parameters, flat pieces with an index.
 
-`detect` asks `read`. The five layouts of OLMo's five checkpointers come out alike: ``model``, ``optimizer``, and the
+`detect` calls `read`. The five layouts of OLMo's five checkpointers become one: ``model``, ``optimizer``, and the
 trainer's state under its own keys at the top. Never imports OLMo.
 """
 
@@ -77,7 +77,7 @@ def _found(folder: Place, content: _Content, how: str) -> Found:
 
 
 def _content(folder: Place) -> _Content | None:
-    """What a folder holds, by the first layout that knows it. What it looks like is told by names, then by content."""
+    """What a folder holds, by the first layout that recognises it: first by names of files, then by their content."""
     names = {*listed(folder)}
     layouts: list[tuple[bool, Callable[[Place], _Content | None]]] = [
         ("model_and_optim" in names, _torch_new),

@@ -1,4 +1,4 @@
-"""One file a rank: which there are, what all ranks say alike, and what each has for itself.
+"""OLMo's files of ranks: which there are, which values all ranks share, and which each has for itself.
 
 The readers of OLMo's layouts call these. Never joins the pieces of a tensor.
 """
@@ -16,6 +16,7 @@ from holdfast.formats import members
 from holdfast.formats.ahead import glanced
 from holdfast.formats.alike import alike
 from holdfast.formats.assemble import PerRank
+from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.machine.untrusted import damaged_as, read_whole
 from holdfast.storage.place import Place
@@ -45,26 +46,15 @@ def rank_files(folder: Place) -> dict[int, Place]:
 def proved(files: Mapping[int, Place], claimed: int | None, folder: Place) -> int:
     """The world size, if there is exactly one file for each of its ranks. Raises Damaged, naming those that are not.
 
-    ``told``: what the checkpoint says its world size is, if it does.
+    ``claimed``: the world size that the checkpoint names, if it does.
     """
     world = claimed or max(files, default=-1) + 1
-    missing = sorted({*range(world)} - files.keys())
-    if missing:
-        raise Damaged(
-            f"{folder} is a checkpoint of {world} ranks, but {', '.join(f'rank{r}.pt' for r in missing[:10])}"
-            f"{' and more are' if missing[10:] else ' is' if len(missing) == 1 else ' are'} missing: the save never "
-            "finished, or they were left behind when it was copied"
-        )
-    if len(files) > world:
-        raise Damaged(
-            f"{folder} is a checkpoint of {world} ranks, but holds {files[max(files)].name} too: files of two saves "
-            "are mixed. Move away those that are older"
-        )
+    prove_all(files.keys(), world, folder, lambda rank: f"rank{rank}.pt")
     return world
 
 
 def told_world_size(folder: Place) -> int | None:
-    """The world size that a checkpoint tells of itself: in metadata.yaml, else in the trainer's state of rank 0.
+    """The world size that a checkpoint names: in metadata.yaml, else in the trainer's state of rank 0.
 
     metadata.yaml holds this number and nothing else, one line, for which no YAML library is needed.
     """

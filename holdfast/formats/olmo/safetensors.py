@@ -1,7 +1,7 @@
 """OLMo's safetensors files: nested state dicts under encoded key paths, and OLMo-core 0.1's flat pieces with an index.
 
-`olmo` calls `is_encoded`, `read_encoded` and `read_core`. Never unpickles by Python: small pickles in byte tensors go
-through the machine.
+`olmo` calls `is_encoded`, `read_encoded` and `read_core`. Small pickles in byte tensors are
+read by the machine, never by Python.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _joined(key: str, described: _Tensor, held: Callable[[str, str], Stored], pa
             if 0 not in lengths:
                 boxes.append((tuple(offsets), reshaped(held(name, key), lengths)))
         else:
-            raise Damaged(f"{path} does not tell which part of {key} is in {name}")
+            raise Damaged(f"{path} does not say which part of {key} is in {name}")
     for part in (*(r for _, r in runs), *(b for _, b in boxes)):
         if part.dtype != dtype:
             raise Damaged(f"{path}: {key} is {dtype}, its file has {part.dtype}")

@@ -1,6 +1,6 @@
 """``metadata.pkl`` of torch_checkpointing: which files the items of each rank are in, and where each tensor belongs.
 
-`torch_checkpointing` reads it. Never runs what is pickled: plain dicts, lists, texts and numbers are all it may hold.
+`torch_checkpointing` reads it. It may hold plain dicts, lists, texts and numbers only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OnMesh:
 
 @dataclass(frozen=True)
 class InBoxes:
-    """A tensor that told its boxes itself: for each its place in the whole, in the local tensor, and its lengths."""
+    """A tensor that listed its boxes: for each its place in the whole, in the local tensor, and its lengths."""
 
     shape: tuple[int, ...]
     boxes: tuple[tuple[tuple[int, ...], Box], ...]

@@ -39,7 +39,7 @@ Files = dict[str, dict[int, Place]]
 
 
 class Layout(NamedTuple):
-    """Which files make up a checkpoint; ``others`` belong to no item that can be told from their names."""
+    """Which files make up a checkpoint; ``others`` are files whose names name no item."""
 
     files: Files
     others: dict[str, Place]
@@ -112,7 +112,7 @@ def _layout(folder: Place, metadata: Metadata) -> Layout:
         named = {rank: name or f"{item}_{rank}.pt" for rank, name in sorted(by_rank.items())}
         held = [rank for rank, name in named.items() if by_rank[rank] is not None or (folder / name).is_file()]
         cut = any(not place.is_whole for places in metadata.places.get(item, {}).values() for place in places.values())
-        if len(held) == 1 and not cut:  # an item of one rank is told like an item of all
+        if len(held) == 1 and not cut:  # an item of one rank is listed like an item of all
             named = {rank: named[rank] for rank in held}
         files[item] = {rank: members.member(folder, name, METADATA) for rank, name in named.items()}
     claimed = {path for by_rank in files.values() for path in by_rank.values()}

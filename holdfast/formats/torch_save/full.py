@@ -1,6 +1,6 @@
 """What `torch.save` wrote, whatever trainer called it: one file of everything, or a folder with a file for each part.
 
-`detect` asks `read` last, when no other format is found. Never executes a pickle, and never reads a tensor to open one.
+`detect` calls `read` last, if no other format is recognised. Never executes a pickle or reads a tensor to open one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read(path: Place) -> Found | None:
 
 
 def _is_ours(data: Stretch) -> bool:
-    # A zip archive without a pickle where torch has it is anybody's; one cut short has no directory to tell.
+    # Any zip archive begins like torch's, but has no such pickle; one that is cut short has no directory.
     if not is_torch_file(data):
         return False
     return not is_zip(data) or any(name.endswith("/data.pkl") for name in Archive(data).names)

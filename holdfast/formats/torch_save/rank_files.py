@@ -1,6 +1,6 @@
 """Files of `torch.save`, each what one rank saved, with DTensors or ShardedTensors in them: all ranks joined.
 
-`detect` asks `read` before the reader of single files. Never takes files for ranks' because of their numbers alone.
+`detect` calls `read` before the reader of single files. Numbers in names alone do not make files those of ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from holdfast.formats import members, recognise
 from holdfast.formats.ahead import glanced
 from holdfast.formats.assemble import Found
 from holdfast.formats.items import prove_joined
+from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.torch_files import is_torch_file, load_path
 from holdfast.formats.sharded import has_shards, join_ranks
 from holdfast.formats.sources import all_of, file
@@ -32,9 +33,7 @@ def read(path: Place) -> Found | None:
     files = _template(path) if RANK in str(path) else _series(path) if path.is_dir() else {}
     if not files:
         return None
-    missing = sorted(set(range(max(files) + 1)) - files.keys())
-    if missing:
-        raise Damaged(f"{path}: there are files of {len(files)} ranks, but those of ranks {missing[:10]} are missing")
+    prove_all(files.keys(), max(files) + 1, path, lambda rank: f"the file of rank {rank}")
     trees = [load_path(files[rank]) for rank in glanced(sorted(files), files.__getitem__)]
     tree = join_ranks(trees, f"{path}: ")
     prove_joined({"": tree}, path, "save DTensors, or with torch.distributed.checkpoint")

@@ -1,7 +1,7 @@
 """What trainers leave in a folder beside the weights, under known names: optimizer, scheduler, RNG and more.
 
-`huggingface` and `full` call `beside`. Knows the names that Hugging Face's Trainer and Accelerate give; never takes a
-file of another name.
+`huggingface` and `full` call `beside`. Only files with the names that Hugging Face's Trainer and Accelerate give
+are read.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from holdfast.errors import Damaged, Unsupported
+from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.formats import members, recognise
 from holdfast.formats.assemble import PerRank
 from holdfast.formats.dcp import dcp
 from holdfast.formats.machine import torch_files
+from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.untrusted import read_json
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Opaque
@@ -31,7 +32,7 @@ _EACH_RANK = re.compile(r"(rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 
 
 class Beside(NamedTuple):
-    """State under our names, the step if it is told, how many ranks there were, and which files it came from."""
+    """State under our names, the step if it is known, the number of ranks, and the names of the files."""
 
     state: dict[str, Any]
     step: int | None
@@ -111,9 +112,5 @@ def _of_ranks(folder: Place, stem: str, held: dict[int | None, Any]) -> Any:
     by_rank = {rank: value for rank, value in held.items() if rank is not None}
     if len(by_rank) < len(held):
         log.warning("%s: %s without a rank is left out: there are those of ranks too", folder, stem)
-    missing = sorted({*range(max(by_rank) + 1)} - by_rank.keys())
-    if missing:
-        raise Damaged(
-            f"{folder} has {stem} of {len(by_rank)} ranks, but not of rank {missing[0]}: bring that file back"
-        )
+    prove_all(by_rank.keys(), max(by_rank) + 1, folder, lambda rank: f"{stem}_{rank}")
     return PerRank(tuple(by_rank[rank] for rank in sorted(by_rank)))

@@ -38,12 +38,12 @@ def is_sharded(entry: Entry) -> bool:
 
 def is_everywhere(entry: Entry) -> bool:
     """Whether an entry stands for ranks that do not list it too."""
-    # Replicas of a DTensor's shard are told of one of the ranks that hold it.
+    # Only one of the ranks that hold a DTensor's shard lists it.
     return bool(entry.get("replicated")) or entry["type"] == "DTensor"
 
 
 def without_owner(by_rank: Mapping[int, Entry]) -> int | None:
-    """A rank of a DTensor's mesh whose shard no rank told of, or None. Of a ShardedTensor every rank tells itself."""
+    """A rank of a DTensor's mesh whose shard no rank lists, or None. Of a ShardedTensor every rank lists its own."""
     for entry in by_rank.values():
         if entry["type"] == "DTensor":
             break
@@ -95,7 +95,7 @@ class Leaves:
             raise Unsupported(f"it is an entry of type {kind!r}, which is not known; update holdfast")
 
     def sharded(self, path: str, entries: Iterable[Entry]) -> Share:
-        """All shards of all ranks as one. No entry tells the shape of the whole: it ends where the last shard does."""
+        """All shards of all ranks as one. No entry has the shape of the whole: it ends where the last shard does."""
         with self.naming(path):
             shards = [shard for entry in entries for shard in self.shards(entry["shards"])]
             if not shards:

@@ -1,7 +1,7 @@
 """torchsnapshot: a folder with ``.snapshot_metadata``, which says of every leaf of every rank where its bytes lie.
 
-`detect` calls `read`; versions 0.0.2 to 0.1.0, and the DTensors of what came after it. Never reads more of the bytes
-than objects, and small tensors that several ranks saved each for itself.
+`detect` calls `read`; versions 0.0.2 to 0.1.0, and the DTensors of what came after it. The only bytes it reads are
+those of objects, and of small tensors of which several ranks saved their own.
 """
 
 from __future__ import annotations
@@ -132,10 +132,10 @@ class _Tree:
         return False
 
     def prove_ranks(self) -> None:
-        """A rank of which nothing is told may have had shards: the whole would seem smaller than it is."""
+        """A rank without entries may have had shards: without them the whole would seem smaller than it is."""
         ranks = {rank for by_rank in self.entries.values() for rank in by_rank}
         if len(ranks) < self.world_size and any(is_sharded(e) for by in self.entries.values() for e in by.values()):
-            raise Damaged(f"{self.where} tells nothing of ranks {sorted({*range(self.world_size)} - ranks)[:10]}")
+            raise Damaged(f"{self.where} has no entries of ranks {sorted({*range(self.world_size)} - ranks)[:10]}")
 
     def node(self, path: str, depth: int) -> Any:
         """The node at a path, its leaves still to be joined (`_Place`)."""
@@ -172,8 +172,8 @@ class _Tree:
                 child = children.get(key) or self.child(path, key)
                 if not self.has(child, rank):
                     raise Damaged(
-                        f"{self.where}: rank {rank} says that {path} holds {str(key)[:200]!r}, but nothing is told of "
-                        "it: the manifest was altered"
+                        f"{self.where}: rank {rank} says that {path} holds {str(key)[:200]!r}, but there is no entry "
+                        "of it: the manifest was altered"
                     )
                 children[key] = child
         return children
@@ -184,7 +184,7 @@ class _Tree:
         return quoted if quoted in self.entries else f"{path}/{text}"  # 0.0.x wrote keys as they are
 
     def has(self, path: str, rank: int) -> bool:
-        """Whether a rank had this node; what all have alike is told of one."""
+        """Whether a rank had this node; a node that all ranks share has an entry of one."""
         by_rank = self.entries.get(path, {})
         return rank in by_rank or any(is_everywhere(entry) for entry in by_rank.values())
 

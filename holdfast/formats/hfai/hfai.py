@@ -14,6 +14,7 @@ from holdfast.errors import Damaged, Unsupported
 from holdfast.formats import fqns, members, recognise
 from holdfast.formats.ahead import glanced
 from holdfast.formats.assemble import Found
+from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.torch_files import is_torch_file, load_file
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored, from_flat
@@ -72,17 +73,7 @@ def _proved(folder: Place, first: Mapping[str, Any], files: Mapping[int, str]) -
     count = first[_COUNT]
     if type(count) is not int or count < 1:
         raise Damaged(f"{folder / files[min(files)]} says that there are {str(count)[:40]} parts")
-    missing = [rank for rank in range(min(count, len(files) + 1)) if rank not in files]
-    if missing:
-        raise Damaged(
-            f"{folder} is a checkpoint of {count} parts, but PART_{missing[0]:03d}.pt is missing ({len(files)} are "
-            "there): the save never finished, or it was left behind when the folder was copied"
-        )
-    if len(files) > count:
-        raise Damaged(
-            f"{folder} is a checkpoint of {count} parts, but holds {files[max(files)]} too: parts of two saves are "
-            "mixed; move away those that are older"
-        )
+    prove_all(files.keys(), count, folder, lambda rank: _part(folder, rank).name)
     return count
 
 

@@ -1,0 +1,1 @@
+"""hfai.checkpoint."""
