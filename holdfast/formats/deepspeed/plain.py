@@ -70,7 +70,7 @@ def named(
 
 
 class _Matching:
-    """Which weights masters round to. A weight is matched once: of two equal ones the next master may have the other."""
+    """Which weights masters round to. A weight is matched once: the next master may have its twin."""
 
     def __init__(self, weights: Mapping[str, Stored]) -> None:
         self.weights = weights

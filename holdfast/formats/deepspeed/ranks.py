@@ -43,7 +43,7 @@ def is_model_file(name: str) -> bool:
 
 def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") -> Found:
     """What the files of one save hold. ``where``: their folder, for errors. Raises Damaged, Unsupported."""
-    with damaged_as(f"{where} is not as DeepSpeed writes it"):
+    with damaged_as(f"{where} is not as DeepSpeed writes it", unexpected=True):
         optims, models, layers = sorted_files(files, where)
         shared: dict[str, str] = {}
         slices = []

@@ -37,7 +37,7 @@ def is_universal(folder: Place) -> bool:
 
 def read_universal(folder: Place, files: Mapping[str, Stretch], reading: str = "") -> Found:
     """The universal checkpoint in ``folder``, whose own files are ``files``. Raises Damaged, Unsupported."""
-    with damaged_as(f"{folder} is not as DeepSpeed writes it"):
+    with damaged_as(f"{folder} is not as DeepSpeed writes it", unexpected=True):
         _, by_rank, _ = sorted_files(files, folder)
         ranks = [[load(s, "module") for _, s in sorted(ranks.items())] for _, ranks in sorted(by_rank.items())]
         first = ranks[0][0]

@@ -26,15 +26,18 @@ _MALFORMED = (
 
 
 @contextmanager
-def damaged_as(text: str) -> Iterator[None]:
-    """Turn what malformed contents lead to, a missing key for example, into Damaged that begins with ``text``."""
+def damaged_as(text: str, *, unexpected: bool = False) -> Iterator[None]:
+    """Turn what malformed contents lead to, a missing key for example, into Damaged that begins with ``text``.
+
+    ``unexpected``: the reader should have checked the contents before; then the error keeps its cause.
+    """
     try:
         yield
     except HoldfastError:
         raise
     except _MALFORMED as error:
         kind = "" if isinstance(error, msgspec.MsgspecError) else f"{type(error).__name__}: "
-        raise Damaged(f"{text}: {kind}{str(error)[:300]}") from error
+        raise Damaged(f"{text}: {kind}{str(error)[:300]}") from (error if unexpected else None)
 
 
 @contextmanager

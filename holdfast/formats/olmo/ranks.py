@@ -29,7 +29,7 @@ _RANK = re.compile(r"rank(0|[1-9][0-9]{0,6})\.pt")
 
 def as_written(path: Place) -> AbstractContextManager[None]:
     """Turn what a file of another shape than OLMo's leads to into Damaged that names the file."""
-    return damaged_as(f"{path} is not as OLMo writes it")
+    return damaged_as(f"{path} is not as OLMo writes it", unexpected=True)
 
 
 def listed(folder: Place) -> list[str]:
