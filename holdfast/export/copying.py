@@ -138,8 +138,8 @@ def _copy(
     # The image is one of a stretch of the file: what is a whole sector there is one here, as direct writes ask.
     first = unit.atoms[0].offset
     base, image = first // SECTOR * SECTOR, windows.image
-    stats = _read(checkpoint, [_stretch(atoms, image.address - base) for atoms in _by_span(unit)], windows, verify)
-    atom_sums = [_sum(image.view[atom.offset - base : atom.end - base], sums) for atom in unit.atoms]
+    stats = _read(checkpoint, _stretches(unit, image.address - base), windows, verify)
+    atom_sums = [sum_of(image.view[atom.offset - base : atom.end - base], sums) for atom in unit.atoms]
     # A sector may be shared with a unit of another rank, and if two machines change a page of a file, one change may be
     # lost. The other rank writes that sector now; the first rank writes our bytes of it at the end.
     whole = -(-first // SECTOR) * SECTOR if alone else first
@@ -162,13 +162,10 @@ class _Stretch(NamedTuple):
     address: int
 
 
-def _by_span(unit: Unit) -> Iterator[list[Atom]]:
-    for _, atoms in groupby(unit.atoms, key=lambda atom: atom.span):
-        yield list(atoms)
-
-
-def _stretch(atoms: Sequence[Atom], origin: int) -> _Stretch:
-    return _Stretch(atoms[0].leaf, atoms[0].start, atoms[-1].stop, origin + atoms[0].offset)
+def _stretches(unit: Unit, origin: int) -> list[_Stretch]:
+    """The atoms of a unit joined by spans. ``origin``: the address for the first byte of the file."""
+    spans = (list(atoms) for _, atoms in groupby(unit.atoms, key=lambda atom: atom.span))
+    return [_Stretch(a[0].leaf, a[0].start, a[-1].stop, origin + a[0].offset) for a in spans]
 
 
 def _read(checkpoint: Checkpoint, stretches: Sequence[_Stretch], windows: _Windows, verify: Verify) -> ReadStats:
@@ -227,7 +224,8 @@ def _wanted(stretch: _Stretch, at: int) -> Iterator[Wanted]:
 _SECTION = "state"  # any section: a piece's key is its name without one
 
 
-def _sum(data: memoryview, sums: Sums) -> str:
+def sum_of(data: memoryview | bytes, sums: Sums) -> str:
+    """The sum of bytes in the way that a format wants it."""
     if sums == "crc32":
         return str(crc32(data))
     if sums == "none":
@@ -257,13 +255,14 @@ def write(path: Path, data: memoryview, offset: int) -> None:
         at = low + written
         rest = [(offset, data[: low - offset]), (at, data[at - offset :])] if written else [(offset, data)]
         if any(part for _, part in rest):
-            with _opened(path, os.O_RDWR) as fd:
+            with opened(path, os.O_RDWR) as fd:
                 for place, part in rest:
                     disk.write_all(fd, part, place, path)
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """The descriptor of a file, closed at the end."""
     fd = disk.open(path, flags)
     try:
         yield fd
@@ -295,7 +294,7 @@ def _write_directly(path: Path, data: memoryview, offset: int) -> int:
 
 def sync(path: Path) -> None:
     """Make a file's bytes durable."""
-    with naming(path, "sync"), _opened(path, os.O_RDONLY) as fd:
+    with naming(path, "sync"), opened(path, os.O_RDONLY) as fd:
         disk.sync(fd, path)
 
 
@@ -307,7 +306,7 @@ def finish(content: Path, fixed: Iterable[Fixed]) -> list[str]:
         touched[name] = None
         with naming(path, "write"):
             disk.make_folders(path.parent)
-            with _opened(path, os.O_RDWR | os.O_CREAT) as fd:
+            with opened(path, os.O_RDWR | os.O_CREAT) as fd:
                 for piece in pieces:
                     disk.write_all(fd, piece.data, piece.offset, path)
     for name in touched:

@@ -15,7 +15,7 @@ import torch
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Mismatch
 from holdfast.export import pickles, zip_file
-from holdfast.export.draft import LARGE, Draft, Fixed, Span, packed, slabs
+from holdfast.export.draft import Draft, Fixed, Span, packed, slabs
 from holdfast.export.pickles import Call, Global, Instance, Pairs
 from holdfast.export.selection import Leaf, Selection, check_values, nested
 from holdfast.export.torch_file import add_small, archive
@@ -23,7 +23,6 @@ from holdfast.export.zip_file import Ending, Member
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
 from holdfast.ondisk.containers import is_sequence, mapped
-from holdfast.storage.local.disk import SECTOR
 
 CHUNK = 16 << 20
 """A chunk of a tensor is at most this many bytes, or one row of its last axis."""
@@ -103,7 +102,7 @@ def left_out(selection: Selection) -> list[str]:
 
 def _placed(leaf: Leaf, box: Box, path: str, at: int) -> _Chunk:
     nbytes = box.size * leaf.itemsize
-    align = SECTOR if nbytes >= LARGE else zip_file.ALIGN
+    align = zip_file.alignment(nbytes)
     begin = -(-at // align) * align
     member = zip_file.member("data/0", 0, nbytes, align)
     chunk = _Chunk(Span(leaf, box, path, begin + member.data), begin, member, 0)

@@ -20,9 +20,6 @@ from holdfast.ondisk.box import Box
 WINDOW = 16 << 20
 """A unit is at most this many bytes of a file: large enough for a disk's full rate."""
 
-LARGE = 1 << 20
-"""Tensors of this many bytes begin at a whole sector where the format has room for that, and are written directly."""
-
 Sums = Literal["blocks", "crc32", "none"]
 """What a format wants to know of a tensor's bytes: XXH3-64 of its blocks, CRC-32 of all of it, or nothing."""
 

@@ -15,11 +15,12 @@ from typing import Any
 import msgspec
 import torch
 
-from holdfast.buffers.stage import host_view
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Unsupported
+from holdfast.export.copying import sum_of
 from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection
+from holdfast.export.torch_file import data_of
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names, values
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.cells import TensorRecord
@@ -158,9 +159,8 @@ def _values_of_ranks(
     begins, start = {p.key: p.begin for p in pieces}, len(file.header())
     sums: dict[str, str] = {}
     for key, tensor in parts():
-        tensor = tensor.contiguous()
-        data = bytes(host_view(tensor.data_ptr(), tensor.nbytes)) if tensor.nbytes else b""
-        sums[key] = "".join(blocks.block_sum(data[at : at + blocks.BLOCK]) for at in range(0, len(data), blocks.BLOCK))
+        data = data_of(tensor)
+        sums[key] = sum_of(data, "blocks")
         yield Fixed(file.path, start + begins[key], data)
     header = file.header(",".join(sums[p.key] for p in pieces))
     yield Fixed(file.path, 0, header)

@@ -83,11 +83,7 @@ class Partial:
         if not overwrite:
             raise taken(f"{target} exists")
         if target.is_dir() and not _is_checkpoint(target):
-            error = StorageError(
-                f"{target} is a folder that does not look like a checkpoint: overwrite=True replaces checkpoints only"
-            )
-            error.errno = errno.EEXIST
-            raise error
+            raise not_a_checkpoint(target)
         if target.is_dir():
             inner = next((path.name for path in sorted(target.iterdir()) if path.is_dir() and _is_whole(path)), None)
             if inner is not None:
@@ -124,12 +120,11 @@ class Partial:
         return lock
 
     def _busy(self) -> StorageError:
-        error = StorageError(
+        return _refusal(
             f"another process is converting to {self.target} right now: wait for it, or end it; "
-            "ranks that are to do it together need a process group (torch.distributed.init_process_group)"
+            "ranks that are to do it together need a process group (torch.distributed.init_process_group)",
+            errno.EBUSY,
         )
-        error.errno = errno.EBUSY
-        return error
 
     def _read_plan(self) -> str | None:
         try:
@@ -273,11 +268,24 @@ def _lock(fd: int, how: int) -> None:
 
 def holds_others(target: object, inner: str) -> StorageError:
     """The refusal to replace a folder that holds other checkpoints, such as the output folder of a training."""
-    error = StorageError(
+    return _refusal(
         f"{target} holds other checkpoints ({inner}), which would go with it: overwrite=True replaces one; choose "
-        "another path, or move them"
+        "another path, or move them",
+        errno.EEXIST,
     )
-    error.errno = errno.EEXIST
+
+
+def not_a_checkpoint(target: object) -> StorageError:
+    """The refusal to replace files that are no checkpoint."""
+    return _refusal(
+        f"{target} holds files and does not look like a checkpoint: overwrite=True replaces checkpoints only",
+        errno.EEXIST,
+    )
+
+
+def _refusal(text: str, number: int) -> StorageError:
+    error = StorageError(text)
+    error.errno = number
     return error
 
 

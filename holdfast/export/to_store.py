@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import errno
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast import events
 from holdfast.commit.folder import refuse_cited, taken
-from holdfast.errors import StorageError, Unsupported
-from holdfast.export.partial import LAST, holds_others
+from holdfast.errors import Unsupported
+from holdfast.export.partial import LAST, holds_others, not_a_checkpoint
 from holdfast.ondisk import blocks, manifest
 from holdfast.storage import storage
 from holdfast.storage.local import disk
@@ -46,11 +45,7 @@ def check_free(place: StorePlace, *, overwrite: bool) -> None:
     if existing and not overwrite:
         raise taken(f"{place} holds {existing[0]}{' and more' if len(existing) > 1 else ''}")
     if existing and existing != [place.name] and not any(name in existing for name in LAST):
-        error = StorageError(
-            f"{place} holds files and does not look like a checkpoint: overwrite=True replaces checkpoints only"
-        )
-        error.errno = errno.EEXIST
-        raise error
+        raise not_a_checkpoint(place)
     inner = next((name for name in existing if "/" in name and name.rpartition("/")[2] in LAST), None)
     if inner is not None:
         raise holds_others(place, inner.rpartition("/")[0])

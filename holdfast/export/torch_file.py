@@ -14,13 +14,12 @@ import torch
 from holdfast.buffers.stage import host_view
 from holdfast.checkpoint import Checkpoint
 from holdfast.export import pickles, zip_file
-from holdfast.export.draft import LARGE, Draft, Fixed, Span
+from holdfast.export.draft import Draft, Fixed, Span
 from holdfast.export.selection import Leaf, Selection, check_values, nested
-from holdfast.export.zip_file import Ending, Member
+from holdfast.export.zip_file import Ending
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.containers import mapped
-from holdfast.storage.local.disk import SECTOR
 
 NAME = "state.pt"
 """How the file is called until it stands at its target."""
@@ -29,13 +28,9 @@ NAME = "state.pt"
 def draft(checkpoint: Checkpoint, selection: Selection) -> Draft:
     """One file. A value that differs by rank becomes the list of the values of all ranks."""
     check_values(selection, pickles.dumps)
-    members: list[Member] = []
-    spans, at = [], 0
-    for number, leaf in enumerate(selection.tensors.values()):
-        align = SECTOR if leaf.nbytes >= LARGE else zip_file.ALIGN
-        members.append(zip_file.member(f"data/{number}", at, leaf.nbytes, align))
-        spans.append(Span(leaf, whole(leaf.shape), NAME, members[-1].data))
-        at = members[-1].end
+    leaves = list(selection.tensors.values())
+    members, at = zip_file.storages(leaf.nbytes for leaf in leaves)
+    spans = [Span(leaf, whole(leaf.shape), NAME, m.data) for leaf, m in zip(leaves, members, strict=True)]
 
     def finish(sums: Sequence[str]) -> Iterator[Fixed]:
         totals = [int(total) for total in sums]
@@ -44,7 +39,7 @@ def draft(checkpoint: Checkpoint, selection: Selection) -> Draft:
             yield Fixed(NAME, begin, tail + zip_file.before(m))
             tail, begin = zip_file.after(m, total), m.data + m.nbytes
         ending = Ending(at, zip(members, totals, strict=True))
-        keys = {leaf.name: str(number) for number, leaf in enumerate(selection.tensors.values())}
+        keys = {leaf.name: str(number) for number, leaf in enumerate(leaves)}
         more = len(keys)
 
         def replaced(leaf: Any) -> Any:

@@ -24,13 +24,11 @@ from holdfast.buffers.stage import contiguous_parts, copy_bytes
 from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.export import copying, pickles, zip_file
-from holdfast.export.draft import LARGE
 from holdfast.export.torch_file import add_small
-from holdfast.export.zip_file import ALIGN, Ending, Member
+from holdfast.export.zip_file import Ending, Member
 from holdfast.ondisk import arrays, scalars
 from holdfast.state.tensors import dtype_name
 from holdfast.storage.local import disk
-from holdfast.storage.local.disk import SECTOR
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
 
@@ -66,12 +64,7 @@ def copied(state: Mapping[str, Any], memory: Buffer | None = None) -> Image:
     """
     tree = _Tree()
     pickle = pickles.dumps(tree.node("", dict(state)))
-    members: list[Member] = []
-    at = 0
-    for number, tensor in enumerate(tree.tensors):
-        align = SECTOR if tensor.nbytes >= LARGE else ALIGN
-        members.append(zip_file.member(f"data/{number}", at, tensor.nbytes, align))
-        at = members[-1].end
+    members, at = zip_file.storages(tensor.nbytes for tensor in tree.tensors)
     if memory is None or len(memory.view) < at:
         memory = buffer(max(-(-at // _GRAIN), 1) * _GRAIN)
     for member, tensor in zip(members, tree.tensors, strict=True):
@@ -99,13 +92,9 @@ def write(image: Image, path: LocalPlace, extra: Mapping[str, bytes], commit: Ca
     locked, _ = temporary.open_to_write(nbytes)  # until it is closed, `_sweep` leaves the file alone
     try:
         copying.write(temporary, image.memory.view[: image.end], 0)
-        with naming(temporary, "write"):
-            fd = disk.open(temporary, os.O_RDWR)
-            try:
-                disk.write_all(fd, tail, image.end, temporary)
-                disk.sync(fd, temporary)
-            finally:
-                os.close(fd)
+        with naming(temporary, "write"), copying.opened(temporary, os.O_RDWR) as fd:
+            disk.write_all(fd, tail, image.end, temporary)
+            disk.sync(fd, temporary)
         commit(temporary)
     except BaseException:
         with suppress(OSError):  # it has been renamed
@@ -170,15 +159,8 @@ class _Tree:
                 "values (full_tensor() of a DTensor, dequantize())"
             )
         dtype, tensor = dtype_name(at, tensor), tensor.detach()
-        memory = (
-            tensor.data_ptr(),
-            dtype,
-            tensor.shape,
-            tensor.stride(),
-            tensor.device,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        layout = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        memory = (tensor.data_ptr(), dtype, tensor.device, layout)
         number = self._numbers.setdefault(memory if tensor.nbytes else (at,), len(self.tensors))
         if number == len(self.tensors):
             self.tensors.append(tensor)

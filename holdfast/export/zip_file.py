@@ -12,10 +12,15 @@ from functools import lru_cache
 from typing import NamedTuple
 from zlib import crc32
 
+from holdfast.storage.local.disk import SECTOR
+
 TOP = "archive"
 """The folder that torch has around all members of a file."""
 
 ALIGN = 64
+LARGE = 1 << 20
+"""Tensors of this many bytes begin at a whole sector, and are written directly."""
+
 _FAR = 0xFFFFFFFF  # sizes and places from here on stand in a field of 64 bits
 _UTF8, _SUM_FOLLOWS = 0x0800, 0x0008
 
@@ -32,6 +37,20 @@ class Member(NamedTuple):
     def end(self) -> int:
         """Where the next header may begin."""
         return self.data + self.nbytes + len(after(self, 0))
+
+
+def alignment(nbytes: int) -> int:
+    """Of what the first byte of a tensor's data is a multiple."""
+    return SECTOR if nbytes >= LARGE else ALIGN
+
+
+def storages(sizes: Iterable[int]) -> tuple[list[Member], int]:
+    """Members ``data/0``, ``data/1``, … for tensors of these sizes, and where the last one ends."""
+    members, at = [], 0
+    for number, nbytes in enumerate(sizes):
+        members.append(member(f"data/{number}", at, nbytes, alignment(nbytes)))
+        at = members[-1].end
+    return members, at
 
 
 def member(name: str, at: int, nbytes: int, align: int = ALIGN) -> Member:
