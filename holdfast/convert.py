@@ -17,7 +17,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Partial
 from holdfast.export.to_store import check_free, check_one_machine, grown_at, upload
-from holdfast.export.work import Asked, Converted, ConvertWork, To
+from holdfast.export.work import Converted, ConvertWork, Options, To
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
 from holdfast.read.ranges import Verify
@@ -60,8 +60,8 @@ def convert(
     Host memory stays below 512 MiB a rank, whatever the size. Raises on every rank the same: NotACheckpoint, Mismatch,
     Unsupported, Damaged, StorageError, RankLost.
     """
-    asked = Asked(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
-    asked.check()
+    options = Options(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
+    options.check()
     if to == "huggingface" and str(target).partition("?")[0].endswith(".safetensors"):
         folder = str(target).partition("?")[0].removesuffix(".safetensors")
         raise ValueError(
@@ -71,7 +71,7 @@ def convert(
     ranks, began = ranks_of(group), monotonic()
     place = with_deadline(location(target), deadline)
     grown = grown_at(place) if place.is_remote else LocalPlace(place)
-    work = ConvertWork(source, place, replace(asked, overwrite=overwrite or grown != place), ranks, Partial(grown))
+    work = ConvertWork(source, place, replace(options, overwrite=overwrite or grown != place), ranks, Partial(grown))
     with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:
         if place.is_remote:
             call.exchange("look", lambda: _look(as_store(place), ranks, overwrite=overwrite), check_one_machine, str)

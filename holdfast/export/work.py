@@ -71,7 +71,7 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Options:
     """The arguments that say what the target is to be."""
 
     to: str
@@ -112,11 +112,11 @@ class ConvertWork:
     """One conversion on one rank: `plan`, `begin` on the first rank, `copy`, `finish` on the first rank."""
 
     def __init__(
-        self, source: str | os.PathLike[str] | Place | Checkpoint, target: Place, asked: Asked, ranks: Ranks,
+        self, source: str | os.PathLike[str] | Place | Checkpoint, target: Place, options: Options, ranks: Ranks,
         partial: Partial,
     ) -> None:  # fmt: skip
-        self.asked, self.ranks, self.partial = asked, ranks, partial
-        self.converted = Converted(target, asked.to)
+        self.options, self.ranks, self.partial = options, ranks, partial
+        self.converted = Converted(target, options.to)
         self._source = source
         self._done: list[Row] = []
 
@@ -135,38 +135,38 @@ class ConvertWork:
             self.draft = self._draft(selection, identity)
             self.units = units_of(self.draft)
             spans = [(s.leaf.name, s.box, s.path, s.offset) for s in self.draft.spans]
-            self.digest = digest(msgspec.json.encode([_CUTS, identity, self.asked.verify, spans]))
+            self.digest = digest(msgspec.json.encode([_CUTS, identity, self.options.verify, spans]))
         return self.digest
 
     def _select(self) -> Selection:
-        asked, checkpoint = self.asked, self.checkpoint
-        known, rename = names_in(checkpoint.manifest), None if asked.to == "huggingface" else asked.rename
-        wanted = select(checkpoint, selector(asked.only, known, checkpoint.path, rename=rename))
+        options, checkpoint = self.options, self.checkpoint
+        known, rename = names_in(checkpoint.manifest), None if options.to == "huggingface" else options.rename
+        wanted = select(checkpoint, selector(options.only, known, checkpoint.path, rename=rename))
         if not wanted.origin:
-            raise Mismatch(f"{checkpoint.path} has neither a tensor nor a value that fits only={asked.only!r}")
+            raise Mismatch(f"{checkpoint.path} has neither a tensor nor a value that fits only={options.only!r}")
         self.converted.skipped = wanted.skipped
-        if asked.to == "huggingface":
+        if options.to == "huggingface":
             wanted = self._model(wanted)
         else:
             check_rename(rename, known, checkpoint.path)
             wanted = renamed(wanted, renamer(rename))
-            if asked.rename is not None:
+            if options.rename is not None:
                 check_names(wanted)
-        if asked.to == "dcp":
+        if options.to == "dcp":
             self.converted.left_out += dcp.left_out(wanted)
-        if asked.to in ("torch", "dcp"):
+        if options.to in ("torch", "dcp"):
             self.converted.left_out += [f"attachments/{name}" for name in checkpoint.attachments]
-        return cast(wanted, asked.dtype)
+        return cast(wanted, options.dtype)
 
     def _model(self, wanted: Selection) -> Selection:
-        section = huggingface.section_of(self.checkpoint, self.asked.only)
+        section = huggingface.section_of(self.checkpoint, self.options.only)
         inside = {n for n in (*wanted.tensors, *wanted.aliases) if names.under(n, section) and n != section}
         self.converted.left_out += [name for name in wanted.origin if name not in inside]
         if not inside:
-            raise Mismatch(f"{self.checkpoint.path} has no tensors that fit only={self.asked.only!r}")
-        new, bare = renamer(self.asked.rename, "."), huggingface.bare(section)
+            raise Mismatch(f"{self.checkpoint.path} has no tensors that fit only={self.options.only!r}")
+        new, bare = renamer(self.options.rename, "."), huggingface.bare(section)
         known = [bare(name) for name in self.checkpoint.records if names.under(name, section) and name != section]
-        check_rename(self.asked.rename, known, self.checkpoint.path, separator=".")
+        check_rename(self.options.rename, known, self.checkpoint.path, separator=".")
         return renamed(select(self.checkpoint, inside.__contains__), lambda name: new(bare(name)))
 
     def _report(self, selection: Selection) -> None:
@@ -194,22 +194,22 @@ class ConvertWork:
     def _identity(self, selection: Selection) -> str:
         """Identifies this source and what is made of it."""
         attached = dict(self.checkpoint.attachments)
-        asked = [self.asked.to, self.asked.step, self.asked.max_shard_bytes]
-        plain = [self.stamps, self.checkpoint.step, selection.plain(), attached, asked]
+        options = [self.options.to, self.options.step, self.options.max_shard_bytes]
+        plain = [self.stamps, self.checkpoint.step, selection.plain(), attached, options]
         return digest(msgspec.json.encode(plain))
 
     def _draft(self, selection: Selection, identity: str) -> Draft:
-        asked, checkpoint = self.asked, self.checkpoint
-        if asked.to == "huggingface":
-            small = huggingface.small_files(checkpoint, asked.extras) if self.ranks.first else {}
+        options, checkpoint = self.options, self.checkpoint
+        if options.to == "huggingface":
+            small = huggingface.small_files(checkpoint, options.extras) if self.ranks.first else {}
             self.converted.beside = sorted(small)
-            return huggingface.draft(selection, max_file_bytes=asked.max_shard_bytes, small=small)
-        if asked.to == "torch":
+            return huggingface.draft(selection, max_file_bytes=options.max_shard_bytes, small=small)
+        if options.to == "torch":
             return torch_file.draft(checkpoint, selection)
-        if asked.to == "dcp":
-            return dcp.draft(checkpoint, selection, max_file_bytes=asked.max_shard_bytes)
+        if options.to == "dcp":
+            return dcp.draft(checkpoint, selection, max_file_bytes=options.max_shard_bytes)
         return native.draft(
-            checkpoint, selection, identity=identity, step=asked.step, max_file_bytes=asked.max_shard_bytes
+            checkpoint, selection, identity=identity, step=options.step, max_file_bytes=options.max_shard_bytes
         )
 
     def begin(self, plans: list[str]) -> str:
@@ -220,7 +220,7 @@ class ConvertWork:
                 f"rank {odd} would make another target of {self.checkpoint.path} than rank 0: "
                 "call convert with the same arguments on every rank, and rename= with the same answers"
             )
-        self._done = self.partial.begin(self.digest, self.draft.files, overwrite=self.asked.overwrite)
+        self._done = self.partial.begin(self.digest, self.draft.files, overwrite=self.options.overwrite)
         return manifest.ranges(sorted(row.unit for row in self._done))
 
     def copy(self, done: str) -> Note:
@@ -239,7 +239,7 @@ class ConvertWork:
             with events.task("convert", target, self.ranks.rank, sum(unit.nbytes for unit in share)) as task:
                 return copy_units(
                     self.checkpoint, self.draft, share, self.partial.content, journal,
-                    verify=self.asked.verify, progress=task.advance,
+                    verify=self.options.verify, progress=task.advance,
                 )  # fmt: skip
         finally:
             journal.close()
@@ -265,6 +265,6 @@ class ConvertWork:
         touched = finish(content, chain(heads, self.draft.finish(spans)))
         files = list(dict.fromkeys([*self.draft.files, *touched]))
         nbytes = sum((content / name).stat().st_size for name in files)
-        result = content / torch_file.NAME if self.asked.to == "torch" else content
-        self.partial.publish(result, files, overwrite=self.asked.overwrite)
+        result = content / torch_file.NAME if self.options.to == "torch" else content
+        self.partial.publish(result, files, overwrite=self.options.overwrite)
         return nbytes
