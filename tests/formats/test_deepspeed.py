@@ -370,7 +370,7 @@ def test_tensor_parallel_and_nothing_tells_how(tmp_path: Path) -> None:
     files |= {name.replace("mp_rank_00", "mp_rank_01"): content for name, content in files.items()}
     for content in files.values():
         content["mp_world_size"] = 2
-    refused(tmp_path, files, Unsupported, "no file tells along which axes")
+    refused(tmp_path, files, Unsupported, "no file says along which axes")
     lost = {name: content for name, content in files.items() if "zero" not in name or "mp_rank_00" in name}
     refused(tmp_path / "lost", lost, Damaged, "mp_rank_01 only the model or only the optimizer files")
     del files["mp_rank_01_model_states.pt"]

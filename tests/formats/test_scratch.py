@@ -322,7 +322,7 @@ def test_a_folder_that_others_can_use(tmp_path: Path, home: Path, how: str) -> N
 def test_removed_by_somebody(tmp_path: Path, home: Path) -> None:
     found = scratch.unpacked(archive(tmp_path / "a"), wanted)
     shutil.rmtree(root(home))
-    with pytest.raises(StorageError, match="somebody removed: open it again"):
+    with pytest.raises(StorageError, match="which was removed: open it again"):
         found["composer_states.pt"].read()
     del found
     gc.collect()

@@ -193,7 +193,7 @@ def test_a_rank_that_is_gone(tmp_path: Path) -> None:
             del manifest[key]
 
     changed(folder, drop)
-    with pytest.raises(holdfast.Damaged, match=r"nothing of ranks \[1\]"):
+    with pytest.raises(holdfast.Damaged, match=r"no entries of ranks \[1\]"):
         holdfast.open(folder)
 
 

@@ -134,7 +134,7 @@ def _read(path: Place, members: Members, reading: str, save: Save | None = None)
     tree = load_file(ranks[holders[0]][_STATES])
     if not _is_states(tree):
         return None
-    states = _found(tree, holders[0], reading)
+    states = _checkpoint_of(tree, holders[0], reading)
     files: dict[str, Stretch] = {}
     for archive, inside in ranks.items():
         for name, stretch in inside.items():
@@ -182,7 +182,7 @@ def _shards(folder: Place, reading: str = "") -> Found | None:
     if b"state.model." not in data or not any(mark in data for mark in _MARKS):
         return None
     shards = dcp.read_folder(folder)
-    states = _found(shards.tree, folder, reading)
+    states = _checkpoint_of(shards.tree, folder, reading)
     return Found(states.format, states.state, states.step, shards.world_size, states.producer, reading)
 
 
@@ -198,7 +198,7 @@ def _is_states(tree: Any) -> bool:
     )
 
 
-def _found(tree: Mapping[str, Any], where: Place, reading: str) -> Found:
+def _checkpoint_of(tree: Mapping[str, Any], where: Place, reading: str) -> Found:
     """Composer's own tree as ours: model and optimizer under our names, the rest of `state` and `rng` beside them."""
     held = dict(tree["state"])
     state: dict[str, Any] = {}

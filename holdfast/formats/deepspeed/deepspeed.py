@@ -15,7 +15,7 @@ from holdfast.formats.assemble import Found
 from holdfast.formats.deepspeed.ranks import is_rank_file, read_ranks
 from holdfast.formats.deepspeed.universal import is_universal, read_universal
 from holdfast.formats.machine.untrusted import read_whole
-from holdfast.formats.sources import Stretch, all_of, file
+from holdfast.formats.sources import all_of, file
 from holdfast.formats.torch_save.training_files import beside
 from holdfast.storage.place import Place
 
@@ -36,9 +36,8 @@ def read(path: Place) -> Found | None:
 
 
 def _read_tag(folder: Place, reading: str) -> Found:
-    files: dict[str, Stretch] = {}
-    for name in glanced(filter(is_rank_file, _listed(folder)), lambda name: folder / name):
-        files[name] = all_of(file(folder / name))
+    names = glanced(filter(is_rank_file, members.names(folder)), lambda name: folder / name)
+    files = {name: all_of(file(folder / name)) for name in names}
     return read_universal(folder, files, reading) if is_universal(folder) else read_ranks(files, folder, reading)
 
 
@@ -55,12 +54,8 @@ def _with_trainer(run: Place, tag: Found) -> Found:
     return replace(tag, state=state, reading=reading, attachments=attached)
 
 
-def _listed(folder: Place) -> list[str]:
-    return members.names(folder)
-
-
 def _is_tag(folder: Place) -> bool:
-    return folder.is_dir() and (is_universal(folder) or any(map(is_rank_file, _listed(folder))))
+    return folder.is_dir() and (is_universal(folder) or any(map(is_rank_file, members.names(folder))))
 
 
 def _chosen(run: Place) -> tuple[Place, str] | None:
@@ -101,6 +96,6 @@ def _is_named(tag: str) -> bool:
 
 def _tags_beside(run: Place) -> list[str]:
     """Folders of tags. Only those with DeepSpeed's own names are looked into, unless its recovery script is there."""
-    names = _listed(run)
+    names = members.names(run)
     ours = "zero_to_fp32.py" in names
     return [name for name in names if (ours or _is_named(name)) and _is_tag(run / name)]

@@ -145,7 +145,9 @@ def _tensor_parallel(columns: Sequence[Slice], where: Place) -> Slice:
         others = [column.optimizer for column in columns if column.optimizer is not None]
         states = {
             name: {
-                key: join(name, [o.states[name][key] for o in others]) if _has_axes(value) else value
+                key: join(name, [o.states[name][key] for o in others])
+                if isinstance(value, Stored) and value.shape
+                else value
                 for key, value in state.items()
             }
             for name, state in part.states.items()
@@ -163,31 +165,24 @@ def _tensor_parallel(columns: Sequence[Slice], where: Place) -> Slice:
     )
 
 
-def _has_axes(value: Any) -> bool:
-    return isinstance(value, Stored) and bool(value.shape)
-
-
 class _Joining:
     """How shards become parameters, by the patterns that DeepSpeed's own converter goes by."""
 
     def __init__(self, info: Mapping[str, Any], where: Place) -> None:
+        def patterns(texts: Any) -> list[re.Pattern[str]]:
+            return [_pattern(text, where) for text in texts or ()]
+
         self.where = where
-        self.replicated = self._patterns(info, "tp_replicated_parameter_patterns")
-        self.rows = self._patterns(info, "parameter_with_row_parallelism_patterns")
-        self.vocabulary = self._patterns(info, "vocabulary_parameter_patterns")
-        self.halves = self._patterns(info, "parameter_with_2_sub_params_cat_dim_0")
+        self.replicated = patterns(info.get("tp_replicated_parameter_patterns"))
+        self.rows = patterns(info.get("parameter_with_row_parallelism_patterns"))
+        self.vocabulary = patterns(info.get("vocabulary_parameter_patterns"))
+        self.halves = patterns(info.get("parameter_with_2_sub_params_cat_dim_0"))
         self.vocabulary_size = info.get("original_vocab_size")
         self.refused = [
-            *self._patterns(info, "parameter_to_average_patterns"),
-            *self._patterns(info, "autotp_unsupported_parameter_patterns"),
-            *(p for sub in info.get("parameter_with_sub_params") or () for p in self._list(_patterns_of(sub))),
+            *patterns(info.get("parameter_to_average_patterns")),
+            *patterns(info.get("autotp_unsupported_parameter_patterns")),
+            *(p for sub in info.get("parameter_with_sub_params") or () for p in patterns(_patterns_of(sub))),
         ]
-
-    def _patterns(self, info: Mapping[str, Any], key: str) -> list[re.Pattern[str]]:
-        return self._list(info.get(key) or ())
-
-    def _list(self, patterns: Any) -> list[re.Pattern[str]]:
-        return [_pattern(p, self.where) for p in patterns]
 
     def __call__(self, name: str, shards: Sequence[Any]) -> Any:
         if not all(isinstance(shard, Stored) for shard in shards):

@@ -13,8 +13,7 @@ import torch
 
 from holdfast.events import log
 from holdfast.formats.alike import alike
-from holdfast.formats.deepspeed.flat import cut_vector
-from holdfast.formats.deepspeed.zero import Partitioned, spread
+from holdfast.formats.deepspeed.zero import Partitioned, cut_vector, spread
 from holdfast.formats.stored import Stored, flat
 from holdfast.ondisk import dtypes
 from holdfast.storage.place import Place

@@ -57,7 +57,7 @@ def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") ->
             world_size += len(states) or _number(loaded[0], "dp_world_size") or 1
         whole = join_slices(slices, layers, where)
         version = slices[0].others[0].get("ds_version")
-        return found_of(whole, world_size, where, reading, version)
+        return checkpoint_of(whole, world_size, where, reading, version)
 
 
 def load(stretch: Stretch, key: str) -> Mapping[str, Any]:
@@ -162,7 +162,7 @@ def _number(model: Mapping[str, Any], key: str) -> int | None:
 # The state
 
 
-def found_of(whole: Slice, world_size: int, where: Place, reading: str, version: Any) -> Found:
+def checkpoint_of(whole: Slice, world_size: int, where: Place, reading: str, version: Any) -> Found:
     """A checkpoint from all slices joined: names without wrappers, sections under our names."""
     part = whole.optimizer
     named = [*whole.model, *whole.module, *(part.states if part else ())]

@@ -15,10 +15,9 @@ from holdfast.formats import members
 from holdfast.formats.ahead import glanced
 from holdfast.formats.alike import alike
 from holdfast.formats.assemble import Found
-from holdfast.formats.deepspeed.flat import Shapes, proper
-from holdfast.formats.deepspeed.ranks import found_of, load, sorted_files
+from holdfast.formats.deepspeed.ranks import checkpoint_of, load, sorted_files
 from holdfast.formats.deepspeed.slice import Slice, module_weights, others, weights
-from holdfast.formats.deepspeed.zero import GEOMETRY, Partitioned, saved_order, spread
+from holdfast.formats.deepspeed.zero import GEOMETRY, Partitioned, Shapes, proper, saved_order, spread
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.machine.untrusted import damaged_as
 from holdfast.formats.sources import Stretch, all_of, file
@@ -57,7 +56,7 @@ def read_universal(folder: Place, files: Mapping[str, Stretch], reading: str = "
             others=[others(model) for models in ranks for model in models],
         )
         world_size = len(ranks) * (first.get("dp_world_size") or 1)
-        return found_of(whole, world_size, folder, reading, first.get("ds_version"))
+        return checkpoint_of(whole, world_size, folder, reading, first.get("ds_version"))
 
 
 def _all_shapes(models: Sequence[Mapping[str, Any]], folder: Place) -> list[Shapes]:
@@ -86,7 +85,7 @@ def _parameters(
     names = [*known, *sorted(there - known.keys() - module.keys())]
     masters: dict[str, Stored] = {}
     states: dict[str, dict[str, Any]] = {}
-    files = {name: _listed(root / name) for name in names}
+    files = {name: [f for f in members.names(root / name) if f.endswith(".pt")] for name in names}
     for name in names:
         if _MASTER not in files[name]:
             raise Damaged(f"{root / name / _MASTER} is missing: bring it back, or convert the checkpoint again")
@@ -101,10 +100,6 @@ def _parameters(
             state[path.name.removesuffix(".pt")] = _tensor(path, known.get(name))
     _add_steps(states, shapes, common, folder)
     return masters, {name: state for name, state in states.items() if state}
-
-
-def _listed(folder: Place) -> list[str]:
-    return [name for name in members.names(folder) if name.endswith(".pt")]
 
 
 def _tensor(path: Place, shape: Sequence[int] | None) -> Stored:
@@ -135,14 +130,12 @@ def _add_steps(
             continue
         step = flat.get("state", {}).get(ids[k], {}).get("step")
         if step is None:
-            step = _hyper(common, ids[k]).get("step", common.get("base_optimizer_state_step"))
+            settings: Mapping[str, Any] = next(
+                (group for group in common["param_groups"] if ids[k] in group["params"]), {}
+            )
+            step = settings.get("step", common.get("base_optimizer_state_step"))
         if step is not None:
             spread(wanting, "step", step, folder)
-
-
-def _hyper(common: Mapping[str, Any], id_: Any) -> Mapping[str, Any]:
-    group: Mapping[str, Any] = next((g for g in common["param_groups"] if id_ in g["params"]), {})
-    return group
 
 
 def _groups(

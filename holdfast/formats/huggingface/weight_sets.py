@@ -44,7 +44,7 @@ class WeightSet:
     @property
     def likely(self) -> bool:
         """Whether this is a usual name for weights."""
-        return _customary(self.stem)
+        return self.stem.partition(".")[0] in STEMS
 
     @property
     def further(self) -> bool:
@@ -113,8 +113,5 @@ def _stem(match: re.Match[str]) -> str:
 
 
 def _is_weights(match: re.Match[str]) -> bool:
-    return match["kind"] == "safetensors" or _customary(match["stem"]) or bool(_FURTHER.fullmatch(match["stem"]))
-
-
-def _customary(stem: str) -> bool:
-    return stem.partition(".")[0] in STEMS
+    stem = match["stem"]
+    return match["kind"] == "safetensors" or stem.partition(".")[0] in STEMS or bool(_FURTHER.fullmatch(stem))

@@ -78,28 +78,21 @@ def _array_of(value: Record, where: Place) -> Any:
 
 def _transposed(name: str, shape: tuple[int, ...], axes: Any, data: bytes, where: Place) -> Stored:
     """An array whose bytes are row-major with its axes in another order: axis ``axes[d]`` of those bytes is axis d."""
-    if not isinstance(axes, tuple) or not all(isinstance(d, int) for d in axes):
+    ordered = isinstance(axes, tuple) and all(isinstance(d, int) for d in axes)
+    if not ordered or sorted(axes) != list(range(len(shape))):
         raise Damaged(f"{where}: an array of NumPy with its axes in no order")
-    if sorted(axes) != list(range(len(shape))):
-        raise Damaged(f"{where}: an array of NumPy with its axes in no order")
-    lying = [0] * len(shape)
-    for d, axis in enumerate(axes):
-        lying[axis] = shape[d]
-    strides = [prod(lying[axis + 1 :]) for axis in axes]
+    lengths = [n for _, n in sorted(zip(axes, shape, strict=True))]
+    strides = [prod(lengths[axis + 1 :]) for axis in axes]
     return strided(name, shape, strides, all_of(Memory(where, data)), 0)
 
 
 def _nested(flat: list[Any], shape: Sequence[int], where: Place) -> Any:
     if prod(shape) != len(flat) or (not flat and prod(filter(None, shape)) > MAX_EMPTY):
         raise Damaged(f"{where}: an array of NumPy of shape {tuple(shape)} with {len(flat)} elements")
-    return _rows(flat, tuple(shape))
-
-
-def _rows(flat: list[Any], shape: tuple[int, ...]) -> Any:
     if not shape:
         return flat[0]
     row = prod(shape[1:])
-    return [_rows(flat[at * row : (at + 1) * row], shape[1:]) for at in range(shape[0])]
+    return [_nested(flat[at * row : (at + 1) * row], shape[1:], where) for at in range(shape[0])]
 
 
 def _code(dtype: Any) -> tuple[str, bool]:

@@ -89,24 +89,22 @@ def _tensor(
     storage: Any, offset: int, size: Any, stride: Any, requires_grad: Any = None, hooks: Any = None,
     metadata: Any = None,
 ) -> Any:  # fmt: skip
-    if not isinstance(storage, Storage):
-        raise TypeError(f"a tensor over a {type(storage).__name__}")
-    return _view(storage.dtype, storage, offset, size, stride, metadata)
+    return _view(getattr(storage, "dtype", ""), storage, offset, size, stride, metadata)
 
 
 def _tensor_v3(
     storage: Any, offset: int, size: Any, stride: Any, requires_grad: Any, hooks: Any, dtype: Any, metadata: Any = None
 ) -> Any:
     # Over bytes: the types that have no storage class of their own.
-    if not isinstance(storage, Storage):
-        raise TypeError(f"a tensor over a {type(storage).__name__}")
     return _view(_dtype(dtype), storage, offset, size, stride, metadata)
 
 
 _SIGNED = (torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128)
 
 
-def _view(dtype: str, storage: Storage, offset: int, size: Any, stride: Any, metadata: Any) -> Any:
+def _view(dtype: str, storage: Any, offset: int, size: Any, stride: Any, metadata: Any) -> Any:
+    if not isinstance(storage, Storage):
+        raise TypeError(f"a tensor over a {type(storage).__name__}")
     if not dtypes.known(dtype):
         return Opaque(f"it is of type {dtype[:60]}, which this torch does not have; a newer one may")
     flags = metadata or {}

@@ -82,10 +82,10 @@ class Archive:
     def begin(self, name: str) -> int:
         """Where the bytes of a member begin, by its own header. Raises KeyError, Damaged."""
         if name not in self._begins:  # two threads that look find the same
-            self._begins[name] = self._found_begin(name, self._entries[name])
+            self._begins[name] = self._begin_of(name, self._entries[name])
         return self._begins[name]
 
-    def _found_begin(self, name: str, entry: Entry) -> int:
+    def _begin_of(self, name: str, entry: Entry) -> int:
         header = self.archive.read(entry.begin, 30 + len(entry.raw_name))
         flags, method = struct.unpack("<HH", header[6:10])
         lengths = struct.unpack("<HH", header[26:30])

@@ -50,18 +50,14 @@ def read(path: Place) -> Found | None:
     with no_collection():  # each rank's file makes many objects, and drops them without help
         if not path.is_dir():
             return _of_file(path)
-        content = _content(path)
-        if content is not None:
-            return _found(path, content, "")
-        chosen = _newest(path)
-        if chosen is None:
-            return None
-        folder, how = chosen
-        content = _content(folder)
-        return None if content is None else _found(folder, content, how)
+        folder, how, content = path, "", _content(path)
+        if content is None and (chosen := _newest(path)) is not None:
+            folder, how = chosen
+            content = _content(folder)
+        return None if content is None else _checkpoint_of(folder, content, how)
 
 
-def _found(folder: Place, content: _Content, how: str) -> Found:
+def _checkpoint_of(folder: Place, content: _Content, how: str) -> Found:
     state = dict(content.state)
     for key, value in content.trainer.items():
         # A trainer has no such keys; if one had, its value must not take the place of the model.
@@ -107,7 +103,7 @@ def _of_file(path: Place) -> Found | None:
     if not first.is_file() or not is_legacy(load_path(first)):
         return None
     content = _torch_legacy(path.parent)
-    return None if content is None else _found(path.parent, content, "all ranks' files beside this one")
+    return None if content is None else _checkpoint_of(path.parent, content, "all ranks' files beside this one")
 
 
 def _newest(run: Place) -> tuple[Place, str] | None:

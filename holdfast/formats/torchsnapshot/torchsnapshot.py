@@ -7,6 +7,7 @@ those of objects, and of small tensors of which several ranks saved their own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -189,10 +190,7 @@ class _Tree:
         return rank in by_rank or any(is_everywhere(entry) for entry in by_rank.values())
 
     def length(self, path: str) -> int:
-        count = 0
-        while f"{path}/{count}" in self.entries:
-            count += 1
-        return count
+        return next(i for i in count() if f"{path}/{i}" not in self.entries)
 
     def list(self, path: str, depth: int) -> Any:
         indices = range(self.length(path))
