@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
@@ -182,8 +183,7 @@ def _shards(folder: Place, reading: str = "") -> Found | None:
     if b"state.model." not in data or not any(mark in data for mark in _MARKS):
         return None
     shards = dcp.read_folder(folder)
-    states = _checkpoint_of(shards.tree, folder, reading)
-    return Found(states.format, states.state, states.step, shards.world_size, states.producer, reading)
+    return replace(_checkpoint_of(shards.tree, folder, reading), world_size=shards.world_size)
 
 
 # The state
@@ -215,14 +215,8 @@ def _checkpoint_of(tree: Mapping[str, Any], where: Place, reading: str) -> Found
     rng = tree.get("rng")
     if rng is not None:
         state["rng"] = rng
-    return Found(
-        "Composer",
-        state,
-        _step(held, where),
-        max(len(rng), 1) if isinstance(rng, list) else 1,
-        _producer(held),
-        reading,
-    )
+    world_size = max(len(rng), 1) if isinstance(rng, list) else 1
+    return Found("Composer", state, _step(held, where), world_size, _producer(held), reading)
 
 
 def _whole(model: Any, where: Place) -> Mapping[str, Any]:

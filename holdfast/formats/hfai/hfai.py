@@ -36,7 +36,11 @@ def read(path: Place) -> Found | None:
     first = _load(folder, files[min(files)])
     if not isinstance(first, dict) or _COUNT not in first:
         return None
-    count = _proved(folder, first, files)
+    _check_version(folder, first)
+    count = first[_COUNT]
+    if type(count) is not int or count < 1:
+        raise Damaged(f"{folder / files[min(files)]} says that there are {str(count)[:40]} parts")
+    prove_all(files.keys(), count, folder, lambda rank: _part(folder, rank).name)
     ranks = glanced(range(count), lambda rank: folder / files[rank])
     parts = [first if rank == min(files) else _load(folder, files[rank]) for rank in ranks]
     for rank, part in enumerate(parts):
@@ -64,17 +68,7 @@ def _load(folder: Place, name: str) -> Any:
     return load_file(data)
 
 
-# Whether all parts are there and of one save
-
-
-def _proved(folder: Place, first: Mapping[str, Any], files: Mapping[int, str]) -> int:
-    """How many parts there are, all of which are there."""
-    _check_version(folder, first)
-    count = first[_COUNT]
-    if type(count) is not int or count < 1:
-        raise Damaged(f"{folder / files[min(files)]} says that there are {str(count)[:40]} parts")
-    prove_all(files.keys(), count, folder, lambda rank: _part(folder, rank).name)
-    return count
+# Whether a part is sound and of the same save
 
 
 def _check_version(path: Place, part: Mapping[str, Any]) -> None:

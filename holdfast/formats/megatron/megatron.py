@@ -7,6 +7,7 @@ guesses which parameters were a group: Megatron does not save it.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -100,10 +101,7 @@ def _without_config(folder: Place, reading: str) -> Found | None:
     content = dcp.read(folder)  # Megatron-FSDP writes plain DCP
     if content is None:
         raise NotACheckpoint(f"{folder} holds no {_CONFIG}: it never finished, or is no checkpoint of Megatron-core")
-    return Found(
-        content.format, content.state, content.step, content.world_size, content.producer,
-        "; ".join(filter(None, [reading, content.reading])), content.attachments,
-    )  # fmt: skip
+    return replace(content, reading="; ".join(filter(None, [reading, content.reading])))
 
 
 def _common(folder: Place) -> dict[Any, Any]:

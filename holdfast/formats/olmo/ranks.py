@@ -87,15 +87,11 @@ def trainer_state(files: Mapping[int, Place], folder: Place, world: int | None =
     size = world or plausible(kept[0].get("world_size")) or max(files) + 1
     without = [rank for rank in range(size) if rank not in kept]
     if without:
-        log.warning("%s has no file of rank %s: they take the trainer's state of rank 0", folder, _some(without))
+        log.warning("%s has no file of rank %s: they take the trainer's state of rank 0", folder, without[:10])
     beyond = [rank for rank in files if rank >= size]
     if beyond:
-        log.warning("%s has files of ranks beyond its world size %d, not read: %s", folder, size, _some(beyond))
+        log.warning("%s has files of ranks beyond its world size %d, not read: %s", folder, size, beyond[:10])
     return joint([kept.get(rank, kept[0]) for rank in range(size)]), size
-
-
-def _some(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" if ranks[10:] else "")
 
 
 def _trainer(path: Place) -> dict[str, Any]:

@@ -66,14 +66,10 @@ def read(path: Place) -> Found | None:
     if folder.name.startswith("tmp_"):
         how.append("its name begins with tmp_, as that of a save under way does")
     return Found(
-        format="torch_checkpointing",
-        state=state,
-        step=step_in(state),
-        world_size=layout.world_size,
-        producer={"torch_checkpointing": f"metadata {metadata.version}" if metadata else "without metadata"},
-        reading="; ".join(filter(None, [reading, *how])),
-        attachments=layout.others,
-    )
+        "torch_checkpointing", state, step_in(state), layout.world_size,
+        {"torch_checkpointing": f"metadata {metadata.version}" if metadata else "without metadata"},
+        "; ".join(filter(None, [reading, *how])), layout.others,
+    )  # fmt: skip
 
 
 # Which files

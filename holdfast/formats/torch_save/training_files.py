@@ -18,7 +18,6 @@ from holdfast.formats.dcp import dcp
 from holdfast.formats.machine import torch_files
 from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.untrusted import read_json
-from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Opaque
 from holdfast.storage.place import Place
 
@@ -56,16 +55,16 @@ def beside(folder: Place, names: Iterable[str]) -> Beside:
             state["trainer_state"] = trainer = read_json(members.member(folder, name))
             step = recognise.step_of(trainer) if isinstance(trainer, dict) else None
         elif match := _OPTIMIZER.fullmatch(name):
-            held = load(folder, name)
+            held = _load(folder, name)
             if not recognise.is_optimizer_state(held):
                 continue  # more than that, or something else
             optimizers[match[1]] = recognise.optimizer(held, folder / name)
         elif match := _EACH_RANK.fullmatch(name):
             rank = int(match[2]) if match[2] else None
-            ranks.setdefault(match[1], {})[rank] = load(folder, name)
+            ranks.setdefault(match[1], {})[rank] = _load(folder, name)
         elif match := _VALUES.fullmatch(name):
             try:
-                state[match[1]] = load(folder, name)
+                state[match[1]] = _load(folder, name)
             except Unsupported as error:
                 # Arguments of a class of the user's own script, say: no reason to refuse the weights.
                 state[match[1]] = Opaque(str(error))
@@ -100,10 +99,8 @@ def is_complete(folder: Place) -> bool:
     return any((folder / name).is_file() for name in (TRAINER_STATE, "random_states_0.pkl"))
 
 
-def load(folder: Place, name: str) -> Any:
-    """What a torch file of a folder holds. Raises Damaged where it is none."""
-    path = members.member(folder, name)
-    return torch_files.load_file(all_of(file(path)))
+def _load(folder: Place, name: str) -> Any:
+    return torch_files.load_path(members.member(folder, name))
 
 
 def _of_ranks(folder: Place, stem: str, held: dict[int | None, Any]) -> Any:

@@ -45,14 +45,8 @@ def read(path: Place) -> Found | None:
         return None
     version, world_size, entries = _entries(folder / METADATA)
     state, how = own_items(_Tree(folder, world_size, entries).items(), folder)
-    return Found(
-        format="torchsnapshot",
-        state=state,
-        step=step_in(state),
-        world_size=world_size,
-        producer={"torchsnapshot": version},
-        reading="; ".join(filter(None, [reading, *how])),
-    )
+    reading = "; ".join(filter(None, [reading, *how]))
+    return Found("torchsnapshot", state, step_in(state), world_size, {"torchsnapshot": version}, reading)
 
 
 def _folder(path: Place) -> tuple[Place | None, str]:
