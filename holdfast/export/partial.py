@@ -177,7 +177,7 @@ class Partial:
                     disk.delete_all(path)
 
     def publish(self, content: LocalPlace, files: Sequence[str], *, overwrite: bool) -> None:
-        """Put ``made`` in the target's place, in one step, once its ``files`` and folders are durable."""
+        """Put ``content`` in the target's place in one step, once its ``files`` and folders are durable."""
         self._sync_folders(files)
         self._forget_plan()  # else what is replaced could be taken for what was copied
         with naming(self.target, "put in place"):
@@ -300,7 +300,7 @@ def _is_checkpoint(folder: LocalPlace) -> bool:
 
 
 def _exchange(content: LocalPlace, target: LocalPlace, aside: LocalPlace) -> LocalPlace | None:
-    """``made`` under the target's name; what was there before is where the answer says."""
+    """Put ``content`` under the target's name. Returns where the previous content is now, if there was any."""
     if disk.exchange(content, target):
         return content
     # A file system that can do neither: a file replaces a file all the same, but with folders there is a moment with

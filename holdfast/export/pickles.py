@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,12 +82,6 @@ class _Writer:
             self.out.append(b"(")
             self._all(node)
             self.out.append(b"t")
-        elif kind is OrderedDict:
-            self.node(Call(Global("collections", "OrderedDict"), (list(node.items()),)))
-        elif kind is Counter:
-            self.node(Call(Global("collections", "Counter"), (dict(node),)))
-        elif kind is set:
-            self.node(Call(Global("__builtin__", "set"), (sorted(node, key=repr),)))
         elif kind is Global:
             if not self._known(node):
                 self._remember(node, f"c{node.module}\n{node.name}\n".encode())
@@ -122,18 +117,8 @@ class _Writer:
             if not self._known(node):
                 text = node.encode("utf-8", "surrogatepass")
                 self._remember(node, b"X" + struct.pack("<I", len(text)) + text)
-        elif kind is bytes:
-            self.node(Call(Global("_codecs", "encode"), (node.decode("latin1"), "latin1")))
-        elif kind is bytearray:
-            self.node(Call(Global("__builtin__", "bytearray"), (bytes(node),)))
-        elif kind is complex:
-            self.node(Call(Global("__builtin__", "complex"), (node.real, node.imag)))
-        elif kind is torch.Size:
-            self.node(size(node))
-        elif kind is torch.dtype:
-            self.node(Global("torch", str(node).removeprefix("torch.")))
-        elif kind is torch.device:
-            self.node(Call(Global("torch", "device"), (node.type,) if node.index is None else (node.type, node.index)))
+        elif kind in _AS_NODES:
+            self.node(_AS_NODES[kind](node))
         else:
             raise Unsupported(f"{kind.__module__}.{kind.__qualname__} has no place in a file that torch is to load")
 
@@ -166,6 +151,23 @@ def size(lengths: Any) -> Call:
     """A ``torch.Size``."""
     return Call(Global("torch", "Size"), (tuple(lengths),))
 
+
+def _device(device: torch.device) -> Call:
+    return Call(Global("torch", "device"), (device.type,) if device.index is None else (device.type, device.index))
+
+
+_AS_NODES: dict[type, Callable[[Any], Any]] = {
+    OrderedDict: lambda value: Call(Global("collections", "OrderedDict"), (list(value.items()),)),
+    Counter: lambda value: Call(Global("collections", "Counter"), (dict(value),)),
+    set: lambda value: Call(Global("__builtin__", "set"), (sorted(value, key=repr),)),
+    bytes: lambda value: Call(Global("_codecs", "encode"), (value.decode("latin1"), "latin1")),
+    bytearray: lambda value: Call(Global("__builtin__", "bytearray"), (bytes(value),)),
+    complex: lambda value: Call(Global("__builtin__", "complex"), (value.real, value.imag)),
+    torch.Size: size,
+    torch.dtype: lambda value: Global("torch", str(value).removeprefix("torch.")),
+    torch.device: _device,
+}
+"""What stands for a value of these types."""
 
 # torch keeps its first dtypes in storages of their own class; the later ones in untyped bytes beside the dtype.
 _STORAGES = {

@@ -1,6 +1,6 @@
 """MosaicML Composer: one file of rank 0, archives of every rank with DeepSpeed's files in them, or shards of DCP.
 
-`detect` asks `read`. An archive is unpacked only if its first member is one that Composer writes.
+`detect` calls `read`. An archive is unpacked only if its first member is one that Composer writes.
 """
 
 from __future__ import annotations

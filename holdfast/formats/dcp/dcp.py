@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint: a pickled `.metadata`, and `.distcp` files of many small archives.
 
-`detect` asks `read`; readers of formats that are built on DCP (Megatron, OLMo) ask `read_folder`. Never reads a tensor
-to open one: where its bytes lie inside of their archive is looked up once they are wanted.
+`detect` calls `read`; readers of formats that are built on DCP (Megatron, OLMo) call `read_folder`. Never reads a
+tensor to open one: its place in its archive is looked up once it is wanted.
 """
 
 from __future__ import annotations

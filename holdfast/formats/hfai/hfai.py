@@ -1,6 +1,6 @@
 """Checkpoints of `hfai.checkpoint.save`: one part a rank, small tensors dealt out among them and large ones cut.
 
-`detect` asks `read`. Never reads a tensor to open one.
+`detect` calls `read`. Never reads a tensor to open one.
 """
 
 from __future__ import annotations
