@@ -345,7 +345,7 @@ VERSIONS = GOLDEN / "torch_versions"
 
 @pytest.mark.parametrize("path", sorted(VERSIONS.glob("*.pt")), ids=lambda path: path.stem)
 def test_files_of_many_torches(path: Path) -> None:
-    found = load_path(path)
+    found = load_path(LocalPlace(path))
     model, values = found["model"], found["values"]
     base = torch.arange(12.0).reshape(3, 4) / 4
     expected = {

@@ -87,10 +87,19 @@ def trainer_state(files: Mapping[int, Place], folder: Place, world: int | None =
     size = world or plausible(kept[0].get("world_size")) or max(files) + 1
     without = [rank for rank in range(size) if rank not in kept]
     if without:
-        log.warning("%s has no file of rank %s: they take the trainer's state of rank 0", folder, without[:10])
+        log.warning(
+            "%s has no file of rank %s: they take the trainer's state of rank 0",
+            folder,
+            ", ".join(map(str, without[:10])),
+        )
     beyond = [rank for rank in files if rank >= size]
     if beyond:
-        log.warning("%s has files of ranks beyond its world size %d, not read: %s", folder, size, beyond[:10])
+        log.warning(
+            "%s has files of ranks beyond its world size %d, not read: %s",
+            folder,
+            size,
+            ", ".join(map(str, beyond[:10])),
+        )
     return joint([kept.get(rank, kept[0]) for rank in range(size)]), size
 
 
