@@ -13,6 +13,7 @@ import pytest
 import holdfast
 from holdfast.export.partial import Journal, Partial, Row
 from holdfast.storage.local import disk
+from holdfast.storage.local.local_place import LocalPlace
 
 
 def _begun(target: Path, plan: str = "a", *, overwrite: bool = False) -> tuple[Partial, dict[int, Row]]:
@@ -82,7 +83,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
 
 
 def _begin_and_die(target: Path) -> None:
-    _begun(target)
+    _begun(LocalPlace(target))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
