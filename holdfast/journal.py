@@ -181,7 +181,7 @@ def _entries(data: bytes) -> list[Entry]:
 
 
 def _decoded(data: bytes, kind: type[Result]) -> Result | None:
-    """None for what is torn, or was put there by somebody else."""
+    """None for what is torn, or is not of ours."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -173,7 +173,7 @@ class CheckpointManager:
 
     @takes(RestoreOptions)
     def restore(self, state: dict[str, Any], options: RestoreOptions) -> Loaded | None:
-        """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts afresh.
+        """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts from scratch.
 
         Takes the options of `RestoreOptions` as keywords. A step is whole if it is committed, it opens, and every file
         is there in its size. One that is not, or that proves damaged while it is read, is passed over for the one

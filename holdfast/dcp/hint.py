@@ -26,7 +26,7 @@ def leave_hint(folder: Place, record: Manifest) -> None:
     try:
         data = HINT_BEGINS + _metadata(folder, record)
         (folder / HINT).replace_small(data, f".manifest.{HINT}.{record.save}.tmp")
-    except Exception as error:  # noqa: BLE001 - the save is committed, and must not be told to have failed
+    except Exception as error:  # noqa: BLE001 - the save is committed, and must not fail
         log.warning("%s is committed, but programs that look for %s do not see it: %s", folder, HINT, error)
 
 

@@ -57,7 +57,7 @@ def _remove_checkpoint(folder: LocalPlace) -> bool:
     if not (folder / FILE_NAME).is_file():
         return False
     files: list[LocalPlace] = []
-    with suppress(Damaged, Unsupported):  # then what is left belongs to nobody
+    with suppress(Damaged, Unsupported):  # then it does not say which files are its own
         files = [folder / file.path for file in read_manifest(folder).data_files if file.save is None]
     (folder / FILE_NAME).delete()
     storage.delete(*files)

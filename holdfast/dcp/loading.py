@@ -79,7 +79,7 @@ def load(
         )  # fmt: skip
         return
     keep = keeps_missing(planner)
-    group = ranks_of(process_group)  # where tensors lie is told by it, even if nobody is to be met
+    group = ranks_of(process_group)  # it says where tensors lie, even if no rank is to be met
     meeting = Ranks(0, 1) if no_dist else group
     with (
         as_torch_raises(), events.span("load", path, meeting.rank, whole=True), no_collection(),

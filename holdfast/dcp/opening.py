@@ -28,7 +28,7 @@ def as_torch_has_it(path: Place) -> str | os.PathLike[str]:
 
 
 def may_be_a_path(path: str | os.PathLike[str]) -> bool:
-    """Whether torch may be told that this is a path of ours, on disk or in a store."""
+    """Whether this is a path that holdfast can take, on disk or in a store."""
     try:
         location(path)
     except (HoldfastError, ValueError):

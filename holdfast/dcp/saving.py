@@ -56,7 +56,7 @@ def save(
     Called by all ranks of ``process_group``. A checkpoint that is there already is replaced, in one step. Returns once
     it is committed and durable, with torch's description of it. ``no_dist=True`` saves what this process has, alone.
     ``use_collectives`` changes nothing: holdfast's ranks meet over the store in any case. Of torch's own storage
-    writers the path is taken, and they are told the save's id. A planner of one's own goes with torch's engine, over a
+    writers the path is taken, and they get the save's id. A planner of one's own goes with torch's engine, over a
     `Writer`; a storage writer of one's own goes with torch's engine as it is.
 
     Raises SaveFailed, the same on every rank (see `holdfast.save`), which is also torch's CheckpointException. A value
@@ -176,7 +176,7 @@ def _staging(saving: Saving) -> Future[None]:
         try:
             saving.wait_staged()
             future.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever asks the future
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by the future
             future.set_exception(error)
 
     threading.Thread(target=wait, name="holdfast-staging", daemon=True).start()
@@ -205,7 +205,7 @@ def _save_alone(state: Any, to: Destination) -> Future[Any]:
             with ranks.call(label_of(to.folder, None), deadline=DEADLINE, saving=True) as call:
                 commit_gathered(call, job, gathered)
             future.set_result(Description(Checkpoint(to.folder)))
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever asks the future
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by the future
             future.set_exception(as_torch_has_it(error))
 
     threading.Thread(target=run, name="holdfast-save").start()

@@ -35,7 +35,7 @@ def state_to_save(state_dict: Any) -> Any:
     try:
         state = _plain_items(state_dict)
         return {str(key): value for key, value in state.items()} if isinstance(state, dict) else state
-    except Exception as error:  # noqa: BLE001 - told to every rank by the save, and raised there
+    except Exception as error:  # noqa: BLE001 - the save raises it on every rank
         return {"state_dict": _Failed(error)}
 
 

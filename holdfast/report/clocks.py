@@ -55,8 +55,8 @@ class _Answer(msgspec.Struct, array_like=True):
 class Clocks:
     """Measures this process's clock against the first rank's, and answers the others if it is that itself.
 
-    ``part`` is what it is called in the timeline, ``tell`` is told what was found, ``kind`` is equal for processes that
-    have one clock.
+    ``part`` is what it is called in the timeline, ``tell`` takes what was measured, ``kind`` is equal
+    for processes that have one clock.
     """
 
     def __init__(self, part: str, tell: Callable[[Measured], None]) -> None:
@@ -130,7 +130,7 @@ class Clocks:
         number = store.add(f"{prefix}/askers", 1) if asks else 0
         store.add(f"{prefix}/here", 1)
         if asks and not self._ask(store, f"{prefix}/{number}"):
-            _forget(store, [f"{prefix}/here", f"{prefix}/askers", f"{prefix}/of/{self.kind}"])  # nobody else will
+            _forget(store, [f"{prefix}/here", f"{prefix}/askers", f"{prefix}/of/{self.kind}"])  # no other rank will
 
     def _ask(self, store: Any, prefix: str) -> bool:
         """Whether there was an answer."""
@@ -197,7 +197,7 @@ def clock_kind() -> str:
     """Names the clock that `time.monotonic` reads: that of a boot of a host, within a time namespace."""
     try:
         return disk.read_file("/proc/sys/kernel/random/boot_id").decode().strip() + "/" + _namespace()
-    except OSError:  # no /proc: then nobody is taken to have the same clock
+    except OSError:  # no /proc: then no other process counts as having the same clock
         return f"{os.getpid()}/{time.time_ns()}"
 
 

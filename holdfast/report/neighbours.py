@@ -1,7 +1,7 @@
-"""How far the ranks of a node are, told to the first of them: datagrams over a local socket, for its progress bar.
+"""How far the ranks of a node are, sent to the first of them as datagrams over a local socket, for its progress bar.
 
 `progress` makes a `Hearing` while it shows a bar, and on all other ranks a `Telling`. Nothing of it touches a file,
-waits for anybody, or costs more than a few calls a second; whoever is not heard is not shown.
+waits for another rank, or costs more than a few calls a second; a rank that is not heard is not shown.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Part:
     spans: dict[int, Line] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
     last: float = 0.0
-    """The last moment that is told of."""
+    """The last moment of any of its lines."""
     unread: int = 0
     """Lines that make no sense."""
 

@@ -44,7 +44,7 @@ class Bars:
     def __call__(self, event: events.Event) -> None:
         """Show, move or take away the bar of an event's task."""
         if event.kind == "phase" or event.task == events.BACKGROUND:
-            return  # nobody waits for the latter, and a bar would stand in the way of the training loop's own
+            return  # training does not wait for the latter, and a bar would disturb its own
         name = f"{event.task} {event.path}"
         with self._lock:
             if event.kind == "end":

@@ -96,7 +96,7 @@ class Recorder:
             self._thread.join(LEAVE)
 
     def _leave(self) -> None:
-        """Be told of nothing any more."""
+        """Stop listening."""
         ignore(self._see)
         with suppress(ValueError):  # it is closed already
             ranks.meetings.remove(self._meet)

@@ -115,7 +115,7 @@ class Telemetry:
 
 
 def install(tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> Telemetry:
-    """From now on this process's saves, loads, copies, … are told to OpenTelemetry.
+    """Report this process's saves, loads, copies, … to OpenTelemetry from now on.
 
     Without providers the global ones are used. Each save or load is a span, child of the caller's own, and the parent
     of its phases; metrics are listed in docs/observe.md. Returns what takes it back. Raises Unsupported if

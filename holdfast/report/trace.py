@@ -31,7 +31,7 @@ LANES = {"saves": "saves", "MainThread": "training", "holdfast-save": "save", "h
 class Trace:
     """A timeline, joined. ``events`` are the trace's; ``phases`` say who was the slowest; ``began`` is in UTC.
 
-    ``processes`` and ``spans`` are counted, ``unfinished`` spans of which nobody wrote down the end (they are drawn
+    ``processes`` and ``spans`` are counted, ``unfinished`` spans without an end (they are drawn
     up to the last moment that is known of their process), and ``unread`` lines that make no sense.
     """
 

@@ -1,6 +1,6 @@
-"""What the next save of a run may cite: earlier saves, and the steps that stay on disk for it.
+"""What the next save of a run may reuse: earlier saves, and the steps that stay on disk for it.
 
-The manager of an incremental run owns one. Never lets a step be swept that a save, under way or to come, may lean on.
+The manager of an incremental run owns one. Never lets a step be deleted that a save, under way or to come, may reuse.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Bases:
 
     def __init__(self, steps: KeptSteps, slots: int, recent: Iterable[Saving]) -> None:
         self._steps, self._slots, self._recent = steps, slots, recent
-        self._bases: tuple[Saving, ...] = ()  # what coming saves may cite, the first one next
+        self._bases: tuple[Saving, ...] = ()  # what coming saves may reuse, the first one next
         self._held: set[Place] = set()  # steps that must stay for it
         self._holding = threading.Lock()
 
     @property
     def next(self) -> Saving | None:
-        """What the next save may cite."""
+        """What the next save may reuse."""
         return self._bases[0] if self._bases else None
 
     def begun(self, saving: Saving) -> None:
-        """A save has begun; a later one may cite it."""
+        """A save has begun; a later one may reuse it."""
         self._bases = (*self._bases, saving)[-self._slots :]
         self._hold(saving.path)
 
@@ -53,7 +53,7 @@ class Bases:
             self._held &= needed
 
     def _hold(self, path: Place) -> bool:
-        """Keep a step that a later save may cite from being swept."""
+        """Keep a step that a later save may reuse from being deleted."""
         with self._holding:
             if path not in self._held and self._steps.hold(path):
                 self._held.add(path)

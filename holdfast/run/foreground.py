@@ -1,6 +1,6 @@
 """In the place of a `Saver`, for a manager without a worker: training waits for each save.
 
-Never raises a save's failure itself: like one in the background, it is told by the `Saving`.
+Never raises the failure of a save itself: the `Saving` does, as for a save in the background.
 """
 
 from __future__ import annotations

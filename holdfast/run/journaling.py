@@ -32,7 +32,7 @@ WAITING = 1000
 """Entries that are kept in memory while they cannot be written."""
 
 LEAVE = 5.0
-"""Seconds that the last entries of a manager that nobody closed get to be written, when the interpreter ends."""
+"""Seconds to write the last entries of a manager that was not closed, when the interpreter ends."""
 
 
 class Journal:
@@ -209,13 +209,13 @@ _open: weakref.WeakSet[Journal] = weakref.WeakSet()
 
 
 def _settle_all() -> None:
-    """The last saves of an interpreter that ends may have ended just now, and nobody has closed their manager."""
+    """Write the last entries of managers that were not closed before the interpreter ends."""
     for one in list(_open):
         one.settle(LEAVE)
 
 
 def _after_fork() -> None:
-    """The journal is the parent's, who goes on with it: a forked child tells nothing, and waits for nobody."""
+    """The parent process goes on with the journal: a forked child writes nothing and waits for nothing."""
     for one in list(_open):
         one._forked, one._changed = True, threading.Condition()
     _open.clear()

@@ -1,4 +1,4 @@
-"""What dead saves, copies, conversions and benchmarks left behind: found, told, and deleted when asked to.
+"""What dead saves, copies, conversions and benchmarks left behind: listed, and deleted on request.
 
 ``holdfast gc`` calls it. Goes by the rules of the manager's own sweep: never deletes what a living process may still
 need, what a checkpoint names or cites, or what holdfast did not write.
@@ -45,7 +45,7 @@ BENCH = ".holdfast-bench-"
 class Orphan:
     """What can go of one folder: so many files and bytes, of what (``what``).
 
-    ``warning``: why somebody may want it back, and how; empty if that is not to be feared.
+    ``warning``: why you may want it back, and how to get it; empty if there is no such reason.
     """
 
     path: str
@@ -210,7 +210,7 @@ def _conversion(folder: Place) -> Found:
     """What a conversion that was killed left: the same call would go on from there."""
     names = [path.name for path in folder.iterdir()]
     if "lock" not in names or not all(any(fnmatch(name, ours) for ours in OURS) for name in names):
-        return None  # somebody else's
+        return None  # another program's
     target = folder.with_name(folder.name.removesuffix(".partial"))
     if any(path.in_use() for path in [folder / "lock", *(folder / "journal").glob("*")]):
         return Spared(str(folder), "a conversion is under way")

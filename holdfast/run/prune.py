@@ -72,7 +72,7 @@ def prune(
     """Delete of the steps below ``root`` what ``keep`` does not keep; with ``dry_run`` only tell what would go.
 
     The newest step that is whole stays as it is, whatever the rules and whatever was saved after it. ``name``: what
-    step folders are called (``"step-{step}"``); by default it is told from the folders. Files that steps which stay
+    step folders are called (``"step-{step}"``); by default it follows from the folders. Files that steps which stay
     have borrowed stay. A run may be under way: its manager's newest step is never touched.
     Raises NotACheckpoint if no steps are there, ValueError if ``root`` is a fast tier or names are mixed, StorageError.
     """
@@ -223,7 +223,7 @@ def _without_optimizer(path: Place, kept: Kept, cited: Cited) -> Dropped | None:
     """What a step loses, if it loses anything."""
     try:
         done = drop_from(path, kept.loses, dry_run=True, cited=cited)
-    except (HoldfastError, ValueError):  # said by whoever drops: it keeps all it has
+    except (HoldfastError, ValueError):  # the step keeps all it has, and dropping logs why
         return None
     return done if isinstance(done, Dropped) and done.files else None
 

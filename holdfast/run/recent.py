@@ -11,7 +11,7 @@ from holdfast.saving import Saving
 
 
 class Recent:
-    """Saves by number, from 1 on: all ranks begin the same ones. ``raises``: failures are kept until somebody hears.
+    """Saves by number, from 1 on: all ranks begin the same ones. ``raises``: failures are kept until they are raised.
 
     One thread adds, any may look.
     """

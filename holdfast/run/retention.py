@@ -2,7 +2,7 @@
 
 The manager owns one for each of its roots. Never deletes what a committed step, or a save under way, may need.
 
-Steps may share files: an incremental save cites those of older steps. Why nothing goes that somebody needs:
+Steps may share files: an incremental save reuses those of older steps. Why no file goes that is still needed:
 
 - What a committed step cites is read from its manifest before anything is deleted, and spared (`Citations`).
 - A save under way has no manifest yet. It cites what its base names, and nothing else: files of the base itself, and
@@ -67,11 +67,11 @@ class KeptSteps(Steps):
         """A save that had this step as its base has ended, and all that sweeps here knows what it cites."""
         with self._holding:
             self._held[path.name] -= 1
-            self._held += Counter()  # without those that nobody holds
+            self._held += Counter()  # drops the entries that are 0
 
     @contextmanager
     def _leave(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """Those of ``names`` that nobody holds; nobody will until the block ends."""
+        """Those of ``names`` that no save holds; none can hold them until the block ends."""
         with self._holding:
             going = [name for name in names if name not in self._held]
             self._going = frozenset(going)
@@ -102,7 +102,7 @@ class KeptSteps(Steps):
             self._clean(spare)
 
     def kept(self, keep: Keep) -> Kept | None:
-        """What of the committed steps a rule keeps; None if that cannot be told."""
+        """What of the committed steps a rule keeps; None if that is not known."""
         kept = None
         with self._gently():
             kept = keep.verdict(self._rated(keep, self.committed()))
@@ -117,7 +117,7 @@ class KeptSteps(Steps):
             self._retire(self.committed(), kept, upto, ())
 
     def prune(self, kept: Kept, among: Container[int]) -> None:
-        """`retire` of the steps ``among`` these, for somebody who has to know that it was done.
+        """`retire` of the steps ``among`` these, for a caller that has to know that it was done.
 
         A step that is committed meanwhile is not one of them: no rule was asked of it.
         Raises StorageError, Unsupported.
@@ -158,7 +158,7 @@ class KeptSteps(Steps):
         """
         names = [path.name for path in self.committed().values() if path.name not in but]
         if self.root.is_remote:
-            self._citations.forget(self._others)  # nobody tells when they change
+            self._citations.forget(self._others)  # they may change at any time
         return self._citations.by([*names, *self._others])
 
     def _lose(self, path: Place, sections: str | tuple[str, ...]) -> None:

@@ -92,7 +92,7 @@ class Scrubbing:
         for name, save in self._damaged.items():
             try:
                 names += [name] if read_manifest(root / name).save == save else []
-            except (NotACheckpoint, Damaged, Unsupported) as error:  # whoever looks for a whole step passes it over
+            except (NotACheckpoint, Damaged, Unsupported) as error:  # a restore passes it over anyway
                 log.debug("%s: %s", name, error)
         return names
 
@@ -126,7 +126,7 @@ class Scrubbing:
                     return
         except Stopped:
             pass
-        except BaseException as error:  # noqa: BLE001 - raised by `wait`; a thread has nobody else to tell
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it
             log.warning("scrubbing %s has ended: %s", steps.root, error)
             self._failure = error
 

@@ -46,7 +46,7 @@ class Signals:
         return max(left, 0.0) if math.isfinite(left) else None
 
     def give_back(self) -> None:
-        """Give the signals back to whoever handled them before. Idempotent."""
+        """Restore the earlier signal handlers. Idempotent."""
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)

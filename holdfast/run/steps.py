@@ -1,6 +1,6 @@
 """The steps of a run on disk: which are there, which is the newest whole one, and of which run.
 
-Whoever looks for steps asks here. Never trusts a name: only a committed manifest counts. Never deletes anything.
+The manager, the tiers and the command ask it. Never trusts a name: only a committed manifest counts. Never deletes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Steps:
         return {name for name in folders if (self.root / name / manifest.FILE_NAME).is_file()}
 
     def made_by(self, path: Place) -> Made | None:
-        """Which run made a committed step, and when, from the first bytes of its manifest; None if that is not told.
+        """Which run made a committed step, and when, from the first bytes of its manifest; None if they do not say.
 
         Raises StorageError: what cannot be read now is not said to be of another run.
         """
@@ -102,7 +102,7 @@ class Steps:
     ) -> None:
         """Raise Mismatch if a step of another run was saved after ``chosen``, although it is called earlier.
 
-        Then it is not clear which run is to go on: somebody began afresh in the folder of an older run, say.
+        Then it is not clear which run is to go on: a run may have started from scratch in the folder of an older one.
         ``among`` these, by default all committed steps.
         """
         others = {
@@ -114,8 +114,8 @@ class Steps:
         def look(path: Place) -> Made | None:
             try:
                 return self.made_by(path)
-            except StorageError as error:  # a step that nobody asked for keeps no other from being loaded
-                log.warning("whose run %s is of cannot be told: %s", path, error)
+            except StorageError as error:  # it must not keep another step from being loaded
+                log.warning("cannot tell which run %s belongs to: %s", path, error)
                 return None
 
         with ThreadPoolExecutor(FEW, thread_name_prefix="holdfast-look") as pool:  # in a store each is a request
@@ -161,9 +161,9 @@ class Steps:
         return next(iter(partial), None)
 
     def refuse_a_checkpoint(self) -> None:
-        """Raise NotACheckpoint if the root is a checkpoint, or a folder of one: who finds no step there begins afresh.
+        """Raise NotACheckpoint if the root is a checkpoint, or a folder of one.
 
-        And then saves into it.
+        Training would find no step in it, start from scratch and save into it.
         """
         root, above = self.root, self.root.parent
         if (root / manifest.FILE_NAME).is_file():

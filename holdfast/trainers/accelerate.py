@@ -78,7 +78,7 @@ def attach(accelerator: Accelerator, *, loaders: bool = False, deadline: float =
     and hooks are accelerate's. `save_state` returns once the checkpoint is committed. It may be called between two
     steps of the optimizer, and not between two micro-batches of one.
 
-    As with accelerate alone, a loader begins its epoch anew after a load, and scripts call ``skip_first_batches``; a
+    As with accelerate alone, a loader starts its epoch over after a load, and scripts call ``skip_first_batches``; a
     ``StatefulDataLoader`` goes on by itself. With ``loaders`` every loader goes on by itself, see `Position`.
 
     Raises Unsupported for what `state_of` refuses.

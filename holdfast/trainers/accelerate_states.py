@@ -110,7 +110,7 @@ class States:
         return {name: value for name, value in state.items() if not any(value is model for model in gone)}
 
     def _place_in(self, folder: LocalPlace) -> str:
-        """Where in a folder the checkpoint goes: all ranks are told what the first one sees."""
+        """Where in a folder the checkpoint goes, as the first rank sees it."""
 
         def place(_: list[None]) -> str:
             alone = all(is_leaving(path) for path in folder.files_below())

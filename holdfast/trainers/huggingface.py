@@ -251,7 +251,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         if manager is None or step == 0 or self.should_stop:
             return
         if self._event == "step" and (trainer.control.should_training_stop or float(trainer.state.epoch).is_integer()):
-            return  # its epoch's end comes next, and whoever resumes does not evaluate that again
+            return  # its epoch's end comes next, and a resumed run does not evaluate that again
         state, is_best = trainer.state, trainer.state.best_global_step == step
         rhythm = self._asked
         if self.every is not None:

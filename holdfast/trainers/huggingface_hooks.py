@@ -1,4 +1,4 @@
-"""The methods of a Trainer that `HoldfastCallback` replaces: a callback alone can load nothing, and is told too little.
+"""The methods of a Trainer that `HoldfastCallback` replaces: a callback alone can neither load nor see enough.
 
 The callback gives what is to be done as `Hooks`. Nothing here saves or loads.
 """

@@ -81,7 +81,7 @@ class HoldfastCheckpoint(Checkpoint):
         self.resume, self.elsewhere, self.monitor = options.resume, options.elsewhere, options.monitor
         self.manager: CheckpointManager | None = None
         self.loaded: Loaded | None = None
-        """What the last `fit` went on from; None if it began anew."""
+        """What the last `fit` went on from; None if it started from scratch."""
         self._state: dict[str, Any] = {}
         self._rng = holdfast.RNG()
         self._loaders: _Loaders
@@ -166,7 +166,7 @@ class HoldfastCheckpoint(Checkpoint):
             iter(fetcher)
             if not inside:
                 for iterator in getattr(combined._iterator, "iterators", ()):
-                    next(iterator, None)  # the end, which nobody has asked for yet
+                    next(iterator, None)  # the end, which was not read yet
         self._rng.rewind()
         if not inside:
             iter(fetcher)

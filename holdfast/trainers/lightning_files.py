@@ -103,7 +103,7 @@ class FileSaver:
         try:
             with self._call(path, saving.step) as call:
                 saving._bytes = call.settle("write", int, write, int)  # decided: so it can say that it is not settled
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits for this save
+        except BaseException as error:  # noqa: BLE001 - kept, and raised by `wait`
             log.warning("%s: %s", path, error)
             failed = error
         saving._written_at, span.nbytes = monotonic(), saving._bytes

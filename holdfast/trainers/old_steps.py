@@ -1,6 +1,6 @@
 """Refuses a run that is to start from scratch in a folder that holds steps already.
 
-The integrations that may be told not to resume ask it before training. Never deletes anything.
+The integrations that take ``resume=False`` call it before training. Never deletes anything.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class _Mark(msgspec.Struct):
 class Nodes:
     """The nodes of a run as one rank sees them. ``leaders`` are their first ranks, ``leader`` that of this one's.
 
-    What is told goes through the store of the process group, under ``key``. Raises RankLost if that does not answer.
+    Messages go through the store of the process group, under ``key``. Raises RankLost if that does not answer.
     """
 
     ranks: Ranks
@@ -104,7 +104,7 @@ class Nodes:
             self.ranks.store.set(f"{self.key}/{about}", zlib.compress(msgspec.msgpack.encode(news), 1))
 
     def hear(self, about: str, patience: float, listeners: int) -> News | None:
-        """What was told about this; None after ``patience`` seconds. The last of the ``listeners`` takes it away."""
+        """The news about a save; None after ``patience`` seconds. The last of the ``listeners`` deletes it."""
         until, key = time.monotonic() + patience, f"{self.key}/{about}"
         with self._asking():
             while not self.ranks.store.check([key]):
@@ -167,7 +167,7 @@ class Nodes:
         return None if step == -1 else step
 
     def moves(self, *, moved: bool) -> int:
-        """Tell that this node has ``moved`` something, and learn how often any has told so."""
+        """Report whether this node has ``moved`` bytes; returns how often any node has reported that it has."""
         if not self.several:
             return 0
         with self._asking():
@@ -237,7 +237,7 @@ def root_of_fast(folder: Place) -> str | None:
     """The root whose fast tier a folder is marked as; None if it is not."""
     try:
         return msgspec.json.decode((folder / MARK).read_small(), type=_Mark).root
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # nobody has marked it, or not for us to read
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):  # it has no mark, or none that can be read
         return None
 
 

@@ -1,6 +1,6 @@
 """What the tiers hold at a restart, on all nodes together, and what of it is restored.
 
-The tiers of a manager own one. Never mixes two saves of a step, and never starts afresh because the store is down.
+The tiers of a manager own one. Never mixes two saves of a step, and never ignores the store because it is down.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Survey:
     def _gather(self, patience: float, spare: Container[Place]) -> None:
         """See what the fast folders of all nodes hold, and sweep them.
 
-        Saves that all ranks of a node had finished are committed first; manifests that some node lacks are told it.
+        Saves that all ranks of a node had finished are committed first; manifests that a node lacks are sent to it.
         """
         self._restores += 1
         with self._ranks.call(f"look at the tiers of {self.store.root}", deadline=self._deadline) as call:
@@ -277,7 +277,7 @@ class Survey:
 
 
 def _join(notes: list[_Sight]) -> list[_FastStep]:
-    """On the first rank: of each step the save that counts, and who has to be told its manifest."""
+    """On the first rank: of each step the save that counts, and which ranks need its manifest."""
     seen: dict[str, list[tuple[int, _Seen]]] = {}
     for rank, note in enumerate(notes):
         for one in note.steps:
@@ -302,7 +302,7 @@ def _lacks(one: _Seen, save: str, lost: bool) -> bool:
 
 
 def bytes_of(path: Place) -> bytes:
-    """The manifest of a step as it is to be told; empty if there is none."""
+    """The manifest of a step as it is sent; empty if there is none."""
     try:
         return (path / manifest.FILE_NAME).read_small()
     except FileNotFoundError:  # a later save has swept it

@@ -89,12 +89,12 @@ class Tiers:
                     nodes.tell(f"save/{number}", News(bytes_of(path), kept))
                 if kept is not None:
                     self.fast.retire(kept, step)
-                if not nodes.several:  # else a folder without a manifest may only wait to be told of it
+                if not nodes.several:  # else a folder without a manifest may still receive it
                     self.fast.clean(writing_to)
             elif nodes.leads:
                 news = nodes.hear(f"save/{number}", HEARSAY, len(nodes.followers))
                 if news is None:
-                    log.warning("%s has no manifest yet: the first rank has not told it", path)
+                    log.warning("%s has no manifest yet: the first rank has not sent it", path)
                 elif news.manifest:
                     bring_manifest(path, news.manifest)
                 if news is not None and news.kept is not None:

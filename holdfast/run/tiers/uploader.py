@@ -201,7 +201,7 @@ class Uploader:
             signed = found_signature(self._fast.root / target.name, record)
             commit(target, into, replaces=self._backlog.replaces(step), signed=signed)
         except StorageError as error:
-            if error.errno == errno.EEXIST:  # somebody else's step or file
+            if error.errno == errno.EEXIST:  # a step or file of another run
                 raise Unsupported(str(error)) from error
             raise
         finally:
