@@ -21,19 +21,18 @@ from holdfast import dcp
 from holdfast.checkpoint import open_checkpoint as holdfast_open
 from holdfast.dcp import hugging_face
 from holdfast.dcp.opening import is_of_torch
-from holdfast.errors import Mismatch, NotACheckpoint, Unsupported
+from holdfast.errors import Mismatch, Unsupported
 from holdfast.load import load
-from holdfast.manager import SURVIVORS
 from holdfast.manager import CheckpointManager as Manager
 from holdfast.ondisk.patterns import Patterns
-from holdfast.ranks.ranks import DEADLINE, ranks_of
+from holdfast.ranks.ranks import DEADLINE
 from holdfast.run.keep import Keep
-from holdfast.run.steps import Steps
 from holdfast.save import save
 from holdfast.state import RNG, PerRank
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.trainers.titan_futures import Staging, upload_of
+from holdfast.trainers.titan_steps import NAME, find_step
 
 if TYPE_CHECKING:
     from holdfast.trainers.titan_contract import BaseCheckpointManager
@@ -44,7 +43,6 @@ else:
         from holdfast.trainers.titan_contract import BaseCheckpointManager
 
 MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER = "model", "optimizer", "lr_scheduler", "dataloader"
-NAME = "step-{step}"
 
 logger = logging.getLogger("holdfast.titan")
 
@@ -215,34 +213,12 @@ class CheckpointManager(BaseCheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         """Load ``step``, or the newest one; what ``initial_load_path`` names if there is none yet."""
-        chosen = self._find(step)
+        chosen = find_step(self._manager.root, step)
         if chosen == -1:
             return self._load_initially()
         path = self._manager.root / NAME.format(step=chosen)
         self._load_from(path, model_only=chosen == 0, newest=step == -1)
         return True
-
-    def _find(self, step: int) -> int:
-        """The step to load, the same on all ranks; -1 if there is none.
-
-        Raises NotACheckpoint, a FileNotFoundError, if ``step`` is named and not there.
-        """
-        root = self._manager.root
-
-        def choose() -> int:
-            steps = Steps(root, NAME)
-            steps.commit_late(SURVIVORS)
-            known = {
-                steps.step_of(path.name) for path in steps.folders() if is_of_torch(path)
-            } | steps.committed().keys()
-            if step == -1:
-                return max(known, default=-1)
-            if step not in known:
-                raise NotACheckpoint(f"--checkpoint.load_step={step} not found at {root / NAME.format(step=step)}")
-            return step
-
-        with ranks_of(None).call(f"find a step of {root}") as call:
-            return call.exchange("find", lambda: True, lambda notes: choose(), int)
 
     def _load_initially(self) -> bool:
         """Load what the configuration names for a run without a step."""
