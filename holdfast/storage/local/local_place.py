@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import PosixPath
+from typing import Any
 
 from holdfast.errors import StorageError
 from holdfast.events import log
@@ -28,8 +29,8 @@ class LocalPlace(PosixPath, Place):
     is_remote = False
     has_locks = has_folders = has_links = has_descriptors = True
 
-    def __reduce__(self) -> tuple[type[PosixPath], tuple[str, ...]]:
-        return PosixPath, self.parts
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return PosixPath(self).__reduce__()
 
     def __copy__(self) -> LocalPlace:
         return self
