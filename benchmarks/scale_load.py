@@ -18,8 +18,9 @@ from benchmarks.scale_states import Shape, World
 from holdfast.buffers.memory import no_collection
 from holdfast.ondisk import datafile, dtypes
 from holdfast.ondisk.datafile import Header
-from holdfast.read.ranges import Share, jobs_of, ranges_of, rounds_up
-from holdfast.read.read import DataFiles, Wanted, _shares
+from holdfast.read.files import DataFiles
+from holdfast.read.ranges import Overlap, jobs_of, ranges_of, rounds_up
+from holdfast.read.read import Wanted, _overlaps
 from holdfast.read.source import ReadStats
 from holdfast.storage.local.local_place import LocalPlace
 
@@ -100,13 +101,13 @@ def load(saved: Saved, world: World, ranks: list[int]) -> LoadCost:
 
 def _plan(files: SimulatedFiles, wanted: list[Wanted], stats: ReadStats) -> None:
     """`read_boxes` up to where it reads, each request counted in its stead."""
-    plans: dict[int, list[Share]] = {}
+    plans: dict[int, list[Overlap]] = {}
     for want in wanted:
         stats.needed += want.view.numel() * dtypes.itemsize(want.record.dtype)
-        for share in _shares(files, want, stats):
-            plans.setdefault(share.file, []).append(share)
-    round_up = rounds_up((share for shares in plans.values() for share in shares), True, stats.needed)
-    for shares in plans.values():
-        ordered = sorted(shares, key=lambda share: share.piece.begin)
-        for job in jobs_of(r for share in ordered for r in ranges_of(share, True, round_up=round_up)):
+        for overlap in _overlaps(files, want, stats):
+            plans.setdefault(overlap.file, []).append(overlap)
+    round_up = rounds_up((overlap for overlaps in plans.values() for overlap in overlaps), True, stats.needed)
+    for overlaps in plans.values():
+        ordered = sorted(overlaps, key=lambda overlap: overlap.piece.begin)
+        for job in jobs_of(r for overlap in ordered for r in ranges_of(overlap, True, round_up=round_up)):
             stats.add(max(r.begin + r.nbytes for r in job) - job[0].begin)

@@ -5,14 +5,12 @@ Returned by `open` and `save`, used by `load` and the manager. Lazy: nothing is 
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,31 +18,26 @@ from holdfast import events
 from holdfast.buffers.still import wait_for_copies
 from holdfast.commit.absent import what_is_there
 from holdfast.commit.parts import commit_late
-from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported, Untrusted
-from holdfast.ondisk import blocks, dtypes, manifest, spans, values
-from holdfast.ondisk.box import Box, inside, whole
+from holdfast.errors import Mismatch, NotACheckpoint, Untrusted
+from holdfast.formats.detect import open_foreign
+from holdfast.formats.own import Own
+from holdfast.formats.reader import Reader
+from holdfast.ondisk import dtypes, manifest, spans, values
+from holdfast.ondisk.box import whole
 from holdfast.ondisk.cells import TensorRecord
-from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.patterns import Patterns, names_in, near, selector
-from holdfast.ondisk.signature import Signature
-from holdfast.policies.signing.keys import Keys, read_signature
+from holdfast.policies.signing.keys import Keys
 from holdfast.ranks.ranks import DEADLINE
-from holdfast.read.damage import Damage, Findings, Verified, damages, error_of, tensors_hit
-from holdfast.read.examine import examine
-from holdfast.read.filling import into_given, into_mapped, into_new, unlike
-from holdfast.read.nested import nest
-from holdfast.read.per_rank import value_of_rank
+from holdfast.read.damage import Verified, verdict
+from holdfast.read.files import Files
+from holdfast.read.filling import box_of, into_given, into_mapped, into_new, unlike
+from holdfast.read.nested import nested
 from holdfast.read.ranges import Verify
-from holdfast.read.read import DataFiles, Files, Wanted, read_boxes
-from holdfast.read.source import ReadStats
-from holdfast.storage.links import LinkCheck
+from holdfast.read.read import Wanted, read_boxes
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_cache, with_default_deadline
-
-if TYPE_CHECKING:
-    from holdfast.formats import Foreign
 
 
 @dataclass(frozen=True)
@@ -67,15 +60,13 @@ class Checkpoint:
     """A checkpoint, ours or foreign, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
 
     def __init__(
-        self, path: Place, seconds: float = 0.0, *, foreign: Foreign | None = None, beside: Place | None = None,
+        self, path: Place, seconds: float = 0.0, *, reader: Reader | None = None, beside: Place | None = None,
         require: Keys | None = None,
     ) -> None:  # fmt: skip
         self.path = path
-        self._beside = beside
-        self._require = require
         self.seconds = seconds
         """How long the save took that returned this; 0.0 if it was opened."""
-        self._foreign = foreign
+        self.reader = reader or Own(path, beside=beside, require=require)
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r})"
@@ -83,66 +74,32 @@ class Checkpoint:
     @cached_property
     def manifest(self) -> Manifest:
         """The commit record. Raises NotACheckpoint, Unsupported or Damaged, saying which and what to do."""
-        return self._proved[0]
-
-    @cached_property
-    def _proved(self) -> tuple[Manifest, Signature | None]:
-        """The commit record, and the signature of just that, if one is required. Raises Untrusted."""
-        if self._foreign is not None:
-            return self._foreign.manifest, None
-        try:
-            record = read_manifest(self.path)
-        except NotACheckpoint:
-            if self._beside is None:
-                raise
-            record = read_manifest(self._beside)
-        if self._require is None:
-            return record, None
-        try:
-            return record, read_signature(self.path, record, self._require)
-        except Untrusted:
-            if self._beside is None:
-                raise
-            return record, read_signature(self._beside, record, self._require)
+        return self.reader.manifest
 
     @property
     def signed_by(self) -> str | None:
         """The public key, in hexadecimal digits, whose signature was required and is right; None if none was."""
-        signed = self._proved[1]
-        return None if signed is None else signed.key
+        return self.reader.signed_by
 
-    def verifying(self, verify: Verify) -> Verify:
-        """How reads are verified: where a signature is required every block is read whole and checked."""
-        if self._require is None:
-            return verify
-        if verify is False:
-            raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
-        return "blocks"
-
-    @cached_property
+    @property
     def files(self) -> Files:
         """Where the bytes lie."""
-        return self._data_files if self._foreign is None else self._foreign.files
-
-    @cached_property
-    def _data_files(self) -> DataFiles:
-        record, signed = self._proved
-        return DataFiles(self.path, record.data_files, self._beside, signature=signed)
+        return self.reader.files
 
     @property
     def format(self) -> str:
         """What wrote it: ``"holdfast"``, or the name of a foreign format."""
-        return self.manifest.format if self._foreign is None else self._foreign.format
+        return self.reader.format
 
     @property
     def reading(self) -> str:
         """Which reading of the path was taken where several were possible; empty for ours."""
-        return "" if self._foreign is None else self._foreign.reading
+        return self.reader.reading
 
     @property
     def left_out(self) -> Mapping[str, str]:
         """What a foreign file holds that has no place in a state, by path, with the reason."""
-        return {} if self._foreign is None else self._foreign.left_out
+        return self.reader.left_out
 
     @property
     def step(self) -> int | None:
@@ -167,16 +124,16 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor by name, tied ones under each of their names; nothing but the manifest is read."""
-        return {name: self._info(name, record) for name, record in self.records.items()}
+        return {
+            name: TensorInfo(name, dtypes.torch_dtype(record.dtype), record.shape, record.nbytes, record)
+            for name, record in self.records.items()
+        }
 
     @cached_property
     def records(self) -> Mapping[str, TensorRecord]:
         found = dict(self.manifest.tensors)
         found.update((alias, found[name]) for alias, name in self.manifest.aliases.items())
         return found
-
-    def _info(self, name: str, record: TensorRecord) -> TensorInfo:
-        return TensorInfo(name, dtypes.torch_dtype(record.dtype), record.shape, record.nbytes, record)
 
     def saved_name(self, name: str) -> str:
         """The name under which a (possibly tied) tensor is stored."""
@@ -190,48 +147,16 @@ class Checkpoint:
     def values(self) -> dict[str, Any]:
         """All values of the state, nested as they were saved; tensors and per-rank values are left out."""
         leaves: dict[str, Any] = {path: self.value(path) for path in self.manifest.values}
-        return self._nested(leaves, self.manifest.containers)
-
-    def _nested(self, leaves: dict[str, Any], containers: Mapping[str, Note]) -> dict[str, Any]:
-        try:
-            return nest(leaves, containers)
-        except ValueError as error:  # a list of names that are no positions, say
-            raise Damaged(f"{self.path / manifest.FILE_NAME} contradicts itself: {error}") from None
+        return nested(leaves, self.manifest.containers, self.path / manifest.FILE_NAME)
 
     @property
     def attachments(self) -> Mapping[str, int]:
         """Names of the attached files with their bytes."""
-        if self._foreign is not None:
-            return {name: path.stat().st_size for name, path in self._foreign.attachments.items()}
-        return {self._attachment_name(path): size for path, size, _ in self.manifest.attachments}
+        return self.reader.attachments
 
     def attachment(self, name: str) -> bytes:
         """The content of an attached file. Raises KeyError for an unknown name, Damaged if it was altered."""
-        if self._foreign is not None and name in self._foreign.attachments:
-            return self._foreign.attachments[name].read_small()
-        for path, size, digest in self.manifest.attachments:
-            if self._attachment_name(path) == name:
-                data = self._small(path)
-                if len(data) != size or blocks.digest(data) != digest:
-                    raise Damaged(f"{self.path / path} is altered: its digest is not the manifest's")
-                signed = self._proved[1]
-                if signed is not None and blocks.strong_sum(data) != signed.attachments[name]:
-                    raise Damaged(f"{self.path / path} is altered: it is not what was signed")
-                return data
-        raise KeyError(f"{self.path} has no attachment {name!r}; it has {sorted(self.attachments)}")
-
-    def _small(self, path: str) -> bytes:
-        for folder in (self.path, self._beside):
-            # In a store each attachment is below its save.
-            for name in (path, f"attachments/{self.manifest.save}/{self._attachment_name(path)}"):
-                if folder is not None:
-                    with suppress(FileNotFoundError):
-                        return LinkCheck(folder).path(name).read_small()
-        raise Damaged(f"{self.path / path} is missing")
-
-    def _attachment_name(self, path: str) -> str:
-        name = path.removeprefix("attachments/")
-        return name.removeprefix(f"{self.manifest.save}/")
+        return self.reader.attachment(name)
 
     def prove(self, names: Iterable[str]) -> None:
         """Raise Damaged unless the files of these tensors are there, each as long as it is said to be.
@@ -252,10 +177,10 @@ class Checkpoint:
         any with ``cast``. Raises KeyError for an unknown name, Mismatch for a box outside of the tensor or a given
         tensor that does not fit, Damaged for altered bytes.
         """
-        record, verify = self.records.get(name), self.verifying(verify)
+        record, verify = self.records.get(name), self.reader.verifying(verify)
         if record is None:
             raise KeyError(f"{self.path} has no tensor {name!r}{near(name, self.records)}")
-        wanted = whole(record.shape) if box is None else _box_of(name, record.shape, box)
+        wanted = whole(record.shape) if box is None else box_of(name, record.shape, box)
         if into is None:
             self.prove([name])
             result = torch.empty(wanted.lengths, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
@@ -274,11 +199,7 @@ class Checkpoint:
 
     def per_rank(self, path: str, rank: int) -> Any:
         """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
-        if self._foreign is not None:
-            from holdfast.formats import materialized
-
-            return materialized(self._foreign.per_rank[path][rank], self.path)
-        return value_of_rank(self._data_files, self.manifest.per_rank[path], path, rank, verify=self.verifying(True))
+        return self.reader.per_rank(path, rank)
 
     def state_dict(
         self, only: Patterns = "*", *, into: Mapping[Any, Any] | None = None, cast: bool = False, mmap: bool = False,
@@ -287,9 +208,7 @@ class Checkpoint:
         """The nested state on the CPU: whole tensors and values whose names fit ``only``.
 
         ``only``: names of the checkpoint, paths above them, or patterns, one or several. Raises Mismatch, with near
-        names, if one of them fits nothing.
-
-        Tied tensors come as one tensor. Values that differ by rank are left out; `per_rank` reads them.
+        names, if one of them fits nothing. Tied tensors come as one. `per_rank` reads values that differ by rank.
 
         ``into``: tensors to be filled in place of new ones, nested as the state is or by name, on any device and with
         any strides; of the saved dtypes, or of any with ``cast``. They are what comes back. Raises Mismatch, listing
@@ -300,7 +219,7 @@ class Checkpoint:
         several cells, compressed ones, those in a store. With ``verify`` what is mapped is read once to compare its
         sums, and not kept; without, only headers are proved, and opening costs nothing (see docs/memory.md).
         """
-        verify = self.verifying(verify)
+        verify = self.reader.verifying(verify)
         if into is not None and mmap:
             raise ValueError("into= gives the memory, and mmap= would have none: give one of them")
         wanted = selector(only, names_in(self.manifest), self.path)
@@ -317,50 +236,19 @@ class Checkpoint:
         leaves: dict[str, Any] = dict(filled.tensors)
         leaves.update((p, self.value(p)) for p in self.manifest.values if wanted(p))
         containers = {p: kind for p, kind in self.manifest.containers.items() if wanted(p)}
-        return self._nested(leaves, containers)
+        return nested(leaves, containers, self.path / manifest.FILE_NAME)
 
     def verify(self, *, deep: bool = True, raises: bool = True) -> Verified:
         """Read and check every byte, by several threads of this process. Raises Damaged, listing all that is hit.
 
-        ``deep=False`` looks at headers, sizes and attachments alone. ``raises=False``: damages are told in what is
-        returned, and not raised. Of a foreign checkpoint every byte of every tensor is read; what the format keeps no
-        sum of is counted as ``unverified``. `holdfast.verify` shares the work among the ranks of a group. Raises
-        StorageError if a store, or the disk, does not let us read.
+        ``deep=False`` looks at headers, sizes and attachments alone. ``raises=False``: damages are in what is returned,
+        and not raised. Of a foreign checkpoint every byte of every tensor is read; what the format keeps no sum of
+        counts as ``unverified``. `holdfast.verify` shares the work among the ranks of a group. Raises StorageError if
+        a store or the disk cannot be read.
         """
         began = monotonic()
-        return self.verdict(self.examine(deep=deep), deep=deep, seconds=monotonic() - began, raises=raises)
-
-    def examine(self, *, deep: bool = True, share: tuple[int, int] = (0, 1)) -> Findings:
-        """What is wrong in the r-th of n even parts (``share``) of the checkpoint; what is no data is of the first."""
-        stats, r = ReadStats(), share[0]
-        if self._foreign is not None:
-            from holdfast.formats import verify_foreign
-
-            found = verify_foreign(self._foreign, self.path, stats, share=share) if deep else []
-            return Findings(self.manifest.save, stats.needed, stats.read, stats.unverified, [], found)
-        with events.task("verify", str(self.path), rank=r, total=self.nbytes // share[1]) as task:
-            files, advance = self._data_files, task.advance
-            faults = examine(files, self.manifest, stats, deep=deep, share=share, progress=advance)
-            found = [] if r else self.altered_attachments()
-        return Findings(self.manifest.save, task.done, stats.read, stats.unverified, faults, found)
-
-    def verdict(self, found: Findings, *, deep: bool, seconds: float, raises: bool) -> Verified:
-        """What was found, told by tensors. Raises Damaged if anything was and it ``raises``."""
-        hurt = (*found.others, *damages(self.manifest, found.faults, self._data_files.named))
-        if hurt and raises:
-            raise error_of(self.path, hurt)
-        hit = tensors_hit(hurt, self.manifest)
-        return Verified(str(self.path), deep, found.nbytes, found.read, found.unverified, seconds, hurt, hit)
-
-    def altered_attachments(self) -> list[Damage]:
-        """The attached files that are missing, or not what was attached."""
-        found = []
-        for path, size, _ in self.manifest.attachments:
-            try:
-                self.attachment(self._attachment_name(path))
-            except Damaged as error:
-                found.append(Damage(str(self.path / path), str(error), nbytes=size))
-        return found
+        findings = self.reader.examine(deep=deep)
+        return verdict(self.path, self.manifest, findings, deep=deep, began=began, raises=raises)
 
 
 def open_checkpoint(
@@ -374,7 +262,6 @@ def open_checkpoint(
 
     ``require``: public keys, one of which must have signed the checkpoint (see docs/signing.md): then all that is read
     of it is proved to be what was signed.
-
     Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
     future, Damaged if the manifest was altered, Untrusted if it is not signed as required.
     """
@@ -392,15 +279,13 @@ def open_checkpoint(
                 f"{error}. require= takes signed checkpoints of holdfast: other formats cannot be signed, convert them "
                 "(holdfast.convert) and sign the result if you trust them"
             ) from None
-        from holdfast.formats import open_foreign  # programs that open checkpoints of holdfast alone never need them
-
-        foreign = open_foreign(target)
-        if foreign is None:
+        reader = open_foreign(target)
+        if reader is None:
             if target.is_remote:
                 raise NotACheckpoint(what_is_there(target)) from None
             raise
-        checkpoint = Checkpoint(target, foreign=foreign)
-        events.log.info("%s: read as %s%s", target, foreign.format, f" ({foreign.reading})" if foreign.reading else "")
+        checkpoint = Checkpoint(target, reader=reader)
+        events.log.info("%s: read as %s%s", target, reader.format, f" ({reader.reading})" if reader.reading else "")
     return checkpoint
 
 
@@ -412,42 +297,3 @@ def recover(path: str | os.PathLike[str] | Place) -> Checkpoint:
     folder = with_default_deadline(location(path), DEADLINE)
     commit_late(folder, strict=True)
     return open_checkpoint(folder)
-
-
-def read_manifest(folder: Place) -> Manifest:
-    """Read and prove the manifest of a folder."""
-    target = folder / manifest.FILE_NAME
-    try:
-        data = target.read_small()
-    except (FileNotFoundError, StorageError) as error:
-        refused = isinstance(error, StorageError) and error.errno in (errno.EACCES, errno.EPERM)
-        if refused or (isinstance(error, StorageError) and (folder.is_remote or folder.is_dir())):
-            raise
-        if folder.is_remote:  # looking what is there instead costs requests: `open_checkpoint` does
-            raise NotACheckpoint(f"there is no {target}") from None
-        raise NotACheckpoint(what_is_there(folder)) from None
-    try:
-        return manifest.decode(data, str(target))
-    except Damaged:
-        if not folder.is_remote:
-            raise
-        return manifest.decode(target.read_small(), str(target))  # on the way a bit may have flipped
-
-
-def read_known(folder: Place) -> Manifest:
-    """`read_manifest`, if we know all that it says: what we did not know would be lost when it is written again."""
-    record, target = read_manifest(folder), folder / manifest.FILE_NAME
-    if target.read_small().rstrip() != manifest.encode(record):
-        raise Unsupported(f"{target} says more than this holdfast knows of: install a newer one")
-    return record
-
-
-def _box_of(name: str, shape: Sequence[int], box: Sequence[slice | tuple[int, int]]) -> Box:
-    spans = [b.indices(n)[:2] if isinstance(b, slice) else b for b, n in zip(box, shape, strict=False)]
-    if any(isinstance(b, slice) and b.step not in (None, 1) for b in box):
-        raise Mismatch(f"a box of {name} has steps of 1 only")
-    spans += [(0, n) for n in shape[len(box) :]]
-    found = Box(tuple(a for a, _ in spans), tuple(max(b - a, 0) for a, b in spans))
-    if len(box) > len(shape) or not inside(found, shape):
-        raise Mismatch(f"box {found} does not lie in {name} of shape {list(shape)}")
-    return found

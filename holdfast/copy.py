@@ -16,11 +16,11 @@ from typing import Literal
 import msgspec
 
 from holdfast import events
-from holdfast.checkpoint import read_known, read_manifest
 from holdfast.commit.commit import commit, place_signature
 from holdfast.commit.folder import copy_hint, goes_along, is_leaving, taken
 from holdfast.commit.transfer import CopyStats, copy_files, home, self_contained
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
+from holdfast.formats.own import read_known, read_manifest
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import found_signature

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 import holdfast
-from holdfast.checkpoint import read_manifest
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.cited import is_cited, own_path, sibling_of
 from holdfast.ondisk.manifest import FileRecord, Manifest

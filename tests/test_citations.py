@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import Keep
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.citations import Citations, cited_in
 from holdfast.commit.commit import commit
 from holdfast.commit.folder import delete_checkpoint, delete_checkpoints, sweep_beside, sweep_dead
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import manifest
 from holdfast.policies.incremental import reuse
 from holdfast.run.keep import Kept

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint import read_manifest
 from holdfast.commit import folder
 from holdfast.commit.transfer import copy_files
 from holdfast.copy import Copied, copy
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import manifest
 from holdfast.storage.local.local import Local
 from holdfast.storage.local.local_place import LocalPlace

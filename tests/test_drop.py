@@ -12,8 +12,8 @@ import torch
 
 import holdfast
 from holdfast import Keep
-from holdfast.checkpoint import read_manifest
 from holdfast.commit import sections
+from holdfast.formats.own import read_manifest
 from holdfast.run.retention import KeptSteps
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint import read_manifest
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import part
 from holdfast.run.keep import Keep
 from holdfast.run.retention import KeptSteps

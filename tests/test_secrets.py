@@ -43,8 +43,8 @@ def test_a_url_with_a_secret_is_told_without_it(
 ) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     if use is holdfast.open:
-        monkeypatch.setattr("holdfast.checkpoint.read_manifest", lambda folder: _missing(folder))
-        monkeypatch.setattr("holdfast.formats.open_foreign", lambda folder: None)
+        monkeypatch.setattr("holdfast.formats.own.read_manifest", lambda folder: _missing(folder))
+        monkeypatch.setattr("holdfast.checkpoint.open_foreign", lambda folder: None)
         monkeypatch.setattr("holdfast.checkpoint.what_is_in_store", lambda folder: f"there is nothing in {folder}")
     caplog.set_level(logging.DEBUG)
     try:

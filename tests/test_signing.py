@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast.ondisk import blocks, datafile, manifest, signature
 from holdfast.policies.signing.keys import Signer, signer
-from holdfast.read.read import DataFiles
+from holdfast.read.files import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace

@@ -106,8 +106,8 @@ def test_parts_are_the_whole(ranks: int, copied: Path) -> None:
     for spot in list(spots(holdfast.open(copied)))[::2]:
         flip(spot.file, spot.begin)
     opened = holdfast.open(copied)
-    whole = opened.examine()
-    parts = [holdfast.open(copied).examine(share=(r, ranks)) for r in range(ranks)]
+    whole = opened.reader.examine()
+    parts = [holdfast.open(copied).reader.examine(share=(r, ranks)) for r in range(ranks)]
     assert sorted(f for part in parts for f in part.faults) == sorted(whole.faults) != []
     assert sum(part.nbytes for part in parts) == whole.nbytes
     if ranks == 2:
@@ -122,7 +122,7 @@ def test_a_block_is_of_the_stretch_in_which_it_begins(copied: Path) -> None:
     flip(spot.file, spot.begin)
     at = start + spot.begin  # as many parts as bytes: each is one of them
     for part, found in ((at - 1, 0), (at, 1), (at + 1, 0)):
-        assert len(holdfast.open(copied).examine(share=(part, opened.nbytes)).faults) == found
+        assert len(holdfast.open(copied).reader.examine(share=(part, opened.nbytes)).faults) == found
 
 
 def verified(path: str) -> list[Any]:
@@ -191,7 +191,7 @@ def test_foreign_formats_are_shared_out_too(ranks: int, tmp_path: Path) -> None:
     for n in (2, 7):
         data[data.index(torch.full((100 + n,), float(n)).numpy().tobytes()) + 4] ^= 1
     path.write_bytes(data)
-    parts = [holdfast.open(path).examine(share=(r, ranks)) for r in range(ranks)]
+    parts = [holdfast.open(path).reader.examine(share=(r, ranks)) for r in range(ranks)]
     assert {d.tensor for part in parts for d in part.others} == {"model/t2", "model/t7"}
     assert sum(part.nbytes for part in parts) == sum(400 + 4 * n for n in range(9))
     assert holdfast.verify(path, raises=False).tensors == ("model/t2", "model/t7")

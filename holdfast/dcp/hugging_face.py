@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from holdfast.checkpoint import read_manifest
 from holdfast.errors import Damaged, Unsupported
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import ranks_of
 from holdfast.storage import storage

@@ -46,7 +46,7 @@ def open_by_key(path: str | os.PathLike[str] | Place) -> Checkpoint:
         return taken_apart(open_checkpoint(path))
     state = read_folder(folder)
     foreign = Found("torch.distributed.checkpoint", state.tree, world_size=state.world_size)
-    return Checkpoint(folder, foreign=assemble(foreign, folder))
+    return Checkpoint(folder, reader=assemble(foreign, folder))
 
 
 def is_of_torch(folder: Place) -> bool:

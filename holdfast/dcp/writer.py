@@ -20,7 +20,6 @@ from torch.futures import Future
 
 from holdfast import events
 from holdfast.buffers.memory import no_collection
-from holdfast.checkpoint import read_manifest
 from holdfast.commit import folder
 from holdfast.commit.commit import commit
 from holdfast.commit.draft import Identity, complete, draft
@@ -30,6 +29,7 @@ from holdfast.dcp.hint import leave_hint
 from holdfast.dcp.items import RankItems, containers, gather, joined
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
 from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import manifest
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.plan.layout import OwnedJoin

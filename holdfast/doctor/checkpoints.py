@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from holdfast.checkpoint import Checkpoint, open_checkpoint, read_manifest
+from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.commit.absent import unfinished, what_is_lent
 from holdfast.commit.citations import Citations, borrowers
 from holdfast.commit.folder import is_leaving, may_hold_leavings
@@ -19,6 +19,7 @@ from holdfast.commit.sections import dropped_of
 from holdfast.doctor.finding import Finding
 from holdfast.doctor.mending import BRING_BACK, command, fits, lacking, mend, neighbours, steps_in
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.repair.rescue import rescuable
 from holdfast.run.steps import Steps

@@ -1,11 +1,5 @@
-"""Other people's files: one file a format, from a path to a Manifest and where each piece lies.
+"""Formats of checkpoints: holdfast's own, and a folder or file for each format of other libraries.
 
-`holdfast.open` asks `open_foreign` for a path that holds no checkpoint of ours. Never executes anything that a file
-names, and never reads the bytes of a tensor to list it.
+`checkpoint.py` opens paths through `own` and `detect`. Never executes anything that a file names, and never reads the
+bytes of a tensor to list it.
 """
-
-from holdfast.formats.assemble import Foreign, materialized
-from holdfast.formats.detect import open_foreign
-from holdfast.formats.verify import verify_foreign
-
-__all__ = ["Foreign", "materialized", "open_foreign", "verify_foreign"]

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from holdfast.errors import HoldfastError
 from holdfast.formats.sources import Stretch, file
-from holdfast.read.read import ASKERS
+from holdfast.read.files import ASKERS
 from holdfast.storage.place import Place
 
 BATCH = 64

@@ -11,7 +11,7 @@ from importlib import import_module
 
 from holdfast.buffers.memory import no_collection
 from holdfast.errors import Damaged, HoldfastError
-from holdfast.formats.assemble import Foreign, assemble
+from holdfast.formats.reader import Reader
 from holdfast.storage.naming import storage_error
 from holdfast.storage.place import Place
 from holdfast.storage.storage import as_store
@@ -20,7 +20,7 @@ from holdfast.storage.wrappers.listed import Listed
 
 # Each is asked with `read(path)`, which returns None for what is not its format. Those that look for a file of a name
 # that nobody else uses come first; what is anything else is left to the general ones. They are imported when the first
-# foreign path is opened: a program that reads none pays nothing.
+# foreign path is opened, and so is `assemble`: a program that reads none pays nothing.
 _READERS = (
     "megatron.megatron", "olmo.olmo", "deepspeed.deepspeed", "torchsnapshot.torchsnapshot",
     "torch_checkpointing.torch_checkpointing", "composer.composer", "hfai.hfai", "dcp.dcp", "huggingface.huggingface",
@@ -31,7 +31,7 @@ _READERS = (
 _UNEXPECTED = (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 
-def open_foreign(path: Place) -> Foreign | None:
+def open_foreign(path: Place) -> Reader | None:
     """The foreign checkpoint at ``path``, or None if there is none that is known.
 
     ``path``: a folder, a file, or a template with ``{rank}``. Raises Damaged, Unsupported, StorageError.
@@ -42,9 +42,10 @@ def open_foreign(path: Place) -> Foreign | None:
     # A large one is hundreds of thousands of objects, of which none is garbage.
     with no_collection(), _telling(path):
         for name in _READERS:
-            found = import_module(f"holdfast.formats.{name}").read(path)
-            if found is not None:
-                return assemble(found, path)
+            contents = import_module(f"holdfast.formats.{name}").read(path)
+            if contents is not None:
+                reader: Reader = import_module("holdfast.formats.assemble").assemble(contents, path)
+                return reader
     return None
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats import fqns
-from holdfast.formats.assemble import PerRank
 from holdfast.formats.dcp.names import own_names, step_of
+from holdfast.formats.simplified import PerRank
 from holdfast.formats.stored import Stored
 from holdfast.storage.place import Place
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.formats import fqns
-from holdfast.formats.assemble import simplified
 from holdfast.formats.machine import arrays
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.sharded import is_sharded, share_of
+from holdfast.formats.simplified import simplified
 from holdfast.formats.stored import Opaque, Stored, joined
 from holdfast.storage.place import Place
 

@@ -14,9 +14,9 @@ import torch
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats.alike import alike, same_tensors
-from holdfast.formats.assemble import MAX_DEPTH, MAX_LEAVES, PerRank
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.shares import Mesh, Share, placed_share, sizes_of
+from holdfast.formats.simplified import MAX_DEPTH, MAX_LEAVES, PerRank
 from holdfast.formats.stored import Stored, joined
 from holdfast.ondisk.box import Box, inside
 from holdfast.plan.spread import Split

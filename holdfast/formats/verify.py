@@ -1,6 +1,6 @@
 """Every byte of a foreign checkpoint, read; and compared with the sums that its archives keep.
 
-`Checkpoint.verify` calls it. Never claims to have checked what it only read.
+`Foreign.examine` calls it. Never claims to have checked what it only read.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from itertools import accumulate
 
 from holdfast import events
 from holdfast.errors import Damaged
-from holdfast.formats.assemble import Foreign
+from holdfast.formats.places import ForeignFiles
 from holdfast.formats.sources import Stretch
 from holdfast.ondisk.box import Box
 from holdfast.read.damage import Damage
-from holdfast.read.read import ASKERS
+from holdfast.read.files import ASKERS
 from holdfast.read.source import ReadStats
 from holdfast.storage.place import Place
 
 SPAN = 8 << 20
 
 
-def verify_foreign(foreign: Foreign, path: Place, stats: ReadStats, *, share: tuple[int, int] = (0, 1)) -> list[Damage]:
+def verify_foreign(
+    files: ForeignFiles, path: Place, stats: ReadStats, *, share: tuple[int, int] = (0, 1)
+) -> list[Damage]:
     """Read all that the tensors need, or the r-th of n even parts of it (``share``); what is wrong of each tensor.
 
     Bytes of archive members with a CRC-32 (torch's own files) are checked, others count as ``unverified``.
@@ -40,7 +42,7 @@ def verify_foreign(foreign: Foreign, path: Place, stats: ReadStats, *, share: tu
     def check(name: str, box: Box, place: Stretch) -> tuple[Damage | None, int]:
         """What is wrong, and how many bytes have no sum."""
         try:
-            stretch = foreign.files.located(place)
+            stretch = files.located(place)
             if stretch.member is None:
                 _read(stretch, stats)
                 return None, stretch.nbytes
@@ -62,7 +64,7 @@ def verify_foreign(foreign: Foreign, path: Place, stats: ReadStats, *, share: tu
         except Damaged as error:
             return Damage(str(place.source.path), f"{name}: {error}", name, box), 0
 
-    places = _part_of(foreign.files.places, *share)
+    places = _part_of(files.places, *share)
     threads = ASKERS if path.is_remote else 1
     found: list[Damage] = []
     with (

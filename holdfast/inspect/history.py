@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.absent import what_is_there
 from holdfast.commit.parts import sizes_of_save
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.journal import ASK, Entry, Now, Reader, joined, printable
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.run.tiers.nodes import root_of_fast

@@ -20,8 +20,9 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.plan.share_plan import Holders, Item, Wants
 from holdfast.plan.spread import Spread, boxes_held
+from holdfast.read.files import Files
 from holdfast.read.ranges import GAP, Verify
-from holdfast.read.read import Files, Wanted, jobs_for, shares_of
+from holdfast.read.read import Wanted, jobs_for, overlaps_of
 from holdfast.read.shared.demand import Choice, Demand, Offer, demand_of, is_worth_it, who_shares
 from holdfast.read.shared.pass_on import LONGEST, Line, line_of, wanted_of
 from holdfast.read.shared.relay import seat_of
@@ -117,7 +118,7 @@ class _Planning:
         node_size: int, verify: Verify,
     ) -> None:  # fmt: skip
         self.checkpoint, self.mesh, self.records, self.node_size = checkpoint, mesh, records, node_size
-        self.verify = checkpoint.verifying(verify)
+        self.verify = checkpoint.reader.verifying(verify)
         # Equal spreads are one object: the reader works out once what it knows by identity.
         known: dict[Spread, Spread] = {}
         found = {name: mesh.spread(name, record.shape, rules) for name, record in records.items()}
@@ -222,8 +223,8 @@ class _Tally:
         self.read = self.requests = 0
 
     def add(self, files: Files, wanted: Sequence[Wanted], verify: Verify) -> None:
-        shares, round_up = shares_of(files, wanted, verify, ReadStats())
-        for index, some in shares.items():
+        overlaps, round_up = overlaps_of(files, wanted, verify, ReadStats())
+        for index, some in overlaps.items():
             if index not in self.files:
                 self.files.add(index)
                 header = self.headers[index] if index < len(self.headers) else 0  # of what needs unpacking, none

@@ -73,7 +73,7 @@ def read_together(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, tor
         record = checkpoint.records[name]
         tensors[name] = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
         wanted.append(Wanted(checkpoint.saved_name(name), record, whole(record.shape), tensors[name]))
-    read_boxes(checkpoint.files, wanted, verify=checkpoint.verifying(True))
+    read_boxes(checkpoint.files, wanted, verify=checkpoint.reader.verifying(True))
     return tensors
 
 

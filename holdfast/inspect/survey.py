@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Literal
 
-from holdfast.checkpoint import open_checkpoint, read_manifest
+from holdfast.checkpoint import open_checkpoint
 from holdfast.commit.absent import what_is_lent, what_is_there
 from holdfast.commit.citations import Citations, borrowers
 from holdfast.commit.folder import is_leaving
@@ -23,10 +23,11 @@ from holdfast.commit.parts import finished, sizes_of_save
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ranks.ranks import DEADLINE
-from holdfast.read.read import DataFiles
+from holdfast.read.files import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.run.tiers.nodes import MARK
 from holdfast.run.whole import lacking_files, metric_of

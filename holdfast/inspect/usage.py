@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 
-from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.checkpoint import Checkpoint
 from holdfast.commit.absent import what_is_there
 from holdfast.errors import HoldfastError, NotACheckpoint
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.inspect.survey import ASKERS
 from holdfast.inspect.tree import Leaf, Node, tree
 from holdfast.ondisk import manifest, names

@@ -42,7 +42,7 @@ def hand_over_early(matched: Matched, verify: Verify, undo: list[Callable[[], No
     They may refuse it, and nothing but them has been changed by then.
     """
     checkpoint = matched.checkpoint
-    stats = read_boxes(checkpoint.files, matched.early.wanted, verify=checkpoint.verifying(verify))
+    stats = read_boxes(checkpoint.files, matched.early.wanted, verify=checkpoint.reader.verifying(verify))
     for target in matched.early.targets:
         if target.undoing is not None:
             undo.append(target.undoing())

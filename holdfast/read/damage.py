@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 import msgspec
 
@@ -110,13 +111,13 @@ def contents(record: Manifest, files: Container[int]) -> dict[int, Contents]:
     return found
 
 
-def damages(record: Manifest, faults: Iterable[Fault], path_of: Callable[[int], Place]) -> list[Damage]:
-    """What faults mean for tensors, in the order of files and bytes."""
+def damages(record: Manifest, faults: Iterable[Fault], folder: Place) -> list[Damage]:
+    """What faults in the files of a ``folder`` mean for tensors, in the order of files and bytes."""
     ordered = sorted(set(faults))
     held = contents(record, {fault.file for fault in ordered})
     found: list[Damage] = []
     for fault in ordered:
-        file, inside = str(path_of(fault.file)), held.get(fault.file, {})
+        file, inside = str(folder / record.data_files[fault.file].path), held.get(fault.file, {})
         if not fault.key:
             nbytes = record.data_files[fault.file].bytes
             hits = list(inside.values()) or [("", None)]
@@ -167,3 +168,16 @@ def error_of(path: object, found: Sequence[Damage]) -> Damaged:
         more = f" and {len(told) - TOLD} more" if len(told) > TOLD else ""
         lines.append(f"{what} (hits {', '.join(told[:TOLD])}{more})" if told else what)
     return Damaged("\n".join([f"{path} is damaged:", *lines]))
+
+
+def verdict(
+    path: Place, record: Manifest, findings: Findings, *, deep: bool, began: float, raises: bool
+) -> Verified:  # fmt: skip
+    """What findings of a search that ``began`` then mean for tensors. With ``raises``, raises Damaged for them."""
+    damaged = (*findings.others, *damages(record, findings.faults, path))
+    if damaged and raises:
+        raise error_of(path, damaged)
+    hit = tensors_hit(damaged, record)
+    return Verified(
+        str(path), deep, findings.nbytes, findings.read, findings.unverified, monotonic() - began, damaged, hit
+    )

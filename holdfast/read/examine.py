@@ -21,8 +21,9 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import Manifest
 from holdfast.read.damage import Fault, contents
+from holdfast.read.files import DataFiles, Files, is_cell
 from holdfast.read.ranges import Range, jobs_of
-from holdfast.read.read import READERS, DataFiles, Files, altered, is_cell, is_right, threads_for
+from holdfast.read.read import READERS, altered, is_right, threads_for
 from holdfast.read.source import ReadStats, Source, source_of
 
 AHEAD = 4

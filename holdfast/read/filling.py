@@ -15,13 +15,14 @@ import torch
 from holdfast.errors import Damaged, Mismatch, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import dtypes, names
-from holdfast.ondisk.box import Box, whole
+from holdfast.ondisk.box import Box, inside, whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
 from holdfast.read.examine import check_pieces
+from holdfast.read.files import Files
 from holdfast.read.mapped import MappedFiles
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Files, Wanted
+from holdfast.read.read import Wanted
 from holdfast.read.source import ReadStats
 from holdfast.state.tensors import dtype_name
 
@@ -165,3 +166,15 @@ def _mapped(
     path = files.plain(index)
     tensor = None if path is None else maps.tensor(path, piece, record.dtype, record.shape)
     return None if tensor is None else (tensor, index, piece, sums)
+
+
+def box_of(name: str, shape: Sequence[int], box: Sequence[slice | tuple[int, int]]) -> Box:
+    """A box that is given by a slice or a pair (start, stop) for each axis; missing axes are taken whole."""
+    spans = [b.indices(n)[:2] if isinstance(b, slice) else b for b, n in zip(box, shape, strict=False)]
+    if any(isinstance(b, slice) and b.step not in (None, 1) for b in box):
+        raise Mismatch(f"a box of {name} has steps of 1 only")
+    spans += [(0, n) for n in shape[len(box) :]]
+    result = Box(tuple(a for a, _ in spans), tuple(max(b - a, 0) for a, b in spans))
+    if len(box) > len(shape) or not inside(result, shape):
+        raise Mismatch(f"box {result} does not lie in {name} of shape {list(shape)}")
+    return result

@@ -39,6 +39,14 @@ def nest(leaves: Mapping[str, Any], containers: Mapping[str, Note]) -> dict[str,
     return {key: _shaped(names.escape(key), value, containers) for key, value in root.items()}
 
 
+def nested(leaves: Mapping[str, Any], containers: Mapping[str, Note], where: object) -> dict[str, Any]:
+    """`nest` of what ``where`` says. Raises Damaged if it contradicts itself."""
+    try:
+        return nest(leaves, containers)
+    except ValueError as error:  # a list of names that are no positions, say
+        raise Damaged(f"{where} contradicts itself: {error}") from None
+
+
 def _at(root: _Branch, keys: Sequence[str]) -> Any:
     at: Any = root
     for key in keys:

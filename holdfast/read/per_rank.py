@@ -17,8 +17,9 @@ from holdfast.errors import Damaged, HoldfastError, Unsupported
 from holdfast.ondisk import datafile, dtypes, names, spans, values
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.cells import TensorRecord
+from holdfast.read.files import DataFiles
 from holdfast.read.ranges import Verify
-from holdfast.read.read import DataFiles, Wanted, read_boxes
+from holdfast.read.read import Wanted, read_boxes
 from holdfast.storage.place import Place
 
 _SECTION = "state"  # any section: a piece's key is its name without one

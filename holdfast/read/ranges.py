@@ -29,7 +29,7 @@ DIRECT_FROM = 256 << 10
 """A range of this many bytes goes straight into its destination; smaller ones by way of a buffer."""
 
 SLACK = 0.04
-"""By default a block wanted in part is read whole, to be verified, while all such extra stays below this share."""
+"""By default a block wanted in part is read whole, to be verified, while all such extra stays below this part."""
 
 PACKED, PACKED_RUNS = 1 << 20, 4096
 """Bytes and runs of one window in which short runs meet on their way to a view that cannot be read into."""
@@ -38,7 +38,7 @@ Verify = bool | Literal["blocks"]
 """How much to check: see `read_boxes`."""
 
 
-class Share(NamedTuple):
+class Overlap(NamedTuple):
     """What one wanted box takes from one piece."""
 
     file: int
@@ -54,7 +54,7 @@ class Range(NamedTuple):
     """Bytes ``begin:begin + nbytes`` of a file, of which ``wanted`` are wanted.
 
     They go one after the other, from byte ``start`` of the range on, to an ``address``; or they lie scattered in the
-    range and go to the view of a ``share``. ``sum`` is set if the range is one whole block. ``key`` names the piece
+    range and go to the view of a ``overlap``. ``sum`` is set if the range is one whole block. ``key`` names the piece
     for errors. ``buffer`` waits for what goes to an address of its own.
     """
 
@@ -66,7 +66,7 @@ class Range(NamedTuple):
     start: int = 0
     address: int = 0
     buffer: RunBuffer | None = None
-    share: Share | None = None
+    overlap: Overlap | None = None
 
 
 class Spans(NamedTuple):
@@ -99,15 +99,15 @@ def _starts(at: int, outer: tuple[tuple[int, int], ...]) -> Iterator[int]:
             yield from _starts(at + i * pitch, outer[1:])
 
 
-def spans_of(share: Share, gap: int = GAP) -> Spans:
-    """What the share takes from its piece; what lies no more than ``gap`` bytes apart is one span."""
-    if share.cell is share.box or share.cell == share.box:
-        return Spans(share.piece.nbytes, True, 0, ())
-    size = dtypes.itemsize(share.dtype)
-    inner = relative(share.box, share.cell)
+def spans_of(overlap: Overlap, gap: int = GAP) -> Spans:
+    """What the overlap takes from its piece; what lies no more than ``gap`` bytes apart is one span."""
+    if overlap.cell is overlap.box or overlap.cell == overlap.box:
+        return Spans(overlap.piece.nbytes, True, 0, ())
+    size = dtypes.itemsize(overlap.dtype)
+    inner = relative(overlap.box, overlap.cell)
     pitch, first, extent, solid = size, 0, size, True
     outer: list[tuple[int, int]] = []
-    for offset, length, n in zip(*map(reversed, (*inner, share.cell.lengths)), strict=True):
+    for offset, length, n in zip(*map(reversed, (*inner, overlap.cell.lengths)), strict=True):
         first += offset * pitch
         if length > 1:
             if outer or pitch - extent > gap:
@@ -119,60 +119,67 @@ def spans_of(share: Share, gap: int = GAP) -> Spans:
     return Spans(extent, solid, first, tuple(reversed(outer)))
 
 
-def _in_place(share: Share) -> bool:
-    view = share.view
-    return view.device.type == "cpu" and dtypes.name_of(view.dtype) == share.dtype and is_plain_memory(view)
+def _in_place(overlap: Overlap) -> bool:
+    view = overlap.view
+    return view.device.type == "cpu" and dtypes.name_of(view.dtype) == overlap.dtype and is_plain_memory(view)
 
 
-def rounds_up(shares: Iterable[Share], verify: Verify, needed: int) -> bool:
-    """Whether blocks that are wanted in part are to be read whole; ``needed`` is what all shares take, in bytes."""
+def rounds_up(overlaps: Iterable[Overlap], verify: Verify, needed: int) -> bool:
+    """Whether blocks that are wanted in part are to be read whole; ``needed`` is what all of them take, in bytes."""
     if verify is not True:
         return verify == "blocks"
     extra = 0
-    for share in shares:
-        if share.cell is share.box or share.cell == share.box or not share.sums:
+    for overlap in overlaps:
+        if overlap.cell is overlap.box or overlap.cell == overlap.box or not overlap.sums:
             continue
-        spans = spans_of(share)
-        low, high = spans.first // BLOCK * BLOCK, min(-(-spans.end // BLOCK) * BLOCK, share.piece.nbytes)
+        spans = spans_of(overlap)
+        low, high = spans.first // BLOCK * BLOCK, min(-(-spans.end // BLOCK) * BLOCK, overlap.piece.nbytes)
         # What lies between neighbours is read in any case.
-        taken = share.box.size * dtypes.itemsize(share.dtype) if spans.outer else spans.nbytes
+        taken = overlap.box.size * dtypes.itemsize(overlap.dtype) if spans.outer else spans.nbytes
         extra += high - low - taken
         if extra > SLACK * needed:
             return False
     return True
 
 
-def ranges_of(share: Share, verify: Verify, *, round_up: bool, gap: int = GAP) -> Iterable[Range]:
-    """The ranges that bring one share, in the order of the file; those that are whole blocks carry their sum."""
-    if 0 in share.box.lengths:
+def ranges_of(overlap: Overlap, verify: Verify, *, round_up: bool, gap: int = GAP) -> Iterable[Range]:
+    """The ranges that bring one overlap, in the order of the file; those that are whole blocks carry their sum."""
+    if 0 in overlap.box.lengths:
         return ()
-    piece, sums = share.piece, share.sums if verify else ()
-    address = share.view.data_ptr() if _in_place(share) else None
-    if address is not None and piece.nbytes <= BLOCK and (share.cell is share.box or share.cell == share.box):
+    piece, sums = overlap.piece, overlap.sums if verify else ()
+    address = overlap.view.data_ptr() if _in_place(overlap) else None
+    if address is not None and piece.nbytes <= BLOCK and (overlap.cell is overlap.box or overlap.cell == overlap.box):
         # A small tensor, whole: by far the most common.
         return (Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address),)
-    return _ranges_of(share, sums, address, round_up=round_up, gap=gap)
+    return _ranges_of(overlap, sums, address, round_up=round_up, gap=gap)
 
 
-def _ranges_of(share: Share, sums: Sequence[str], address: int | None, *, round_up: bool, gap: int) -> Iterator[Range]:
-    piece, spans = share.piece, spans_of(share, gap)
+def _ranges_of(
+    overlap: Overlap, sums: Sequence[str], address: int | None, *, round_up: bool, gap: int
+) -> Iterator[Range]:
+    piece, spans = overlap.piece, spans_of(overlap, gap)
     if spans.nbytes == piece.nbytes <= BLOCK and spans.solid and address is not None:  # whole, in other words
         yield Range(piece.begin, piece.nbytes, sums[0] if sums else None, piece.key, piece.nbytes, 0, address)
     elif round_up and sums:  # without sums there is nothing to prove
-        yield from _whole_blocks(share, spans, sums, address)
+        yield from _whole_blocks(overlap, spans, sums, address)
     elif address is None and spans.solid and spans.outer and spans.nbytes < DIRECT_FROM:
-        yield from _packed(share, spans, sums)
+        yield from _packed(overlap, spans, sums)
     else:
         for start in spans.starts():
-            yield from _cut(share, start, spans, sums, address)
+            yield from _cut(overlap, start, spans, sums, address)
             address = address if address is None else address + spans.nbytes
 
 
 def _cut(
-    share: Share, start: int, spans: Spans, sums: Sequence[str], address: int | None, buffer: RunBuffer | None = None
+    overlap: Overlap,
+    start: int,
+    spans: Spans,
+    sums: Sequence[str],
+    address: int | None,
+    buffer: RunBuffer | None = None,
 ) -> Iterator[Range]:
     """One span cut at block borders; a block taken whole carries its sum."""
-    piece, end = share.piece, start + spans.nbytes
+    piece, end = overlap.piece, start + spans.nbytes
     at = start
     while at < end:
         block = at // BLOCK
@@ -183,36 +190,36 @@ def _cut(
             there = address + at - start
             yield Range(piece.begin + at, stop - at, known, piece.key, stop - at, 0, there, buffer)
         else:
-            yield _scattered(share, at, stop, known)
+            yield _scattered(overlap, at, stop, known)
         at = stop
 
 
-def _scattered(share: Share, low: int, high: int, known: str | None) -> Range:
+def _scattered(overlap: Overlap, low: int, high: int, known: str | None) -> Range:
     wanted = high - low
-    if share.cell != share.box:
-        size, inner = dtypes.itemsize(share.dtype), relative(share.box, share.cell)
-        parts = (intersect(box, inner) for box in flat_boxes(share.cell.lengths, low // size, high // size))
+    if overlap.cell != overlap.box:
+        size, inner = dtypes.itemsize(overlap.dtype), relative(overlap.box, overlap.cell)
+        parts = (intersect(box, inner) for box in flat_boxes(overlap.cell.lengths, low // size, high // size))
         wanted = size * sum(part.size for part in parts if part is not None)
-    return Range(share.piece.begin + low, high - low, known, share.piece.key, wanted, share=share)
+    return Range(overlap.piece.begin + low, high - low, known, overlap.piece.key, wanted, overlap=overlap)
 
 
-def _packed(share: Share, spans: Spans, sums: Sequence[str]) -> Iterator[Range]:
+def _packed(overlap: Overlap, spans: Spans, sums: Sequence[str]) -> Iterator[Range]:
     """Short runs far apart that cannot be read to where they go: together, for to hand over each costs more."""
     starts, first = spans.starts(), 0
     most = max(1, min(PACKED // spans.nbytes, PACKED_RUNS))
     while some := [*islice(starts, most)]:
-        buffer = RunBuffer(first, len(some) * spans.nbytes, share.box.lengths, share.view, share.dtype)
+        buffer = RunBuffer(first, len(some) * spans.nbytes, overlap.box.lengths, overlap.view, overlap.dtype)
         found: list[Range] = []
         for i, start in enumerate(some):
-            found += _cut(share, start, spans, sums, buffer.address + i * spans.nbytes, buffer)
+            found += _cut(overlap, start, spans, sums, buffer.address + i * spans.nbytes, buffer)
         buffer.left = len(found)
         first += buffer.nbytes
         yield from found
 
 
-def _whole_blocks(share: Share, spans: Spans, sums: Sequence[str], address: int | None) -> Iterator[Range]:
+def _whole_blocks(overlap: Overlap, spans: Spans, sums: Sequence[str], address: int | None) -> Iterator[Range]:
     """Every block of which anything is wanted, whole and once, however many spans meet in it."""
-    piece, last = share.piece, -1
+    piece, last = overlap.piece, -1
     for start in spans.starts():
         end = start + spans.nbytes
         for block in range(start // BLOCK, (end - 1) // BLOCK + 1):
@@ -224,7 +231,7 @@ def _whole_blocks(share: Share, spans: Spans, sums: Sequence[str], address: int 
                 yield Range(piece.begin + low, high - low, known, piece.key, stop - begin, begin - low, there)
             elif block != last:
                 last = block
-                yield _scattered(share, low, high, known)
+                yield _scattered(overlap, low, high, known)
         address = address if address is None else address + spans.nbytes
 
 
@@ -248,4 +255,4 @@ def jobs_of(ranges: Iterable[Range], *, gap: int = GAP, straight: bool = True) -
 
 def is_straight(r: Range) -> bool:
     """Whether a range is read into its destination without a buffer."""
-    return r.share is None and r.nbytes >= DIRECT_FROM and r.wanted == r.nbytes
+    return r.overlap is None and r.nbytes >= DIRECT_FROM and r.wanted == r.nbytes

@@ -16,7 +16,7 @@ from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.read.read import DataFiles
+from holdfast.read.files import DataFiles
 from holdfast.read.source import ReadStats, source_of
 from holdfast.storage.place import Place
 

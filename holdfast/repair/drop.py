@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from holdfast.checkpoint import read_known
 from holdfast.commit import sections as parts
 from holdfast.commit.citations import Cited
 from holdfast.errors import Mismatch
 from holdfast.events import log
+from holdfast.formats.own import read_known
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.patterns import Patterns, matcher, patterns_in, quoted, unfit
 from holdfast.policies.signing.keys import Key, found_signature, read_signature, signer

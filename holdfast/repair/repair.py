@@ -14,16 +14,17 @@ from itertools import groupby
 from time import monotonic
 
 from holdfast import events
-from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.checkpoint import Checkpoint
 from holdfast.commit.transfer import home
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import blocks
 from holdfast.ondisk.datafile import Header
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.damage import Damage, Fault, Findings, damages, tensors_hit
 from holdfast.read.examine import examine
-from holdfast.read.read import DataFiles
+from holdfast.read.files import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.repair.donors import Donor, Donors
 from holdfast.repair.mend import Mended, Mending, mend_file
@@ -83,7 +84,7 @@ def repair(
     """
     began, checkpoint = monotonic(), Checkpoint(with_deadline(location(path), deadline))
     _refuse_without_manifest(checkpoint)
-    return mended_of(checkpoint, checkpoint.examine(), sources, dry_run=dry_run, began=began)
+    return mended_of(checkpoint, checkpoint.reader.examine(), sources, dry_run=dry_run, began=began)
 
 
 def mended_of(
@@ -92,7 +93,7 @@ def mended_of(
     """`repair` with the findings of an examination."""
     target, record = checkpoint.path, checkpoint.manifest
     files = DataFiles(target, record.data_files)
-    hurt = (*findings.others, *damages(record, findings.faults, files.named))
+    hurt = (*findings.others, *damages(record, findings.faults, files.folder))
     mended: list[Mended] = []
     left: list[Damage] = []
     if hurt:
@@ -102,7 +103,7 @@ def mended_of(
             mended, faults = _mend_files(checkpoint, findings.faults, donors, task, dry_run=dry_run)
             more, left = _mend_attachments(checkpoint, findings.others, donors, dry_run=dry_run)
         mended += more
-        left += damages(record, faults, files.named)
+        left += damages(record, faults, files.folder)
     for damage in left:
         events.log.warning("%s: could not be repaired: %s", damage, damage.what)
     hit = tensors_hit(left, record)

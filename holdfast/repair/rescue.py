@@ -18,19 +18,19 @@ from typing import Literal
 import msgspec
 import torch
 
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.commit import commit
 from holdfast.commit.folder import ASIDE, taken
 from holdfast.commit.parts import commit_late, take_away
 from holdfast.commit.transfer import self_contained
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import blocks, datafile, manifest, names, part
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.damage import Damage, damages
 from holdfast.read.examine import examine
-from holdfast.read.read import DataFiles
+from holdfast.read.files import DataFiles
 from holdfast.read.rebuild import DataFile, Rebuilt, described, rebuilt
 from holdfast.read.source import ReadStats
 from holdfast.storage.links import LinkCheck
@@ -119,7 +119,7 @@ def _rescued(
     target: Place, record: Manifest, origin: Literal["parts", "copy", "headers"], lost: list[str]
 ) -> Rescued:  # fmt: skip
     files = DataFiles(target, record.data_files)
-    hurt = damages(record, examine(files, record, ReadStats()), files.named)
+    hurt = damages(record, examine(files, record, ReadStats()), files.folder)
     nbytes = sum(file.bytes for file in record.data_files)
     return Rescued(str(target), record.save, record.step, origin, len(record.tensors), nbytes, tuple(lost), tuple(hurt))
 

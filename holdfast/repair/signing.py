@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import events
-from holdfast.checkpoint import Checkpoint, open_checkpoint, read_known
+from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.commit.commit import place_signature
 from holdfast.commit.transfer import home
 from holdfast.errors import Unsupported
+from holdfast.formats.own import read_known
 from holdfast.ondisk import blocks, datafile
 from holdfast.ondisk.manifest import FORMAT, FileRecord
 from holdfast.ondisk.signature import SignedFile

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.errors import Mismatch
 from holdfast.ranks.ranks import DEADLINE, ranks_of
-from holdfast.read.damage import Findings, Verified
+from holdfast.read.damage import Findings, Verified, verdict
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
@@ -41,14 +41,15 @@ def verify(
 
     def work() -> Findings:
         opened.append(open_checkpoint(with_deadline(location(path), deadline)))
-        return opened[0].examine(deep=deep, share=(ranks.rank, ranks.size))
+        return opened[0].reader.examine(deep=deep, share=(ranks.rank, ranks.size))
 
     if ranks.size == 1:
         findings = work()
     else:
         with ranks.call(f"verify {path}", deadline=deadline) as call:
             findings = call.exchange("verify", work, partial(_joined, path), Findings)
-    return opened[0].verdict(findings, deep=deep, seconds=monotonic() - began, raises=raises)
+    checkpoint = opened[0]
+    return verdict(checkpoint.path, checkpoint.manifest, findings, deep=deep, began=began, raises=raises)
 
 
 def _joined(path: object, parts: list[Findings]) -> Findings:

@@ -14,7 +14,6 @@ from functools import partial
 
 import msgspec
 
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.absent import what_is_lent, what_is_there
 from holdfast.commit.citations import Citations, borrowers, cited_in, root_of
 from holdfast.commit.folder import goes_along, is_leaving, standing_save
@@ -23,6 +22,7 @@ from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Uns
 from holdfast.events import log
 from holdfast.export.partial import OURS, Partial
 from holdfast.export.to_store import MARK
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest, signature
 from holdfast.ondisk.manifest import Manifest
 from holdfast.repair.rescue import rescuable

@@ -9,9 +9,9 @@ import time
 from contextlib import suppress
 from functools import partial
 
-from holdfast.checkpoint import read_manifest
 from holdfast.errors import HoldfastError
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.journal import Entry, Now
 from holdfast.ranks.ranks import Ranks
 from holdfast.run.interval import Figures

@@ -23,11 +23,11 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.citations import Citations, Cited
 from holdfast.commit.folder import delete_checkpoints, may_hold_leavings, sweep_beside, sweep_dead
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.policies.signing.keys import Signer
 from holdfast.repair.drop import Dropped, drop_from
 from holdfast.run.keep import Keep, Kept

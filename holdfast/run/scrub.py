@@ -13,13 +13,14 @@ from time import monotonic
 
 import msgspec
 
-from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
+from holdfast.formats.own import Own, read_manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.read.damage import Damage, Findings, damages, tensors_hit
 from holdfast.read.examine import examine
-from holdfast.read.read import DataFiles
+from holdfast.read.files import DataFiles
 from holdfast.read.source import ReadStats
 from holdfast.repair.repair import Source, mended_of
 from holdfast.run.steps import Steps
@@ -161,11 +162,11 @@ class Scrubbing:
 
     def _check(self, step: int, path: Place, record: Manifest) -> Checked | None:
         """What there is to say of a step; None if it was deleted or replaced meanwhile."""
-        began, checkpoint, stats = monotonic(), Checkpoint(path), ReadStats()
+        began, reader, stats = monotonic(), Own(path), ReadStats()
         files = DataFiles(path, record.data_files)
         faults = examine(files, record, stats, pace=self._pace, threads=1, begin=lower_priority)
-        findings = Findings(record.save, 0, stats.read, 0, faults, checkpoint.altered_attachments())
-        hurt: Sequence[Damage] = [*findings.others, *damages(record, faults, files.named)]
+        findings = Findings(record.save, 0, stats.read, 0, faults, reader.altered_attachments())
+        hurt: Sequence[Damage] = [*findings.others, *damages(record, faults, files.folder)]
         if hurt and not _is_still(path, record):
             return None
         if not hurt:
@@ -174,6 +175,7 @@ class Scrubbing:
         nbytes = 0
         log.warning("%s is damaged: %s", path, _summary(tensors_hit(hurt, record), hurt))
         if self._repair:
+            checkpoint = Checkpoint(path, reader=reader)
             done = mended_of(checkpoint, findings, self._sources(path.name), dry_run=False, began=began)
             hurt, nbytes = done.left, done.nbytes
             log.warning("%s: %d bytes were mended, %s", path, nbytes, "and it is whole" if done.whole else "not all")

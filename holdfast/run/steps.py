@@ -12,10 +12,10 @@ from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.parts import commit_late
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import manifest
 from holdfast.run.whole import fault_of, metric_of
 from holdfast.storage import storage

@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError
 from holdfast.ondisk import datafile, manifest, names
 from holdfast.ondisk.blocks import BLOCK
 from holdfast.ondisk.datafile import Piece
-from holdfast.read.read import DataFiles
+from holdfast.read.files import DataFiles
 from holdfast.storage.local.local_place import LocalPlace
 
 SECTOR = 4096

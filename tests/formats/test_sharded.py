@@ -18,11 +18,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import holdfast
 from holdfast.formats import alike
-from holdfast.formats.assemble import PerRank, assemble
+from holdfast.formats.assemble import assemble
 from holdfast.formats.machine.pickles import Name, Record
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.sharded import join_ranks, mesh_of
 from holdfast.formats.shares import Mesh
+from holdfast.formats.simplified import PerRank
 from holdfast.formats.sources import Memory, Stretch, all_of
 from holdfast.formats.stored import Stored, cut, of_bytes
 from holdfast.formats.torch_save import rank_files

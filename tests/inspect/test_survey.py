@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.folder import delete_checkpoint
+from holdfast.formats.own import read_manifest
 from holdfast.inspect.history import Past
 from holdfast.inspect.survey import Step, survey
 from holdfast.inspect.usage import usage_of_root

@@ -22,7 +22,7 @@ from holdfast.ondisk.box import Box, runs, whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
 from holdfast.read import ranges, read
-from holdfast.read.ranges import Share, jobs_of, ranges_of, spans_of
+from holdfast.read.ranges import Overlap, jobs_of, ranges_of, spans_of
 from holdfast.read.read import Wanted, read_boxes
 from holdfast.read.source import ReadStats
 from holdfast.storage.local.local_place import LocalPlace
@@ -70,8 +70,8 @@ class OneFile:
     def opened(self, index: int) -> Iterator[Any]:
         yield self._path.open_to_read()[0], None
 
-    def share(self, box: Box, view: torch.Tensor) -> Share:
-        return Share(0, self._piece, self.sums, box, whole(self.record.shape), view, self.record.dtype)
+    def overlap(self, box: Box, view: torch.Tensor) -> Overlap:
+        return Overlap(0, self._piece, self.sums, box, whole(self.record.shape), view, self.record.dtype)
 
 
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=4) | st.tuples(st.integers(1, 60), st.integers(1, 60))
@@ -135,11 +135,11 @@ def test_ranges_hold_exactly_what_is_wanted(
         shrink(patch)
         files = OneFile(LocalPlace(tmp_path_factory.mktemp("f")), made(shape, dtype), 0)
         box = data.draw(boxes(shape))
-        share = files.share(box, view_of(kind, box.lengths, dtype))
-        found = list(ranges_of(share, True, round_up=round_up, gap=gap))
+        overlap = files.overlap(box, view_of(kind, box.lengths, dtype))
+        found = list(ranges_of(overlap, True, round_up=round_up, gap=gap))
         assert sum(r.wanted for r in found) == box.size * dtype.itemsize
         # In order, none twice, none larger than a window; whole blocks have their sums and no other range has one.
-        end, block, nbytes = 0, SMALL["BLOCK"], files.share(box, share.view).piece.nbytes
+        end, block, nbytes = 0, SMALL["BLOCK"], files.overlap(box, overlap.view).piece.nbytes
         for r in found:
             assert r.begin >= end and 0 < r.nbytes <= block and r.begin // block == (r.begin + r.nbytes - 1) // block
             is_block = r.begin % block == 0 and r.nbytes == min(block, nbytes - r.begin)
@@ -162,7 +162,7 @@ def test_spans_begin_and_end_where_boxes_do(
     box = data.draw(boxes(shape))
     name, size = str(dtype).removeprefix("torch."), dtype.itemsize
     piece = Piece("t", name, tuple(shape), prod(shape) * size, 0)
-    spans = spans_of(Share(0, piece, (), box, whole(shape), torch.empty(0), name), gap)
+    spans = spans_of(Overlap(0, piece, (), box, whole(shape), torch.empty(0), name), gap)
     run, starts = runs(whole(shape), box)
     found = list(spans.starts())
     assert found[0] == starts[0] * size and spans.end == (starts[-1] + run) * size == found[-1] + spans.nbytes
@@ -214,8 +214,8 @@ def test_slices_of_tall_tensors_are_never_listed(verify: Any) -> None:
     box = Box((0, 5), (rows, 2))
     view = torch.empty(2, dtype=torch.float64, device="meta").expand(rows, 2)
     sums = type("Sums", (), {"__getitem__": lambda self, i: str(i), "__len__": lambda self: 1})()
-    share = Share(0, piece, sums, box, whole(piece.lengths), view, "float32")
-    jobs = jobs_of(ranges_of(share, verify, round_up=verify == "blocks"))
+    overlap = Overlap(0, piece, sums, box, whole(piece.lengths), view, "float32")
+    jobs = jobs_of(ranges_of(overlap, verify, round_up=verify == "blocks"))
     first = [next(jobs) for _ in range(3)]
     assert sum(r.wanted for job in first for r in job) >= 3 * 8
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint import read_manifest
 from holdfast.commit import folder as folders
+from holdfast.formats.own import read_manifest
 from holdfast.run.orphans import BENCH, collect
 from holdfast.storage import store_place
 from holdfast.storage.local.local_place import LocalPlace

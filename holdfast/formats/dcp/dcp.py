@@ -15,7 +15,7 @@ from holdfast.buffers.memory import no_collection
 from holdfast.commit.folder import HINT_BEGINS
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.formats import members
-from holdfast.formats.assemble import Found, PerRank
+from holdfast.formats.assemble import Found
 from holdfast.formats.dcp import distcp
 from holdfast.formats.dcp import metadata as dcp_metadata
 from holdfast.formats.dcp.distcp import Entry
@@ -23,6 +23,7 @@ from holdfast.formats.dcp.metadata import DATA_FILE
 from holdfast.formats.dcp.names import own_names, step_of
 from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import load_path
+from holdfast.formats.simplified import PerRank
 from holdfast.formats.sources import file
 from holdfast.formats.stored import Opaque
 from holdfast.storage.place import Place

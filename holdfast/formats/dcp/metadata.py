@@ -12,12 +12,12 @@ from typing import Any
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats import members
-from holdfast.formats.assemble import PerRank
 from holdfast.formats.dcp import distcp
 from holdfast.formats.dcp.distcp import Entry
 from holdfast.formats.machine.pickles import Name, Record
 from holdfast.formats.machine.torch_files import load_pickle
 from holdfast.formats.machine.untrusted import read_whole
+from holdfast.formats.simplified import PerRank
 from holdfast.formats.sources import File, Stretch, file
 from holdfast.formats.stored import Stored
 from holdfast.ondisk import dtypes

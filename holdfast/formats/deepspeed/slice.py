@@ -12,10 +12,10 @@ from typing import Any
 
 from holdfast.errors import Damaged
 from holdfast.events import log
-from holdfast.formats.assemble import PerRank
 from holdfast.formats.deepspeed.plain import named
 from holdfast.formats.deepspeed.zero import Partitioned, Shapes, cut_shares, partitioned, proper
 from holdfast.formats.sharded import join_ranks
+from holdfast.formats.simplified import PerRank
 from holdfast.formats.stored import Stored
 from holdfast.storage.place import Place
 

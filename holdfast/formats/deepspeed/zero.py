@@ -12,8 +12,8 @@ from math import ceil, prod
 from typing import Any, NamedTuple
 
 from holdfast.errors import Damaged, Unsupported
-from holdfast.formats.assemble import PerRank, simplified
 from holdfast.formats.sharded import join_ranks
+from holdfast.formats.simplified import PerRank, simplified
 from holdfast.formats.sources import Memory, Stretch
 from holdfast.formats.stored import Stored, float_scalar, of_bytes
 from holdfast.ondisk import dtypes

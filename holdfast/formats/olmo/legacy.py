@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from holdfast.errors import Damaged
 from holdfast.events import log
 from holdfast.formats.alike import alike, same_tensors
-from holdfast.formats.assemble import MAX_DEPTH
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.olmo.ranks import joint, plausible, proved, rank_files
 from holdfast.formats.sharded import is_sharded, share_of
+from holdfast.formats.simplified import MAX_DEPTH
 from holdfast.formats.stored import Stored, joined
 from holdfast.storage.place import Place
 

@@ -15,10 +15,10 @@ from holdfast.events import log
 from holdfast.formats import members
 from holdfast.formats.ahead import glanced
 from holdfast.formats.alike import alike
-from holdfast.formats.assemble import PerRank
 from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.machine.untrusted import damaged_as, read_whole
+from holdfast.formats.simplified import PerRank
 from holdfast.storage.place import Place
 
 MAX_WORLD = 1 << 20

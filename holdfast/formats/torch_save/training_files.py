@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.formats import members, recognise
-from holdfast.formats.assemble import PerRank
 from holdfast.formats.dcp import dcp
 from holdfast.formats.machine import torch_files
 from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.untrusted import read_json
+from holdfast.formats.simplified import PerRank
 from holdfast.formats.stored import Opaque
 from holdfast.storage.place import Place
 

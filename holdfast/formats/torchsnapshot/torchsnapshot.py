@@ -15,13 +15,14 @@ import msgspec
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.formats import members
-from holdfast.formats.assemble import MAX_DEPTH, Found, PerRank
+from holdfast.formats.assemble import Found
 from holdfast.formats.items import own_items, step_in
 from holdfast.formats.machine import yamls
 from holdfast.formats.machine.untrusted import damaged_as, read_whole
 from holdfast.formats.runs import newest
 from holdfast.formats.sharded import join_nodes
 from holdfast.formats.shares import MAX_RANKS
+from holdfast.formats.simplified import MAX_DEPTH, PerRank
 from holdfast.formats.torchsnapshot.entries import Entry, Leaves, is_everywhere, is_sharded, without_owner
 from holdfast.storage.place import Place
 

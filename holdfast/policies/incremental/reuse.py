@@ -23,7 +23,7 @@ from holdfast.ondisk.part import Cite
 from holdfast.plan.plan import Plan
 from holdfast.policies.incremental.fingerprint import Fingerprints, Prints
 from holdfast.policies.incremental.same import Claim, unchanged
-from holdfast.read.read import DataFiles
+from holdfast.read.files import DataFiles
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.write.datafiles import KEPT, DataFile, OpenFiles

@@ -20,7 +20,7 @@ from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import Manifest
 from holdfast.plan.share_plan import SHORTEST, Held, Holders, Item, Wants, as_told, may_be_shared, shared_items
 from holdfast.plan.spread import Placed, Spread, Whole, boxes_held
-from holdfast.read.ranges import Share, Verify, rounds_up
+from holdfast.read.ranges import Overlap, Verify, rounds_up
 from holdfast.read.read import Wanted
 from holdfast.read.shared.pass_on import Line, line_of
 
@@ -146,7 +146,7 @@ class Demand:
                 part = intersect(cell, want.box)
                 if part is not None and part != cell:
                     piece = Piece("", want.record.dtype, cell.lengths, cell.size * size)
-                    cuts.append(Share(file, piece, (), part, cell, want.view, want.record.dtype))
+                    cuts.append(Overlap(file, piece, (), part, cell, want.view, want.record.dtype))
         return "blocks" if cuts and rounds_up(cuts, verify, self.nbytes) else verify
 
     def _bytes(self, items: Iterable[Item]) -> int:

@@ -18,8 +18,9 @@ from holdfast.events import log
 from holdfast.ondisk.blocks import digest
 from holdfast.plan.share_plan import Wants
 from holdfast.ranks.ranks import Call, Ranks
+from holdfast.read.files import Files
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Files, read_boxes
+from holdfast.read.read import read_boxes
 from holdfast.read.shared.demand import Choice, Demand, Offer, demand_of, is_worth_it, who_shares
 from holdfast.read.shared.pass_on import Line, Outcome, read_line
 from holdfast.read.shared.relay import Lost, Relay, meet

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from holdfast.checkpoint import read_manifest
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.run.keep import Keep, Upload
 from holdfast.run.steps import Steps

@@ -9,10 +9,10 @@ from collections.abc import Collection
 
 import msgspec
 
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.transfer import self_contained, sharing
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.run.steps import Steps
 from holdfast.run.whole import lacking_files

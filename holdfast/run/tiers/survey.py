@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from holdfast.checkpoint import Checkpoint, read_manifest
+from holdfast.checkpoint import Checkpoint
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
+from holdfast.formats.own import read_manifest
 from holdfast.load import Loaded, Options, load_opened
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest

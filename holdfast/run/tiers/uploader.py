@@ -13,11 +13,11 @@ import time
 import weakref
 from contextlib import suppress
 
-from holdfast.checkpoint import read_manifest
 from holdfast.commit.commit import commit
 from holdfast.commit.transfer import copy_files
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, StorageError, Unsupported
 from holdfast.events import begin, log
+from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile
 from holdfast.ondisk.cited import own_path
 from holdfast.ondisk.manifest import Manifest
