@@ -1,7 +1,7 @@
-"""The past of a run, and its present: what its journal says, and of steps that no journal tells of, their manifests.
+"""The saves of a run, past and under way: from its journal, and from the manifests of steps that no journal has.
 
-`holdfast watch` and the page of a run ask here, the one again and again. Reads no data file, and what it has read once
-it does not read again; changes nothing.
+`holdfast watch` calls it again and again, the page of a run once. Never reads a data file, never reads a manifest
+twice, never changes anything.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
 
 ASKERS = 16
-"""Folders of a store that are looked into at once."""
+"""Folders that are looked into at once."""
 
 
 @dataclass(frozen=True)
 class Underway:
-    """A save that has not committed: ``since`` when, in unix seconds, None if that is not told. ``durable`` ranks have
+    """A save that has not committed: ``since`` when, in unix seconds, None if not known. ``durable`` ranks have
     all their files in place, of ``ranks``; ``bytes`` are there, or reserved.
     """
 
@@ -69,7 +69,7 @@ class History:
 
 
 class Past:
-    """What there is to tell of the run in ``root``, a path or a URL."""
+    """Looks at the run in ``root``, a path or a URL."""
 
     def __init__(self, root: str | os.PathLike[str] | Place) -> None:
         self.root = with_deadline(location(root), ASK)
@@ -77,7 +77,7 @@ class Past:
         self._committed: dict[str, Entry | None] = {}  # by folder; None for what is no step, or cannot be read
 
     def look(self) -> History:
-        """All there is now. Raises NotACheckpoint if there is neither a journal nor a step, ValueError for a step,
+        """The run as it is now. Raises NotACheckpoint if there is neither a journal nor a step, ValueError for a step,
         and StorageError."""
         journal = self._reader.read()
         names = [name for name in self.root.folder_names() if not name.startswith(".")]

@@ -1,6 +1,6 @@
-"""How a saved tensor is cut, and where its pieces lie, in few words: the grid of its cells, the ranks that wrote them.
+"""How a saved tensor is cut and where its pieces lie, in a few words: the grid of its cells, the ranks that wrote them.
 
-`holdfast show` and the page ask here. Reads the manifest alone.
+`holdfast show` calls it. Never reads more than the manifest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RANK = re.compile(r"[^/]+/(?P<rank>\d{5,})-of-\d{5,}(\.\d+)?\.[0-9a-f]{16}\.saf
 class Layout:
     """``cells``: pieces that a tensor lies in; ``grid``: how many along each axis, None if they are no grid.
 
-    ``ranks``: who wrote them, as ``0-3,7``; None where files are not those of a rank. ``files``: how many there are.
+    ``ranks`` wrote them, as ``0-3,7``; None where files are not those of a rank. ``files``: how many there are.
     """
 
     cells: int
@@ -41,7 +41,7 @@ class Layout:
 
 
 class Layouts:
-    """The layouts of a checkpoint's tensors; thousands are alike, and each is worked out once."""
+    """The layouts of a checkpoint's tensors; thousands are alike, and each is computed once."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._records = checkpoint.records

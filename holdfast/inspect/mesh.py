@@ -1,6 +1,6 @@
-"""A mesh that does not exist here: its axes by name, and how each tensor of a checkpoint would be cut over it. Pure.
+"""A mesh that need not exist: its axes by name, and how each tensor of a checkpoint would be cut over it. Pure.
 
-`planning` asks here. The cut is torch's: a DTensor's axis in ceiling-sized chunks, FSDP after tensor parallelism.
+`planning.py` calls it. The cut is torch's: a DTensor's axis in ceiling-sized chunks, FSDP after tensor parallelism.
 """
 
 from __future__ import annotations

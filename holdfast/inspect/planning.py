@@ -1,6 +1,6 @@
-"""What a load on some mesh would read, rank by rank: by the planning of the reader itself, without ranks or a GPU.
+"""What a load on some mesh would read, rank by rank, planned by the reader's own code without ranks or a GPU.
 
-`holdfast plan` asks here. Reads headers of data files, because a plan needs to know where pieces lie; never a tensor.
+`holdfast plan` calls it. Reads headers of data files, which say where pieces lie; never a tensor.
 """
 
 from __future__ import annotations

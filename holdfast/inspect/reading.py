@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint in pieces that fit in memory: which boxes, many small ones at once, and as plain numbers.
+"""Reads tensors of a checkpoint in pieces that fit in memory: in boxes, many small tensors at once, as plain numbers.
 
 `statistics` and `compare` read with it. Never holds more than a box of each checkpoint, however large a tensor is.
 """
@@ -19,7 +19,7 @@ BOX = 64 << 20
 """Bytes that are read at a time: eight blocks, so that most of them are read whole and checked."""
 
 STRETCH = 1 << 18
-"""Elements that are looked at together: as float64 they fit in a processor's cache."""
+"""Elements of one stretch: as float64 they fit in a processor's cache."""
 
 # The 16 numbers of float4_e2m1fn; torch keeps two in a byte and converts none of them.
 _FLOAT4 = torch.tensor(
@@ -78,7 +78,7 @@ def read_together(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, tor
 
 
 def has_numbers(dtype: str) -> bool:
-    """Whether the elements of a type are numbers that can be reckoned with (bits and the like are not)."""
+    """Whether the elements of a type are numbers to compute with (bits and the like are not)."""
     kind = dtypes.torch_dtype(dtype)
     if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         return True

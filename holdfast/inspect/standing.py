@@ -1,6 +1,6 @@
-"""How a run stands: what `holdfast watch` says of it, from its history. Pure.
+"""The state of a run at one moment, computed from its history. Pure.
 
-`watch` calls `standing` at each look. Never guesses where nothing is told: then a field is None.
+`holdfast watch` calls `standing` at each look. Never guesses: what is not known is None.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ RECENT = 40
 """Saves whose stalls and rates are shown."""
 
 SILENT = 3 * BEAT_IN_STORE
-"""Seconds without a word after which a run is called silent; ten of its steps, if those are longer."""
+"""Seconds without a heartbeat after which a run is called silent; ten of its steps, if those are longer."""
 
 State = Literal["running", "saving", "ended", "silent", "unknown"]
 
 
 @dataclass(frozen=True)
 class Save:
-    """A save that committed: ``age`` in seconds, ``rate`` in bytes a second. Without a journal what took how long is
-    not known.
-    """
+    """A save that committed: ``age`` in seconds, ``rate`` in bytes a second. Durations are None without a journal."""
 
     step: int
     age: float
@@ -84,7 +82,7 @@ class Standing:
 
 
 def standing(root: str, history: History) -> Standing:
-    """What there is to say of a run."""
+    """The state of the run in ``root`` now."""
     now, entries, at = history.now, history.entries, history.at
     saved = history.saved
     last = max(saved, key=lambda entry: entry.began, default=None)
@@ -116,7 +114,7 @@ def standing(root: str, history: History) -> Standing:
 
 
 def rate_of(entry: Entry) -> float | None:
-    """Bytes a second that a save wrote, from its call to its commit; None if it did not commit, or that is not told."""
+    """Bytes a second that a save wrote, from its call to its commit; None if it did not commit, or is not known."""
     if entry.outcome != "saved" or entry.seconds < 1e-9:  # the latter of no save that took place
         return None
     return (entry.bytes if entry.written is None else entry.written) / entry.seconds

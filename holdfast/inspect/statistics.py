@@ -1,6 +1,6 @@
-"""What the numbers of a saved tensor are like: least, greatest, mean, NaN, a histogram.
+"""Statistics of a saved tensor: minimum, maximum, mean, NaN, a histogram.
 
-`holdfast show --stats` and the page ask here. Reads a tensor in boxes, so that one larger than memory can be looked at.
+`holdfast show --stats` and the page call it. Reads a tensor in boxes; never holds more than one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Parts = Callable[[], Iterator[torch.Tensor]]
 class Statistics:
     """The numbers of one tensor. NaN and infinities are counted, and left out of everything else.
 
-    Of a complex tensor it is the absolute values that are told of. ``count``: elements; of a packed type each holds
+    Of a complex tensor they are those of the absolute values. ``count``: elements; of a packed type each holds
     several numbers. ``std`` is that of the whole (divided by the number of values, not by one less). ``norm`` is the
     root of the sum of squares. ``edges`` are one more than ``counts``; a value at an inner edge counts above it.
     ``min``, ``max``, ``mean``, ``std`` and ``norm`` are None if nothing is finite, or the type holds no numbers.

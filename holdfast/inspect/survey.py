@@ -1,7 +1,7 @@
-"""What lies at a root: the steps of a run, or other people's checkpoints, how old, how large, and in what health.
+"""Lists the checkpoints at a root, steps of a run or other formats: how old, how large, and in what health.
 
-`holdfast ls` and the page of a run ask here. Reads manifests and lists files; opens no data file unless it is asked for
-headers, and changes nothing.
+`holdfast ls` and the page of a run call it. Reads manifests and lists files. Never opens a data file unless you want
+headers checked, never changes anything.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_default_deadline
 
 ASKERS = 16
-"""Folders of a store that are looked into at once."""
+"""Folders that are looked into at once."""
 
 MOST_FILES = 1000
 """Single files of a root that are looked at, each of which may be a checkpoint of torch.save or safetensors."""
@@ -51,9 +51,9 @@ Health = Literal["whole", "opens", "partly here", "pending", "writing", "lent", 
 class Step:
     """One checkpoint of a root.
 
-    ``name``: of the folder or file below the root, empty for the root itself. ``step``: None if it is not told.
-    ``created``: RFC 3339 in UTC; of formats that do not tell it the time of the newest file, None in a store.
-    ``nbytes``: all files that it needs; ``own`` of them it wrote itself, the rest is borrowed from older steps.
+    ``name``: of the folder or file below the root, empty for the root itself. ``step``: None if it is not known.
+    ``created``: RFC 3339 in UTC; of formats that do not record it the time of the newest file, None in a store.
+    ``nbytes``: all files that it needs; ``own`` of them it wrote itself, the rest is reused from older steps.
     ``lost``: sections that it has lost since it was saved. ``reading``: which of several readings of the path was
     taken, where a format allows for more than one.
 
@@ -62,9 +62,9 @@ class Step:
     - ``whole``: every file is there, as long as the manifest says; if headers were asked for, these are right too.
     - ``opens``: another format, whose description is consistent.
     - ``partly here``: on a fast tier, of which each node has the files of its own ranks.
-    - ``pending``: all ranks had finished, nobody committed: `holdfast.rescue` does.
-    - ``writing``: a living process still writes it, or may: a store does not tell.
-    - ``lent``: no step any more; what is left of it are files that later steps have borrowed.
+    - ``pending``: all ranks had finished, and the save was not committed: `holdfast.rescue` commits it.
+    - ``writing``: a living process writes it, or may: a store cannot say.
+    - ``lent``: no longer a step; what is left are files that later steps reuse.
     - ``unfinished``: a save that died; the next manager sweeps it.
     - ``damaged``.
     - ``unreadable``: not enough rights, a store that does not answer, a format that is newer than this holdfast.
@@ -150,16 +150,16 @@ def _seen(path: Place, name: str, tier: str, *, headers: bool) -> Step:
     return step
 
 
-# Ours
+# Steps of holdfast
 
 
 def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
-    """A step of ours, whatever state it is in; None if nothing there is ours."""
+    """A step of holdfast in any state; None if there is none."""
     if path.has_folders and not path.is_dir():
         return None
     blank = Step(name, str(path), tier, manifest.FORMAT, "unreadable", step=_number_of(path.name))
     try:
-        # Asked first: what there is instead, which is found out for the error, would be told to nobody.
+        # Checked first: reading would look for what is there instead, for an error that nobody sees.
         if not path.is_remote and (path / manifest.FILE_NAME).size() is None:
             return _uncommitted(path, blank)
         record = read_manifest(path)
@@ -203,7 +203,7 @@ def _health(path: Place, record: Manifest, *, headers: bool) -> tuple[Health, st
 
 
 def _uncommitted(path: Place, blank: Step) -> Step | None:
-    """A save that nobody committed; None if no file there is one of a save of ours."""
+    """A save that was not committed; None if no file there is one of a save of holdfast."""
     try:
         sizes = sizes_of_save(path)
         ours = [name for name in sizes if datafile.save_of(name) or part.save_of(name)]
@@ -228,7 +228,7 @@ _DEAD = "it never committed, or its manifest was deleted: holdfast doctor tells;
 
 
 def _or_lent(path: Place, step: Step, citations: Citations | None = None) -> Step:
-    """A save that nobody committed, or what a step that was swept has lent to others."""
+    """A save that was not committed, or the files of a swept step that others reuse."""
     if step.health not in ("writing", "unfinished"):
         return step
     try:
@@ -240,7 +240,7 @@ def _or_lent(path: Place, step: Step, citations: Citations | None = None) -> Ste
     return replace(step, health="lent", fault=what_is_lent(names))
 
 
-# Other people's
+# Other formats
 
 
 def _foreign(path: Place, name: str, tier: str) -> Step | None:
@@ -266,7 +266,7 @@ def _foreign(path: Place, name: str, tier: str) -> Step | None:
 
 
 def _number_of(name: str) -> int | None:
-    """The step that the name of a folder tells: the number after a word that people call steps by, or all of it."""
+    """The step in the name of a folder: the number after a word as "step" or "ckpt", or all of the name."""
     match = _NUMBERED.search(name)
     return int(match["step"]) if match else None
 

@@ -1,6 +1,6 @@
 """Tensors by module: names cut at ``/`` and ``.``, repeated layers folded into one, sizes added up. Pure.
 
-`holdfast show` and `du` print it, the page draws it. Knows no checkpoint, only names and what is said of each.
+`holdfast show` and `du` print it, the page draws it. Never knows a checkpoint: only names with their sizes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEEPEST = 64
 class Leaf:
     """A tensor: its whole name, its bytes and elements, and what has to be equal for two layers to be alike.
 
-    ``note`` is told of it, if it is the same of all that are folded together.
+    ``note`` is shown with it, if it is the same for all that are folded together.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The page of a checkpoint: what of it goes into the page, and how much of it is read for that.
+"""The page of a checkpoint: its tensors, values, files and health.
 
-`holdfast view` calls `checkpoint_page`. Reads the manifest, and with ``look`` the headers; no tensor, but those whose
-statistics are asked for. Geometry goes into the page as the manifest has it, and is laid out there.
+`holdfast view` calls `checkpoint_page`. Reads the manifest, with ``look`` the headers, and tensors only for statistics.
+Geometry goes into the page as the manifest has it, and the page's scripts lay it out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is known of a checkpoint's health without reading it: a quick look at its files, and whether it is signed.
+"""The health of a checkpoint without reading it all: a quick check of its files, and whether it is signed.
 
-The page of a checkpoint asks. Never calls anything whole that it has not looked at.
+The page of a checkpoint calls it. Never calls a checkpoint whole that it has not checked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.policies.signing.keys import found_signature
 from holdfast.read.damage import Verified
 
 ASKED = 256
-"""Files of a checkpoint in a store whose headers are asked for without being told to; of a local one all are."""
+"""Files of a checkpoint in a store whose headers are read by default; of a local one all are."""
 
 TOLD, FEW = 100, 3
 """Faults that a page lists, and what each of them hits that is named."""

@@ -1,7 +1,7 @@
-"""The page of a checkpoint served to the browser of this machine, with statistics computed as they are asked for.
+"""Serves the page of a checkpoint to a browser on this machine, with statistics computed on request.
 
-`holdfast view --serve` calls it. Listens on loopback alone, and answers nobody who does not know the address whole:
-other users of the machine, or pages of other sites that guess the port. Serves no files.
+`holdfast view --serve` calls it. Listens on loopback alone, and answers only requests with the token of its address: no
+other users of the machine, no pages of other sites that guess the port. Never serves files.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from holdfast.events import log
 from holdfast.view.page import as_json
 
 Answer = Callable[[str], object]
-"""Asked with the ``name`` of a request, answers with what can be written as JSON. KeyError: there is no such thing."""
+"""From the ``name`` in a request to what can be written as JSON. Raises KeyError if there is no such thing."""
 
 _OURS = ("127.0.0.1", "localhost", "[::1]")
-"""Hosts that a browser may have been told. A name of another site that leads here was made to lead here."""
+"""Hosts that a browser may name. A request for any other name is an attack by DNS rebinding."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -42,11 +42,11 @@ PIECE = 1 << 16
 """Bytes of an answer that are sent at once."""
 
 MOST = 64
-"""Connections at a time; a browser makes six. Who comes then is turned away."""
+"""Connections at a time; a browser makes six. Further ones are closed."""
 
 
 class Served(ThreadingHTTPServer):
-    """The server, before and while it runs. ``url`` is what to open; who has it may ask."""
+    """The server, before and while it runs. ``url`` is what to open; it holds the token."""
 
     daemon_threads = True
 
@@ -77,7 +77,7 @@ class Served(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """All that one connection asks."""
+        """All requests of one connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -138,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(404, {"error": str(error.args[0]) if error.args else name})
         except (HoldfastError, OSError, MemoryError) as error:
             self._json(500, {"error": str(error) or type(error).__name__})
-        except Exception as error:  # noqa: BLE001 - a fault of ours: whoever looks is told, and the others are served
+        except Exception as error:  # noqa: BLE001 - a fault of holdfast: the page shows it, and others are served
             log.warning("%r was not answered", name, exc_info=True)
             self._json(500, {"error": f"a fault of holdfast: {type(error).__name__}: {error}"})
         else:

@@ -1,6 +1,6 @@
 """A timeline as lanes of a page: what each rank did when, from what `holdfast.timeline` wrote, or any Chrome trace.
 
-`holdfast view --timeline` calls it. Never believes a trace: its times may be anything, its files of any size.
+`holdfast view --timeline` calls it. Never trusts a trace: its times may be anything, its files of any size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.report.timeline import merge
 from holdfast.storage.local.local_place import LocalPlace
 
 SPANS = 40_000
-"""How many a page holds: of more the longest."""
+"""How many a page holds; of more, the longest are kept."""
 
 LARGEST = 256 << 20
 """Bytes of one trace, unpacked."""
@@ -29,7 +29,7 @@ LARGEST = 256 << 20
 class Timeline:
     """``lanes``: [process, thread] as the trace calls them, in order. ``spans``: [lane, name, begin, length, detail]
     with ``name`` a place in ``names``, times in seconds from the first on; ``dropped`` short ones are left out.
-    ``window``: from when to when the checkpoint is spoken of that the page is about, if it is."""
+    ``window``: the time of the spans about the page's own checkpoint, if there are any."""
 
     lanes: list[tuple[str, str]]
     names: list[str]
@@ -39,9 +39,9 @@ class Timeline:
 
 
 def read_timeline(path: LocalPlace, *, of: str = "") -> Timeline:
-    """What was written down below a folder, joined on one clock; or the trace in one file, or the traces of a folder.
+    """The timelines below a folder joined on one clock, the trace in one file, or the traces of a folder.
 
-    ``of``: the name of the folder of the checkpoint that the page is about; its spans are what is looked at first.
+    ``of``: the name of the folder of the checkpoint that the page is about; the page shows its spans first.
     Raises NotACheckpoint if there is neither, StorageError if it cannot be read.
     """
     names = path.files_below()

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.storage.cloud.answers import answer_in
 from holdfast.storage.cloud.cloud import Cloud
-from holdfast.storage.cloud.facts import PERMISSIONS
+from holdfast.storage.cloud.facts import PERMISSIONS, Facts, Request
+from holdfast.storage.cloud.failures import TABLE, failure
 from holdfast.storage.wrappers.retrying import is_transient
 from tests.servers import Server
 from tests.storage.cloud.canned import Canned
@@ -202,6 +204,23 @@ def test_a_file_that_a_web_server_refuses_is_not_there(canned: Canned) -> None:
     assert store.size("a") is None
     with pytest.raises(FileNotFoundError, match="not for everyone: the server answered 403"):
         store.get("a")
+
+
+@pytest.mark.parametrize("number", range(len(TABLE)))
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "https"])
+def test_every_sentence_of_the_table_names_facts_that_there_are(number: int, scheme: str) -> None:
+    row = TABLE[number]
+    request = Request("get", scheme, "bucket", "key", ask_clock=lambda: 7.0)
+    facts = Facts(request, answer_in(OSError("Server returned non-2xx status code: 400: <Error></Error>")))
+    for sentence in (row.means, *([row.advice] if isinstance(row.advice, str) else row.advice.values())):
+        assert "{" not in facts.filled(sentence)
+    assert errno.errorcode[row.number]
+
+
+def test_an_unknown_error_is_told_as_it_is() -> None:
+    assert TABLE[-1].signs == ("",) and TABLE[-1].number == errno.EIO
+    error = failure(ValueError("strange"), Request("get", "s3", "bucket", "key"))
+    assert str(error) == f"[Errno {errno.EIO}] cannot read s3://bucket/key: ValueError: strange"
 
 
 # Servers that are not there
