@@ -281,5 +281,5 @@ def _decode_text(text: Any, tensor_of: TensorOf) -> Any:
     if not isinstance(text, str):
         raise ValueError("a tree is a text")
     tree = msgspec.json.decode(text)
-    # Without a tag all that is in it stands for itself.
+    # A tree without tags is plain JSON.
     return decode_tree(tree, tensor_of) if '"$"' in text else tree

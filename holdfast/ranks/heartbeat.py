@@ -180,12 +180,12 @@ class Watch:
     _seen: dict[int, _Seen] = field(default_factory=dict)
 
     def expect(self, ranks: Iterable[int], since: float) -> None:
-        """These are waited for since that moment; of those that were waited for already nothing changes."""
+        """Wait for these ranks since that moment. Nothing changes for ranks that are waited for already."""
         for rank in ranks:
             self._seen.setdefault(rank, _Seen(since))
 
     def moved(self, rank: int, now: float) -> None:
-        """It has made progress that can be seen elsewhere."""
+        """The rank has made progress that is seen elsewhere."""
         self._seen.setdefault(rank, _Seen(now)).since = now
 
     def forget(self, ranks: Iterable[int] | None = None) -> None:

@@ -67,7 +67,7 @@ class Round:
     _passed: bytes = b""
     _claim: bytes = _CLAIMED
     _watched: list[int] = field(default_factory=list)
-    _told: bool = False
+    _reported: bool = False
 
     def meet(self, message: Message) -> Verdict:
         """Send this rank's message and learn the verdict. Raises RuntimeError, as torch's stores do, if it is gone."""
@@ -202,10 +202,10 @@ class Round:
         message = self._join(self.tree.root)
         # Nothing is left if the others have waited long enough for this rank, and gone.
         verdict = self.conclude(self, message) if message else self.lost([0], [0], "came too late to decide")
-        made = encode(verdict)
-        stands = bytes(self.store.compare_set(self._verdict(self.tree.root), self._claim, made))
+        data = encode(verdict)
+        stands = bytes(self.store.compare_set(self._verdict(self.tree.root), self._claim, data))
         self._pass_on(stands)
-        return verdict if stands == made else decode(stands, Verdict)
+        return verdict if stands == data else decode(stands, Verdict)
 
     def _undecided(self) -> Verdict:
         verdict = self.lost([0], [0], "began to decide but gave no outcome to", self.watch)
@@ -255,12 +255,12 @@ class Round:
         return [rank for rank in suspects if self.watch.silent(rank, now) > longest]
 
     def _tell_slow(self, suspects: list[int]) -> None:
-        if self._told:
+        if self._reported:
             return
         # The first rank gives signs while it waits, too.
         slow = [r for r in suspects if self.watch.progress(r) and not self.store.check([self._message(Node(0, r))])]
         if slow:
-            self._told = True
+            self._reported = True
             far = ", ".join(f"rank {rank} is still at work, {self.watch.progress(rank)}" for rank in slow[:3])
             log.info("%s: waiting on for %d ranks: %s", self.label, len(slow), far)
 

@@ -1,6 +1,6 @@
 """Which parts of a module have methods of their own for saving and loading, and how these are called.
 
-`module_load` asks when it loads. Never fills a tensor in place: such a part is loaded from new memory.
+`module_leaves` asks it in a load. Never fills a tensor in place: such a part is loaded from new memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def hooks_after(module: nn.Module, scopes: list[Scope]) -> Iterator[tuple[str, C
 
 
 def takes(scope: Scope, key: str) -> bool:
-    """Whether something takes the entry ``key`` (relative to the scope) back when the scope's module is loaded."""
+    """Whether the scope's module takes the entry ``key`` (relative to the scope) back when it is loaded."""
     if may_resize(scope, key):
         return True
     owner, name = _owner_of(scope, key)[-1]
@@ -75,7 +75,7 @@ def takes(scope: Scope, key: str) -> bool:
 
 
 def may_resize(scope: Scope, key: str) -> bool:
-    """Whether a method of the scope's own sees the entry ``key`` in a load, and may do with it what it likes."""
+    """Whether a method of the scope sees the entry ``key`` in a load, and may change its shape."""
     if scope.root and _overrides(scope.module, "load_state_dict"):
         return True
     return any(_changes_loading(owner) for owner, _ in _owner_of(scope, key))

@@ -108,7 +108,7 @@ def note_tensor(path: str, tensor: Any, parameter: torch.Tensor | None, into: Co
 
 
 def copied(node: Any) -> Any:
-    """A copy of a state dict, to be given back if a load fails; tensors as they are now."""
+    """A copy of a state dict, tensors included, to be handed back if a load fails."""
     return containers.mapped(
         node, lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
     )
