@@ -23,8 +23,8 @@ import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
 from holdfast.commit import folder as folder_module
-from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.saving.background import BackgroundSave
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.write import courier
 from tests import pool
@@ -508,14 +508,14 @@ def test_closing_raises_what_nobody_has_heard(slots: int, tmp_path: Path) -> Non
 def train_with_a_failure(root: str, late: float, every: int, options: dict[str, Any]) -> dict[str, Any]:
     """Rank 1 cannot write step 4; the failure is known on rank r only r times ``late`` seconds after it happened."""
     rank = dist.get_rank()
-    raised, saved, end = [], [], Saver._end
+    raised, saved, end = [], [], BackgroundSave.end
 
-    def end_late(self: Saver, work: Any, saving: Saving, failed: BaseException | None) -> None:
+    def end_late(self: BackgroundSave, failed: BaseException | None) -> None:
         if failed is not None:
             time.sleep(late * rank)
-        end(self, work, saving, failed)
+        end(self, failed)
 
-    Saver._end = end_late
+    BackgroundSave.end = end_late
     blocked = LocalPlace(root, "step-000000004", "model", f"00001-of-{dist.get_world_size():05d}")
     try:
         with CheckpointManager(root, every=every, keep=Keep(last=99), deadline=240, **options) as manager:
@@ -535,27 +535,25 @@ def train_with_a_failure(root: str, late: float, every: int, options: dict[str, 
                 except holdfast.SaveFailed as error:
                     raised.append((step, error.rank, str(error)))
     finally:
-        Saver._end = end
+        BackgroundSave.end = end
     return {"raised": raised, "begun": saved, "committed": manager.steps()}
 
 
 @contextmanager
 def _unwritable(start: Path) -> Iterator[None]:
     """Files whose path starts so cannot be created by this process."""
-    from holdfast.write import write
+    opened = LocalPlace.open_to_write
 
-    opened = write.open_to_write
-
-    def refuse_some(path: Path, nbytes: int) -> tuple[int, bool]:
+    def refuse_some(path: LocalPlace, nbytes: int) -> tuple[int, bool]:
         if str(path).startswith(str(start)):
             refuse(str(path))
         return opened(path, nbytes)
 
-    write.open_to_write = refuse_some
+    LocalPlace.open_to_write = refuse_some
     try:
         yield
     finally:
-        write.open_to_write = opened
+        LocalPlace.open_to_write = opened
 
 
 @pytest.mark.parametrize(
