@@ -11,8 +11,8 @@ import holdfast
 from holdfast.ondisk.manifest import VERSIONS as VERSIONS_READ
 from tests import format_reader
 from tests.golden import make
+from tests.ondisk.test_format import equal
 from tests.ondisk.test_values import same
-from tests.test_format import equal
 
 VERSIONS = sorted(p.name for p in make.HERE.glob("v*"))
 

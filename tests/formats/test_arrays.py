@@ -22,7 +22,7 @@ from holdfast.formats.machine.torch_files import load_pickle
 from holdfast.formats.stored import Opaque, Stored
 from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import hostile
-from tests.test_format import bytes_of
+from tests.ondisk.test_format import bytes_of
 
 WHERE = LocalPlace("some/file.pt")
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)

@@ -35,8 +35,8 @@ from holdfast.formats.stored import (
 )
 from holdfast.ondisk import dtypes
 from holdfast.storage.local.local_place import LocalPlace
-from tests.test_format import bytes_of
-from tests.test_format import of_bytes as tensor_of_bytes
+from tests.ondisk.test_format import bytes_of
+from tests.ondisk.test_format import of_bytes as tensor_of_bytes
 
 WHERE = LocalPlace("some/file.bin")
 DTYPES = sorted(dtypes._BY_NAME)

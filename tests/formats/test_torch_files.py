@@ -32,8 +32,8 @@ from holdfast.ondisk import dtypes
 from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import hostile
 from tests.formats.truth import GOLDEN
-from tests.test_format import bytes_of
-from tests.test_format import of_bytes as tensor_of_bytes
+from tests.ondisk.test_format import bytes_of
+from tests.ondisk.test_format import of_bytes as tensor_of_bytes
 
 WHERE = LocalPlace("some/file.pt")
 BOTH = pytest.mark.parametrize("new", [True, False], ids=["zip", "legacy"])

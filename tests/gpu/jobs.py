@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from tests.gpu import states
 from tests.gpu.lab import Lab
-from tests.share_trials import eager
+from tests.read.share_trials import eager
 from tests.tearing import differences
 
 

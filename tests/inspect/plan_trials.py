@@ -10,7 +10,7 @@ import holdfast
 from holdfast.read import source
 from holdfast.read.shared import share as module
 from tests import meshes
-from tests.share_trials import eager
+from tests.read.share_trials import eager
 
 Counted = tuple[int, int, int]
 

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.kill_trials import forked, read_line, serve_store
 from tests.soak.faults import send
 from tests.soak.plan import Episode
 from tests.soak.rank import serve
+from tests.trials import forked, read_line, serve_store
 
 GUARD = 240.0
 """Seconds without any word after which ranks count as hung; every deadline is a fraction of it."""

@@ -15,7 +15,7 @@ from holdfast.events import LOADING, SAVING, Event
 from holdfast.testing import at_phase, freeze_at, kill_at
 from holdfast.testing.phases import PHASES
 from tests import pool
-from tests.kill_trials import forked
+from tests.trials import forked
 
 
 def state_of(step: int) -> dict[str, Any]:

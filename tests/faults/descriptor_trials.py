@@ -1,6 +1,6 @@
 """More data files than descriptors, and descriptors that run out: each trial in a process of its own.
 
-Run by tests/test_descriptors.py, as ``python -m tests.descriptor_trials TRIAL FOLDER LIMIT …``; prints one JSON object.
+`test_descriptors.py` starts it with TRIAL FOLDER LIMIT …; prints one JSON object.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ import torch
 import holdfast
 from holdfast.storage.local import disk
 from holdfast.write.datafiles import KEPT
-from tests.descriptor_trials import descriptors, is_whole, state
+from tests.faults.descriptor_trials import descriptors, is_whole, state
 from tests.patience import wait_until
 from tests.programs import run_module
 
 
 def trial(*arguments: object) -> Any:
     """What a trial printed, run by itself."""
-    ran = run_module("tests.descriptor_trials", *arguments)
+    ran = run_module("tests.faults.descriptor_trials", *arguments)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 

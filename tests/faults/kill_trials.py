@@ -1,6 +1,6 @@
 """Kill a random rank at a random moment of a save, again and again, and see what is left; run as a program.
 
-`test_kills.py` starts it: `python -m tests.kill_trials TRIALS SEED FOLDER`. It forks ranks from one warm process,
+`test_kills.py` starts it with TRIALS SEED FOLDER. It forks ranks from one warm process,
 so a trial costs about a second. Prints one JSON line of counts; exits with 1 and the reason at the first violation.
 """
 

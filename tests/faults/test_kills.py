@@ -13,7 +13,7 @@ from tests.programs import run_module
 @pytest.mark.timed
 @pytest.mark.parametrize("trials", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_sigkill_of_a_random_rank(trials: int, tmp_path: Path) -> None:
-    ended = run_module("tests.kill_trials", trials, trials, tmp_path, seconds=280)
+    ended = run_module("tests.faults.kill_trials", trials, trials, tmp_path, seconds=280)
     assert ended.returncode == 0, ended.stderr[-4000:]
     counts = json.loads(ended.stdout.splitlines()[-1])
     assert counts["trials"] == trials

@@ -1,6 +1,6 @@
 """Four ranks, one of which meets a fault at a phase of a save or a load: what all of them say; run as a program.
 
-`test_fault_matrix.py` starts it: `python -m tests.fault_trials FOLDER TRIALS`, the trials as a list of JSON objects.
+`test_fault_matrix.py` starts it with FOLDER TRIALS, the trials as a list of JSON objects.
 The ranks are forked from one warm process and live on from trial to trial, unless they are killed. Prints one JSON line
 of counts; exits with 1 and the reason at the first violation.
 """

@@ -1,6 +1,6 @@
 """Kill trainers, writer processes or both during background saves, and see what a restart finds; run as a program.
 
-`test_survivors.py` starts it: `python -m tests.survivor_trials FOLDER TRIALS`, the trials as a list of JSON objects.
+`test_survivors.py` starts it with FOLDER TRIALS, the trials as a list of JSON objects.
 It forks ranks from one warm process, so a trial costs a second or two. Prints one JSON line of counts; exits with 1
 and the reason at the first violation.
 

@@ -1,6 +1,6 @@
 """Kill trainers and their uploaders at random moments, lose a tier or a node, and see what a restart finds; a program.
 
-`test_tier_kills.py` starts it: `python -m tests.tier_trials TRIALS SEED FOLDER`. It forks ranks from one warm process,
+`test_tier_kills.py` starts it with TRIALS SEED FOLDER. It forks ranks from one warm process,
 so a trial costs a second or two. Prints one JSON line of counts; exits with 1 and the reason at the first violation.
 """
 

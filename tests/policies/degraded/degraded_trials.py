@@ -1,6 +1,6 @@
 """Kill or freeze ranks while they write, and see whether the others commit without them; run as a program.
 
-`test_degraded.py` starts it: `python -m tests.degraded_trials FOLDER TRIALS`, the trials as a list of JSON objects.
+`test_degraded.py` starts it with FOLDER TRIALS, the trials as a list of JSON objects.
 It forks four gloo ranks for each trial from one warm process. All ranks save the state to `truth` first; then some die
 in the save to `step`, and what is committed there has to equal `truth` bit for bit. Prints one JSON line of counts;
 exits with 1 and the reason at the first violation.

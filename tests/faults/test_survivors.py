@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.faults.survivor_trials import STAGES
 from tests.programs import run_module
-from tests.survivor_trials import STAGES
 
 BEFORE, AFTER = STAGES[: STAGES.index("handed")], STAGES[STAGES.index("handed") :]
 SOME = {"save", "staging", "handed", "durable", "committing", "parts"}
 
 
 def run(folder: Path, trials: list[dict[str, Any]]) -> dict[str, int]:
-    ended = run_module("tests.survivor_trials", folder, json.dumps(trials), seconds=280)
+    ended = run_module("tests.faults.survivor_trials", folder, json.dumps(trials), seconds=280)
     assert ended.returncode == 0, ended.stderr[-6000:]
     counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
     assert counts["trials"] == len(trials)

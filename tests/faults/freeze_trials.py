@@ -1,6 +1,6 @@
 """Freeze or kill one of four ranks in each phase of saves and loads, and see what the others are told; a program.
 
-`test_freezes.py` starts it: `python -m tests.freeze_trials FOLDER TRIALS`, the trials as a list of JSON objects. Ranks
+`test_freezes.py` starts it with FOLDER TRIALS, the trials as a list of JSON objects. Ranks
 are forked from one warm process, and some trials go on side by side, as they mostly wait. Prints one JSON line of
 counts, with the longest time from a freeze to its naming beyond the deadline; exits with 1 and the reason at the first
 violation.
@@ -35,7 +35,7 @@ from holdfast.read.shared import pass_on, share
 from holdfast.run.tiers import nodes
 from holdfast.saver import Saver
 from holdfast.write import write
-from tests.share_trials import eager
+from tests.read.share_trials import eager
 from tests.trials import beside, forked, read_line, serve_store
 
 WORLD = 4

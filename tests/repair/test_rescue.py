@@ -19,7 +19,7 @@ from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.damaging import contents_of, flip
-from tests.test_format import thread_save
+from tests.ondisk.test_format import thread_save
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ UNSURE = "began to decide but gave no outcome"
 
 
 def run(folder: Path, trials: list[dict[str, Any]]) -> None:
-    ended = run_module("tests.degraded_trials", folder, json.dumps(trials), seconds=280)
+    ended = run_module("tests.policies.degraded.degraded_trials", folder, json.dumps(trials), seconds=280)
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert json.loads(ended.stdout.splitlines()[-1])["trials"] == len(trials)
 

@@ -25,7 +25,7 @@ from tests.stores import Bucket, bucket_of, is_whole, kinds, state_of
 
 __all__ = ["lying_ceph", "lying_gcs", "moto"]
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

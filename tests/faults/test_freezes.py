@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.freeze_trials import FIRST, LOAD, MANAGER, SAVE
+from tests.faults.freeze_trials import FIRST, LOAD, MANAGER, SAVE
 from tests.programs import run_module
 
 STOP, KILL = int(signal.SIGSTOP), int(signal.SIGKILL)
 
 
 def run(folder: Path, trials: list[dict[str, Any]]) -> None:
-    ended = run_module("tests.freeze_trials", folder, json.dumps(trials), seconds=280)
+    ended = run_module("tests.faults.freeze_trials", folder, json.dumps(trials), seconds=280)
     assert ended.returncode == 0, ended.stderr[-6000:]
     assert json.loads(ended.stdout.splitlines()[-1])["trials"] == len(trials)
 

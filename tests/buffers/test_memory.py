@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.memory_trials import LOADS
+from tests.buffers.memory_trials import LOADS
 
 pytestmark = pytest.mark.timed
 
@@ -25,9 +25,8 @@ STORE = 224 * MIB
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     folder = tmp_path_factory.mktemp("memory")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.memory_trials", str(folder)], stdout=subprocess.PIPE, text=True, check=True
-    )
+    command = [sys.executable, "-m", "tests.buffers.memory_trials", str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return {one.pop("case"): one for one in found}
 

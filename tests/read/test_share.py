@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import holdfast
-from tests import meshes, pool, share_trials
+from tests import meshes, pool
 from tests.golden import make
+from tests.read import share_trials
 
 SAVED = ["one process", "HSDP 2x2", "FSDP1 flat 4"]
 SHARING = ["DDP 2", "HSDP 2x2", "FSDP2 x TP 2x2", "compiled DDP 3", "FSDP1 hybrid 2x2", "FSDP1 unsharded 2", "TP 2"]

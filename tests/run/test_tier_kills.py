@@ -13,7 +13,7 @@ from tests.programs import run_module
 @pytest.mark.timed
 @pytest.mark.parametrize("trials", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_sigkill_and_a_tier_lost(trials: int, tmp_path: Path) -> None:
-    ended = run_module("tests.tier_trials", trials, trials, tmp_path, seconds=280)
+    ended = run_module("tests.run.tier_trials", trials, trials, tmp_path, seconds=280)
     assert ended.returncode == 0, ended.stderr[-4000:]
     counts = json.loads(ended.stdout.splitlines()[-1])
     assert counts["trials"] == trials

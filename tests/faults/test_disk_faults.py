@@ -139,7 +139,7 @@ def _restore(root: Path) -> dict[str, Any]:
 def _finished(root: Path) -> None:
     """A save that its writer has finished and nobody has committed."""
     script = (
-        "import sys, holdfast.testing; from tests.test_disk_faults import *\n"
+        "import sys, holdfast.testing; from tests.faults.test_disk_faults import *\n"
         "with holdfast.testing.kill_at('commit'): Saver().save(state_of(NEW), sys.argv[1]).wait()"
     )
     ended = run_code(script, root / "new")

@@ -396,7 +396,7 @@ except holdfast.HoldfastError as error:
 """
     ended = subprocess.run(
         [sys.executable, "-c", code, json.dumps(options)], capture_output=True, text=True, timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[1], check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     held.close()
     assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""What a load costs in memory, each case in a process of its own: run by tests/test_memory.py.
+"""What a load costs in memory, each case in a process of its own: run by tests/buffers/test_memory.py.
 
 Forks for each case, since a peak never comes down: a fork's begins at what it has. Prints one JSON object a case.
 """
@@ -19,7 +19,7 @@ import torch
 import holdfast
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
-from tests.test_format import thread_save
+from tests.ondisk.test_format import thread_save
 
 ROWS, COLUMNS, TENSORS = 2048, 8192, 4
 """256 MiB of float32; the largest tensor, 64 MiB, is larger than a window should be."""

@@ -1,7 +1,7 @@
 """Signals before the end: all ranks stop at one step with a whole checkpoint on disk, or say in time that they cannot.
 
 The same training runs on warm ranks, where much can be tried, and under torchrun, where processes really end. Run as
-a program (`python -m tests.test_preemption FOLDER OPTIONS`) this file is one rank of that training.
+a program (`python -m tests.run.test_preemption FOLDER OPTIONS`) this file is one rank of that training.
 """
 
 from __future__ import annotations
@@ -221,14 +221,14 @@ def test_a_save_that_cannot_be_done_in_time_is_given_up_on_all_ranks(
 @contextmanager
 def torchrun(root: Path, options: dict[str, Any], ranks: int = 2) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "tests.test_preemption", str(root), json.dumps(options)]
+    command += ["-m", "tests.run.test_preemption", str(root), json.dumps(options)]
     with open(root.with_name("output"), "wb") as output:
         running = subprocess.Popen(
             command,
             stdout=output,
             stderr=output,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=Path(__file__).parents[1],
+            cwd=Path(__file__).parents[2],
         )
         try:
             yield running

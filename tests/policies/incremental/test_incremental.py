@@ -392,7 +392,7 @@ def test_in_a_store_files_are_cited_where_they_lie() -> None:
 CRASH = """
 import os, signal, sys, holdfast
 from holdfast.commit import settle
-from tests.test_incremental import _state
+from tests.policies.incremental.test_incremental import _state
 root, how = sys.argv[1:]
 
 def die(*args, **kwargs):

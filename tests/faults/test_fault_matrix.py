@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from holdfast.events import LOADING, SAVING
-from tests.fault_trials import FIRST_ALONE, REFUSED, SIGNALS, WORLD
+from tests.faults.fault_trials import FIRST_ALONE, REFUSED, SIGNALS, WORLD
 from tests.programs import run_module
 
 ERRORS = tuple(REFUSED)
 
 
 def run(folder: Path, trials: list[dict[str, Any]], *, limit: float = 290) -> dict[str, int]:
-    ended = run_module("tests.fault_trials", folder, json.dumps(trials), seconds=limit)
+    ended = run_module("tests.faults.fault_trials", folder, json.dumps(trials), seconds=limit)
     assert ended.returncode == 0, ended.stderr[-6000:]
     counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
     assert counts["trials"] == len(trials)
