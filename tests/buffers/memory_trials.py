@@ -18,6 +18,7 @@ import torch
 
 import holdfast
 from holdfast.storage.local.local import Local
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.store_place import StorePlace
 from tests.ondisk.test_format import thread_save
 
@@ -146,7 +147,7 @@ def main(folder: Path) -> None:
     holdfast.convert(folder / "small", folder / "small.pt", to="torch")
     torch.save(model, folder / "c.pt")
     store = StorePlace(Local(folder), "c")
-    thread_save(2, partial(half, model["model"]), folder / "cells")
+    thread_save(2, partial(half, model["model"]), LocalPlace(folder / "cells"))
     del model
     cases: dict[str, Callable[[], dict[str, int]]] = {}
     for kind in LOADS:
