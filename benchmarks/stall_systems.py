@@ -182,7 +182,7 @@ class HoldfastDcp(Gathered):
         began = time.monotonic()
         future = holdfast.dcp.async_save(self.state, checkpoint_id=path)
         call = time.monotonic() - began
-        saving = _dcp_savers()[0]._savings[-1]
+        saving = _dcp_savers()[0]._earlier.savings[-1]
         return Started(
             self.when(future.result),
             hooked=lambda: max(saving.timing.stall - call, 0.0),

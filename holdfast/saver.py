@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -32,11 +33,12 @@ from holdfast.ondisk.patterns import Patterns
 from holdfast.policies.points import Policies
 from holdfast.policies.replicas.compare import compared_by
 from holdfast.policies.signing.keys import Key, signing
-from holdfast.ranks.interrupts import interrupts_wait
-from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
+from holdfast.ranks.ranks import Ranks, ranks_of
 from holdfast.save import RUN, Based, base_of, label_of, step_of
+from holdfast.save_options import SaverOptions, takes
 from holdfast.saving import Saving
 from holdfast.saving.background import BackgroundSave
+from holdfast.saving.earlier import EarlierSaves
 from holdfast.state import Recall
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -47,17 +49,16 @@ LEAVE = 2.0
 """Seconds that a thread whose save is given up gets to leave the store."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Options(SaverOptions):
+    group: dist.ProcessGroup | Ranks | None = None
+
+
 class Saver:
     """Saves in the background, so that training hardly notices; owns staging memory and a writer.
 
-    One on every rank of ``group``, all with the same arguments and calls. ``worker`` says who writes: a ``"process"``
-    of its own, which finishes what is staged even if this one is killed, or ``"thread"``s of this one. ``slots`` saves
-    may be in memory at once, each needs as much host memory as this rank writes, or its share of ``memory_limit``
-    bytes: a larger state goes through in waves. When no slot is free, ``busy="wait"`` makes `save` wait and
-    ``busy="skip"`` skips the save, on all ranks alike. Each phase of a save may take ``deadline`` seconds.
-
-    With ``degraded`` a save commits although ranks are lost while they write, if others hold what those were to write.
-    Till then each rank keeps copies of another one's share, beside the slots; see docs/degraded.md.
+    Takes the options of `holdfast.save_options.SaverOptions` as keywords, and ``group``, the process group (default:
+    the default one). Each rank of the group makes one, all with the same arguments and calls.
 
         with holdfast.Saver() as saver:
             saver.prepare(state)            # optional: the first save then costs what any other costs
@@ -66,33 +67,26 @@ class Saver:
                 saving = saver.save(state, f"/ckpt/{step}")     # returns in milliseconds
             saving.wait()
 
-    ``check_replicas`` and ``sign`` as of `holdfast.save`, for every save that says nothing else. The sums of replicas
-    are taken while the tensors hold still, which is what a step may have to wait for.
-
-    What may change when: see docs/background.md. Parameters and state of live optimizers, given as objects or as bare
-    tensors, are copied while training goes on, and a step of these optimizers waits for it; everything else is copied
-    before `save` returns.
+    Parameters and state of live optimizers, given as objects or as bare tensors, are copied while training goes on, and
+    a step of these optimizers waits for it; everything else is copied before `save` returns. See docs/background.md.
+    With ``check_replicas`` the sums of replicas are taken while the tensors hold still, which a step may have to wait
+    for. With ``degraded`` each rank keeps copies of another one's share, beside the slots; see docs/degraded.md.
     """
 
-    def __init__(
-        self, *, worker: Literal["process", "thread"] = "process", slots: int = 1,
-        busy: Literal["wait", "skip"] = "wait", memory_limit: int | None = None,
-        group: dist.ProcessGroup | Ranks | None = None, deadline: float = DEADLINE, degraded: bool = False,
-        check_replicas: bool | Patterns = False, sign: Key | Literal[True] | None = None,
-    ) -> None:  # fmt: skip
+    @takes(_Options)
+    def __init__(self, options: _Options) -> None:
+        worker, busy, slots = options.worker, options.busy, options.slots
         if worker not in ("process", "thread") or busy not in ("wait", "skip") or slots < 1:
             raise ValueError(f'worker={worker!r} is "process" or "thread", busy={busy!r} "wait" or "skip", slots >= 1')
-        self._pool = BufferPool(worker, slots, limit_of(memory_limit, slots))
-        self._busy, self._count, self._deadline, self._degraded = busy, slots, deadline, degraded
-        self._check_replicas, self._sign = check_replicas, signing(sign)
+        self._pool = BufferPool(worker, slots, limit_of(options.memory_limit, slots))
+        self._options, self._deadline, self._sign = options, options.deadline, signing(options.sign)
         self.on_commit: Callable[[Place, Manifest], None] | None = None
         """The rank that has committed a save calls it before the other ranks hear of it. For what builds on a Saver."""
-        main = ranks_of(group)
+        main = ranks_of(options.group)
         # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
         number = main.remembered["savers"] = main.remembered.get("savers", 0) + 1
         self._ranks = main.lane(f"saver/{main.calls}.{number}")
-        self._savings: list[Saving] = []  # the last one, and those whose outcome somebody may still have to wait for
-        self._unheard: list[Saving] = []
+        self._earlier = EarlierSaves()
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._distrusted: set[str] = set()
@@ -119,8 +113,7 @@ class Saver:
         """
         self._check_open()
         with events.span("prepare", REHEARSAL, self._ranks.rank, whole=True):
-            for saving in self._savings:
-                saving._done.wait()  # it ends, here and below: all waits of a save for other ranks have a deadline
+            self._earlier.wait()  # it ends: all waits of a save for other ranks have a deadline
             job = Job(self._ranks, None, None, RUN)
             with no_collection():
                 gathered = attempt(gather, job, state, {}, self._recall)
@@ -161,12 +154,16 @@ class Saver:
         folder = with_deadline(location(path), self._deadline)
         label, step = label or label_of(folder, step), step_of(state, step)
         based = Base(base.to_cite) if isinstance(base, Saving) else base_of(base, self._deadline)
-        compared = compared_by(self._check_replicas if check_replicas is None else check_replicas)
+        compared = compared_by(self._options.check_replicas if check_replicas is None else check_replicas)
         job = Job(
-            self._ranks, folder, step, run or RUN, overwrite, background=True, base=based, degraded=self._degraded,
+            self._ranks, folder, step, run or RUN, overwrite, background=True, base=based, degraded=self._options.degraded,
             compared=compared, sign=self._sign if sign is None else signing(sign), on_commit=self.on_commit,
         )  # fmt: skip
-        earlier = self._wait_for_slot(folder, step)
+        failure = None
+        if self._options.busy == "wait":
+            failure = self._earlier.wait_for_room(self._options.slots, folder, self._ranks.rank, step)
+        else:
+            self._earlier.forget_ended()
         saving = Saving(folder, step, base if isinstance(base, Saving) else None, self._ranks.rank)
         memory = self._pool.lease()
         # An interrupt may come at any line. Whatever this save has taken and told is seen to below, and the next one
@@ -175,13 +172,13 @@ class Saver:
         calling = events.Opened()
         try:
             background = BackgroundSave(
-                job, saving, memory, before=self._savings[-1] if self._savings else None,
-                busy=earlier is not None or not memory.claim(), label=label, deadline=self._deadline,
+                job, saving, memory, before=self._earlier.last,
+                busy=failure is not None or not memory.claim(), label=label, deadline=self._deadline,
             )  # fmt: skip
-            self._savings.append(saving)
+            self._earlier.savings.append(saving)
             saving.begin(background.run, self._ranks.rank)
             calling = events.begin("call", folder, self._ranks.rank, step=step)
-            if earlier is None:
+            if failure is None:
                 with no_collection():
                     optimizers = background.gather(state, files or {}, self._recall, self._distrusted)
                 self._hook(optimizers)
@@ -194,8 +191,8 @@ class Saver:
         finally:
             calling.end()
         saving.returned()
-        if earlier is not None:
-            raise earlier
+        if failure is not None:
+            raise failure
         if background.interrupt is not None:
             saving.hear()
             raise background.interrupt
@@ -203,7 +200,7 @@ class Saver:
 
     def under_way(self, path: Place) -> Saving | None:
         """The save to ``path`` that goes on although the call of `save` that began it was interrupted, if it does."""
-        last = self._savings[-1] if self._savings else None
+        last = self._earlier.last
         return last if last is not None and last.path == path and last.has_started and not last.heard else None
 
     def _break_off(
@@ -212,7 +209,7 @@ class Saver:
         """Leave everything as if `save` had not been called, but for the other ranks, which have to hear of it."""
         if saving.has_started:
             return  # it goes on
-        if background is None or saving not in self._savings:
+        if background is None or saving not in self._earlier.savings:
             memory.give()
             saving.hear()
             saving._interrupt(error)
@@ -227,9 +224,8 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until all saves so far have an outcome. Raises the first failure that nobody has heard of."""
-        for saving in list(self._savings):
-            saving._done.wait()
-        self._tell(self._savings)
+        self._earlier.wait()
+        self._earlier.raise_unheard()
 
     def close(self, *, timeout: float | None = None) -> None:
         """Wait for the saves under way, then let memory, writer and hooks go. Raises as `wait` does. Idempotent.
@@ -241,7 +237,7 @@ class Saver:
         if self._released:
             return
         until = None if timeout is None else time.monotonic() + timeout
-        for saving in [] if self._closed else self._savings:
+        for saving in [] if self._closed else self._earlier.savings:
             if not saving._done.wait(None if until is None else max(until - time.monotonic(), 0.0)):
                 log.warning("%s is given up after %g s; a writer process may still finish it", saving.path, timeout)
                 self._closed = self._released = True
@@ -249,19 +245,21 @@ class Saver:
                 # An interpreter must not end under a thread that is inside of the store; one that waits for a disk
                 # may stay where it is.
                 self._ranks.give_up()
-                for other in self._savings:
+                for other in self._earlier.savings:
                     if other._done.wait(LEAVE):
                         other.join()
                 return
         self._closed = True
-        for saving in self._savings:  # from here on all can be done twice: an interrupted call is to be made again
+        for (
+            saving
+        ) in self._earlier.savings:  # from here on all can be done twice: an interrupted call is to be made again
             saving.join()
         for hook in self._hooks:
             hook.remove()
         self._pool.close()
         self._released = True
         _open.discard(self)
-        self._tell(self._savings)
+        self._earlier.raise_unheard()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -270,51 +268,8 @@ class Saver:
     def _stay_behind(self) -> None:
         """In a forked child: the threads of the saves and the way to the writer are its parent's alone."""
         self._closed = self._released = True
-        for saving in self._savings:
-            saving._stay_behind()
-        self._savings, self._unheard = [], []
+        self._earlier.stay_behind()
         self._pool.stay_behind()
-
-    # The calling thread
-
-    def _wait_for_slot(self, folder: Place, step: int | None) -> BaseException | None:
-        """Until a slot is free, if the save is to have one; the earlier failure to raise, if there is one.
-
-        The save is then skipped on every rank, also on one whose user has heard of the failure: so ranks stay in step.
-        """
-        if self._busy == "wait":
-            # For the outcome of the save that had it, not just for its memory: then all ranks raise its failure, or go
-            # on, at the same call. By then the slot is free.
-            ended = self._savings[: max(len(self._savings) - self._count + 1, 0)]
-            waits = [saving for saving in ended if not saving.done]
-            waiting = events.begin("slot wait", folder, self._ranks.rank, step=step) if waits else events.Opened()
-            for saving in waits:
-                saving._done.wait()
-            waiting.end()
-            with interrupts_wait():
-                self._savings = self._savings[len(ended) :] or ended[-1:]
-                return self._hear(ended)
-        with interrupts_wait():
-            ended = [saving for saving in self._savings if saving.done]
-            self._savings = [saving for saving in self._savings if saving not in ended] or ended[-1:]
-            failed = [s for s in [*self._unheard, *ended] if s._error is not None and not s._told and not s.skipped]
-            self._unheard = failed[:1]
-        return None
-
-    def _hear(self, savings: list[Saving]) -> BaseException | None:
-        """The first failure that nobody has heard of; with this all of them are heard of."""
-        unheard: BaseException | None = None
-        earlier, self._unheard = self._unheard, []
-        for saving in [*earlier, *savings]:
-            if saving._error is not None and not saving._told and not saving.skipped:
-                saving._told = True
-                unheard = unheard or saving._error
-        return unheard
-
-    def _tell(self, savings: list[Saving]) -> None:
-        unheard = self._hear(savings)
-        if unheard is not None:
-            raise unheard
 
     def _hook(self, optimizers: list[Any]) -> None:
         """Make the steps of these optimizers wait for copies, once for each."""
@@ -322,7 +277,7 @@ class Saver:
 
         def hold() -> None:
             saver = myself()
-            for saving in list(saver._savings) if saver is not None else ():
+            for saving in list(saver._earlier.savings) if saver is not None else ():
                 saving._copying.hold_step()
 
         for optimizer in optimizers:

@@ -792,8 +792,8 @@ def one_rank_misses_a_save(root: str) -> list[bool]:
             if step != 1 or _rank() == 0:
                 outcomes.append(saver.save(_state(step), f"{root}/{step}").settled())
             dist.barrier()  # as training keeps ranks together
-        saver._unheard.clear()
-        saver._savings.clear()
+        saver._earlier._unheard.clear()
+        saver._earlier.savings.clear()
     return outcomes
 
 

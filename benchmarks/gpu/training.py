@@ -88,7 +88,7 @@ class OnDevice(Holdfast):
         began = time.monotonic()
         started = super().save(path, step)
         copied: Future[float] = Future()
-        saving = self.saver._savings[-1]
+        saving = self.saver._earlier.savings[-1]
 
         def watch() -> None:
             saving.wait_staged()

@@ -59,12 +59,16 @@ class StagingBuffer:
         self.generation = 0
         self._memory: mmap.mmap | None = None
         self._fd = -1
-        self._address = 0
         self._pinned = False
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # chunks of which nothing is lent
         self._lent: Counter[int] = Counter()  # by chunk: how many stretches of it are lent
         self._open: tuple[int, int] | None = None  # the chunk that is shared now, and how much of it is lent already
         self._lock = threading.Lock()
+
+    @property
+    def _address(self) -> int:
+        """Where the memory begins."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) if self._memory is not None else 0
 
     def reserve(self, nbytes: int, *, pinned: bool = False, touch: bool = False) -> None:
         """Have at least ``nbytes``; ``pinned`` for a device to copy into, ``touch``ed so that they are there.
@@ -167,10 +171,8 @@ class StagingBuffer:
             with suppress(OSError, AttributeError):
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._fd, self._memory = fd, memory
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         else:
-            host = buffer(nbytes)
-            self._memory, self._address = host.memory, host.address
+            self._memory = buffer(nbytes).memory
         self.worker.map(self.number, memoryview(self._memory), self._fd)
         self.nbytes = nbytes  # last: an interrupt before this leaves memory that the next call lets go
 

@@ -22,6 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.storage.local import disk, durable
+from holdfast.write.activity import Activity
 
 if TYPE_CHECKING:
     from holdfast.storage.store import Store
@@ -29,13 +30,6 @@ if TYPE_CHECKING:
 
 WRITERS = 2
 """Threads that write: two keep a disk busy while memory is filled (measured: a third adds nothing)."""
-
-
-Told = Callable[[str, str, str, int, float, float, int], None]
-"""Who is told of what was done: name, path, name and number of the thread, begin and end (monotonic), bytes."""
-
-GAP, LONGEST = 0.05, 1.0
-"""Seconds between writes of a thread to one file that are told as one, and how long the whole may last."""
 
 
 class Fault(NamedTuple):
@@ -81,10 +75,8 @@ class Courier:
     """Takes jobs in order and answers each: ``answer(job, None)``, or with the `Fault` that it met.
 
     Two threads write; a third finishes files, each after all its writes, and leaves small files after whole saves.
-    ``told``, if it is not None, hears of all that afterwards.
+    ``activity`` reports what was done, if anybody observes.
     """
-
-    told: Told | None = None
 
     def __init__(self, answer: Callable[[int, Fault | None], None]) -> None:
         self._answer = answer
@@ -92,8 +84,7 @@ class Courier:
         self._files: dict[int, _File | Upload] = {}
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closings: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._strokes: dict[int, _Stroke] = {}  # by thread: its last writes, not told yet
-        self._telling = threading.Lock()
+        self.activity = Activity()
         self._queues = [*[self._writes] * WRITERS, self._closings]
         # Daemons: an interpreter that ends waits for saves, by its own exit handler, and not for idle threads.
         self._threads = [
@@ -169,8 +160,7 @@ class Courier:
         def work() -> None:
             began = time.monotonic()
             fault = target.fault or _attempt("write", target.path, lambda: _write(target, view, nbytes, offset))
-            if self.told is not None:
-                self._wrote(target.path, began, nbytes)
+            self.activity.wrote(target.path, began, nbytes)
             with target.idle:
                 target.fault = target.fault or fault  # the first one stays, whatever the other thread writes
                 target.pending -= 1
@@ -188,7 +178,10 @@ class Courier:
                 target.wait_idle()
             began = time.monotonic()
             fault = _end(target, header, size)
-            self._tell_end(target, began, len(header), size)
+            if isinstance(target, _File):
+                self.activity.synced(target.path, began, len(header))
+            else:
+                self.activity.uploaded(target.key, target.thread, target.began, target.ended or began, size)
             self._answer(job, fault)
 
         self._closings.put(work)
@@ -213,48 +206,10 @@ class Courier:
                 fault = fault or _attempt("write", path, partial(write, path, data))
             if small:
                 where = small[0][0] if store is None else f"{store.url}/{small[0][0]}"
-                self._tell("small files", where, began, time.monotonic(), sum(len(data) for _, data in small))
+                self.activity.did("small files", where, began, sum(len(data) for _, data in small))
             self._answer(job, fault)
 
         self._closings.put(work)
-
-    # Who watches
-
-    def _wrote(self, path: str, began: float, nbytes: int) -> None:
-        """Windows follow each other by the thousand: those of one file in a row are told as one."""
-        me, now = threading.get_native_id(), time.monotonic()
-        with self._telling:
-            last = self._strokes.get(me)
-            if last is not None and last.path == path and began - last.ended < GAP and now - last.began < LONGEST:
-                self._strokes[me] = last._replace(ended=now, nbytes=last.nbytes + nbytes)
-                return
-            self._strokes[me] = _Stroke(path, threading.current_thread().name, began, now, nbytes)
-        self._tell_strokes({} if last is None else {me: last})
-
-    def _tell_strokes(self, strokes: dict[int, _Stroke]) -> None:
-        told: Told | None = self.told  # once: it may change meanwhile
-        if told is not None:
-            for thread, stroke in strokes.items():
-                told("write file", stroke.path, stroke.lane, thread, stroke.began, stroke.ended, stroke.nbytes)
-
-    def _tell_end(self, target: _File | Upload, began: float, header: int, size: int) -> None:
-        told: Told | None = self.told
-        if told is None:
-            return
-        if not isinstance(target, _File):
-            told("upload", target.key, "holdfast-upload", target.thread, target.began, target.ended, size)
-            return
-        with self._telling:
-            mine = {thread: stroke for thread, stroke in self._strokes.items() if stroke.path == target.path}
-            for thread in mine:
-                del self._strokes[thread]
-        self._tell_strokes(mine)
-        self._tell("sync file", target.path, began, time.monotonic(), header)
-
-    def _tell(self, name: str, path: str, began: float, ended: float, nbytes: int) -> None:
-        told: Told | None = self.told
-        if told is not None:
-            told(name, path, threading.current_thread().name, threading.get_native_id(), began, ended, nbytes)
 
     def drop(self, files: Sequence[int], *, close: bool) -> None:
         """Forget files once nothing of theirs is under way; ``close`` their descriptors."""
@@ -271,16 +226,6 @@ class Courier:
                     target.wait()
 
         self._closings.put(work)
-
-
-class _Stroke(NamedTuple):
-    """Writes of one thread to one file in a row."""
-
-    path: str
-    lane: str
-    began: float
-    ended: float
-    nbytes: int
 
 
 def _stop(queues: Sequence[queue.SimpleQueue[Callable[[], None] | None]]) -> None:

@@ -33,51 +33,31 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class ProcessWorker:
-    """A courier in a process of its own: it maps the buffers, and finishes what it was told even if this process dies.
-
-    It is a plain interpreter that runs `write/writer_process.py`: no fork of a process with threads and devices, no
-    second import of the user's script, no torch. It leads a session of its own, since launchers kill a trainer's whole
-    process group.
-    """
+    """Writes in a process of its own, which maps the buffers, and finishes what it was told even if this one dies."""
 
     shares_memory = True
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            command = [sys.executable, "-I", "-S", "-c", writer_process.COMMAND, _PACKAGE, str(theirs.fileno())]
-            try:
-                self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self._socket, self._sending = ours, threading.Lock()
         self._futures = Futures()
+        self._connection = _Connection(self._futures)
         self._stores: dict[str, int] = {}
-        self._hooks: dict[int, disk.Hook] = {}
-        self._watched = False
-        self._dead: str | None = None
-        self._reader = threading.Thread(target=self._read_answers, name="holdfast-answers", daemon=True)
-        self._reader.start()
 
     @property
     def pid(self) -> int:
         """Of the writer process."""
-        return self._process.pid
+        return self._connection.process.pid
 
     @property
     def dead(self) -> bool:
-        return self._dead is not None
+        return self._connection.dead is not None
 
     def map(self, buffer: int, memory: memoryview | None, fd: int = -1) -> None:
         nbytes = 0 if memory is None else len(memory)
-        self._send({"verb": "map", "buffer": buffer, "nbytes": nbytes}, fds=[] if memory is None else [fd])
+        self._connection.send({"verb": "map", "buffer": buffer, "nbytes": nbytes}, fds=[] if memory is None else [fd])
 
     def open(self, path: Place, fd: int | None, *, direct: bool) -> int:
         file = self._futures.file()
-        self._send(
+        self._connection.send(
             {"verb": "open", "file": file, "path": os.fspath(path), "direct": direct}, fds=[] if fd is None else [fd]
         )
         return file
@@ -85,19 +65,19 @@ class ProcessWorker:
     def write(self, file: int, buffer: int, start: int, nbytes: int, offset: int) -> Future[None]:
         job, future = self._futures.new()
         head = {"verb": "write", "job": job, "file": file, "buffer": buffer}
-        self._send({**head, "start": start, "nbytes": nbytes, "offset": offset})
+        self._connection.send({**head, "start": start, "nbytes": nbytes, "offset": offset})
         return future
 
     def finish(self, file: int, header: bytes, size: int) -> Future[None]:
         job, future = self._futures.new()
-        self._send({"verb": "finish", "job": job, "file": file, "size": size}, [header])
+        self._connection.send({"verb": "finish", "job": job, "file": file, "size": size}, [header])
         return future
 
     def begin(self, place: Place, header: bytes, size: int) -> int:
         file = self._futures.file()
         target = as_store(place)
         head = {"verb": "begin", "file": file, "store": self._know(target.store), "key": target.key, "size": size}
-        self._send(head, [header])
+        self._connection.send(head, [header])
         return file
 
     def send(self, file: int, memory: memoryview, keep: object) -> Future[None]:
@@ -105,7 +85,7 @@ class ProcessWorker:
 
     def give_up(self, files: Sequence[int]) -> None:
         with suppress(HoldfastError):  # it is dead, and its memory with it
-            self._send({"verb": "give_up", "files": list(files)})
+            self._connection.send({"verb": "give_up", "files": list(files)})
 
     def _know(self, store: Store) -> int:
         """The number of a store that the process has made for itself, from what this one tells of it."""
@@ -116,7 +96,7 @@ class ProcessWorker:
         if told not in self._stores:
             self._stores[told] = len(self._stores) + 1
             made = {"paths": sys.path, "spec": spec}
-            self._send({"verb": "store", "store": self._stores[told], "made": made})
+            self._connection.send({"verb": "store", "store": self._stores[told], "made": made})
         return self._stores[told]
 
     def leave(self, after: Sequence[int], folders: Sequence[Place], small: Sequence[Small]) -> Future[None]:
@@ -125,24 +105,56 @@ class ProcessWorker:
         head = {"verb": "leave", "job": job, "after": list(after), "folders": to_sync, "paths": paths}
         if store is not None:
             head["store"] = self._know(store)
-        self._send(head, [data for _, data in small])
+        self._connection.send(head, [data for _, data in small])
         return future
 
     def drop(self, files: Sequence[int]) -> None:
         with suppress(HoldfastError):  # it is dead, and its descriptors are closed
-            self._send({"verb": "drop", "files": list(files)})
+            self._connection.send({"verb": "drop", "files": list(files)})
 
     def close(self) -> None:
+        self._connection.close()
+
+
+class _Connection:
+    """The writer process, and the socket over which it is told what to do and answers.
+
+    It is a plain interpreter that runs `write/writer_process.py`: no fork of a process with threads and devices, no
+    second import of the user's script, no torch. It leads a session of its own, since launchers kill a trainer's whole
+    process group.
+    """
+
+    def __init__(self, futures: Futures) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            command = [sys.executable, "-I", "-S", "-c", writer_process.COMMAND, _PACKAGE, str(theirs.fileno())]
+            try:
+                self.process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self.dead: str | None = None
+        self._socket, self._sending, self._futures = ours, threading.Lock(), futures
+        self._hooks: dict[int, disk.Hook] = {}
+        self._watched = False
+        self._reader = threading.Thread(target=self._read_answers, name="holdfast-answers", daemon=True)
+        self._reader.start()
+
+    def close(self) -> None:
+        """Send no more, and wait until the process has written what it was told to. Idempotent."""
         if self._socket.fileno() >= 0:
-            self._socket.shutdown(socket.SHUT_WR) if not self.dead else None
+            self._socket.shutdown(socket.SHUT_WR) if self.dead is None else None
             # It ends once the process has written what it was told to: with the storage's own patience.
-            self._process.wait()
+            self.process.wait()
             self._reader.join()
             self._socket.close()
 
-    def _send(self, head: dict[str, Any], data: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
-        if self._dead is not None:
-            raise HoldfastError(self._dead)
+    def send(self, head: dict[str, Any], data: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:
+        """Tell the process what to do. Raises HoldfastError if it has ended."""
+        if self.dead is not None:
+            raise HoldfastError(self.dead)
         try:
             with self._sending:
                 self._bring_hooks()
@@ -150,7 +162,7 @@ class ProcessWorker:
                 writer_process.send(self._socket, head, data, fds)
         except OSError:
             self._reader.join()  # it finds the end of the process, and says how it ended
-            raise HoldfastError(self._dead or "the writer process does not listen") from None
+            raise HoldfastError(self.dead or "the writer process does not listen") from None
 
     def _bring_hooks(self) -> None:
         """Let the process know what is hooked to the disk here, and can be there, and what no longer is."""
@@ -162,9 +174,9 @@ class ProcessWorker:
             if hook not in self._hooks.values():
                 number = max(self._hooks, default=0) + 1
                 self._hooks[number] = hook
-                module, told, fds = hook.travel()
+                module, message, fds = hook.travel()
                 writer_process.send(
-                    self._socket, {"verb": "hook", "hook": number, "module": module, "told": told}, fds=fds
+                    self._socket, {"verb": "hook", "hook": number, "module": module, "told": message}, fds=fds
                 )
 
     def _bring_watch(self) -> None:
@@ -176,27 +188,27 @@ class ProcessWorker:
     def _read_answers(self) -> None:
         try:
             left = b""
-            while got := self._socket.recv(1 << 16):
-                *lines, left = (left + got).split(b"\n")
+            while data := self._socket.recv(1 << 16):
+                *lines, left = (left + data).split(b"\n")
                 for line in lines:
-                    found = json.loads(line)
-                    if isinstance(found, dict):
-                        name, path, lane, *rest = found["span"]  # by the same clock as here
+                    message = json.loads(line)
+                    if isinstance(message, dict):
+                        name, path, lane, *rest = message["span"]  # by the same clock as here
                         events.record(name, path, f"writer process: {lane}", *rest)
                         continue
-                    job, fault = found
+                    job, fault = message
                     self._futures.answer(job, None if fault is None else Fault(*fault))
         except OSError:
             pass  # it has ended, and how is told below
         except Exception:  # noqa: BLE001 - whoever waits for an answer is told below that none will come
-            log.exception("the writer process %d gave an answer that makes no sense", self.pid)
-            self._process.kill()
-        code = self._process.wait()
+            log.exception("the writer process %d gave an answer that makes no sense", self.process.pid)
+            self.process.kill()
+        code = self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        self._dead = (
-            f"the writer process {self.pid} {how} (by the system when memory is short? see dmesg); "
+        self.dead = (
+            f"the writer process {self.process.pid} {how} (by the system when memory is short? see dmesg); "
             "the next save starts another one"
         )
         if code:
-            log.debug("%s", self._dead)
-        self._futures.fail_all(self._dead)
+            log.debug("%s", self.dead)
+        self._futures.fail_all(self.dead)

@@ -16,7 +16,7 @@ from holdfast.buffers.memory import lend
 from holdfast.storage.store import Store
 
 Back = Callable[[BaseException | None], None]
-"""Told once the store no longer reads a chunk, with what has gone wrong until then."""
+"""Called once the store no longer reads a chunk, with what has gone wrong until then."""
 
 
 class GivenUp(Exception):
@@ -27,33 +27,40 @@ class Upload:
     """``size`` bytes of ``key``, ``header`` included; `add` the rest in order, then `wait`."""
 
     def __init__(self, store: Store, key: str, header: bytes, size: int) -> None:
-        self.key = f"{store.url}/{key}"
-        """What errors call it."""
         self._store, self._key, self._header, self._size = store, key, header, size
-        self._windows: queue.SimpleQueue[tuple[memoryview, Back] | None] = queue.SimpleQueue()
+        self._chunks_to_come: queue.SimpleQueue[tuple[memoryview, Back] | None] = queue.SimpleQueue()
         self._added = len(header)
         self._left = size - len(header)  # that the store has not asked for
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._ended = False
-        self.began = self.ended = time.monotonic()
-        self.thread = 0
+        self.began = time.monotonic()
+        self.ended: float | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-upload", daemon=True)
         self._thread.start()
+
+    @property
+    def key(self) -> str:
+        """What errors call it."""
+        return f"{self._store.url}/{self._key}"
+
+    @property
+    def thread(self) -> int:
+        """The system's number of the thread that uploads."""
+        return self._thread.native_id or 0
 
     def add(self, chunk: memoryview, back: Back) -> None:
         """The next bytes of the file; they must not change before they are back."""
         self._added += len(chunk)
         with self._lock:
-            if not self._ended:
-                self._windows.put((chunk, back))
+            if self.ended is None:
+                self._chunks_to_come.put((chunk, back))
                 return
         back(self._error)
 
     def give_up(self) -> None:
         """Leave nothing behind in the store, unless all bytes were added already."""
         if self._added < self._size:
-            self._windows.put(None)
+            self._chunks_to_come.put(None)
 
     def wait(self) -> BaseException | None:
         """Until the file is durable, or why it is not."""
@@ -61,18 +68,16 @@ class Upload:
         return self._error
 
     def _run(self) -> None:
-        self.thread = threading.get_native_id()
         try:
             self._store.put(self._key, self._chunks(), self._size)
         except BaseException as error:  # noqa: BLE001 - kept, and told to whoever waits for this file
             self._error = None if self._is_there() else _without_frames(error)
-        self.ended = time.monotonic()
         with self._lock:
-            self._ended = True
-        while not self._windows.empty():  # what a failed upload has not asked for
-            left = self._windows.get()
-            if left is not None:
-                left[1](self._error)
+            self.ended = time.monotonic()
+        while not self._chunks_to_come.empty():  # what a failed upload has not asked for
+            item = self._chunks_to_come.get()
+            if item is not None:
+                item[1](self._error)
 
     def _is_there(self) -> bool:
         """Whether the answer alone was lost. Nobody else writes a file of this name: it holds the save's id."""
@@ -86,10 +91,10 @@ class Upload:
     def _chunks(self) -> Iterator[memoryview]:
         yield memoryview(self._header)
         while self._left:
-            found = self._windows.get()
-            if found is None:
+            item = self._chunks_to_come.get()
+            if item is None:
                 raise GivenUp(f"the upload of {self._key} was given up")
-            chunk, back = found
+            chunk, back = item
             self._left -= len(chunk)
             yield lend(chunk, partial(back, None))
 

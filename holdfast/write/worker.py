@@ -37,7 +37,7 @@ class ThreadWorker:
         self._courier.map(buffer, memory)
 
     def open(self, path: Place, fd: int | None, *, direct: bool) -> int:
-        self._courier.told = events.record if events.observed() else None
+        self._courier.activity.report = events.record if events.observed() else None
         file = self._futures.file()
         self._courier.open(file, os.fspath(path), fd, direct=direct)
         return file
@@ -53,7 +53,7 @@ class ThreadWorker:
         return future
 
     def begin(self, place: Place, header: bytes, size: int) -> int:
-        self._courier.told = events.record if events.observed() else None
+        self._courier.activity.report = events.record if events.observed() else None
         file, target = self._futures.file(), as_store(place)
         self._courier.begin(file, target.store, target.key, header, size)
         return file

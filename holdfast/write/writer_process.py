@@ -125,7 +125,7 @@ def main(fd: int) -> None:
         if head["verb"] in ("hook", "unhook"):
             _hook(hooks, fds, **head)
         elif head["verb"] == "watch":
-            courier.told = told if head["on"] else None
+            courier.activity.report = told if head["on"] else None
         else:
             _obey(courier, stores, head, data, fds)
     courier.close()

@@ -159,7 +159,7 @@ def finish_but_for_the_commit(path: str) -> None:
     try:
         with holdfast.Saver(worker="thread") as saver:
             saver.save(_state(5), path, files={"config": b"kept"}).settled()
-            saver._savings.clear()
+            saver._earlier.savings.clear()
     finally:
         settle._commit, settle.withdraw = kept
 

@@ -203,7 +203,7 @@ def test_a_killed_process_is_told_by_name_and_leaves_no_zombie(process: ProcessW
     for job in jobs:
         with pytest.raises(HoldfastError, match="was killed by signal 9"):
             job.result(LONG)
-    process._reader.join(LONG)
+    process._connection._reader.join(LONG)
     assert process.dead and _state(process.pid) is None
     for call in (
         lambda: process.write(file, 3, 0, 1, 0), lambda: process.open(tmp_path / "g", desk.fds[0], direct=False),
@@ -218,7 +218,7 @@ def test_a_killed_process_is_told_by_name_and_leaves_no_zombie(process: ProcessW
 def test_a_buffer_goes_over_to_the_next_process(process: ProcessWorker, tmp_path: Path) -> None:
     desk = Desk(process)
     os.kill(process.pid, signal.SIGKILL)
-    process._reader.join(LONG)
+    process._connection._reader.join(LONG)
     following = ProcessWorker()
     desk.worker = following
     desk.buffer.attach(following)

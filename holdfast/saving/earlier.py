@@ -1,0 +1,77 @@
+"""The earlier saves of a Saver: whose outcome a call waits for, and which failure somebody still has to hear of.
+
+A Saver owns one. Each failure is raised once, and on all ranks at the same call.
+"""
+
+from __future__ import annotations
+
+from holdfast import events
+from holdfast.ranks.interrupts import interrupts_wait
+from holdfast.saving.saving import Saving
+from holdfast.storage.place import Place
+
+
+class EarlierSaves:
+    """The last save, and those whose outcome somebody may still have to hear of, oldest first."""
+
+    def __init__(self) -> None:
+        self.savings: list[Saving] = []
+        self._unheard: list[Saving] = []
+
+    @property
+    def last(self) -> Saving | None:
+        """The last save that was begun."""
+        return self.savings[-1] if self.savings else None
+
+    def wait_for_room(self, count: int, folder: Place, rank: int, step: int | None) -> BaseException | None:
+        """Wait until fewer than ``count`` saves are under way; the earlier failure to raise, if there is one.
+
+        The save is then skipped on every rank, also on one whose user has heard of the failure: so ranks stay in step.
+        """
+        # For the outcome of the save that had the buffer, not just for its memory: then all ranks raise its failure, or
+        # go on, at the same call. By then the buffer is free.
+        ended = self.savings[: max(len(self.savings) - count + 1, 0)]
+        under_way = [saving for saving in ended if not saving.done]
+        waiting = events.begin("slot wait", folder, rank, step=step) if under_way else events.Opened()
+        for saving in under_way:
+            saving._done.wait()
+        waiting.end()
+        with interrupts_wait():
+            self.savings = self.savings[len(ended) :] or ended[-1:]
+            return self._hear(ended)
+
+    def forget_ended(self) -> None:
+        """Drop the saves that have an outcome, but keep the first failure that nobody has heard of."""
+        with interrupts_wait():
+            ended = [saving for saving in self.savings if saving.done]
+            self.savings = [saving for saving in self.savings if saving not in ended] or ended[-1:]
+            self._unheard = [saving for saving in [*self._unheard, *ended] if _is_unheard(saving)][:1]
+
+    def wait(self) -> None:
+        """Wait until every save has an outcome."""
+        for saving in list(self.savings):
+            saving._done.wait()
+
+    def raise_unheard(self) -> None:
+        """Raise the first failure that nobody has heard of."""
+        failure = self._hear(self.savings)
+        if failure is not None:
+            raise failure
+
+    def _hear(self, savings: list[Saving]) -> BaseException | None:
+        """The first failure that nobody has heard of; with this all of them are heard of."""
+        unheard = [saving for saving in [*self._unheard, *savings] if _is_unheard(saving)]
+        self._unheard = []
+        for saving in unheard:
+            saving.hear()
+        return unheard[0].failed if unheard else None
+
+    def stay_behind(self) -> None:
+        """In a forked child: the threads of the saves are its parent's alone."""
+        for saving in self.savings:
+            saving._stay_behind()
+        self.savings, self._unheard = [], []
+
+
+def _is_unheard(saving: Saving) -> bool:
+    return saving.failed is not None and not saving.heard and not saving.skipped
