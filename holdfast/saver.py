@@ -156,8 +156,9 @@ class Saver:
         based = Base(base.to_cite) if isinstance(base, Saving) else base_of(base, self._deadline)
         compared = compared_by(self._options.check_replicas if check_replicas is None else check_replicas)
         job = Job(
-            self._ranks, folder, step, run or RUN, overwrite, background=True, base=based, degraded=self._options.degraded,
-            compared=compared, sign=self._sign if sign is None else signing(sign), on_commit=self.on_commit,
+            self._ranks, folder, step, run or RUN, overwrite, background=True, base=based, compared=compared,
+            degraded=self._options.degraded, sign=self._sign if sign is None else signing(sign),
+            on_commit=self.on_commit,
         )  # fmt: skip
         failure = None
         if self._options.busy == "wait":

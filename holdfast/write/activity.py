@@ -28,7 +28,7 @@ class _Stroke(NamedTuple):
 
 
 class Activity:
-    """Reports to ``report``, if it is not None. Chunks in a row count as one: they follow each other by the thousand."""
+    """Reports to ``report``, if it is not None. Chunks in a row count as one: there are thousands of them."""
 
     def __init__(self) -> None:
         self.report: Report | None = None

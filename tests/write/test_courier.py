@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.storage.local import disk, durable
 from holdfast.storage.local.disk import SECTOR
-from holdfast.write import courier, writer_process
+from holdfast.write import activity, courier, writer_process
 from holdfast.write.courier import Courier, Fault
 
 LONG = 240.0
@@ -56,14 +56,14 @@ def one(answers: Answers) -> Any:
 
 def test_it_imports_the_standard_library_alone() -> None:
     """The writer process runs these files without site-packages and without the start of this package."""
-    for module in (courier, disk, durable, writer_process):
+    for module in (activity, courier, disk, durable, writer_process):
         tree = ast.parse(Path(module.__file__).read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = []
         found = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
         found |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        found -= {"holdfast.write", "holdfast.storage.local", "holdfast.write.courier"}
+        found -= {"holdfast.write", "holdfast.storage.local", "holdfast.write.activity", "holdfast.write.courier"}
         assert {name.split(".")[0] for name in found} <= set(sys.stdlib_module_names)
 
 
