@@ -22,6 +22,7 @@ from holdfast.events import Event, install, listen
 from holdfast.export.work import Converted
 from holdfast.load import Loaded, load
 from holdfast.manager import CheckpointManager
+from holdfast.ondisk.version import __version__
 from holdfast.read.damage import Damage, Verified
 from holdfast.repair import signing
 from holdfast.repair.drop import Dropped, drop
@@ -40,7 +41,6 @@ from holdfast.saving import Saving, Timing
 from holdfast.state import RNG, PerRank, Shard
 from holdfast.storage.store_place import StorePlace as Place
 from holdfast.storage.urls import at
-from holdfast.version import __version__
 
 install(Bars())
 from_environment()

@@ -27,8 +27,8 @@ from holdfast.run.signals import Announcements, Signals
 from holdfast.run.tiers.home import Durability, Home
 from holdfast.run.tiers.one import OneRoot
 from holdfast.run.tiers.tiers import Tiers
-from holdfast.save_options import takes
 from holdfast.saving import Saving
+from holdfast.saving.options import takes
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline

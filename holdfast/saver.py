@@ -35,10 +35,10 @@ from holdfast.policies.replicas.compare import compared_by
 from holdfast.policies.signing.keys import Key, signing
 from holdfast.ranks.ranks import Ranks, ranks_of
 from holdfast.save import RUN, Based, base_of, label_of, step_of
-from holdfast.save_options import SaverOptions, takes
 from holdfast.saving import Saving
 from holdfast.saving.background import BackgroundSave
 from holdfast.saving.earlier import EarlierSaves
+from holdfast.saving.options import SaverOptions, takes
 from holdfast.state import Recall
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -57,7 +57,7 @@ class _Options(SaverOptions):
 class Saver:
     """Saves in the background, so that training hardly notices; owns staging memory and a writer.
 
-    Takes the options of `holdfast.save_options.SaverOptions` as keywords, and ``group``, the process group (default:
+    Takes the options of `holdfast.saving.options.SaverOptions` as keywords, and ``group``, the process group (default:
     the default one). Each rank of the group makes one, all with the same arguments and calls.
 
         with holdfast.Saver() as saver:

@@ -100,6 +100,10 @@ def _classes(path: Path) -> Iterator[ast.ClassDef]:
     yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
 
 
+def test_the_root_holds_few_files() -> None:
+    assert len([path for path in FILES if "/" not in _name(path)]) <= 12
+
+
 def test_no_file_is_long() -> None:
     assert {_name(path) for path in FILES if len(path.read_text().splitlines()) > MOST_LINES} == TOO_LONG
 

@@ -36,9 +36,9 @@ from holdfast.cli import (
     watch,
 )
 from holdfast.cli.errors import Code
+from holdfast.ondisk.version import __version__
 from holdfast.report import progress
 from holdfast.storage.local import disk
-from holdfast.version import __version__
 
 LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machines"
 

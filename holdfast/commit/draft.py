@@ -22,12 +22,12 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import Note
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import Cite
+from holdfast.ondisk.version import __version__
 from holdfast.plan.layout import OwnedJoin
 from holdfast.plan.owners import Owned, PlannedTensor
 from holdfast.plan.plan import Plan
 from holdfast.plan.volumes import file_of
 from holdfast.state.layers import KEY, encode_kinds
-from holdfast.version import __version__
 
 
 @dataclass(frozen=True)

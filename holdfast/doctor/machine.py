@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from holdfast.doctor.finding import Finding
-from holdfast.version import __version__
+from holdfast.ondisk.version import __version__
 
 OLDEST_TORCH = (2, 7)
 FILES_WANTED = 4096

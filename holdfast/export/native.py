@@ -26,8 +26,8 @@ from holdfast.ondisk.box import whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.version import __version__
 from holdfast.storage.local.disk import SECTOR
-from holdfast.version import __version__
 
 
 @dataclass(frozen=True)

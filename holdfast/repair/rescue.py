@@ -27,6 +27,7 @@ from holdfast.events import log
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import blocks, datafile, manifest, names, part
 from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.version import __version__
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.damage import Damage, damages
 from holdfast.read.examine import examine
@@ -37,7 +38,6 @@ from holdfast.storage.links import LinkCheck
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
-from holdfast.version import __version__
 
 RESCUED = "rescued"
 """The key of ``producer`` under which a manifest says when it was rescued, and where its values are from."""

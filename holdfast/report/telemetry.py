@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import events
 from holdfast.errors import Unsupported
+from holdfast.ondisk.version import __version__
 from holdfast.run.tiers import uploader
-from holdfast.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation

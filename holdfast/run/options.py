@@ -1,6 +1,6 @@
 """The options of a run: what the manager takes, and what the integrations of trainers hand on to it.
 
-Each option has its name, type, default and documentation here, or in `save_options` if a `Saver` takes it too.
+Each option has its name, type, default and documentation here, or in `saving.options` if a `Saver` takes it too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.ondisk.patterns import Patterns, patterns_in
 from holdfast.policies.signing.keys import Keys
 from holdfast.run.interval import check_mtbf
 from holdfast.run.keep import Keep, Upload
-from holdfast.save_options import SaverOptions
+from holdfast.saving.options import SaverOptions
 from holdfast.storage.place import Place
 
 

@@ -26,9 +26,9 @@ from holdfast.run.record import Record
 from holdfast.run.tiers.home import Home
 from holdfast.run.whole import note_of
 from holdfast.save import RUN
-from holdfast.save_options import SaverOptions, values_of
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.saving.options import SaverOptions, values_of
 from holdfast.storage.place import Place
 
 

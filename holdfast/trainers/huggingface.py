@@ -22,7 +22,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ondisk.patterns import Patterns
 from holdfast.run.options import ResumeOptions, RunOptions
-from holdfast.save_options import takes, values_of
+from holdfast.saving.options import takes, values_of
 from holdfast.state import RNG, PerRank
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location

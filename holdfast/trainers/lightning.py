@@ -17,7 +17,7 @@ from holdfast.load import Loaded
 from holdfast.manager import CheckpointManager
 from holdfast.run.options import ResumeOptions, RhythmOptions
 from holdfast.run.steps import Steps
-from holdfast.save_options import takes, values_of
+from holdfast.saving.options import takes, values_of
 from holdfast.state.per_rank import Elsewhere
 from holdfast.storage.urls import location
 from holdfast.trainers.lightning_io import HoldfastCheckpointIO

@@ -20,9 +20,9 @@ from holdfast.ondisk.containers import mapped
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.ranks.ranks import Ranks
 from holdfast.save import save
-from holdfast.save_options import WorkerOptions, takes, values_of
 from holdfast.saver import Saver
 from holdfast.saving import Saving
+from holdfast.saving.options import WorkerOptions, takes, values_of
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.storage.storage import delete

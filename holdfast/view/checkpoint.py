@@ -20,7 +20,7 @@ from holdfast.ondisk import spans
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import as_text
 from holdfast.ondisk.patterns import TENSOR, Patterns, selector
-from holdfast.version import __version__
+from holdfast.ondisk.version import __version__
 from holdfast.view.health import health_of, signature_of
 from holdfast.view.page import page
 from holdfast.view.traces import Timeline

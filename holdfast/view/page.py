@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.version import __version__
+from holdfast.ondisk.version import __version__
 
 _IN_JSON = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 _ESCAPED = str.maketrans(_IN_JSON)

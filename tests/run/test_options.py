@@ -14,11 +14,11 @@ import pytest
 import holdfast
 from holdfast.run import options as run_options
 from holdfast.run.options import ManagerOptions, RestoreOptions, ResumeOptions, RunOptions
-from holdfast.save_options import SaverOptions, WorkerOptions, takes, values_of
+from holdfast.saving.options import SaverOptions, WorkerOptions, takes, values_of
 
 PACKAGE = Path(holdfast.__file__).parent
 OPTIONS = {field.name for kind in (ManagerOptions, RestoreOptions) for field in fields(kind)}
-ROOMS = ("manager.py", "save_options.py", "run/", "trainers/", "dcp/")
+ROOMS = ("manager.py", "saving/options.py", "run/", "trainers/", "dcp/")
 
 ANOTHER_MEANING = {
     ("manager.py", "CheckpointManager.scrub", "every"),  # seconds between two checks of a step
@@ -69,7 +69,7 @@ def test_no_default_and_no_type_of_an_option_is_declared_twice() -> None:
     assert places.pop("deadline", None) is None
     assert {name: where for name, where in places.items() if len(where) != 1} == {}
     assert places.keys() == OPTIONS - {"deadline"}
-    assert all(where[0].startswith(("save_options.py", "run/options.py")) for where in places.values())
+    assert all(where[0].startswith(("saving/options.py", "run/options.py")) for where in places.values())
 
 
 def test_every_option_says_what_it_is() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from holdfast.run.options import ResumeOptions, RunOptions
-from holdfast.save_options import values_of
+from holdfast.saving.options import values_of
 
 
 def lost(wrapper: type, make_manager: Callable[[Any], Any]) -> list[str]:

@@ -14,8 +14,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.ondisk.version import __version__
 from holdfast.storage.cloud.credentials import Credentials, credentials_for
-from holdfast.version import __version__
 
 CLIENTS = {"s3": "S3Store", "r2": "S3Store", "weka": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 """The class of the client library for each scheme; http and https have one of their own."""
