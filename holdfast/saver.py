@@ -85,6 +85,8 @@ class Saver:
         main = ranks_of(options.group)
         # Ranks make their Savers in the same order, so the same number means the same Saver on each of them.
         number = main.remembered["savers"] = main.remembered.get("savers", 0) + 1
+        # All saves are planned in one lane, so that a rank that missed a save catches up. We rejected a lane for each
+        # save, named by a number that every rank counts, because one missed save put the ranks out of step for good.
         self._ranks = main.lane(f"saver/{main.calls}.{number}")
         self._earlier = EarlierSaves()
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -27,7 +27,10 @@ from holdfast.state import Collected, claim, extent, memory_of, note, plain_part
 from holdfast.state.leaves import View
 
 HOLD = 64 << 20
-"""Bytes of restless tensors that are copied aside at once, a few milliseconds; what is larger is staged at once."""
+"""Bytes of restless tensors that are copied aside at once, a few milliseconds; what is larger is staged at once.
+
+We rejected planning every save before the call returns, because the plan costs a round over the store. A copy needs no
+other rank."""
 
 SMALL = 1 << 20
 """Of more than that, only tensors up to this size are copied aside."""
@@ -230,7 +233,10 @@ class Held:
 
 
 def watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Watched:
-    """Note how often these tensors have been changed by now. Torch counts that, but for inference tensors."""
+    """Note how often these tensors have been changed by now. Torch counts that, but for inference tensors.
+
+    We rejected copies on write: protecting pages or hooking every operation finds each change, but costs every step.
+    """
     return [(name, tensor, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
 
 

@@ -2,6 +2,9 @@
 
 Whoever deletes asks here first: `folder`, `commit`, the manager's steps. Reads manifests alone, and deletes no file but
 one that a save of ours wrote and that no committed checkpoint names.
+
+We rejected counts of references, and marks beside files that are cited, because they would have to stay right through
+every crash and every copy by another program.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 `save` calls `sums_of` on every rank and `join_sums` on the first. Never reads all of a large tensor: blocks of it are
 summed, spread evenly. Parameters and optimizer state are left out, training keeps those equal; buffers are taken from
 one rank. `check_replicas` compares every byte.
+
+A plain tensor with one name on several ranks is taken for a replica and cut among them. If each rank had its own, such
+as the state of a generator, the checkpoint would mix them.
 """
 
 from __future__ import annotations

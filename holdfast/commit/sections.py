@@ -1,6 +1,9 @@
 """Sections of a committed checkpoint: which it has, and taking some away by a new manifest over the same files.
 
 `drop` and the manager's steps call it. Never writes a byte of data, and never deletes what the new manifest names.
+
+We rejected a second kind of checkpoint, and a copy of the model. A data file holds one section, so a shorter manifest
+is enough.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def note_of(node: Any, named: Sequence[tuple[str, Any]], *, ordered: bool, exact
     kind = kind if exact else "dict"
     numbers = [(name, key) for name, key in named if type(key) is int]
     others = [(name, key) for name, key in named if type(key) not in (str, int)]
-    # By a plain "dict" every name that looks like an integer is one.
+    # By a plain "dict" every name that looks like an integer is one. Readers of version 1 accept this note on a
+    # dict that is not empty, so integer keys alone need no later version.
     unclear = numbers and any(type(key) is str and looks_like_integer(key) for _, key in named)
     if kind == "dict" and not (ordered or others or unclear):
         return "dict" if numbers or not node else None

@@ -28,6 +28,9 @@ class Cite(msgspec.Struct, array_like=True, frozen=True):
 
     ``file`` is its record, save id included. ``tensors`` are positions in the manifest's ``tensors``, as ranges; all
     are of the section of the file, and of one ``volume`` of it in this save.
+
+    We rejected names. All ranks follow one plan, so positions are enough, and a rank with thousands of tensors reports
+    what it reuses in some hundred bytes.
     """
 
     file: tuple[str, int, int, str, str]

@@ -1,6 +1,9 @@
 """Who wants the same bytes of a checkpoint, and which of them reads what: a pure function of the targets' layouts.
 
 `share` and `pass_on` ask here. Touches no tensor, no file and no rank; every rank works out the same for its own part.
+
+We rejected lists of boxes from each rank. The axes of a mesh that replicate say which ranks hold a box, so a rank works
+out its own boxes and nothing for thousands of others.
 """
 
 from __future__ import annotations

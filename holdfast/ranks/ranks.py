@@ -2,6 +2,9 @@
 
 Save, load and the manager call them, in any thread. Never waits without a deadline, and never leaves two ranks with
 different verdicts: the answer of a round is written once, and ranks that come late read the same one.
+
+We rejected collectives: if one rank never joins, the others hang, and nothing names that rank. A round over the store
+has a deadline, runs beside the collectives of training, and works for groups without a CPU backend.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 `Call` in `ranks` makes a `Round` for each. Never lets two verdicts stand: the first rank claims the root's key before
 it decides, a rank that runs out of time declares the round failed in the same place, and late ranks read what stands.
+
+We rejected blocking waits on the server. They hold the connection that all calls of a process share, neither `hurry`
+nor a signal can end them, and in a file store they are polls too. A leader is only a shortcut: messages stay until the
+verdict stands, so other ranks can look past a leader that is gone.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from holdfast.ranks.messages import Message, Verdict, decode, encode
 from holdfast.ranks.tree import Node, Tree
 
 _CLAIMED = b"claimed"  # the first rank is deciding; ranks listed behind it are asked for their labels in full
+# A rank declares a round failed before it looks for absent ranks, so that thousands of ranks do not look at once.
 _FAILING = b"failing"  # the rank behind it has declared the round failed, and finds out which ranks are absent
 _NOTHING = b"?"  # never a message or a verdict
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.02  # seconds between two looks at the store; one look costs 15 us

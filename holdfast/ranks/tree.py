@@ -2,6 +2,10 @@
 
 `rounds` asks it which rank hears which. Pure: every rank works out the same tree from the number of ranks alone, so it
 never depends on what a rank may have missed.
+
+We rejected blocks by host, because every rank would have to know the same hosts before the tree stands, and a rank that
+missed a round does not. We rejected a small store on each node, because a leader that freezes would freeze the members
+of its block inside a call to its store.
 """
 
 from __future__ import annotations

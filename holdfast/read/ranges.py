@@ -29,7 +29,10 @@ DIRECT_FROM = 256 << 10
 """A range of this many bytes goes straight into its destination; smaller ones by way of a buffer."""
 
 SLACK = 0.04
-"""By default a block wanted in part is read whole, to be verified, while all such extra stays below this part."""
+"""By default a block wanted in part is read whole, to be verified, while all such extra stays below this part.
+
+Other bytes count as unverified. We rejected reading every block whole by default, because that may double the bytes of
+a resharded load. Sums that compose would end the choice, but XXH3 has none."""
 
 PACKED, PACKED_RUNS = 1 << 20, 4096
 """Bytes and runs of one window in which short runs meet on their way to a view that cannot be read into."""

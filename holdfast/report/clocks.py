@@ -3,6 +3,9 @@
 The recorder of a timeline makes a `Clocks`, and starts a measurement when ranks meet. A thread of its own asks or
 answers, so no rank waits for it; of the ranks of a host, which have one clock, one asks. Never a collective, and
 nothing of this happens without a timeline.
+
+We rejected working the clocks out from the rounds of a save, because that is only as exact as the slowest rank is
+quick. We rejected a barrier, because it is a collective.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 `progress` makes a `Hearing` while it shows a bar, and on all other ranks a `Telling`. Nothing of it touches a file,
 waits for another rank, or costs more than a few calls a second; a rank that is not heard is not shown.
+
+We rejected the heartbeats in the store, because they can be half a minute apart. We rejected a file in shared memory,
+because it stays behind when its ranks are killed.
 """
 
 from __future__ import annotations

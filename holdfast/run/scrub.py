@@ -2,6 +2,9 @@
 
 `CheckpointManager.scrub` starts one. Never reads while a save is under way, and never takes a step that retention has
 just deleted for a damaged one.
+
+We rejected a process of its own. On Linux a thread has its own priorities, sums and reads release the GIL, and a thread
+knows when a save is under way.
 """
 
 from __future__ import annotations

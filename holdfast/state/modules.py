@@ -1,6 +1,9 @@
 """Parameters and buffers of modules in any wrapper: plain, DDP, compiled, FSDP1, FSDP2, tensor parallel, Fabric.
 
 `module_leaves` and the optimizers ask it. Never gathers: FSDP1's flat parameters are read as shards where they lie.
+
+We rejected torch's sharded state dict of FSDP1, because it gathers every parameter, and on the CPU torch 2.13 gathers
+optimizer state wrongly. A flat range of a parameter is at most 2 * ndim - 1 boxes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """A place: where a file or folder lies, on local disk or in a store, and all that can be done there.
 
 `location` makes one of what a user writes. Never keeps what it has seen of a disk or store.
+
+We rejected an interface with only what both kinds of place can do, because a local disk would lose its locks, direct
+I/O, and descriptors that outlive a process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,10 @@
 """The seam to whatever keeps files: six verbs, no more than every object store has.
 
 `StorePlace`, the wrappers beside this file and a user's own backend speak it. Never a tensor, a rank or a format.
+
+We rejected locks in a store: leases cost requests for as long as a save lasts, and need clocks. File names hold the id
+of their save, so two saves never collide, and one conditional `create` of the manifest decides which of them is
+committed.
 """
 
 from __future__ import annotations

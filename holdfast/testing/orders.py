@@ -2,6 +2,9 @@
 
 `faults` gives them, as hooks of `storage/local/disk.py`; the writer process carries them out too, so this file imports
 the standard library alone. Never fails by chance: an order says which call it hits.
+
+Both processes count in one shared memory, so the n-th call is the n-th of both. We rejected an environment variable:
+production code would have to read it, and a writer process that runs already would not see it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A blocking save makes a small one for itself; a Saver keeps some that hold all its files, so that filling never waits
 for the disk. Never hands out memory that is still being written.
+
+We rejected a copy of the state dict that is serialized later, as torch does it: that moves every byte twice and sums it
+from cold memory. Here bytes are summed as they are copied, and the worker needs only a number, an offset and a length.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ class ProcessWorker:
 class _Connection:
     """The writer process, and the socket over which it is told what to do and answers.
 
-    It is a plain interpreter that runs `write/writer_process.py`: no fork of a process with threads and devices, no
-    second import of the user's script, no torch. It leads a session of its own, since launchers kill a trainer's whole
-    process group.
+    It is a plain interpreter that runs `write/writer_process.py`. We rejected a fork, because it inherits the locks of
+    threads and the contexts of devices. We rejected multiprocessing's spawn, because it imports the user's script and
+    torch again. It leads a session of its own, since launchers kill a trainer's whole process group.
     """
 
     def __init__(self, futures: Futures) -> None:

@@ -2,6 +2,9 @@
 
 Each save makes a `Writing`. Sees names, bytes and offsets: no ranks and no plans. Host memory is the staging buffer,
 whatever the size of the state.
+
+A file for a store needs its sums first. We rejected uploading the header as the last part: S3 takes parts in any order,
+but no client for all clouds offers it. Summing first reads the tensors once more, at the speed of memory.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 The policies call `reuse` before anything is staged. Never changes the base and never trusts a name or a time: a piece
 is reused if its bytes have the sums that the base's own header, checked by its digest, gives for them.
+
+Each rank decides by itself. We rejected a shared decision, because it costs a round and nothing depends on it. We
+rejected copying live pieces out of old files later, because that rewrites what is committed. The rule that half of a
+file has to be wanted bounds dead bytes without it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 `reuse` asks for one file at a time. Reads every byte that counts as equal, from where it lies; of a tensor that has
 changed, in most cases, one block alone.
+
+We rejected torch's version counters, although they are free: they miss changes that torch does not count, and a load
+would restore a wrong value much later. Reading memory is cheap beside writing a disk.
 """
 
 from __future__ import annotations

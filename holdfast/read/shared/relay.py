@@ -2,6 +2,10 @@
 
 `share` makes one for each set of such ranks and closes it after the load. The ranks of a host share memory, so no byte
 passes a socket between them; hosts gather from each other over gloo. Never touches a group that training uses.
+
+We rejected sockets within a host, because each byte costs two copies more than with shared memory. The ranks of a host
+still meet over gloo, because it notices at once when one of them dies. We rejected groups kept for later loads, because
+loads are rare, and an idle group holds sockets, threads, and ranks that died.
 """
 
 from __future__ import annotations

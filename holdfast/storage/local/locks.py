@@ -1,6 +1,8 @@
 """Locks that mark the files of a save under way: the kernel drops them when its process dies.
 
 Whoever writes a data file takes a shared lock; whoever deletes asks for an exclusive one. Never waits for long.
+
+We rejected ages and process ids, because on a shared file system both can be wrong about whether a save still lives.
 """
 
 from __future__ import annotations

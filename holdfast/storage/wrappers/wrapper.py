@@ -1,6 +1,9 @@
 """What all wrappers share: a `Store` around a `Store`, with one way for all six verbs.
 
 A wrapper overrides `_call`, or the verbs that it is about. Never answers by itself.
+
+We rejected options of one client. A wrapper passes the same contract tests as the stores, and a user's own backend gets
+retries, deadlines, hedged reads, a rate limit and the cache as well.
 """
 
 from __future__ import annotations
