@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from holdfast.errors import HoldfastError, Unsupported
-from holdfast.ondisk import blocks, datafile, dtypes, names
+from holdfast.ondisk import datafile, dtypes, names
 from holdfast.ondisk.box import Box, relative
 from holdfast.ondisk.datafile import Piece
 from holdfast.plan.plan import Plan
@@ -86,22 +86,6 @@ class OpenFiles:
     def close(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
-
-
-def header_of(file: DataFile, save: str, rank: int, *, strong: bool) -> bytes:
-    """The header, as long as it will be, before any sum is known."""
-    header = datafile.build_header(
-        file.pieces, save=save, rank=rank, section=file.section, shapes=file.shapes,
-        sums="0" * datafile.sums_length(file.pieces),
-        strong="0" * datafile.sums_length(file.pieces, blocks.STRONG) if strong else None,
-    )  # fmt: skip
-    if len(header) > datafile.MAX_HEADER:
-        raise HoldfastError(
-            f"{file.path} would have a header of {len(header)} bytes for {len(file.pieces)} pieces, more than the "
-            f"{datafile.MAX_HEADER} that readers of safetensors accept: put the tensors under more than one first key "
-            "of the state, or under shorter names"
-        )
-    return header
 
 
 Lengths = tuple[int, ...]

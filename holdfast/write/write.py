@@ -15,10 +15,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from holdfast.buffers.device import Copier, Moments
+from holdfast.errors import HoldfastError
 from holdfast.ondisk import blocks, datafile
 from holdfast.storage.place import Place
 from holdfast.write.buffer import StagingBuffer, room_for
-from holdfast.write.datafiles import DataFile, OpenFiles, Written, header_of
+from holdfast.write.datafiles import DataFile, OpenFiles, Written
 from holdfast.write.filling import FilledFile, Landing
 from holdfast.write.sums import Sums, sums_of
 
@@ -64,7 +65,7 @@ class Writing:
         buffer.begin()
         try:
             for file in files:
-                self._open(file, header_of(file, save, rank, strong=strong), opened)
+                self._open(file, _header_of(file, save, rank, strong=strong), opened)
         except BaseException:
             self.close()  # a writer process that kept the first files open would keep their space on a full disk
             raise
@@ -166,3 +167,19 @@ class Writing:
         for future in self._done:
             future.exception()
         self._buffer.worker.drop([filled.handover.number for filled in begun])
+
+
+def _header_of(file: DataFile, save: str, rank: int, *, strong: bool) -> bytes:
+    """The header, as long as it will be, before any sum is known."""
+    header = datafile.build_header(
+        file.pieces, save=save, rank=rank, section=file.section, shapes=file.shapes,
+        sums="0" * datafile.sums_length(file.pieces),
+        strong="0" * datafile.sums_length(file.pieces, blocks.STRONG) if strong else None,
+    )  # fmt: skip
+    if len(header) > datafile.MAX_HEADER:
+        raise HoldfastError(
+            f"{file.path} would have a header of {len(header)} bytes for {len(file.pieces)} pieces, more than the "
+            f"{datafile.MAX_HEADER} that readers of safetensors accept: put the tensors under more than one first key "
+            "of the state, or under shorter names"
+        )
+    return header

@@ -144,7 +144,7 @@ class Soak:
         step, mark, unverified = told[0][1], (told[0][2][0], told[0][2][1]), any(line[4] for line in told)
         wrong = {line[0]: line[3] for line in told if line[3]}
         if wrong:
-            # Blocks that are read only in part cannot be proved, and the load says so; docs/architecture.md has why.
+            # Blocks that are read only in part cannot be proved, and the load says so: read/ranges.py has why.
             if step not in self.found.spoiled or not unverified:
                 raise Violation(f"step {step} was restored with other bits than were saved: {wrong}")
             self.counts["altered bytes in blocks read in part"] += 1
