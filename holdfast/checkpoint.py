@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from holdfast import events
-from holdfast.buffers.still import wait_for_copies
+from holdfast.buffers.stable import wait_for_copies
 from holdfast.commit.absent import what_is_there
 from holdfast.commit.parts import commit_late
 from holdfast.errors import Mismatch, NotACheckpoint, Untrusted

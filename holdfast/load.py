@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from holdfast import events
 from holdfast.buffers.memory import no_collection
-from holdfast.buffers.still import wait_for_copies
+from holdfast.buffers.stable import wait_for_copies
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.errors import Mismatch, StorageError
 from holdfast.matching.compare import Matched, compare

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from holdfast import events
 from holdfast.buffers.memory import no_collection
-from holdfast.buffers.still import before_change
+from holdfast.buffers.stable import before_change
 from holdfast.commit.agree import agree
 from holdfast.commit.attachments import Attached
 from holdfast.commit.gather import gather

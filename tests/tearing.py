@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.buffers import still
+from holdfast.buffers import stable
 from holdfast.write import buffer as buffers
 from holdfast.write import filling, pool
 
@@ -34,11 +34,13 @@ def slowly(*args: Any) -> None:
 
 
 @contextmanager
-def patched(*, hold: int = still.HOLD, small: int = still.SMALL, copy: Callable[..., None] = slowly) -> Iterator[None]:
+def patched(
+    *, hold: int = stable.HOLD, small: int = stable.SMALL, copy: Callable[..., None] = slowly
+) -> Iterator[None]:
     """Copy slowly in small strides, through small windows, and hold no more than ``hold`` bytes aside."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(still, "HOLD", hold)
-        patch.setattr(still, "SMALL", small)
+        patch.setattr(stable, "HOLD", hold)
+        patch.setattr(stable, "SMALL", small)
         patch.setattr(filling, "STRIDE", 1024)
         patch.setattr(filling, "copy_bytes", copy)
         patch.setattr(pool, "CHUNK", WINDOW)
@@ -206,7 +208,7 @@ def what_was_saved(path: Path, kind: str, device: str = "cpu") -> dict[str, Any]
 
 
 MOMENTS = ["before forward", "after forward", "after step", "twice after step"]
-HOLDS = [(still.HOLD, still.SMALL), (2000, 300), (0, 0)]
+HOLDS = [(stable.HOLD, stable.SMALL), (2000, 300), (0, 0)]
 
 
 def run(

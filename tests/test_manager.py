@@ -26,7 +26,7 @@ from holdfast.commit import folder as folder_module
 from holdfast.saving import Saving
 from holdfast.saving.background import BackgroundSave
 from holdfast.storage.local.local_place import LocalPlace
-from holdfast.write import courier
+from holdfast.write import file_writer
 from tests import pool
 
 
@@ -44,17 +44,17 @@ WORKERS = ["process", "thread", "none"]
 @contextmanager
 def before_each_write(then: Callable[[str], object]) -> Iterator[None]:
     """Every write of this process to a data file is preceded by ``then(path)``; for workers of this process."""
-    write = courier._write
+    write = file_writer._write
 
     def patched(file: Any, *args: Any) -> None:
         then(file.path)
         write(file, *args)
 
-    courier._write = patched
+    file_writer._write = patched
     try:
         yield
     finally:
-        courier._write = write
+        file_writer._write = write
 
 
 @contextmanager

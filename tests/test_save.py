@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import holdfast
 from holdfast import dcp
 from holdfast.storage.local import large
-from holdfast.write import courier
+from holdfast.write import file_writer
 from tests import pool
 from tests.patience import wait_until
 from tests.rights import OPEN
@@ -146,16 +146,16 @@ def test_dcp_2_full_disk(unreserved: bool, small_disk: Path) -> None:
 
 def fail_on_rank_1(path: str) -> None:
     if _rank() == 1:
-        original = courier._write
+        original = file_writer._write
 
         def broken(*args: Any) -> None:
             raise OSError(errno.EIO, "Input/output error")
 
-        courier._write = broken
+        file_writer._write = broken
         try:
             save_step(path, 2, True)
         finally:
-            courier._write = original
+            file_writer._write = original
     else:
         save_step(path, 2, True)
 

@@ -28,7 +28,7 @@ from holdfast import saver as module
 from holdfast.ranks.ranks import ranks_of
 from holdfast.storage.local import large as local_large
 from holdfast.write import buffer as buffers
-from holdfast.write import courier
+from holdfast.write import file_writer
 from holdfast.write import pool as buffer_pool
 from tests import meshes, pool
 from tests.patience import wait_until
@@ -58,18 +58,18 @@ def _is_whole(path: str | Path, step: int) -> None:
 @contextmanager
 def gated() -> Iterator[threading.Event]:
     """Writes of threads of this process wait until the event is set."""
-    gate, real = threading.Event(), courier._write
+    gate, real = threading.Event(), file_writer._write
 
     def write(*args: Any) -> None:
         assert gate.wait(LONG)
         real(*args)
 
-    courier._write = write
+    file_writer._write = write
     try:
         yield gate
     finally:
         gate.set()
-        courier._write = real
+        file_writer._write = real
 
 
 def _processes() -> dict[int, str]:
@@ -256,7 +256,7 @@ def _told(work: Any) -> tuple[str, Any]:
 
 def failing_write(path: str, worker: str) -> tuple[Any, Any]:
     """Rank 1 (or the only one) cannot write; what `wait` and the next `save` say."""
-    real = courier._write
+    real = file_writer._write
 
     def broken(file: Any, *args: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -264,12 +264,12 @@ def failing_write(path: str, worker: str) -> tuple[Any, Any]:
     with holdfast.Saver(worker=worker) as saver:  # type: ignore[arg-type]
         saver.save(_state(1), f"{path}-before").wait()
         if _rank() == dist.get_world_size() - 1:
-            courier._write = broken
+            file_writer._write = broken
         try:
             first = _told(saver.save(_state(2), path, files={"a": b"b"}).wait)
             saver.save(_state(2), path).settled()
         finally:
-            courier._write = real
+            file_writer._write = real
         second = _told(lambda: saver.save(_state(3), path))
         saver.save(_state(4), f"{path}-after").wait()
     return first, second
@@ -397,7 +397,7 @@ def test_a_url_takes_no_slot(tmp_path: Path) -> None:
 
 def test_the_file_of_somebody_else_is_never_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A save fails while another file of it is being finished: its number must not be free for other files yet."""
-    finishing, real_finish, real_write = threading.Event(), courier._finish, courier._write
+    finishing, real_finish, real_write = threading.Event(), file_writer._finish, file_writer._write
 
     def finish(file: Any, header: bytes, size: int) -> Any:
         finishing.set()
@@ -410,8 +410,8 @@ def test_the_file_of_somebody_else_is_never_written_to(tmp_path: Path, monkeypat
             raise OSError(errno.EIO, "Input/output error")
         real_write(file, *args)
 
-    monkeypatch.setattr(courier, "_finish", finish)
-    monkeypatch.setattr(courier, "_write", write)
+    monkeypatch.setattr(file_writer, "_finish", finish)
+    monkeypatch.setattr(file_writer, "_write", write)
     with holdfast.Saver(worker="thread") as saver:
         with pytest.raises(holdfast.SaveFailed, match="the device failed"):
             saver.save({"a": {"t": torch.ones(9)}, "b": {"t": torch.ones(9)}}, tmp_path / "c").wait()
@@ -424,7 +424,7 @@ def test_the_file_of_somebody_else_is_never_written_to(tmp_path: Path, monkeypat
 
 def test_windows_that_come_back_late_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That its bytes are written is known a moment before the window is back; the next save must not come between."""
-    pause, real_give, real_write = threading.Event(), buffers.StagingBuffer.give, courier._write
+    pause, real_give, real_write = threading.Event(), buffers.StagingBuffer.give, file_writer._write
 
     def late(self: buffers.StagingBuffer, window: Any) -> None:
         pause.wait(0.3)
@@ -435,7 +435,7 @@ def test_windows_that_come_back_late_are_waited_for(tmp_path: Path, monkeypatch:
         real_write(*args)
 
     monkeypatch.setattr(buffers.StagingBuffer, "give", late)
-    monkeypatch.setattr(courier, "_write", write)
+    monkeypatch.setattr(file_writer, "_write", write)
     with holdfast.Saver(worker="thread") as saver:
         for step in range(3):
             saver.save(_state(step), tmp_path / str(step)).wait()

@@ -66,7 +66,7 @@ KNOW_INTERNALS = {
         "torch.distributed._shard.sharded_tensor.api", "torch.distributed.tensor", "torch.optim",
     },
     # Hooks the begin of every step, which is torch's public way to be told of it.
-    "buffers/still.py": {"torch.optim.optimizer"},
+    "buffers/stable.py": {"torch.optim.optimizer"},
 }  # fmt: skip
 
 

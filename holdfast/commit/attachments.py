@@ -26,25 +26,25 @@ def check_attachment(name: str) -> None:
 
 def read_attachments(attachments: Attached) -> dict[str, bytes]:
     """The bytes of the attached files. Raises Unsupported for a name that leaves the checkpoint, StorageError."""
-    found = {}
+    data = {}
     for name, source in attachments.items():
         check_attachment(name)
         if not isinstance(source, bytes):
             with naming(source, "read the attachment"):
                 source = Path(source).read_bytes()
-        found[name] = source
-    return found
+        data[name] = source
+    return data
 
 
 def readable_attachments(attachments: Attached) -> dict[str, bytes]:
     """The same, of those that can be read here; the others may lie on the first rank's disk alone."""
-    found: dict[str, bytes] = {}
+    data: dict[str, bytes] = {}
     for name, source in attachments.items():
         try:
-            found |= read_attachments({name: source})
+            data |= read_attachments({name: source})
         except (StorageError, OSError) as error:
             events.log.debug("the attachment %r cannot be read on this rank: %s", name, error)
-    return found
+    return data
 
 
 def place_attachments(

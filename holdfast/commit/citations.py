@@ -38,12 +38,12 @@ _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTS
 
 def citations_of(record: Manifest) -> Cited:
     """What a checkpoint cites."""
-    found: Cited = {}
+    reused: Cited = {}
     for file in record.data_files:
         if is_cited(file.path):
             name, below = sibling_of(file.path)
-            found.setdefault(name, set()).add(below)
-    return found
+            reused.setdefault(name, set()).add(below)
+    return reused
 
 
 class Citations:
@@ -62,10 +62,10 @@ class Citations:
         lacking = [name for name, stamp in stamps.items() if self._known.get(name, (_NONE,))[0] != stamp]
         if self._root.is_remote and len(lacking) > 1:
             with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-cited") as pool:
-                found = list(pool.map(self._read, lacking))
+                read = list(pool.map(self._read, lacking))
         else:
-            found = [self._read(name) for name in lacking]
-        self._known.update((name, (stamps[name], cited)) for name, cited in zip(lacking, found, strict=True))
+            read = [self._read(name) for name in lacking]
+        self._known.update((name, (stamps[name], cited)) for name, cited in zip(lacking, read, strict=True))
         joined: Cited = {}
         for name in stamps:
             for folder, paths in self._known[name][1].items():
@@ -84,10 +84,10 @@ class Citations:
         if self._root.is_remote:
             return None
         try:
-            found = disk.stat(self._root / name / manifest.FILE_NAME)
+            status = disk.stat(self._root / name / manifest.FILE_NAME)
         except OSError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 _NONE = object()

@@ -44,10 +44,10 @@ def standing(folder: Place, save: str) -> Manifest | None:
     """The manifest in a folder if it is that of this save; None also if it cannot be read."""
     target = folder / manifest.FILE_NAME
     try:
-        found = manifest.decode(target.read_small(), str(target))
+        record = manifest.decode(target.read_small(), str(target))
     except (HoldfastError, OSError):  # then there is none of ours, as far as anybody can tell
         return None
-    return found if found.save == save else None
+    return record if record.save == save else None
 
 
 def place_signature(folder: Place, record: Manifest, signed: bytes) -> None:

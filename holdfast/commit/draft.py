@@ -158,7 +158,7 @@ def fold(drafted: Manifest, written: set[str], cites: Sequence[Sequence[Cite]]) 
 
 def _renumbered(name: str, files: str, stands: list[dict[int, int]], number: dict[int, int]) -> str:
     """The files of one tensor: where a rank cites it the cited one, else the one that the rank wrote."""
-    found = []
+    numbers = []
     for index in manifest.expand(files):
         at = [stand[index] for stand in stands if index in stand]
         if not at and index in number:
@@ -166,8 +166,8 @@ def _renumbered(name: str, files: str, stands: list[dict[int, int]], number: dic
         if len(at) != 1:
             what = "cited twice" if at else "neither written nor cited"
             raise HoldfastError(f"{name} was {what}; this is a fault of holdfast, please report it")
-        found.append(at[0])
-    return manifest.ranges(found)
+        numbers.append(at[0])
+    return manifest.ranges(numbers)
 
 
 def _section_of(path: str) -> str:
@@ -183,7 +183,7 @@ def _files_of(plan: Plan, world_size: int) -> dict[tuple[str, int], dict[int, in
     for name, _, pieces in plan.owned():
         part = (names.section_of(name), plan.volumes.get(name, 0))
         owned.setdefault(part, set()).add(pieces)  # a handful, which thousands of tensors share
-    writers = {part: {rank for pieces in found for rank in pieces.owners} for part, found in owned.items()}
+    writers = {part: {rank for pieces in kinds for rank in pieces.owners} for part, kinds in owned.items()}
     for path in plan.per_rank:
         writers.setdefault((names.section_of(path), 0), set()).update(range(world_size))
     numbers = count()

@@ -33,13 +33,13 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
     """Create the folder, or make sure that it may take a save; leavings of dead saves are removed."""
     if folder.has_folders and folder.exists() and not folder.is_dir():
         raise taken(f"{folder} is a file")
-    found = folder.files_below()  # of a store the one request that tells everything
-    if manifest.FILE_NAME in found:
+    files = folder.files_below()  # of a store the one request that tells everything
+    if manifest.FILE_NAME in files:
         if not overwrite:
             raise taken(f"{folder} {TAKEN}")
         return
-    ours = [f for f in found if is_leaving(f)]
-    foreign = [f for f in found if f not in ours and not (ours and goes_along(folder, f)) and f != ASIDE]
+    ours = [f for f in files if is_leaving(f)]
+    foreign = [f for f in files if f not in ours and not (ours and goes_along(folder, f)) and f != ASIDE]
     if foreign:
         raise taken(f"{folder} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
     if folder.living([f for f in ours if datafile.save_of(f)]):
@@ -51,11 +51,11 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
             raise taken(f"{folder} holds a checkpoint that another save has just committed")
         return
     try:
-        kept = cited_in(folder) if found else set()
+        kept = cited_in(folder) if files else set()
     except (StorageError, Unsupported) as error:  # names hold save ids: nothing of it is in the way
         log.warning("what older saves left in %s stays, to be swept later: %s", folder, error)
-        kept = set(found)
-    storage.delete(*(folder / f for f in found if f not in kept))
+        kept = set(files)
+    storage.delete(*(folder / f for f in files if f not in kept))
     folder.make_home()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.buffers.device import Moments, devices_of
-from holdfast.buffers.still import Watched, watch_all
+from holdfast.buffers.stable import Watched, watch_all
 from holdfast.commit.attachments import Attached, check_attachment, read_attachments, readable_attachments
 from holdfast.commit.job import Job, Signing
 from holdfast.plan.layout import Layout

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from holdfast import events
 from holdfast.buffers.memory import no_collection
-from holdfast.buffers.still import check_sent
+from holdfast.buffers.stable import check_sent
 from holdfast.commit.agree import Agreed, plan_for
 from holdfast.commit.attachments import place_attachments
 from holdfast.commit.draft import Identity, draft

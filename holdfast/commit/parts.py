@@ -34,7 +34,7 @@ def commit_late(folder: Place, *, patience: float = 0.0, strict: bool = False) -
             return None
         time.sleep(0.05)
     refused: StorageError | None = None
-    for save in sorted({found for path in folder.files_below() if (found := part.save_of(path))}):
+    for save in sorted({name for path in folder.files_below() if (name := part.save_of(path))}):
         try:
             record = _prove(folder, save)
             if record is not None:
@@ -58,7 +58,7 @@ def finished(folder: Place) -> str | None:
     """
     if (folder / manifest.FILE_NAME).is_file():
         return None
-    for save in sorted({found for path in folder.files_below() if (found := part.save_of(path))}):
+    for save in sorted({name for path in folder.files_below() if (name := part.save_of(path))}):
         try:
             if _prove(folder, save) is not None:
                 return save
@@ -89,27 +89,27 @@ def _is_written_to(folder: Place) -> bool:
 
 def _prove(folder: Place, save: str) -> Manifest | None:
     """The whole manifest of a save, if every part is there and every file is what its part says."""
-    found: dict[int, Part] = {}
+    parts: dict[int, Part] = {}
     for path in folder.files_below():
         if part.save_of(path) == save:
             one = part.decode((folder / path).read_small(), str(folder / path))
-            found[one.rank] = one
-    first = found.get(0)
-    if first is None or first.manifest is None or sorted(found) != [*range(len(found))]:
+            parts[one.rank] = one
+    first = parts.get(0)
+    if first is None or first.manifest is None or sorted(parts) != [*range(len(parts))]:
         return None
-    if len(found) != first.world_size:
+    if len(parts) != first.world_size:
         return None
-    if any(one.save != save or one.world_size != first.world_size for one in found.values()):
+    if any(one.save != save or one.world_size != first.world_size for one in parts.values()):
         raise Damaged(f"the parts of save {save} contradict each other")
     home = LinkCheck(folder)
-    for one in found.values():
+    for one in parts.values():
         for path, nbytes, header_bytes, digest, *_ in [*one.records, *(cite.record for cite in one.cites)]:
             _prove_file(home.path(path), nbytes, header_bytes, digest)
     for path, nbytes, digest in first.manifest.attachments:
         data = home.path(path).read_small()
         if len(data) != nbytes or blocks.digest(data) != digest:
             raise Damaged(f"{folder / path} is not what was attached")
-    return joined(first.manifest, [Share(found[rank].records, found[rank].cites) for rank in sorted(found)])
+    return joined(first.manifest, [Share(parts[rank].records, parts[rank].cites) for rank in sorted(parts)])
 
 
 def _prove_file(path: Place, nbytes: int, header_bytes: int, digest: str) -> None:

@@ -85,10 +85,10 @@ def join_sums(told: Sequence[tuple[int, dict[str, str]]]) -> None:
     """Raise Mismatch for the first tensor whose bytes differ between two ranks. ``told`` = (rank, its sums)."""
     seen: dict[str, tuple[int, str]] = {}
     for rank, sums in told:
-        for name, found in sums.items():
-            first, known = seen.setdefault(name, (rank, found))
+        for name, total in sums.items():
+            first, known = seen.setdefault(name, (rank, total))
             # Another shape or type is the plan's to tell; it says which.
-            if known != found and known.partition(":")[0] == found.partition(":")[0]:
+            if known != total and known.partition(":")[0] == total.partition(":")[0]:
                 raise Mismatch(
                     f"{name} differs between ranks {first} and {rank}, but has one name, and only one of them could be "
                     "kept. Wrap it as holdfast.PerRank(…) if every rank has its own, else make the ranks agree"

@@ -39,9 +39,9 @@ def dropped_of(record: Manifest) -> list[str]:
 def sections_of(record: Manifest) -> list[str]:
     """The sections of a checkpoint. Values at the top of the state belong to none."""
     paths = [*record.tensors, *record.aliases, *record.per_rank]
-    found = dict.fromkeys(names.section_of(path) for path in paths)
-    found.update(dict.fromkeys(path.partition("/")[0] for path in record.values if "/" in path))
-    return list(found)
+    sections = dict.fromkeys(names.section_of(path) for path in paths)
+    sections.update(dict.fromkeys(path.partition("/")[0] for path in record.values if "/" in path))
+    return list(sections)
 
 
 def left_of(record: Manifest) -> list[str]:
@@ -125,8 +125,9 @@ def replace(
 def _refuse_another(target: Place, old: Manifest) -> None:
     # A store has no condition for a replacement; on disk nobody else should be at it. So the gap is kept short.
     try:
-        found = manifest.decode(target.read_small(), str(target))
+        standing = manifest.decode(target.read_small(), str(target))
     except FileNotFoundError:
-        found = None
-    if found != old:
-        raise NotACheckpoint(f"{target} was {'deleted' if found is None else 'replaced'} meanwhile, and is left alone")
+        standing = None
+    if standing != old:
+        fate = "deleted" if standing is None else "replaced"
+        raise NotACheckpoint(f"{target} was {fate} meanwhile, and is left alone")

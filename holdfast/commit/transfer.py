@@ -195,8 +195,8 @@ class _Work:
         """Create an attachment; one that is there must be the same, as it may belong to what is committed."""
         place = self.target / own
         if there or not self._create(place, self._attachment(path, nbytes, digest)):
-            found = place.read_small()
-            if len(found) != nbytes or blocks.digest(found) != digest:
+            data = place.read_small()
+            if len(data) != nbytes or blocks.digest(data) != digest:
                 raise taken(f"{self.target} holds other files ({own})")
             self.stats.add(CopyStats(skipped=1, skipped_bytes=nbytes))
         else:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from holdfast import events
 from holdfast.buffers.memory import no_collection
-from holdfast.buffers.still import wait_for_copies
+from holdfast.buffers.stable import wait_for_copies
 from holdfast.dcp.arguments import (
     PathLike,
     by_position,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast import events
-from holdfast.buffers.still import wait_for_copies
+from holdfast.buffers.stable import wait_for_copies
 from holdfast.checkpoint import Checkpoint
 from holdfast.dcp.flattened import Described, Tensor, describe, storage_meta, value_at
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path, open_by_key

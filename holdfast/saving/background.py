@@ -13,7 +13,7 @@ from dataclasses import replace
 from logging import DEBUG, WARNING
 from typing import Any
 
-from holdfast.buffers.still import CopyGuard, Held, hold_still
+from holdfast.buffers.stable import CopyGuard, StableState, hold_still
 from holdfast.commit.agree import Agreed, agree
 from holdfast.commit.attachments import Attached
 from holdfast.commit.gather import Gathered, gather
@@ -42,7 +42,7 @@ class BackgroundSave:
         self._gathered: Gathered | Failed = Failed(HoldfastError("nothing was gathered; this is a fault of holdfast"))
         self._agreed: Agreed | None = None
         self._outgoing: Outgoing | Failed | None = None
-        self._held: Held | None = None
+        self._stable: StableState | None = None
 
     # In the call
 
@@ -51,29 +51,29 @@ class BackgroundSave:
         self._gathered = gathered = attempt(gather, self.job, state, files, recall)
         if isinstance(gathered, Failed):
             return []
-        held = attempt(hold_still, gathered.state, distrusted)
-        if isinstance(held, Failed):
-            self._gathered = held
+        stable = attempt(hold_still, gathered.state, distrusted)
+        if isinstance(stable, Failed):
+            self._gathered = stable
             return []
-        self._held = held
-        guard = CopyGuard(self.saving._copying, held, distrusted)
-        self._gathered = replace(gathered, moments=held.moments, guard=guard)
-        self.saving._copying.cover(held)
+        self._stable = stable
+        guard = CopyGuard(self.saving._copying, stable, distrusted)
+        self._gathered = replace(gathered, moments=stable.moments, guard=guard)
+        self.saving._copying.cover(stable)
         return gathered.state.changes.optimizers
 
     def stage_loose(self) -> None:
         """Plan, and stage here and now the sections with tensors that may change and are too large to copy aside."""
-        if self._held is None:
+        if self._stable is None:
             return
-        sections = {section_of(name) for name in self._held.loose}
+        sections = {section_of(name) for name in self._stable.loose}
         if sections:
             self._plan()
             if isinstance(self._outgoing, Outgoing):
                 staged = attempt(self._outgoing.stage_now, sections)
                 if isinstance(staged, Failed):
                     self._outgoing.durable = staged
-        self.saving._bytes_in_call = self._held.bytes_in_call(sections)
-        self.saving._bytes_beside = sum(self._held.sizes.values()) - self.saving._bytes_in_call
+        self.saving._bytes_in_call = self._stable.bytes_in_call(sections)
+        self.saving._bytes_beside = sum(self._stable.sizes.values()) - self.saving._bytes_in_call
 
     def fail(self, error: BaseException) -> bool:
         """Have the other ranks hear of this when they meet next; False if they meet no more."""

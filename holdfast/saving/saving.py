@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from holdfast import events
-from holdfast.buffers.still import Copying
+from holdfast.buffers.stable import Copying
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import BACKGROUND, Opened, log

@@ -1,6 +1,7 @@
 """What the threads of a writer have done and when, reported to observers once it is done.
 
-The courier has one. Imports the standard library alone: the writer process reports too. Reports nothing unless asked.
+A file writer has one. Imports the standard library alone, as the writer process reports too. Reports nothing unless
+asked.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from holdfast.storage.naming import storage_error
 from holdfast.storage.place import Place
 from holdfast.storage.storage import as_store
 from holdfast.storage.store import Store
-from holdfast.write.courier import Fault
+from holdfast.write.file_writer import Fault
 
 Small = tuple[Place, bytes]
 """A small file: where it goes, and its bytes."""

@@ -1,4 +1,4 @@
-"""A worker whose courier is alone in a process of its own, and outlives this one.
+"""A worker whose file writer is alone in a process of its own, and outlives this one.
 
 `worker.start` makes one. Never looks at a byte: it sends descriptors and places in shared memory over a socket.
 """
@@ -26,7 +26,7 @@ from holdfast.storage.storage import as_store
 from holdfast.storage.store import Store
 from holdfast.storage.wrappers.spec import spec_of
 from holdfast.write import writer_process
-from holdfast.write.courier import Fault
+from holdfast.write.file_writer import Fault
 from holdfast.write.jobs import Futures, Small, in_one_store
 
 _PACKAGE = str(Path(__file__).parents[1])

@@ -1,7 +1,7 @@
 """A file on its way to a store: its header, then chunks of memory in the order in which they come.
 
-The courier makes one for each data file of a save to a store, in this process or in the writer process; so it imports
-no torch. Never holds bytes of its own: a chunk is free once the store lets go of it.
+A file writer makes one for each data file of a save to a store, in this process or in the writer process, so it
+imports no torch. Never holds bytes of its own: a chunk is free once the store lets go of it.
 """
 
 from __future__ import annotations

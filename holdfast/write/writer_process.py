@@ -1,4 +1,4 @@
-"""The writer process: a courier that is told what to do over a socket, and finishes it when the trainer is gone.
+"""The writer process: a file writer that is told what to do over a socket, and finishes it when the trainer is gone.
 
 `write/process_worker.py` starts it by `COMMAND` and talks to it by `send`. It is up in milliseconds: the standard
 library and what uploads to a store, never torch, nor the user's script.
@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from holdfast.storage.local import disk
-from holdfast.write.courier import Courier, Fault
+from holdfast.write.file_writer import Fault, FileWriter
 
 if TYPE_CHECKING:
     from holdfast.storage.store import Store
@@ -114,7 +114,7 @@ def main(fd: int) -> None:
 
     answers = source.dup()
     answers.settimeout(None)
-    courier = Courier(answer)
+    writer = FileWriter(answer)
     stores: dict[int, Store] = {}
     hooks: dict[int, Any] = {}
     while True:
@@ -125,37 +125,39 @@ def main(fd: int) -> None:
         if head["verb"] in ("hook", "unhook"):
             _hook(hooks, fds, **head)
         elif head["verb"] == "watch":
-            courier.activity.report = told if head["on"] else None
+            writer.activity.report = told if head["on"] else None
         else:
-            _obey(courier, stores, head, data, fds)
-    courier.close()
+            _obey(writer, stores, head, data, fds)
+    writer.close()
 
 
-def _obey(courier: Courier, stores: dict[int, Store], head: dict[str, Any], data: list[bytes], fds: list[int]) -> None:
+def _obey(
+    writer: FileWriter, stores: dict[int, Store], head: dict[str, Any], data: list[bytes], fds: list[int]
+) -> None:
     verb = head.pop("verb")
     if verb == "map":
         memory = None
         if fds:
             memory = memoryview(mmap.mmap(fds[0], head["nbytes"]))
             os.close(fds[0])
-        courier.map(head["buffer"], memory)
+        writer.map(head["buffer"], memory)
     elif verb == "open":
-        courier.open(head["file"], head["path"], fds[0] if fds else None, direct=head["direct"])
+        writer.open(head["file"], head["path"], fds[0] if fds else None, direct=head["direct"])
     elif verb == "write":
-        courier.write(**head)
+        writer.write(**head)
     elif verb == "store":
         stores[head["store"]] = _made(**head["made"])
     elif verb == "begin":
-        courier.begin(**{**head, "store": stores[head["store"]]}, header=data[0])
+        writer.begin(**{**head, "store": stores[head["store"]]}, header=data[0])
     elif verb == "give_up":
-        courier.give_up(head["files"])
+        writer.give_up(head["files"])
     elif verb == "finish":
-        courier.finish(**head, header=data[0])
+        writer.finish(**head, header=data[0])
     elif verb == "leave":
         paths, store = head.pop("paths"), stores.get(head.pop("store", 0))
-        courier.leave(**head, small=list(zip(paths, data, strict=True)), store=store)
+        writer.leave(**head, small=list(zip(paths, data, strict=True)), store=store)
     elif verb == "drop":
-        courier.drop(head["files"], close=True)
+        writer.drop(head["files"], close=True)
 
 
 def _hook(

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.buffers import device, still
+from holdfast.buffers import device, stable
 from holdfast.buffers.device import Copier, Moments
 from holdfast.buffers.memory import buffer
 from holdfast.commit import gather, plain_tensors
@@ -123,7 +123,7 @@ def test_a_step_on_the_device_comes_after_the_copies(fake: Device) -> None:
     tensor = pretended(torch.ones(4, dtype=torch.uint8))
     memory, copier = buffer(4096), Copier(Moments())
     copier.copy(tensor, 0, 4, memory.address)
-    copying = still.Copying()
+    copying = stable.Copying()
     copying.release(copier.moment())
     copying.hold_step()
     fake.training.queue(lambda: tensor.zero_())
@@ -258,8 +258,8 @@ def test_what_may_change_at_any_moment_is_copied_first(
     hold: int, pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies that `save` has only queued on a device come before whatever the caller does next there."""
-    monkeypatch.setattr(still, "HOLD", hold)
-    monkeypatch.setattr(still, "SMALL", hold)
+    monkeypatch.setattr(stable, "HOLD", hold)
+    monkeypatch.setattr(stable, "SMALL", hold)
     averages = {f"w{i}": torch.full((1000, 7), float(i)).t() for i in range(5)}
     with holdfast.Saver(worker="thread") as saver:
         saving = saver.save({"ema": averages}, tmp_path / "c")
@@ -357,7 +357,7 @@ def test_values_of_a_rank_that_lie_on_a_device_are_waited_for(
     fake: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(still, "devices_of", lambda tensors: seen.append(list(tensors)) or [])
+    monkeypatch.setattr(stable, "devices_of", lambda tensors: seen.append(list(tensors)) or [])
     mine = torch.arange(5)
     with holdfast.Saver(worker="thread") as saver:
         saver.save({"mine": holdfast.PerRank({"t": mine})}, tmp_path / "c").wait()

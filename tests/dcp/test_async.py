@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast.write import courier
+from holdfast.write import file_writer
 from tests import meshes, pool
 from tests.dcp import savers
 from tests.dcp.test_save_load import App, _fresh, _same, _trained
@@ -91,7 +91,7 @@ def test_objects_may_change_as_soon_as_it_returns(layout: str, tmp_path: Path) -
 
 
 def test_the_two_futures_of_a_stager_that_stages_later(tmp_path: Path) -> None:
-    gate, real = threading.Event(), courier._write
+    gate, real = threading.Event(), file_writer._write
 
     def write(*args: Any) -> None:
         assert gate.wait(LONG)
@@ -100,7 +100,7 @@ def test_the_two_futures_of_a_stager_that_stages_later(tmp_path: Path) -> None:
     model, optimizer = _trained(1)
     expected = {key: value.clone() for key, value in model.state_dict().items()}
     stager = _stager(later=True)
-    courier._write = write
+    file_writer._write = write
     try:
         response = dcp.async_save({"m": model, "o": optimizer}, checkpoint_id=tmp_path / "c", async_stager=stager)
         assert isinstance(response, dcp.AsyncSaveResponse)
@@ -111,7 +111,7 @@ def test_the_two_futures_of_a_stager_that_stages_later(tmp_path: Path) -> None:
         assert not response.upload_completion.done()
     finally:
         gate.set()
-        courier._write = real
+        file_writer._write = real
     assert "m.0.weight" in response.upload_completion.result(LONG).state_dict_metadata
     other, its = _fresh()
     dcp.load({"m": other, "o": its}, checkpoint_id=tmp_path / "c")

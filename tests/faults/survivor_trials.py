@@ -34,7 +34,7 @@ import torch.distributed as dist
 import holdfast
 import holdfast.saver
 from holdfast import CheckpointManager, Keep
-from holdfast.buffers.still import CopyGuard
+from holdfast.buffers.stable import CopyGuard
 from holdfast.commit import settle
 from holdfast.commit.agree import _Agreeing
 from holdfast.commit.job import Job

@@ -14,14 +14,14 @@ from torch import nn
 
 import holdfast
 from holdfast import events, saver
-from holdfast.buffers import still
+from holdfast.buffers import stable
 from holdfast.saving import background
 from holdfast.saving.background import BackgroundSave
 
 PLACES: list[tuple[Any, str]] = [
     (background, "hold_still"), (background, "gather"), (saver.Saver, "_hook"), (saver, "label_of"),
     (BackgroundSave, "gather"), (BackgroundSave, "__init__"),
-    (still.Copying, "begin"), (events, "begin"),
+    (stable.Copying, "begin"), (events, "begin"),
 ]  # fmt: skip
 """What a call of `save` passes in the calling thread."""
 

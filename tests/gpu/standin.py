@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.buffers import device, scatter, still
+from holdfast.buffers import device, scatter, stable
 from holdfast.buffers.stage import host_tensor
 from holdfast.commit import gather
 from holdfast.state import Collected
@@ -188,7 +188,7 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
     patch.setattr(device, "unpin", made.unpin)
     for module in (device, scatter):
         patch.setattr(module, "streams_of", lambda kind: made if kind == "cuda" else None)
-    patch.setattr(still, "is_capturing", lambda: made.training.capturing)
+    patch.setattr(stable, "is_capturing", lambda: made.training.capturing)
     return made
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast import saver as module
-from holdfast.buffers import still
+from holdfast.buffers import stable
 from tests import tearing
 from tests.gpu import states
 from tests.gpu.lab import REAL, Lab, a_lab, needs_cuda, trials
@@ -68,7 +68,7 @@ def test_without_the_hook_these_tests_would_see_the_tear(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The delays are long enough: a step that waits for nothing changes what is still to be copied."""
-    monkeypatch.setattr(still.Copying, "hold_step", lambda self: None)
+    monkeypatch.setattr(stable.Copying, "hold_step", lambda self: None)
     monkeypatch.setattr(module, "check_still", lambda changed: None)
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 3)
     training.run(2)

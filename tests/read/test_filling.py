@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.buffers import still
+from holdfast.buffers import stable
 from tests.formats.truth import NAMES, Truth, same
 
 
@@ -145,7 +145,7 @@ def test_what_a_save_still_copies_is_not_changed_under_it(saved: Path, monkeypat
     assert not waited
     checkpoint.read("model/n", into=torch.tensor(0))
     checkpoint.state_dict("model/n", into={"model/n": torch.tensor(0)})
-    assert len(waited) == 2 and still.wait_for_copies
+    assert len(waited) == 2 and stable.wait_for_copies
 
 
 # The file itself

@@ -28,7 +28,7 @@ import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast import manager as manager_module
 from holdfast.run.saves import Saves
-from holdfast.write import courier
+from holdfast.write import file_writer
 from tests import pool
 
 ROWS = 60_000
@@ -49,11 +49,11 @@ class Blocked:
 
     def __init__(self, manager: CheckpointManager, worker: str) -> None:
         self.pid = manager._saves.saver._pool.worker.pid if worker == "process" else None
-        self._free, self._write, self._error = threading.Event(), courier._write, None
+        self._free, self._write, self._error = threading.Event(), file_writer._write, None
         if self.pid is not None:
             os.kill(self.pid, signal.SIGSTOP)
         else:
-            courier._write = self._wait
+            file_writer._write = self._wait
 
     def _wait(self, *args: Any) -> None:
         self._free.wait(240)
@@ -179,18 +179,18 @@ def test_if_the_save_under_way_fails_the_last_step_is_saved(on_failure: str, bus
 
 def train_and_mend(root: str, options: dict[str, Any]) -> dict[str, Any]:
     """`train` on a disk that is full for the save of step 4 alone."""
-    begin, write = Saves.begin, courier._write
+    begin, write = Saves.begin, file_writer._write
 
     def begin_on_a_mended_disk(self: Saves, step: int, *args: Any, **options: Any) -> Any:
         if step > 4:
-            courier._write = write
+            file_writer._write = write
         return begin(self, step, *args, **options)
 
     Saves.begin = begin_on_a_mended_disk
     try:
         return train(root, options)
     finally:
-        Saves.begin, courier._write = begin, write
+        Saves.begin, file_writer._write = begin, write
 
 
 def test_saves_that_were_skipped_do_not_hide_the_one_under_way(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.buffers.still import CopyGuard
+from holdfast.buffers.stable import CopyGuard
 from holdfast.commit import settle
 from holdfast.commit.agree import _Agreeing
 from holdfast.commit.job import Job

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 import holdfast
 import holdfast.dcp as dcp
 from holdfast import saver as module
-from holdfast.buffers import still
+from holdfast.buffers import stable
 from holdfast.state import stepped
 from tests import meshes, pool
-from tests.buffers.test_still import Gate
+from tests.buffers.test_stable import Gate
 from tests.dcp import savers
 from tests.owning import ACTS, Owning, cloned, run
 from tests.tearing import WINDOW, differences, patched
@@ -74,7 +74,7 @@ def test_a_save_of_bare_tensors_is_the_state_at_its_call_many_more_times(
 def test_without_hook_and_guard_these_tests_see_the_tear(
     act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(still.Copying, "hold_step", lambda self: None)
+    monkeypatch.setattr(stable.Copying, "hold_step", lambda self: None)
     monkeypatch.setattr(module, "check_still", lambda changed: None)
     owning, gate = Owning(1, torch.optim.AdamW), Gate()
     with patched(copy=gate), holdfast.Saver(worker="thread") as saver:

@@ -18,7 +18,7 @@ import pytest
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.storage.local.disk import SECTOR
 from holdfast.storage.local.local_place import LocalPlace
-from holdfast.write import courier
+from holdfast.write import file_writer
 from holdfast.write.buffer import StagingBuffer
 from holdfast.write.jobs import Worker
 from holdfast.write.process_worker import ProcessWorker
@@ -296,6 +296,6 @@ def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_thread_workers_end_their_threads() -> None:
     before = set(threading.enumerate())
     worker = ThreadWorker()
-    assert len(set(threading.enumerate()) - before) == courier.WRITERS + 1
+    assert len(set(threading.enumerate()) - before) == file_writer.WRITERS + 1
     worker.close()
     assert set(threading.enumerate()) == before

@@ -14,7 +14,7 @@ from itertools import count
 import msgspec
 
 from holdfast import events
-from holdfast.buffers.still import check_sent
+from holdfast.buffers.stable import check_sent
 from holdfast.commit.attachments import place_attachments
 from holdfast.commit.commit import commit
 from holdfast.commit.draft import Identity, Share, draft, joined

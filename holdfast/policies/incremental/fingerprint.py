@@ -67,10 +67,10 @@ class Fingerprints:
         for name, box, tensor in tensors:
             if tensor.nbytes and applies(tensor):
                 with copier.on(tensor.device):
-                    found = [part for piece in contiguous_parts(tensor) for part in self._sums_of(piece)]
-                sums.setdefault(tensor.device, []).extend(found)
+                    parts = [part for piece in contiguous_parts(tensor) for part in self._sums_of(piece)]
+                sums.setdefault(tensor.device, []).extend(parts)
                 head = f"{dtypes.name_of(tensor.dtype)} {tensor.nbytes}"
-                taken.append(((name, box), head, tensor.device, sum(len(part) for part in found)))
+                taken.append(((name, box), head, tensor.device, sum(len(part) for part in parts)))
         told: dict[torch.device, Iterator[bytes]] = {}
         for on, parts in sums.items():
             with copier.on(on):  # one copy to the host for all of them

@@ -53,8 +53,8 @@ class OpenedBase:
 
     def file(self, index: int) -> FileRecord:
         """A data file with the id of the save that wrote it."""
-        found = self.record.data_files[index]
-        return found._replace(save=found.save or self.record.save)
+        record = self.record.data_files[index]
+        return record._replace(save=record.save or self.record.save)
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,12 @@ def _claims(
             if record is not None and (record.dtype, tuple(record.shape)) == (piece.dtype, tuple(shape)):
                 tensors.setdefault(name, []).append((number, box))
     claims: dict[int, list[Claim]] = {}
-    for name, found in tensors.items():
-        cells = [base.record.tensors[name].touching(box) for _, box in found]
+    for name, own in tensors.items():
+        cells = [base.record.tensors[name].touching(box) for _, box in own]
         files = {at[0][1] for at in cells}
-        if len(files) == 1 and all(len(at) == 1 and at[0][0] == box for at, (_, box) in zip(cells, found, strict=True)):
-            numbers = [number for number, _ in found]
-            now, then = ([known.get((name, box)) for _, box in found] for known in (prints, before))
+        if len(files) == 1 and all(len(at) == 1 and at[0][0] == box for at, (_, box) in zip(cells, own, strict=True)):
+            numbers = [number for number, _ in own]
+            now, then = ([known.get((name, box)) for _, box in own] for known in (prints, before))
             same = None if None in now or None in then else now == then
             keys, sources = [file.pieces[n].key for n in numbers], [file.sources[n] for n in numbers]
             claims.setdefault(files.pop(), []).append(Claim(name, numbers, keys, sources, same))

@@ -89,22 +89,22 @@ def sums_of(
     save's id, so that all ranks draw the same. Ranks that hold a box on another kind of device are not compared.
     """
     shared: dict[PlannedTensor, list[tuple[Box, Holders]]] = {}
-    found: list[tuple[str, PlannedTensor, Box, Holders, torch.Tensor]] = []
+    held: list[tuple[str, PlannedTensor, Box, Holders, torch.Tensor]] = []
     for name, tensor in tensors.items():
         boxes = shared.get(tensor)
         if boxes is None:
             boxes = shared[tensor] = [(box, who) for box, who in tensor.lie.of(rank) if len(who) > 1 and box.size]
-        found += ((name, tensor, box, who, memory_of(state, name, box)) for box, who in boxes)
+        held += ((name, tensor, box, who, memory_of(state, name, box)) for box, who in boxes)
     prints = Fingerprints(hashlib.blake2b(save.encode(), digest_size=32).digest()).take(
-        ((name, box, memory) for name, _, box, _, memory in found), copier
+        ((name, box, memory) for name, _, box, _, memory in held), copier
     )
-    lines = _dealt([memory for *_, memory in found if not applies(memory)])
+    lines = _dealt([memory for *_, memory in held if not applies(memory)])
     with ThreadPoolExecutor(THREADS, thread_name_prefix="holdfast-sum") as pool:
         done = list(pool.map(lambda line: [(id(memory), _sum(memory)) for memory in line], lines))
     sums = {which: total for line in done for which, total in line}
     groups: dict[tuple[Holders, bool], bytes] = {}
     replicas = []
-    for name, tensor, box, who, memory in found:
+    for name, tensor, box, who, memory in held:
         kind = (who, applies(memory))
         if kind not in groups:
             groups[kind] = hashlib.blake2b(repr(kind).encode(), digest_size=8).digest()
@@ -194,7 +194,7 @@ def _raise(
                 if group == one.group:
                     by_label.setdefault(label, {}).setdefault(total, []).extend(alike[rank])
                     buffers |= buffer and len(by_label[label]) > 1
-        lines += [_verdict(label, found, hosts) for label, found in by_label.items() if len(found) > 1]
+        lines += [_verdict(label, sums, hosts) for label, sums in by_label.items() if len(sums) > 1]
     shown = lines[:_SHOWN] + ([f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else [])
     hint = (
         "Buffers (a BatchNorm's running statistics, say) may differ under DDP: leave them out, "
@@ -212,14 +212,14 @@ def _raise(
     )
 
 
-def _verdict(label: str, found: Mapping[bytes, list[int]], hosts: Sequence[str] | None) -> str:
+def _verdict(label: str, ranks_of: Mapping[bytes, list[int]], hosts: Sequence[str] | None) -> str:
     """Who is off: all but the majority, or all if there is none."""
-    counts = Counter({total: len(ranks) for total, ranks in found.items()})
+    counts = Counter({total: len(ranks) for total, ranks in ranks_of.items()})
     (most, count), held = counts.most_common(1)[0], counts.total()
     if 2 * count > held:
-        off = sorted(rank for total, ranks in found.items() if total != most for rank in ranks)
-        return f"{label}: on {_named(off, hosts)}, against {count} that agree ({_some(sorted(found[most]))})"
-    all_of = sorted(rank for ranks in found.values() for rank in ranks)
+        off = sorted(rank for total, ranks in ranks_of.items() if total != most for rank in ranks)
+        return f"{label}: on {_named(off, hosts)}, against {count} that agree ({_some(sorted(ranks_of[most]))})"
+    all_of = sorted(rank for ranks in ranks_of.values() for rank in ranks)
     return f"{label}: between {_named(all_of, hosts)}, and no majority tells which is right"
 
 

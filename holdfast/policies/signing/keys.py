@@ -95,15 +95,15 @@ def _parsed(key: Key, *, private: bool) -> Any:
         pem = data.lstrip().startswith(b"-----BEGIN")
         if private:
             load: Any = serialization.load_pem_private_key
-            found = load(data, password=None) if pem else module.Ed25519PrivateKey.from_private_bytes(data)
+            parsed = load(data, password=None) if pem else module.Ed25519PrivateKey.from_private_bytes(data)
         else:
             load = serialization.load_pem_public_key
-            found = load(data) if pem else module.Ed25519PublicKey.from_public_bytes(data)
+            parsed = load(data) if pem else module.Ed25519PublicKey.from_public_bytes(data)
     except (ValueError, TypeError):  # the cause may quote what it was given
         raise ValueError(f"this is no {kind} Ed25519 key: 32 bytes, or a PEM without a password") from None
-    if not isinstance(found, module.Ed25519PrivateKey if private else module.Ed25519PublicKey):
+    if not isinstance(parsed, module.Ed25519PrivateKey if private else module.Ed25519PublicKey):
         raise ValueError(f"this is a {kind} key of another kind than Ed25519")
-    return found
+    return parsed
 
 
 def _bytes_of(key: Key, kind: str) -> bytes:

@@ -1,6 +1,6 @@
 """Small files and folders that are on the disk, whole and under their names, when a call returns.
 
-The courier and `LocalPlace` call it, in the trainer and in the writer process. Never names an error; needs the
+The file writer and `LocalPlace` call it, in the trainer and in the writer process. Never names an error; needs the
 standard library alone.
 """
 

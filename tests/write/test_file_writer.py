@@ -1,4 +1,4 @@
-"""The courier: order, and faults that stay; that it needs the standard library alone."""
+"""The file writer: order, and faults that stay; that it needs the standard library alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from holdfast.storage.local import disk, durable
 from holdfast.storage.local.disk import SECTOR
-from holdfast.write import activity, courier, writer_process
-from holdfast.write.courier import Courier, Fault
+from holdfast.write import activity, file_writer, writer_process
+from holdfast.write.file_writer import Fault, FileWriter
 
 LONG = 240.0
 
 
 class Answers:
-    """What a courier answered, by job."""
+    """What a file writer answered, by job."""
 
     def __init__(self) -> None:
         self._told: dict[int, Fault | None] = {}
@@ -48,7 +48,7 @@ def answers() -> Answers:
 
 @pytest.fixture
 def one(answers: Answers) -> Any:
-    made = Courier(answers)
+    made = FileWriter(answers)
     made.map(0, memoryview(bytearray(16 * SECTOR)))
     yield made
     made.close()
@@ -56,19 +56,19 @@ def one(answers: Answers) -> Any:
 
 def test_it_imports_the_standard_library_alone() -> None:
     """The writer process runs these files without site-packages and without the start of this package."""
-    for module in (activity, courier, disk, durable, writer_process):
+    for module in (activity, file_writer, disk, durable, writer_process):
         tree = ast.parse(Path(module.__file__).read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = []
         found = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
         found |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        found -= {"holdfast.write", "holdfast.storage.local", "holdfast.write.activity", "holdfast.write.courier"}
+        found -= {"holdfast.write", "holdfast.storage.local", "holdfast.write.activity", "holdfast.write.file_writer"}
         assert {name.split(".")[0] for name in found} <= set(sys.stdlib_module_names)
 
 
 def test_a_fault_stays_although_a_later_write_succeeds(
-    one: Courier, answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: FileWriter, answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads write one file: the success of one must not wipe out the failure of the other."""
     good_began, bad_failed = threading.Event(), threading.Event()
@@ -80,7 +80,7 @@ def test_a_fault_stays_although_a_later_write_succeeds(
         good_began.set()
         assert bad_failed.wait(LONG)
 
-    monkeypatch.setattr(courier, "_write", write)
+    monkeypatch.setattr(file_writer, "_write", write)
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     one.open(1, str(tmp_path / "f"), fd, direct=False)
     one.write(10, 1, 0, 0, 1, 0)
@@ -98,12 +98,12 @@ def test_a_fault_stays_although_a_later_write_succeeds(
 
 @pytest.mark.parametrize("doing", ["write", "cut", "sync"])
 def test_finishing_says_what_failed(
-    doing: str, one: Courier, answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    doing: str, one: FileWriter, answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    where = {"write": (courier, "_write_to"), "cut": (os, "ftruncate"), "sync": (os, "fsync")}[doing]
+    where = {"write": (file_writer, "_write_to"), "cut": (os, "ftruncate"), "sync": (os, "fsync")}[doing]
     monkeypatch.setattr(*where, fail)
     fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
     one.open(1, str(tmp_path / "f"), fd, direct=False)
@@ -113,19 +113,19 @@ def test_finishing_says_what_failed(
 
 
 def test_what_is_no_fault_of_the_system_is_told_too(
-    one: Courier, answers: Answers, monkeypatch: pytest.MonkeyPatch
+    one: FileWriter, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(courier, "_write", fail)
+    monkeypatch.setattr(file_writer, "_write", fail)
     one.open(1, "f", -1, direct=False)
     one.write(2, 1, 0, 0, 1, 0)
     assert answers.of(2) == Fault("write", "f", None, "ValueError: a bug")
 
 
 def test_writes_of_two_files_do_not_wait_for_each_other_to_be_finished(
-    one: Courier, answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: FileWriter, answers: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file is slow to sync; windows of the other are written meanwhile, so that memory comes free."""
     release, real = threading.Event(), os.fsync
@@ -151,7 +151,7 @@ def test_writes_of_two_files_do_not_wait_for_each_other_to_be_finished(
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, SECTOR)), max_size=16))
 def test_any_writes_are_what_a_plain_file_would_hold(writes: list[tuple[int, int]]) -> None:
-    made = Courier(Answers())
+    made = FileWriter(Answers())
     memory = os.urandom(16 * SECTOR)
     made.map(0, memoryview(bytearray(memory)))
     fds = [os.memfd_create("file") for _ in range(3)]

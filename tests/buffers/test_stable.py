@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
-from holdfast.buffers import still
+from holdfast.buffers import stable
 from holdfast.ondisk import dtypes
 from tests import meshes, pool
 from tests.tearing import (
@@ -121,7 +121,7 @@ class Gate:
 
 
 def test_without_the_hook_a_step_would_be_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(still.Copying, "hold_step", lambda self: None)
+    monkeypatch.setattr(stable.Copying, "hold_step", lambda self: None)
     state, gate = build("AdamW", 1), Gate()
     train(state)
     with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
@@ -135,8 +135,8 @@ def test_without_the_hook_a_step_would_be_noticed(tmp_path: Path, monkeypatch: p
 
 
 def test_without_hook_and_guard_these_tests_see_the_tear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(still.Copying, "hold_step", lambda self: None)
-    monkeypatch.setattr(still, "check_still", lambda changed: None)
+    monkeypatch.setattr(stable.Copying, "hold_step", lambda self: None)
+    monkeypatch.setattr(stable, "check_still", lambda changed: None)
     state, gate = build("AdamW", 1), Gate(nth=8)
     train(state)
     with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
@@ -348,14 +348,14 @@ def test_torchs_optimizers_change_nothing_before_their_closure_has_run(kind: Any
         return weights.square().sum()
 
     def hold() -> None:
-        told.append(still.changed(before))
+        told.append(stable.changed(before))
 
-    optimizer.register_step_pre_hook(partial(still.before_change, hold=hold))
+    optimizer.register_step_pre_hook(partial(stable.before_change, hold=hold))
     for number in range(2):
-        before = still.watch((str(i), tensor) for i, tensor in enumerate(tensors()))
+        before = stable.watch((str(i), tensor) for i, tensor in enumerate(tensors()))
         optimizer.step(closure) if positional else optimizer.step(closure=closure)
         assert told[:2] == ["ran", []]
-        assert number or still.changed(before)
+        assert number or stable.changed(before)
         told.clear()
 
 
@@ -371,6 +371,6 @@ class Hasty(torch.optim.SGD):
 def test_others_wait_before_they_begin() -> None:
     weights = nn.Parameter(torch.ones(2))
     optimizer, told = Hasty([weights]), []
-    optimizer.register_step_pre_hook(partial(still.before_change, hold=lambda: told.append(weights.tolist())))
+    optimizer.register_step_pre_hook(partial(stable.before_change, hold=lambda: told.append(weights.tolist())))
     optimizer.step(lambda: told.append("ran"))
     assert told == [[1.0, 1.0], "ran"]

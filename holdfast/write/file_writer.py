@@ -1,7 +1,7 @@
-"""The courier: bytes from memory to files, in threads of its own; in this process, or alone in one that outlives it.
+"""The file writer: bytes from memory to files, in threads of this process or of one that outlives it.
 
 `write/worker.py` makes one, or has one made in the writer process. So it imports the standard library alone, and what
-uploads to a store when there is one: it sees names, memory and offsets, and never a tensor, a rank or torch.
+uploads to a store when there is one. It sees names, memory and offsets, and never a tensor, a rank or torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _File:
             os.close(fd)
 
 
-class Courier:
+class FileWriter:
     """Takes jobs in order and answers each: ``answer(job, None)``, or with the `Fault` that it met.
 
     Two threads write; a third finishes files, each after all its writes, and leaves small files after whole saves.

@@ -51,7 +51,7 @@ class Copying:
         self._path, self._rank, self._step = path, rank, step  # of the save, for whoever is told of waits
         self._released = threading.Event()
         self._moments = Moments()
-        self._queued: Held | None = None
+        self._queued: StableState | None = None
         self._torn: list[str] = []
         self._covered: Watched = []
         self.waited = 0.0
@@ -62,9 +62,9 @@ class Copying:
             _under_way.add(self)
         return self
 
-    def cover(self, held: Held) -> None:
+    def cover(self, stable: StableState) -> None:
         """Note which memory is to be copied, so that any optimizer that is about to change it waits."""
-        self._covered = held.watched
+        self._covered = stable.watched
 
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step of this optimizer may change what is to be copied."""
@@ -73,11 +73,11 @@ class Copying:
         storages = {_storage_of(tensor) for _, tensor, _ in self._covered if tensor.numel()}
         return any(_storage_of(tensor) in storages for tensor in memory_of(optimizer))
 
-    def release(self, moments: Moments | None = None, held: Held | None = None) -> None:
-        """All copies are made, or those of ``held`` queued on devices until ``moments``. The first call counts."""
+    def release(self, moments: Moments | None = None, stable: StableState | None = None) -> None:
+        """All copies are made, or those of ``stable`` queued on devices until ``moments``. The first call counts."""
         if not self._released.is_set():
             self._moments = moments or Moments()
-            self._queued = held if self._moments.events else None
+            self._queued = stable if self._moments.events else None
             self._released.set()
             if not self._moments.events:
                 self._leave()
@@ -199,7 +199,7 @@ def wait_for_copies() -> None:
 
 
 @dataclass(frozen=True)
-class Held:
+class StableState:
     """How the tensors of one save are kept from changing under it.
 
     ``loose``: names that may change any time and are too large to be copied aside; they must be staged at once.
@@ -255,7 +255,7 @@ def _views(state: Collected) -> Iterator[tuple[str, View]]:
     return ((name, view) for name, entry in state.entries.items() for view in entry.views)
 
 
-def hold_still(state: Collected, distrusted: set[str]) -> Held:
+def hold_still(state: Collected, distrusted: set[str]) -> StableState:
     """Copy aside what may change before it is staged, in place of the views in ``state``.
 
     What live optimizers own holds still until their next step; they are added to those of the state. ``distrusted``
@@ -285,7 +285,7 @@ def hold_still(state: Collected, distrusted: set[str]) -> Held:
     # Of bare tensors alone: where objects are given, it would be half of what the call costs.
     bare = {*changes.plain} - restless
     samples = samples_of((name, view.tensor) for name in bare for view in state.entries[name].views)
-    return Held(loose, watched, versions, samples, Moments.now(devices_of(tensors)), sizes, restless - loose)
+    return StableState(loose, watched, versions, samples, Moments.now(devices_of(tensors)), sizes, restless - loose)
 
 
 def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int]]) -> bool:
@@ -315,13 +315,13 @@ def check_still(names: list[str]) -> None:
 class CopyGuard:
     """Guards the tensors of one background save until they are copied. Adds names that changed to ``distrusted``."""
 
-    def __init__(self, copying: Copying, held: Held, distrusted: set[str]) -> None:
-        self._copying, self._held, self._distrusted = copying, held, distrusted
+    def __init__(self, copying: Copying, stable: StableState, distrusted: set[str]) -> None:
+        self._copying, self._stable, self._distrusted = copying, stable, distrusted
 
     def copied(self, moments: Moments) -> None:
         """Every tensor is copied, or queued to be until ``moments``: steps may go on. Raises HoldfastError if not."""
-        self._check(self._held.changed())
-        self._copying.release(moments, self._held)
+        self._check(self._stable.changed())
+        self._copying.release(moments, self._stable)
 
     def landed(self) -> None:
         """All copies have arrived. Raises HoldfastError if a tensor has changed since they were queued."""
