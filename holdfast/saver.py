@@ -155,7 +155,7 @@ class Saver:
         self._check_open()
         folder = with_deadline(location(path), self._deadline)
         label, step = label or label_of(folder, step), step_of(state, step)
-        based = Base(base.to_cite) if isinstance(base, Saving) else base_of(base, self._deadline)
+        based = Base(base.to_reuse) if isinstance(base, Saving) else base_of(base, self._deadline)
         compared = compared_by(self._options.check_replicas if check_replicas is None else check_replicas)
         job = Job(
             self._ranks, folder, step, run or RUN, overwrite, background=True, base=based, compared=compared,

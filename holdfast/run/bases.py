@@ -47,7 +47,7 @@ class Bases:
         """Free the steps that no save under way, and none to come, can have as its base."""
         with self._holding:
             bases, savings = self._bases, [*self._bases, *self._recent]
-            needed = {base.path for base in bases} | {path for saving in savings for path in saving.leans_on()}
+            needed = {base.path for base in bases} | {path for saving in savings for path in saving.may_reuse()}
             for path in self._held - needed:
                 self._steps.free(path)
             self._held &= needed

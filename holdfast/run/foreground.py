@@ -29,7 +29,7 @@ class Foreground:
     ) -> Saving:
         """Save ``state`` to ``path``; the outcome is known when this returns."""
         options, saving = self._options, Saving(path, step, base if isinstance(base, Saving) else None)
-        previous = Base(base.to_cite) if isinstance(base, Saving) else base
+        previous = Base(base.to_reuse) if isinstance(base, Saving) else base
         saving.follow(
             lambda: save(
                 state, path, step=step, base=previous, group=options.group, deadline=options.deadline,

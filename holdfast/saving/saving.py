@@ -130,7 +130,7 @@ class Saving:
             raise TimeoutError(f"{self.path} is not committed after {timeout} s")
         return self._error is None
 
-    def to_cite(self) -> Place | None:
+    def to_reuse(self) -> Place | None:
         """What a later save may cite: this one, or if it came to nothing what it could cite itself. Waits for both."""
         at: Saving | Place | None = self
         while isinstance(at, Saving) and not at.settled():
@@ -139,7 +139,7 @@ class Saving:
             self._base = at  # so that no chain grows, however many saves fail
         return at.path if isinstance(at, Saving) else at
 
-    def leans_on(self) -> list[Place]:
+    def may_reuse(self) -> list[Place]:
         """What this save may be citing, or a later one in its place, as far as that is not settled."""
         found: list[Place] = []
         at = self._base
