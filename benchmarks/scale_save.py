@@ -1,6 +1,6 @@
 """A save by very many ranks, all but its bytes: agreement, plan, images, manifest, on one rank and on the first.
 
-Called by the simulator. Runs holdfast's own functions in the order of `SaveWork`; only the other ranks and the memory
+Called by the simulator. Runs holdfast's own functions in the order of a save; only the other ranks and the memory
 are missing. CPU seconds, never the clock's.
 """
 

@@ -43,7 +43,7 @@ class News(msgspec.Struct, array_like=True):
     kept: Kept | None
 
 
-class Order(msgspec.Struct, array_like=True):
+class Instruction(msgspec.Struct, array_like=True):
     """What the leaders have to upload: the step of this ``name``. Up to the step ``upto`` what is not ``kept`` goes.
 
     ``lender`` is a step of the store that has some of its files.
@@ -120,15 +120,15 @@ class Nodes:
     # What the first rank orders, and the other leaders report
 
     def order(self, **what: Any) -> int:
-        """Give all leaders an `Order`; its number."""
+        """Give all leaders an `Instruction`; its number."""
         self._ordered += 1
         if self.several:
-            self._set("order", Order(self._ordered, **what))
+            self._set("order", Instruction(self._ordered, **what))
         return self._ordered
 
-    def ordered(self) -> Order | None:
+    def ordered(self) -> Instruction | None:
         """The last order, unless it was heard before."""
-        order = self._get("order", Order)
+        order = self._get("order", Instruction)
         if order is None or order.number == self._ordered:
             return None
         self._ordered = order.number

@@ -26,7 +26,7 @@ from holdfast.ranks.heartbeat import Watch, at_work
 from holdfast.run.options import ManagerOptions
 from holdfast.run.retention import KeptSteps
 from holdfast.run.tiers.backlog import Backlog
-from holdfast.run.tiers.nodes import Nodes, Order
+from holdfast.run.tiers.nodes import Instruction, Nodes
 from holdfast.run.tiers.outage import Outage
 from holdfast.run.tiers.stored import as_stored, lender_of, throttled
 from holdfast.run.whole import lacking_files
@@ -293,7 +293,7 @@ class Uploader:
             self._nodes.report(order.number, self._obey(order))
         self._obeyed = order.number
 
-    def _obey(self, order: Order) -> str:
+    def _obey(self, order: Instruction) -> str:
         """Do what was ordered; why it failed, if it did."""
         try:
             record = self._ordered(order)
@@ -307,7 +307,7 @@ class Uploader:
             self.current = None
         return ""
 
-    def _ordered(self, order: Order) -> Manifest | None:
+    def _ordered(self, order: Instruction) -> Manifest | None:
         """The manifest of what was ordered; None if this node has nothing of it."""
         path, until = self._fast.root / order.name, time.monotonic() + NEWS
         while True:
