@@ -179,7 +179,7 @@ class Saver:
                 busy=failure is not None or not memory.claim(), label=label, deadline=self._deadline,
             )  # fmt: skip
             self._earlier.savings.append(saving)
-            saving.begin(background.run, self._ranks.rank)
+            saving.begin(partial(self._run, background), self._ranks.rank)
             calling = events.begin("call", folder, self._ranks.rank, step=step)
             if failure is None:
                 with no_collection():
@@ -200,6 +200,10 @@ class Saver:
             saving.hear()
             raise background.interrupt
         return saving
+
+    def _run(self, background: BackgroundSave) -> None:
+        """In the thread of a save. It keeps this Saver alive, which its caller may have let go."""
+        background.run()
 
     def under_way(self, path: Place) -> Saving | None:
         """The save to ``path`` that goes on although the call of `save` that began it was interrupted, if it does."""

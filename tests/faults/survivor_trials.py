@@ -39,7 +39,7 @@ from holdfast.commit import settle
 from holdfast.commit.agree import _Agreeing
 from holdfast.commit.job import Job
 from holdfast.commit.outgoing import Outgoing
-from holdfast.write import write
+from holdfast.write import pool, write
 from tests.trials import beside, forked, read_line, serve_store
 
 STAGES = ["save", "plan", "planned", "staging", "staged", "handed", "durable", "committing", "committed", "parts"]
@@ -104,8 +104,8 @@ class Rank:
         self.rank, self.trial, self.root, self._told = rank, trial, root, told
         self.writer = 0
         self._arrived = threading.Lock()
-        self._start = holdfast.saver.start
-        holdfast.saver.start = self.start
+        self._start = pool.start
+        pool.start = self.start
 
     def tell(self, *words: object) -> None:
         os.write(self._told, (" ".join(map(str, words)) + "\n").encode())

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import saver as module
 from holdfast.buffers import stable
 from tests import tearing
 from tests.gpu import states
@@ -69,7 +68,7 @@ def test_without_the_hook_these_tests_would_see_the_tear(
 ) -> None:
     """The delays are long enough: a step that waits for nothing changes what is still to be copied."""
     monkeypatch.setattr(stable.Copying, "hold_step", lambda self: None)
-    monkeypatch.setattr(module, "check_still", lambda changed: None)
+    monkeypatch.setattr(stable, "check_still", lambda changed: None)
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 3)
     training.run(2)
     training.learn()

@@ -22,7 +22,6 @@ from holdfast.plan.layout import Layout, OwnedJoin, TensorLayout
 from holdfast.plan.owners import Owned
 from holdfast.plan.plan import Plan, make_plan
 from holdfast.plan.spread import WHOLE, Placed, Split, Spread, boxes_held
-from holdfast.state import Collected
 
 WORLD = 16384
 LAYERS = 4
@@ -117,7 +116,7 @@ def plan(told: tuple[str, list[Layout], list[int]]) -> Plan:
 @pytest.fixture(scope="module")
 def committed(plan: Plan) -> Manifest:
     identity = Identity("7c1e09ab52d3f410", "0123456789abcdef", 7, WORLD)
-    drafted = draft(identity, plan, Collected(), OwnedJoin({}, {}), [])
+    drafted = draft(identity, plan, {}, {}, OwnedJoin({}, {}), [])
     return complete(drafted, [FileRecord(str(row[0]), 100_000_000, 126_976, "0" * 32) for row in drafted.files])
 
 

@@ -28,6 +28,7 @@ import holdfast
 import holdfast.saver
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
+from holdfast.write import pool
 from tests.soak import faults
 from tests.soak.content import State
 from tests.soak.plan import Episode, metric_of
@@ -64,7 +65,7 @@ class Rank:
     def __init__(self, episode: Episode, rank: int, base: Path, words: Path, told: int) -> None:
         self.episode, self.rank, self.base, self.words, self._told = episode, rank, base, words, told
         self._alone = False  # another rank is known to be gone
-        start = holdfast.saver.start
+        start = pool.start
 
         def started(kind: str) -> Any:
             worker = start(kind)
@@ -72,7 +73,7 @@ class Rank:
                 self.tell("writer", worker.pid)
             return worker
 
-        holdfast.saver.start = started
+        pool.start = started
 
     def tell(self, kind: str, *what: object) -> None:
         line = json.dumps([kind, self.rank, *what]).encode()

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast import saver as module
 from holdfast.buffers import stable
 from holdfast.state import stepped
 from tests import meshes, pool
@@ -75,7 +74,7 @@ def test_without_hook_and_guard_these_tests_see_the_tear(
     act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stable.Copying, "hold_step", lambda self: None)
-    monkeypatch.setattr(module, "check_still", lambda changed: None)
+    monkeypatch.setattr(stable, "check_still", lambda changed: None)
     owning, gate = Owning(1, torch.optim.AdamW), Gate()
     with patched(copy=gate), holdfast.Saver(worker="thread") as saver:
         there = cloned(owning.state())
