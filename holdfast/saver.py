@@ -6,7 +6,6 @@ and never runs a collective.
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
 import weakref
@@ -36,6 +35,7 @@ from holdfast.policies.signing.keys import Key, signing
 from holdfast.ranks.ranks import Ranks, ranks_of
 from holdfast.save import RUN, Based, base_of, label_of, step_of
 from holdfast.saving import Saving
+from holdfast.saving.at_exit import open_savers
 from holdfast.saving.background import BackgroundSave
 from holdfast.saving.earlier import EarlierSaves
 from holdfast.saving.options import SaverOptions, takes
@@ -94,7 +94,7 @@ class Saver:
         self._distrusted: set[str] = set()
         self._recall = Recall()
         self._closed = self._released = False
-        _open.add(self)
+        open_savers.add(self)
 
     def __enter__(self) -> Saver:
         return self
@@ -248,7 +248,7 @@ class Saver:
             if not saving._done.wait(None if until is None else max(until - time.monotonic(), 0.0)):
                 log.warning("%s is given up after %g s; a writer process may still finish it", saving.path, timeout)
                 self._closed = self._released = True
-                _open.discard(self)
+                open_savers.discard(self)
                 # An interpreter must not end under a thread that is inside of the store; one that waits for a disk
                 # may stay where it is.
                 self._ranks.give_up()
@@ -265,7 +265,7 @@ class Saver:
             hook.remove()
         self._pool.close()
         self._released = True
-        _open.discard(self)
+        open_savers.discard(self)
         self._earlier.raise_unheard()
 
     def _check_open(self) -> None:
@@ -291,25 +291,3 @@ class Saver:
             if optimizer not in self._hooked:
                 self._hooks.append(optimizer.register_step_pre_hook(partial(before_change, hold=hold)))
                 self._hooked.add(optimizer)
-
-
-_open: weakref.WeakSet[Saver] = weakref.WeakSet()
-
-
-@atexit.register
-def _finish_last_saves() -> None:
-    """An interpreter that ends waits for the saves that it has begun."""
-    for saver in list(_open):
-        try:
-            saver.close()
-        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
-            log.error("the last save failed: %s", error)
-
-
-def _after_fork() -> None:
-    for saver in list(_open):
-        saver._stay_behind()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
