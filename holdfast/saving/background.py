@@ -82,6 +82,8 @@ class BackgroundSave:
         if self._agreed is None:
             if not isinstance(self._gathered, Failed):
                 self._gathered = Failed(error)
+        elif self._outgoing is None:  # the ranks agree already, and meet again to settle
+            self._outgoing = Failed(error)
         elif isinstance(self._outgoing, Outgoing) and self._outgoing.durable is None:
             self._outgoing.durable = Failed(error)
         return True

@@ -17,6 +17,7 @@ from holdfast import events, saver
 from holdfast.buffers import stable
 from holdfast.saving import background
 from holdfast.saving.background import BackgroundSave
+from tests.tearing import patched
 
 PLACES: list[tuple[Any, str]] = [
     (background, "hold_still"), (background, "gather"), (saver.Saver, "_hook"), (saver, "label_of"),
@@ -83,3 +84,15 @@ def test_a_manager_goes_on_after_an_interrupt(place: tuple[Any, str], tmp_path: 
             manager.step(2, state)
         manager.step(3, state)
     assert holdfast.open(tmp_path / "run" / "step-000000003").step == 3
+
+
+def test_an_interrupt_between_the_agreement_and_the_plan_reaches_the_other_ranks(tmp_path: Path) -> None:
+    """They wait for this rank to settle: the save fails there, and is not taken for one that was skipped."""
+    with patched(hold=0, small=0), holdfast.Saver(worker="thread") as background_saver:
+        with interrupted(background, "value_of", after=False), pytest.raises(KeyboardInterrupt):
+            background_saver.save({"w": torch.ones(10)}, tmp_path / "1")
+        saving = background_saver._earlier.last
+        assert saving is not None and not saving.settled(240)
+        assert "was interrupted" in str(saving.failed) and not saving.skipped
+        background_saver.save({"w": torch.ones(10)}, tmp_path / "2").wait()
+    assert not (tmp_path / "1").exists()
