@@ -1,4 +1,4 @@
-"""What the simulator found: its cells as rows, the bars they are held to, tables for people and for docs/scale.md.
+"""Results of the simulator: its cells as rows, the bars they are held to, tables for a terminal and for docs/scale.md.
 
 Called by the simulator at its end. Never computes a cost: the cells have them.
 """
@@ -59,16 +59,16 @@ def judge(cells: Sequence[Cell]) -> list[Bar]:
         Bar(at + "plan of one rank, first save", max(c.first_save_s for c in costs), most=1.0, unit=" s"),
         Bar(at + "its memory", max(c.plan_bytes for c in costs) / MIB, most=100, unit=" MiB"),
         Bar(at + "plan of one rank, later saves", max(c.later_s for c in costs) * 1e3, most=10, unit=" ms"),
-        Bar(at + "longest message when nothing changed, bytes a rank", _message(large, most), most=64, unit=""),
-        Bar(at + "manifest over 100 bytes a tensor and a file", max(c.manifest_share for c in costs), most=1.0),
+        Bar(at + "longest message when nothing changed, bytes per rank", _message(large, most), most=64, unit=""),
+        Bar(at + "manifest / 100 bytes per tensor and file", max(c.manifest_share for c in costs), most=1.0),
         Bar(at + "manifest, decoded", max(c.decode_s for c in costs), most=0.3, unit=" s"),
         Bar(
-            at + "bytes written, most over what balances best",
+            at + "bytes written, most / the best balance",
             max(c.balance / c.best_balance for c in costs),
             most=1.05,
         ),
         Bar(at + "restart on an eighth, plan of one rank", _most([x.plan_s for x in eighth]), most=1.0, unit=" s"),
-        Bar(at + "… bytes read over needed, headers too", _most([x.read for x in eighth]), most=1.02),
+        Bar(at + "… bytes read / needed, with headers", _most([x.read for x in eighth]), most=1.02),
     ]
 
 
@@ -154,17 +154,50 @@ def show(cells: Sequence[Cell], bars: list[Bar], facts: dict[str, object]) -> No
     show_bars(console, bars)
 
 
+_PAGE_SAVE = (
+    "state", "ranks", "plan of a rank, first save, ms", "later, ms", "memory, MiB", "first rank, ms", "manifest, KiB",
+    "decode, ms", "bytes written, most / mean",
+)  # fmt: skip
+_PAGE_LOAD = ("state", "saved by", "loaded by", "plan of a rank, ms", "files", "requests", "bytes read / needed")
+
+
 def as_markdown(cells: Sequence[Cell], bars: Sequence[Bar], facts: dict[str, object]) -> str:
-    """The same for docs/scale.md."""
-    text = [f"{facts['machine']}, torch {facts['torch']}. CPU seconds of one core.", ""]
-    for title, columns, rows in tables(cells):
-        text += [f"**{title[0].upper() + title[1:]}**", "", _line([c.replace("\n", " ") for c in columns])]
-        text += [_line(["---:"] * len(columns)), *map(_line, rows), ""]
-    text += [_line(["bar", "limit", "measured", ""]), _line(["---", "---:", "---:", "---"])]
+    """For docs/scale.md: of each state the fewest and the most ranks, and restarts on as many and on an eighth."""
+    by_name: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_name.setdefault(cell.name, []).append(cell)
+    ends = [cell for of in by_name.values() for cell in (of if len(of) == 1 else (of[0], of[-1]))]
+    largest = [of[-1] for of in by_name.values()]
+    meshes = [f"- {c.name}: {c.nbytes / 1e12:.2f} TB in {c.save.tensors:,} tensors; {c.mesh}" for c in largest]
+    most = max(cell.ranks for cell in cells)
+    loads = [(c, x) for c in cells if c.ranks == most for x in c.loads if x.ranks in (most, most // 8)]
+    text = [f"{facts['machine']}, torch {facts['torch']}. CPU seconds of one core.", "", *meshes, ""]
+    text += [*_table("Save", _PAGE_SAVE, [_page_save(cell) for cell in ends]), ""]
+    text += [*_table("Restart", _PAGE_LOAD, [_page_load(cell, load) for cell, load in loads]), ""]
+    beside = [(cell, cell.dcp) for cell in cells if cell.dcp is not None]
+    if beside:
+        columns = [column.replace("\n", " ") for column in _DCP]
+        rows = [_dcp_row(cell, dcp) for cell, dcp in beside]
+        text += [*_table(f"Beside the planner of torch DCP, {beside[0][0].name}", columns, rows), ""]
+    text += [_line(["goal", "limit", "measured", ""]), _line(["---", "---:", "---:", "---"])]
     for bar in bars:
         value = "" if bar.measured is None else f"{bar.measured:.3g}{bar.unit}"
         text.append(_line([bar.what, f"≤ {bar.most:g}{bar.unit}", value, "met" if bar.met else "**missed**"]))
     return "\n".join([*text, ""])
+
+
+def _page_save(cell: Cell) -> list[str]:
+    ranks, _, first, memory, later, _, _, rank_0, manifest, _, decode, balance = _save_row(cell)
+    return [cell.name, ranks, first, later, memory, rank_0, manifest, decode, balance]
+
+
+def _page_load(cell: Cell, load: LoadCost) -> list[str]:
+    before, after, plan, files, requests, _, read = _load_row(cell, load)
+    return [cell.name, before, after, plan, files, requests, read]
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[list[str]]) -> list[str]:
+    return [f"**{title}**", "", _line(columns), _line(["---", *["---:"] * (len(columns) - 1)]), *map(_line, rows)]
 
 
 def _line(cells: Sequence[str]) -> str:
