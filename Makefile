@@ -40,7 +40,7 @@ test-all: lint  ## lint and all tests, one at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 zoo: $(ZOO)/ready  ## hundreds of optimizers, modules and loaders of 30 libraries, beside torch's own load; ONLY=adam for a part
-	PYTHONPATH=. OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(ZOO)/bin/python -m zoo $(if $(ONLY),--only $(ONLY),--page docs/zoo.md)
+	PYTHONPATH=. OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 $(ZOO)/bin/python -m zoo $(if $(ONLY),--only $(ONLY),--page zoo/results.md)
 
 outside: $(OUTSIDE)/ready  ## other projects' own checkpoint tests, on holdfast: make outside SRC=folder (tests/outside/__init__.py)
 	test -n "$(SRC)" || (echo "say where the checkouts are: make outside SRC=folder; see tests/outside/__init__.py"; exit 2)

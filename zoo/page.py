@@ -1,4 +1,4 @@
-"""The results as a line, as JSON, and as the page docs/zoo.md.
+"""The results as a line, as JSON, and as the page zoo/results.md.
 
 `zoo.__main__` calls it. Never runs a case.
 """
@@ -49,6 +49,8 @@ run is never interrupted. Outputs, parameters, buffers and states are compared. 
 | 2 ranks to 4 | the same on four ranks: what they hold, gathered by torch, is what was saved |
 
 {counts}
+
+{libraries_table}
 
 {made}
 
@@ -104,6 +106,7 @@ def markdown(chosen: Chosen, done: Done, left_out: list[str]) -> str:
         counts.append(f"| {kind} | {len(found)} | " + " | ".join(str(number[v]) for v in _WORDS) + " |")
     text = _HEAD.format(
         kinds=sum(map(len, chosen.values())), libraries=len(libraries), counts="\n".join(counts),
+        libraries_table=by_library(chosen, done),
         made=_made_with(sorted(libraries)), left_out=f" ({', '.join(left_out)} here)" if left_out else "",
     )  # fmt: skip
     notes = _Notes()
@@ -112,6 +115,19 @@ def markdown(chosen: Chosen, done: Done, left_out: list[str]) -> str:
         for library in dict.fromkeys(case.library for case in found):
             text += f"\n### {library}: {kind}\n\n" + _table([c for c in found if c.library == library], done, notes)
     return text + "\n## Notes\n\n" + notes.text()
+
+
+def by_library(chosen: Chosen, done: Done) -> str:
+    """A table with a line for each library, which docs/trust.md has too."""
+    cases: dict[str, list[Case]] = {}
+    for found in chosen.values():
+        for case in found:
+            cases.setdefault(case.library, []).append(case)
+    rows = ["| library | kinds | right | refused | wrong | not by torch |", "|---|---|---|---|---|---|"]
+    for library in sorted(cases, key=str.lower):
+        number = _counts(cases[library], done)
+        rows.append(f"| {library} | {len(cases[library])} | " + " | ".join(str(number[v]) for v in _WORDS) + " |")
+    return "\n".join(rows)
 
 
 def _made_with(libraries: list[str]) -> str:

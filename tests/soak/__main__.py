@@ -1,4 +1,4 @@
-"""Soak: `python -m tests.soak --minutes 60 --seed 7 --folder DIR`; see docs/soak.md.
+"""Soak: `python -m tests.soak --minutes 60 --seed 7 --folder DIR`; see docs/trust.md.
 
 One JSON line for each episode, the counts at the end. Ends with 1 at the first violation, with the command that
 replays that episode, and leaves its folder.
@@ -82,7 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--folder", help="where the runs lie; a temporary folder by default")
     parser.add_argument("--replay", metavar="SEED:EPISODE", help="this episode, and those of its run before it")
     parser.add_argument("--mutant", choices=sorted(mutants.MUTANTS), help="break the library, to see that it is found")
-    parser.add_argument("--write-docs", action="store_true", help="write the counts into docs/soak.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the counts into docs/trust.md")
     options = parser.parse_args()
     if options.seed is None:
         options.seed = secrets.randbelow(1_000_000)

@@ -1,4 +1,4 @@
-"""The counts of a soak as a table in docs/soak.md, between two marks.
+"""The counts of a soak as a table in docs/trust.md, between two marks.
 
 `--write-docs` calls it at the end of a soak without a violation. Changes nothing else of the page.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "soak.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trust.md"
 BEGIN, END = "<!-- counts -->", "<!-- end of counts -->"
 
 
