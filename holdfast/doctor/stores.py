@@ -24,7 +24,7 @@ SKEW = 60.0
 """Seconds; stores refuse what is signed some minutes away from their own time."""
 
 _UNFETCHED = "no credentials could be fetched"
-_WHO = "docs/stores.md has a page for each cloud, which tells where credentials are looked for"
+_WHO = "docs/stores.md says where credentials are looked for"
 _PUBLIC = {"gs": "https://storage.googleapis.com", "s3": "https://s3.amazonaws.com"}
 
 
