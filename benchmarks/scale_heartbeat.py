@@ -18,10 +18,9 @@ from unittest.mock import patch
 
 from holdfast.ranks import heartbeat, rounds
 from holdfast.ranks.heartbeat import Watch, interval
-from holdfast.ranks.messages import Message
+from holdfast.ranks.messages import Message, tree_of
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.ranks.rounds import Round
-from holdfast.ranks.tree import tree_of
 
 MINUTE = 60.0
 

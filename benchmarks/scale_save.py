@@ -32,7 +32,7 @@ from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.plan.layout import Layout, digest_of, join_owned
 from holdfast.plan.plan import Plan, make_plan
 from holdfast.ranks.ranks import Ranks
-from holdfast.state.outline import layout_of, owned_values
+from holdfast.state.leaves import layout_of, owned_values
 from holdfast.write.datafiles import DataFile, datafiles_of
 
 SAVE, RUN = "7c1e09ab52d3f410", "0123456789abcdef"

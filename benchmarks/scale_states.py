@@ -19,8 +19,7 @@ from holdfast.ondisk.box import Box, whole
 from holdfast.ondisk.dtypes import itemsize, torch_dtype
 from holdfast.plan.layout import Layout
 from holdfast.plan.spread import WHOLE, Placed, Split, placed_runs
-from holdfast.state.leaves import Collected, Entry, Group, View
-from holdfast.state.outline import layout_of
+from holdfast.state.leaves import Collected, Entry, Group, View, layout_of
 
 Shape = tuple[int, ...]
 

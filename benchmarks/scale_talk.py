@@ -22,7 +22,7 @@ from holdfast.commit.gather import Gathered
 from holdfast.commit.job import Job
 from holdfast.ranks.messages import Message, short
 from holdfast.ranks.ranks import Call, Ranks
-from holdfast.state.outline import layout_of
+from holdfast.state.leaves import layout_of
 
 
 @dataclass

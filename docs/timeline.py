@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.write.process_worker import ProcessWorker
+from holdfast.write.worker import ProcessWorker
 
 WIDTH, LAYERS, BATCH = 2560, 4, 256
 THREADS = 1  # that train; a machine with accelerators has cores to spare for copying, and so has this run

@@ -16,8 +16,8 @@ import torch
 
 from holdfast import events
 from holdfast.buffers.stable import wait_for_copies
-from holdfast.commit.absent import what_is_there
-from holdfast.commit.parts import commit_late
+from holdfast.commit.commit import commit_late
+from holdfast.commit.folder import what_is_there
 from holdfast.errors import Mismatch, NotACheckpoint, Untrusted
 from holdfast.formats.detect import open_foreign
 from holdfast.formats.own import Own

@@ -22,9 +22,8 @@ from holdfast.buffers.stable import wait_for_copies
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.errors import Mismatch, StorageError
 from holdfast.matching.compare import Matched, compare
-from holdfast.matching.differences import Differences, raise_if_any
+from holdfast.matching.differences import Differences, Loaded, raise_if_any
 from holdfast.matching.hand_back import Filled, hand_back, hand_over_early
-from holdfast.matching.loaded import Loaded
 from holdfast.matching.names import asked_of, names_of, own_names, with_named_ids
 from holdfast.ondisk.manifest import FORMAT
 from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, unfit_in_load

@@ -18,8 +18,7 @@ from holdfast import events
 from holdfast.buffers.memory import no_collection
 from holdfast.checkpoint import Checkpoint
 from holdfast.commit.agree import agree
-from holdfast.commit.attachments import Attached
-from holdfast.commit.gather import Gathered, gather
+from holdfast.commit.gather import Attached, Gathered, gather
 from holdfast.commit.job import Base, Failed, Job, attempt, value_of
 from holdfast.commit.outgoing import Outgoing, lay_out
 from holdfast.commit.settle import settle
@@ -33,7 +32,7 @@ from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
-from holdfast.write.ring import Ring
+from holdfast.write.pool import Ring
 
 RUN = secrets.token_hex(8)
 """Marks what this process saves as one run's."""

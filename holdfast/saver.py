@@ -21,8 +21,7 @@ from holdfast import events
 from holdfast.buffers.memory import no_collection
 from holdfast.buffers.stable import before_change
 from holdfast.commit.agree import agree
-from holdfast.commit.attachments import Attached
-from holdfast.commit.gather import gather
+from holdfast.commit.gather import Attached, gather
 from holdfast.commit.job import REHEARSAL, Base, Job, attempt, value_of
 from holdfast.commit.outgoing import lay_out
 from holdfast.errors import HoldfastError, SaveFailed
@@ -35,9 +34,8 @@ from holdfast.policies.signing.keys import Key, signing
 from holdfast.ranks.ranks import Ranks, ranks_of
 from holdfast.save import RUN, Based, base_of, label_of, step_of
 from holdfast.saving import Saving
-from holdfast.saving.at_exit import open_savers
 from holdfast.saving.background import BackgroundSave
-from holdfast.saving.earlier import EarlierSaves
+from holdfast.saving.earlier import EarlierSaves, open_savers
 from holdfast.saving.options import SaverOptions, takes
 from holdfast.state import Recall
 from holdfast.storage.place import Place

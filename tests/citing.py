@@ -16,8 +16,7 @@ import torch
 import holdfast
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest
-from holdfast.ondisk.cited import is_cited, own_path, sibling_of
-from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.manifest import FileRecord, Manifest, is_cited, own_path, sibling_of
 from holdfast.storage import storage
 from holdfast.storage.place import Place
 

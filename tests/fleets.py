@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from holdfast.ranks.messages import FAN_IN
 from holdfast.ranks.ranks import Ranks
-from holdfast.ranks.tree import FAN_IN
 
 PATIENCE = 120.0
 """Seconds after which a rank counts as left waiting."""

@@ -25,7 +25,7 @@ from torch import nn
 
 import holdfast
 from holdfast.ranks.ranks import ranks_of
-from holdfast.saving import at_exit
+from holdfast.saving import earlier
 from holdfast.storage.local import large as local_large
 from holdfast.write import buffer as buffers
 from holdfast.write import file_writer
@@ -824,7 +824,7 @@ def test_a_forked_child_leaves_the_save_to_its_parent(tmp_path: Path, worker: An
             faults = 1
             try:
                 signal.alarm(int(LONG))  # it is to end by itself
-                at_exit._finish_last_saves()
+                earlier._finish_last_saves()
                 optimizer.step()
                 with pytest.raises(holdfast.HoldfastError, match=f"goes on in process {os.getppid()}"):
                     saving.wait()

@@ -19,8 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast import events
 from holdfast.buffers.device import Moments, devices_of, is_capturing
-from holdfast.buffers.samples import Samples, differing, samples_of
-from holdfast.buffers.stage import as_integers
+from holdfast.buffers.stage import Samples, as_integers, differing, samples_of
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.names import section_of
 from holdfast.state import Collected, claim, extent, memory_of, note, plain_parts, tensors_of

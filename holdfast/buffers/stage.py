@@ -1,4 +1,4 @@
-"""Staging: a tensor's bytes, row-major, into host memory at a given address.
+"""A tensor's bytes, row-major, in host memory at a given address; and a few of them, to see whether they change.
 
 Called by the writer for each stretch of a piece. Memory stays bounded for tensors that lie scattered or on a device.
 """
@@ -6,12 +6,14 @@ Called by the writer for each stretch of a piece. Memory stays bounded for tenso
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from ctypes import string_at
 
 import torch
 
 from holdfast.buffers.memory import buffer, move
 from holdfast.errors import Unsupported
+from holdfast.state import extent
 from holdfast.state.tensors import is_freed
 
 SLAB = 16 << 20
@@ -91,3 +93,29 @@ def host_tensor(address: int, nbytes: int) -> torch.Tensor:
 def host_view(address: int, nbytes: int) -> memoryview:
     """Host memory at ``address`` as writable bytes; the caller keeps the memory alive."""
     return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+
+
+_LENGTH = 48
+
+Samples = list[tuple[str, torch.Tensor, bytes]]
+
+
+def samples_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Samples:
+    """Names and tensors, each with bytes of it as they are now."""
+    return [(name, tensor, _sample(tensor)) for name, tensor in tensors if tensor.device.type == "cpu"]
+
+
+def differing(samples: Samples) -> list[str]:
+    """Names of tensors whose bytes are others by now."""
+    return [name for name, tensor, before in samples if _sample(tensor) != before]
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Bytes in the middle; of a tensor with gaps the first and last element; none of freed memory."""
+    begin, end = extent(tensor)
+    if begin == end or is_freed(tensor):
+        return b""
+    if end - begin != tensor.nbytes:
+        return string_at(begin, tensor.itemsize) + string_at(end - tensor.itemsize, tensor.itemsize)
+    length = min(end - begin, _LENGTH)
+    return string_at((begin + end - length) // 2, length)

@@ -23,7 +23,7 @@ from holdfast.ondisk import blocks
 from holdfast.plan.layout import Layout, OwnedJoin, OwnedValues, digest_of, join_owned, join_values
 from holdfast.plan.plan import Plan, make_plan
 from holdfast.ranks.ranks import Call, Ranks
-from holdfast.state.outline import owned_digest, owned_values
+from holdfast.state.leaves import owned_digest, owned_values
 
 _REMEMBERED = 8  # saves whose layouts and plans are kept for later ones of the same state
 _DIGEST, _MARK = 10, 4  # bytes: with four digests and a mark a rank's word has 61

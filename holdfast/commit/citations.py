@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import datafile, manifest
-from holdfast.ondisk.cited import is_cited, sibling_of
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import Manifest, is_cited, sibling_of
 from holdfast.storage import storage
-from holdfast.storage.links import without_links_out
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
+from holdfast.storage.storage import without_links_out
 
 Cited = dict[str, set[str]]
 """By the name of a folder, the paths in it that are cited from elsewhere."""

@@ -1,6 +1,6 @@
 """The manifest of a save: drafted from the plan, completed by what the ranks have written and what they reuse.
 
-The first rank drafts and joins it when it commits a save; `parts` joins it when a save is committed late. Pure: opens
+The first rank drafts and joins it when it commits a save; `commit_late` joins it later. Pure: opens
 no file and asks no rank; each rank has proved that the files it reuses are there.
 """
 
@@ -20,14 +20,16 @@ from holdfast.errors import HoldfastError
 from holdfast.ondisk import datafile, manifest, names, spans, values
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import Note
+from holdfast.ondisk.datafile import file_name
 from holdfast.ondisk.manifest import FileRecord, Manifest
 from holdfast.ondisk.part import Cite
+from holdfast.ondisk.signature import SignedFile
 from holdfast.ondisk.version import __version__
 from holdfast.plan.layout import OwnedJoin
 from holdfast.plan.owners import Owned, PlannedTensor
-from holdfast.plan.plan import Plan
-from holdfast.plan.volumes import file_of
+from holdfast.plan.plan import Plan, file_of
 from holdfast.state.layers import KEY, encode_kinds
+from holdfast.write.datafiles import DataFile, Written
 
 
 @dataclass(frozen=True)
@@ -233,3 +235,49 @@ def _flatten(path: str, node: Any, leaves: dict[str, Any], containers: dict[str,
             _flatten(names.child(path, str(key)), value, leaves, containers)
     else:  # containers of other kinds are one value
         leaves[path] = values.encode_tree(node, None)
+
+
+_DIGEST = 16  # bytes of an XXH3-128
+
+
+class RankNote(msgspec.Struct, array_like=True):
+    """What one rank has done: its durable files, its plan, and what it reuses.
+
+    A file is its section, volume, bytes, bytes of its header, and the header's digest, followed by the header's SHA-256
+    if the save is signed.
+    """
+
+    files: list[tuple[str, int, int, int, bytes]]
+    plan: str
+    reused: list[Cite] = []
+
+
+def note_of(files: Sequence[DataFile], written: Sequence[Written], plan: str, reused: list[Cite]) -> RankNote:
+    """The note about files whose headers are known."""
+    rows = [
+        (file.section, file.volume, w.bytes, w.header_bytes, bytes.fromhex(w.header_digest + w.header_sha256))
+        for file, w in zip(files, written, strict=True)
+    ]
+    return RankNote(rows, plan, reused)
+
+
+def shares_of(notes: Sequence[RankNote], save: str) -> list[Share]:
+    """What each rank has done, its files with their paths."""
+    return [Share(_rows_as_records(rank, len(notes), note, save), note.reused) for rank, note in enumerate(notes)]
+
+
+def signed_files(record: Manifest, notes: Sequence[RankNote], save: str) -> list[SignedFile]:
+    """What is signed of the data files of a manifest."""
+    sha256 = {
+        file.path: row[-1][_DIGEST:].hex()
+        for rank, note in enumerate(notes)
+        for file, row in zip(_rows_as_records(rank, len(notes), note, save), note.files, strict=True)
+    }
+    return [SignedFile(sha256[file.path]) for file in record.data_files]
+
+
+def _rows_as_records(rank: int, size: int, note: RankNote, save: str) -> list[FileRecord]:
+    return [
+        FileRecord(file_name(section, rank, size, save, volume), nbytes, header, sums[:_DIGEST].hex())
+        for section, volume, nbytes, header, sums in note.files
+    ]

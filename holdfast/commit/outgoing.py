@@ -15,11 +15,9 @@ from holdfast import events
 from holdfast.buffers.memory import no_collection
 from holdfast.buffers.stable import check_sent
 from holdfast.commit.agree import Agreed, plan_for
-from holdfast.commit.attachments import place_attachments
-from holdfast.commit.draft import Identity, draft
-from holdfast.commit.gather import Gathered, sends_from_memory
+from holdfast.commit.draft import Identity, RankNote, draft, note_of
+from holdfast.commit.gather import Gathered, place_attachments, sends_from_memory
 from holdfast.commit.job import Failed, Job, Memory
-from holdfast.commit.note import Note, note_of
 from holdfast.errors import Damaged, RankLost
 from holdfast.ondisk import manifest, part
 from holdfast.ondisk.datafile import base_of
@@ -29,7 +27,7 @@ from holdfast.ondisk.signature import SignedFile
 from holdfast.plan.layout import join_owned
 from holdfast.plan.plan import Plan
 from holdfast.ranks.ranks import Call
-from holdfast.state.outline import owned_values
+from holdfast.state.leaves import owned_values
 from holdfast.write.datafiles import DataFile, OpenFiles, datafiles_of
 from holdfast.write.write import Writing
 
@@ -69,7 +67,7 @@ class Durable:
 
     files: list[FileRecord]
     reused: list[Cite]
-    note: Note
+    note: RankNote
     attachments: list[tuple[str, int, str]]
     replaces: bool
     draft: Manifest | None

@@ -18,8 +18,7 @@ from holdfast.commit.citations import Cited
 from holdfast.commit.commit import place_signature, remove_old_files
 from holdfast.errors import NotACheckpoint, Unsupported
 from holdfast.ondisk import manifest, names
-from holdfast.ondisk.cited import own_path
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import Manifest, own_path
 from holdfast.storage import storage
 from holdfast.storage.place import Place
 

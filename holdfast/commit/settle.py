@@ -9,13 +9,11 @@ from contextlib import ExitStack
 
 from holdfast import events
 from holdfast.commit.agree import Agreed
-from holdfast.commit.commit import commit, standing
-from holdfast.commit.draft import joined
+from holdfast.commit.commit import commit, standing, take_away
+from holdfast.commit.draft import RankNote, joined, shares_of, signed_files
 from holdfast.commit.folder import withdraw
 from holdfast.commit.job import Failed, Job, attempt, value_of
-from holdfast.commit.note import Note, shares_of, signed_files
 from holdfast.commit.outgoing import Durable, Outgoing, Points
-from holdfast.commit.parts import take_away
 from holdfast.errors import HoldfastError, RankLost
 from holdfast.events import log
 from holdfast.ondisk import signature
@@ -68,7 +66,7 @@ def _write_and_commit(
     call: Call, job: Job, agreed: Agreed, outgoing: Outgoing | Failed, points: Points, task: events.Task,
     ending: ExitStack,
 ) -> None:  # fmt: skip
-    def write() -> Note:
+    def write() -> RankNote:
         own = value_of(outgoing)
         own.durable = attempt(own.finish, task)
         note = value_of(own.durable).note
@@ -87,7 +85,7 @@ def _write_and_commit(
             _delete_unnamed(job, agreed, own.opened)
 
 
-def _commit(call: Call, outgoing: Outgoing, points: Points, notes: list[Note]) -> str:
+def _commit(call: Call, outgoing: Outgoing, points: Points, notes: list[RankNote]) -> str:
     """On the first rank, with the notes of all: the commit itself. Returns the save's id."""
     job, save = outgoing.job, outgoing.agreed.save
     if len({note.plan for note in notes}) > 1:

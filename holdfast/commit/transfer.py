@@ -15,8 +15,7 @@ import msgspec
 from holdfast.commit.folder import taken
 from holdfast.events import log
 from holdfast.ondisk import blocks, manifest
-from holdfast.ondisk.cited import is_cited, own_path, sibling_of
-from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.manifest import FileRecord, Manifest, is_cited, own_path, sibling_of
 from holdfast.read.proved import PART, Parts, ProvedFile, damaged
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place

@@ -39,7 +39,7 @@ from holdfast.save import RUN
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.write.datafiles import DataFile, OpenFiles, datafiles_of
-from holdfast.write.ring import write_at_once
+from holdfast.write.pool import write_at_once
 
 BEGUN = ".manifest.begun.tmp"
 """The first rank's word to the others, beside the data until the commit; what a dead save leaves of it is swept."""

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.commit.absent import unfinished, what_is_lent
 from holdfast.commit.citations import Citations, borrowers
-from holdfast.commit.folder import is_leaving, may_hold_leavings
-from holdfast.commit.parts import finished
+from holdfast.commit.commit import finished
+from holdfast.commit.folder import is_leaving, may_hold_leavings, unfinished, what_is_lent
 from holdfast.commit.sections import dropped_of
 from holdfast.doctor.finding import Finding
 from holdfast.doctor.mending import BRING_BACK, command, fits, lacking, mend, neighbours, steps_in

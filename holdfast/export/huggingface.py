@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.commit.attachments import check_attachment
+from holdfast.commit.gather import check_attachment
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection

@@ -16,8 +16,7 @@ from holdfast.export.partial import LAST, holds_others, not_a_checkpoint
 from holdfast.ondisk import blocks, manifest
 from holdfast.storage import storage
 from holdfast.storage.local import disk
-from holdfast.storage.local.local_place import LocalPlace
-from holdfast.storage.local.private import private_folder
+from holdfast.storage.local.local_place import LocalPlace, private_folder
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace

@@ -26,7 +26,7 @@ from holdfast.events import log
 from holdfast.export import copying, pickles, zip_file
 from holdfast.export.torch_file import add_small
 from holdfast.export.zip_file import Ending, Member
-from holdfast.ondisk import arrays, scalars
+from holdfast.ondisk import scalars
 from holdfast.state.tensors import dtype_name
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
@@ -148,7 +148,7 @@ class _Tree:
             return tuple(elements) if kind is tuple else elements
         if kind in (set, frozenset):
             return {_key(at, element) for element in value}
-        if arrays.is_array(value):
+        if scalars.is_array(value):
             return self._array(at, value)
         return _number(at, value)
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from holdfast import events
-from holdfast.commit.absent import what_is_there
+from holdfast.commit.folder import what_is_there
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.ondisk import blocks, manifest
 from holdfast.ondisk.manifest import Manifest
@@ -24,8 +24,8 @@ from holdfast.read.files import DataFiles
 from holdfast.read.per_rank import value_of_rank
 from holdfast.read.ranges import Verify
 from holdfast.read.source import ReadStats
-from holdfast.storage.links import LinkCheck
 from holdfast.storage.place import Place
+from holdfast.storage.storage import LinkCheck
 
 
 class Own:

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from holdfast.commit.absent import what_is_there
-from holdfast.commit.parts import sizes_of_save
+from holdfast.commit.commit import sizes_of_save
+from holdfast.commit.folder import what_is_there
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.formats.own import read_manifest

@@ -16,10 +16,9 @@ from datetime import datetime, timezone
 from typing import Literal
 
 from holdfast.checkpoint import open_checkpoint
-from holdfast.commit.absent import what_is_lent, what_is_there
 from holdfast.commit.citations import Citations, borrowers
-from holdfast.commit.folder import is_leaving
-from holdfast.commit.parts import finished, sizes_of_save
+from holdfast.commit.commit import finished, sizes_of_save
+from holdfast.commit.folder import is_leaving, what_is_lent, what_is_there
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log

@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from math import prod
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.commit.absent import what_is_there
+from holdfast.commit.folder import what_is_there
 from holdfast.errors import HoldfastError, NotACheckpoint
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
 from holdfast.inspect.survey import ASKERS
 from holdfast.inspect.tree import Leaf, Node, tree
 from holdfast.ondisk import manifest, names
-from holdfast.ondisk.cited import is_cited, sibling_of
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import Manifest, is_cited, sibling_of
 from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage.local import disk

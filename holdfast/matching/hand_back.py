@@ -14,10 +14,9 @@ import torch
 
 from holdfast import events
 from holdfast.errors import HoldfastError, Mismatch
-from holdfast.matching.compare import Matched
-from holdfast.matching.loaded import Loaded
-from holdfast.matching.tied import same_bytes
-from holdfast.matching.tree import names_below, tree_of
+from holdfast.matching.compare import Matched, same_bytes
+from holdfast.matching.differences import Loaded
+from holdfast.matching.names import names_below, tree_of
 from holdfast.ranks.ranks import Ranks
 from holdfast.read.ranges import Verify
 from holdfast.read.read import read_boxes

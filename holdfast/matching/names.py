@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import Mismatch
-from holdfast.ondisk import names
+from holdfast.ondisk import names, values
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.manifest import FORMAT
 from holdfast.ondisk.patterns import Patterns, Rename, asked_in_target
 from holdfast.ondisk.values import JSON
-from holdfast.state import Collected, Saved
-from holdfast.state.ids import names_for_ids, optimizers_of
+from holdfast.read.nested import nest
+from holdfast.state import Collected, Saved, Target
+from holdfast.state.own_optimizers import names_for_ids, optimizers_of
 
 
 @dataclass(frozen=True)
@@ -124,3 +125,30 @@ def own_names(state: Collected, into: Mapping[str, Any]) -> set[str]:
     keys = (names.escape(key) for key in into if isinstance(key, str))
     states = (names.child(path, "state") for path in state.groups)
     return {*state.entries, *state.values, *state.owned, *state.per_rank, *paths, *keys, *states}
+
+
+def names_below(target: Target, saved: Saved) -> Sequence[str]:
+    """The names that a target takes, of all that was saved at or below its path."""
+    return target.names if target.names is not None else (target.path, *saved.below(target.path))
+
+
+def leaves_of(target: Target, saved: Saved) -> list[str]:
+    """What the checkpoint has of a target: values, containers, and for a whole target tensors too."""
+    names = names_below(target, saved)
+    held = [n for n in names if n in saved.values or (target.whole and n in saved.tensors)]
+    empty = [n for n in names if n in saved.containers]
+    return [*held, *empty] if held or any(saved.asked(n) for n in empty) else []
+
+
+def tree_of(target: Target, saved: Saved, fresh: Mapping[str, Any], where: object) -> Any:
+    """What was saved at a target, nested as it was; ``fresh`` has its tensors by name."""
+    below = names_below(target, saved)
+    leaves: dict[str, Any] = {}
+    if target.maker is not None:
+        leaves.update((name, fresh[name]) for name in below if name in fresh)
+        target.maker.assemble(leaves)
+    leaves.update((n, values.decoded(saved.values[n], n, where)) for n in below if n in saved.values)
+    notes = {n: saved.containers[n] for n in below if n in saved.containers and n not in leaves}
+    root, cut = "r", len(target.path)
+    tree = nest({root + n[cut:]: v for n, v in leaves.items()}, {root + n[cut:]: note for n, note in notes.items()})
+    return tree[root]

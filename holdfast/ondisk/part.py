@@ -1,6 +1,6 @@
 """A part: what one rank leaves beside its durable files, so that its save can be committed even if it dies.
 
-Written by background saves, joined by `commit/parts.py`. Pure: parts come and go as bytes.
+Written by background saves, joined by `commit/commit.py`. Pure: parts come and go as bytes.
 """
 
 from __future__ import annotations

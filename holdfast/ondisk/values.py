@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from holdfast.errors import Damaged, Unsupported
-from holdfast.ondisk import arrays, containers, scalars
+from holdfast.ondisk import containers, scalars
 from holdfast.ondisk.scalars import JSON as JSON
 from holdfast.ondisk.scalars import Refused as Refused
 
@@ -43,10 +43,10 @@ def encode(value: object) -> JSON:
     """One leaf as JSON: plain where JSON has it, else ``{"$": tag, "v": …}``. Raises Refused."""
     if type(value) in (set, frozenset):
         return scalars.encode_set(value)  # type: ignore[arg-type]
-    if arrays.is_array(value):
-        return arrays.encode_array(value)
+    if scalars.is_array(value):
+        return scalars.encode_array(value)
     if isinstance(value, torch.Tensor):
-        return arrays.encode_tensor(value)
+        return scalars.encode_tensor(value)
     return scalars.encode(value)
 
 
@@ -110,7 +110,7 @@ def encode_tree(value: object, tensor_at: TensorAt | None, depth: int = 0) -> JS
     Raises Refused.
     """
     if isinstance(value, torch.Tensor):
-        return arrays.encode_tensor(value) if tensor_at is None else {"$": "tensor", "v": tensor_at(value)}
+        return scalars.encode_tensor(value) if tensor_at is None else {"$": "tensor", "v": tensor_at(value)}
     kind = containers.kind_of(value)
     if kind is None:
         return encode(value)
@@ -227,9 +227,9 @@ def _untagged(tag: object, inner: Any, tensor_of: TensorOf) -> Any:
     if tag in ("set", "frozenset"):
         return scalars.decode_set(str(tag), inner)
     if tag == "array":
-        return arrays.decode_array(inner)
+        return scalars.decode_array(inner)
     if tag == "inline":
-        return arrays.decode_tensor(inner)
+        return scalars.decode_tensor(inner)
     if tag == "floats":
         return decode_floats(inner)
     if tag == "tree":

@@ -17,8 +17,7 @@ from holdfast.errors import RankLost
 from holdfast.ondisk import blocks
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.signature import SignedFile
-from holdfast.policies.degraded.failover import fail_over
-from holdfast.policies.degraded.spares import Spares
+from holdfast.policies.degraded.failover import Spares, fail_over
 from holdfast.policies.incremental.fingerprint import Prints, fingerprints_of
 from holdfast.policies.incremental.reuse import open_base, reuse
 from holdfast.policies.replicas.compare import ReplicaSums, compare

@@ -29,9 +29,8 @@ from holdfast.errors import Failure, HoldfastError, Mismatch, RankLost, error_fr
 from holdfast.events import log
 from holdfast.ondisk.blocks import digest
 from holdfast.ranks.heartbeat import Vigil, Watch, Work, at_work
-from holdfast.ranks.messages import NAMED, Message, Verdict, check_labels, messages_of, short
+from holdfast.ranks.messages import FAN_IN, NAMED, Message, Verdict, check_labels, messages_of, short, tree_of
 from holdfast.ranks.rounds import Round
-from holdfast.ranks.tree import FAN_IN, tree_of
 
 DEADLINE = 600.0
 """Seconds after which a rank that others wait for, and that makes no progress, is lost."""

@@ -21,8 +21,7 @@ import msgspec
 
 from holdfast.events import log
 from holdfast.ranks.heartbeat import Watch, look_interval
-from holdfast.ranks.messages import Message, Verdict, decode, encode
-from holdfast.ranks.tree import Node, Tree
+from holdfast.ranks.messages import Message, Node, Tree, Verdict, decode, encode
 
 _CLAIMED = b"claimed"  # the first rank is deciding; ranks listed behind it are asked for their labels in full
 # A rank declares a round failed before it looks for absent ranks, so that thousands of ranks do not look at once.

@@ -16,14 +16,12 @@ from holdfast.errors import Damaged, HoldfastError
 from holdfast.ondisk import blocks, datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.cells import TensorRecord
-from holdfast.ondisk.cited import origin_of, own_path
 from holdfast.ondisk.datafile import Header, Piece
-from holdfast.ondisk.manifest import FileRecord
+from holdfast.ondisk.manifest import FileRecord, origin_of, own_path
 from holdfast.ondisk.signature import Signature, SignedFile
 from holdfast.read.source import Descriptors, ReadStats, damaged, forget
-from holdfast.storage.links import LinkCheck
 from holdfast.storage.place import Place
-from holdfast.storage.storage import as_store
+from holdfast.storage.storage import LinkCheck, as_store
 from holdfast.storage.store_place import StorePlace
 
 ASKERS = 16

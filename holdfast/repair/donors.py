@@ -17,8 +17,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import log
 from holdfast.ondisk import blocks
 from holdfast.ondisk.blocks import BLOCK
-from holdfast.ondisk.cited import own_path
-from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.manifest import FileRecord, Manifest, own_path
 from holdfast.read.files import DataFiles
 from holdfast.read.source import ReadStats, source_of
 from holdfast.storage.place import Place

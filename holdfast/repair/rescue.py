@@ -18,9 +18,8 @@ from typing import Literal
 import msgspec
 import torch
 
-from holdfast.commit.commit import commit
+from holdfast.commit.commit import commit, commit_late, take_away
 from holdfast.commit.folder import ASIDE, taken
-from holdfast.commit.parts import commit_late, take_away
 from holdfast.commit.transfer import self_contained
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError
 from holdfast.events import log
@@ -34,8 +33,8 @@ from holdfast.read.examine import examine
 from holdfast.read.files import DataFiles
 from holdfast.read.rebuild import DataFile, Rebuilt, described, rebuilt
 from holdfast.read.source import ReadStats
-from holdfast.storage.links import LinkCheck
 from holdfast.storage.place import Place
+from holdfast.storage.storage import LinkCheck
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
 

@@ -14,10 +14,9 @@ from functools import partial
 
 import msgspec
 
-from holdfast.commit.absent import what_is_lent, what_is_there
 from holdfast.commit.citations import Citations, borrowers, cited_in, root_of
-from holdfast.commit.folder import goes_along, is_leaving, standing_save
-from holdfast.commit.parts import finished
+from holdfast.commit.commit import finished
+from holdfast.commit.folder import goes_along, is_leaving, standing_save, what_is_lent, what_is_there
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.export.partial import OURS, Partial

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.commit.absent import what_is_there
 from holdfast.commit.citations import Citations, Cited
+from holdfast.commit.folder import what_is_there
 from holdfast.errors import HoldfastError, NotACheckpoint, StorageError
 from holdfast.ondisk import manifest
 from holdfast.repair.drop import Dropped, drop_from

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from holdfast.commit.parts import commit_late
+from holdfast.commit.commit import commit_late
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.formats.own import read_manifest

@@ -12,8 +12,7 @@ from holdfast.commit.citations import root_of
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
 from holdfast.formats.own import read_manifest
-from holdfast.ondisk.cited import is_cited, origin_of, sibling_of
-from holdfast.ondisk.manifest import NOTES, Manifest
+from holdfast.ondisk.manifest import NOTES, Manifest, is_cited, origin_of, sibling_of
 from holdfast.storage.place import Place
 
 

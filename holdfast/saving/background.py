@@ -15,8 +15,7 @@ from typing import Any
 
 from holdfast.buffers.stable import CopyGuard, StableState, hold_still
 from holdfast.commit.agree import Agreed, agree
-from holdfast.commit.attachments import Attached
-from holdfast.commit.gather import Gathered, gather
+from holdfast.commit.gather import Attached, Gathered, gather
 from holdfast.commit.job import Failed, Job, attempt, value_of
 from holdfast.commit.outgoing import Durable, Outgoing, lay_out
 from holdfast.commit.settle import settle

@@ -1,11 +1,18 @@
-"""The earlier saves of a Saver: whose outcome a call waits for, and which failure somebody still has to hear of.
+"""The earlier saves of a Saver: whose outcome a call waits for, which failure is yet to be raised, and open Savers.
 
-A Saver owns one. Each failure is raised once, and on all ranks at the same call.
+A Saver owns one `EarlierSaves`. Each failure is raised once, and on all ranks at the same call. An interpreter that
+ends waits for the saves of open Savers; a forked child leaves them alone.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import weakref
+from typing import Protocol
+
 from holdfast import events
+from holdfast.events import log
 from holdfast.ranks.interrupts import interrupts_wait
 from holdfast.saving.saving import Saving
 from holdfast.storage.place import Place
@@ -75,3 +82,30 @@ class EarlierSaves:
 
 def _is_unheard(saving: Saving) -> bool:
     return saving.failed is not None and not saving.heard and not saving.skipped
+
+
+class _Saver(Protocol):
+    def close(self) -> None: ...
+
+    def _stay_behind(self) -> None: ...
+
+
+open_savers: weakref.WeakSet[_Saver] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_last_saves() -> None:
+    for saver in list(open_savers):
+        try:
+            saver.close()
+        except Exception as error:  # noqa: BLE001 - nobody is left to raise it to
+            log.error("the last save failed: %s", error)
+
+
+def _after_fork() -> None:
+    for saver in list(open_savers):
+        saver._stay_behind()
+    open_savers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

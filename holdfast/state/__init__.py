@@ -4,11 +4,11 @@
 `table`. Never moves bytes and never talks to other ranks.
 """
 
-from holdfast.state.collect import collect
 from holdfast.state.leaves import Collected, Entry, Group, Saved, Target
 from holdfast.state.per_rank import RNG, PerRank
 from holdfast.state.recall import Recall
 from holdfast.state.stepped import claim, extent, memory_of, note, plain_parts, tensors_of
+from holdfast.state.table import collect
 from holdfast.state.tensors import FlatShard, Shard
 
 __all__ = [

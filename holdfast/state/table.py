@@ -6,17 +6,20 @@ that do the work; those of containers and lists, which come back here for what t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from holdfast.errors import Unsupported
 from holdfast.ondisk import names
+from holdfast.ranks.ranks import Ranks
 from holdfast.state import module_leaves, modules, objects, optimizers, own_optimizers, per_rank, trees
 from holdfast.state.kinds import without_fabric
-from holdfast.state.leaves import Collected, Target
+from holdfast.state.leaves import Collected, Entry, Saved, Target
 from holdfast.state.per_rank import RNG, PerRank, is_stateful
+from holdfast.state.recall import Recall
 from holdfast.state.tensors import is_tensor_leaf
 from holdfast.state.trees import is_container, only_values
 from holdfast.state.walk import Loading, Put, Walk
@@ -285,3 +288,52 @@ RULES = (
     ),
 )
 """In the order in which they are tried."""
+
+
+def collect(
+    state: Mapping[str, Any], ranks: Ranks, saved: Saved | None = None, *, recall: Recall | None = None
+) -> Collected:
+    """All leaves of ``state`` as this rank holds them, tensors as views of their own memory.
+
+    A load passes what the checkpoint holds as ``saved``; the result then says how to hand it back. A save may pass a
+    ``recall``: what has not changed since the last time is not walked again. Raises Unsupported, naming the path of the
+    first leaf that cannot be saved.
+    """
+    if not isinstance(state, dict):
+        raise Unsupported(f"a state is a dict of names, not a {type(state).__qualname__}: wrap it as {{'model': …}}")
+    if recall is not None:
+        recall.begin()
+    walk = Walk(ranks, state, recall) if saved is None else Loading(ranks, state, saved)
+    try:
+        container(walk, "", state, keep)
+    except RecursionError:
+        raise Unsupported("a container of the state contains itself, or is nested hundreds of times") from None
+    _find_aliases(walk.into)
+    return walk.into
+
+
+def _find_aliases(into: Collected) -> None:
+    """Names whose every byte is the memory of an earlier name: tied weights. The first name keeps the tensor."""
+    first: dict[int, Entry] = {}
+    later: dict[int, list[Entry]] = {}  # of memory that starts where the first does, but is not the same
+    for name, entry in into.entries.items():
+        if not entry.views or 0 in entry.shape:
+            continue
+        address = entry.views[0].tensor.data_ptr()
+        one = first.setdefault(address, entry)
+        if one is entry:
+            continue
+        others = later.setdefault(address, [])
+        other = next((e for e in (one, *others) if _same_memory(e, entry)), None)
+        if other is None:
+            others.append(entry)
+        else:
+            into.aliases[name] = other.name
+
+
+def _same_memory(a: Entry, b: Entry) -> bool:
+    return (a.dtype, a.shape, a.spread, len(a.views)) == (b.dtype, b.shape, b.spread, len(b.views)) and all(
+        (v.box, v.tensor.data_ptr(), v.tensor.stride(), v.tensor.device)
+        == (w.box, w.tensor.data_ptr(), w.tensor.stride(), w.tensor.device)
+        for v, w in zip(a.views, b.views, strict=True)
+    )

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
-from holdfast.storage.keys import check_key, clipped, listing
-from holdfast.storage.store import Buffer, Entry, Got, Listing
+from holdfast.storage.store import Buffer, Entry, Got, Listing, check_key, clipped, listing
 
 _numbers = count(1)
 

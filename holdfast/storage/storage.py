@@ -1,11 +1,13 @@
-"""What is asked of a place as a store, and what is done to many places at once.
+"""What is done with places together: one as a store, many deleted at once, links that lead out of a checkpoint.
 
-Called by what deletes, copies and uploads. Never opens a file.
+Whatever reads, deletes, copies or uploads files of a checkpoint calls it. Never opens a file.
 """
 
 from __future__ import annotations
 
-from holdfast.errors import StorageError
+import os
+
+from holdfast.errors import Damaged, StorageError
 from holdfast.storage.local.local import Local
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
@@ -40,3 +42,50 @@ def delete(*paths: Place) -> None:
             failed = failed or error
     if failed is not None:
         raise failed
+
+
+class LinkCheck:
+    """Checks paths below the folder of a checkpoint, which may itself be reached through a link."""
+
+    def __init__(self, folder: Place) -> None:
+        self._folder = folder
+        self._home = str(folder.real())
+        self._folders: dict[str, str] = {}
+
+    def leads_out(self, path: str) -> str | None:
+        """Where ``path`` of the manifest really lies, if that is outside; None if it is inside, or not there.
+
+        A reused file (``../step-5/model/x``) has to lie in one of the folders beside this one.
+        """
+        if not self._folder.has_links:  # nor have keys a way up
+            return None
+        home = os.path.dirname(self._home) if path.startswith("../") else self._home
+        real = self._real(path)
+        return None if real.startswith(home.rstrip("/") + "/") else real
+
+    def _real(self, path: str) -> str:
+        # A checkpoint has a handful of folders and thousands of files.
+        above, _, name = path.rpartition("/")
+        if above not in self._folders:
+            self._folders[above] = os.path.realpath(os.path.join(self._home, above))
+        file = f"{self._folders[above]}/{name}"
+        return os.path.realpath(file) if os.path.islink(file) else file
+
+    def path(self, path: str) -> Place:
+        """Where the file lies, for opening it. Raises Damaged if a link leads out."""
+        file = self._folder / path
+        real = self.leads_out(path)
+        if real is not None:
+            error = Damaged(
+                f"{file} is reached by a link that leads out of its checkpoint, to {real}: nothing outside is read; "
+                "put the file itself there"
+            )
+            error.file = str(file)
+            raise error
+        return file
+
+
+def without_links_out(folder: Place, paths: list[str]) -> list[Place]:
+    """Those of ``paths`` that lie in the folder, links followed: what may be deleted with it."""
+    links = LinkCheck(folder)
+    return [folder / path for path in paths if links.leads_out(path) is None]

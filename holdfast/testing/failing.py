@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, TypeVar
 
 from holdfast.storage.store import Buffer, Store
-from holdfast.storage.wrappers.chunks import taken
-from holdfast.storage.wrappers.wrapper import Wrapper
+from holdfast.storage.wrappers.wrapper import Wrapper, taken
 
 T = TypeVar("T")
 When = Literal["before", "within", "after"]

@@ -17,8 +17,7 @@ from holdfast.errors import HoldfastError, Unsupported
 from holdfast.ondisk import datafile, dtypes, names
 from holdfast.ondisk.box import Box, relative
 from holdfast.ondisk.datafile import Piece
-from holdfast.plan.plan import Plan
-from holdfast.plan.volumes import file_of
+from holdfast.plan.plan import Plan, file_of
 from holdfast.ranks.ranks import Ranks
 from holdfast.state import Collected
 from holdfast.storage.place import Place

@@ -1,6 +1,6 @@
 """What a worker is: jobs that are taken in order, each with a future that ends when it is done.
 
-`worker` and `process_worker` have one each. Never looks at a byte.
+Both kinds of `worker` keep their `Futures`. Never looks at a byte.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ from holdfast.ondisk import blocks, datafile
 from holdfast.storage.place import Place
 from holdfast.write.buffer import StagingBuffer, room_for
 from holdfast.write.datafiles import DataFile, OpenFiles, Written
-from holdfast.write.filling import FilledFile, Landing
-from holdfast.write.sums import Sums, sums_of
+from holdfast.write.filling import FilledFile, Landing, Sums, sums_of
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The writer process: a file writer that is told what to do over a socket, and finishes it when the trainer is gone.
 
-`write/process_worker.py` starts it by `COMMAND` and talks to it by `send`. It is up in milliseconds: the standard
+`write/worker.py` starts it by `COMMAND` and talks to it by `send`. It is up in milliseconds: the standard
 library and what uploads to a store, never torch, nor the user's script.
 """
 

@@ -28,7 +28,7 @@ from benchmarks.scale_save import save
 from benchmarks.scale_states import Model, Sharding, World
 from holdfast.ranks.ranks import Ranks
 from holdfast.state import Collected, collect
-from holdfast.state.outline import layout_of, owned_values
+from holdfast.state.leaves import layout_of, owned_values
 
 SMALL = states.llama("small", depth=4, width=64, inner=208, kv=16, vocabulary=99)
 EXPERTS = states.mixture(

@@ -21,7 +21,7 @@ from holdfast.ondisk.datafile import Piece
 from holdfast.ranks.ranks import ranks_of
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.urls import location
-from holdfast.write import filling, sums
+from holdfast.write import filling
 from holdfast.write.buffer import StagingBuffer
 from holdfast.write.datafiles import DataFile, OpenFiles, Written
 from holdfast.write.worker import ThreadWorker
@@ -368,13 +368,13 @@ def test_a_save_that_fails_while_a_device_copies_gives_every_window_back(
     pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"a": {"t": torch.ones(1000)}, "b": {"t": torch.ones(1000)}}
-    real = sums.Sums.feed
+    real = filling.Sums.feed
     with holdfast.Saver(worker="thread") as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(sums.Sums, "feed", lambda self, view: 1 / 0)
+            patch.setattr(filling.Sums, "feed", lambda self, view: 1 / 0)
             with pytest.raises(holdfast.SaveFailed, match="ZeroDivisionError"):
                 saver.save(state, tmp_path / "c").wait()
-        assert sums.Sums.feed is real and not (tmp_path / "c").exists()
+        assert filling.Sums.feed is real and not (tmp_path / "c").exists()
         saver.save(state, tmp_path / "c").wait().verify()
 
 
@@ -426,8 +426,10 @@ def test_all_saves_share_a_side_stream(pretending: Device, tmp_path: Path) -> No
 def test_a_save_that_training_waits_for_copies_into_pinned_windows_and_unpins_them(
     pretending: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feed, seen = sums.Sums.feed, []
-    monkeypatch.setattr(sums.Sums, "feed", lambda self, view: (seen.append(dict(pretending.pinned)), feed(self, view)))
+    feed, seen = filling.Sums.feed, []
+    monkeypatch.setattr(
+        filling.Sums, "feed", lambda self, view: (seen.append(dict(pretending.pinned)), feed(self, view))
+    )
     holdfast.save({"t": torch.ones(9_000_000)}, tmp_path / "c").verify()
     assert [list(sizes.values()) for sizes in seen] == [[36_003_840]] * 3 and not pretending.pinned
     with monkeypatch.context() as patch, pytest.raises(holdfast.SaveFailed):

@@ -17,10 +17,10 @@ from holdfast.commit.job import Job
 from holdfast.errors import Mismatch
 from holdfast.plan.layout import Layout, TensorLayout
 from holdfast.plan.spread import Placed, Split
+from holdfast.ranks.messages import tree_of
 from holdfast.ranks.ranks import Call, Ranks
-from holdfast.ranks.tree import tree_of
 from holdfast.state import Collected
-from holdfast.state.outline import layout_of
+from holdfast.state.leaves import layout_of
 from tests.fleets import Counting, Fleet, one_text
 
 LONG = 240.0

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.commit import parts
-from holdfast.commit.parts import commit_late
+from holdfast.commit import commit
+from holdfast.commit.commit import commit_late
 from holdfast.ondisk import part
-from holdfast.storage.local import locks
+from holdfast.storage.local import large
 from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.patience import wait_until
@@ -136,7 +136,7 @@ def test_nothing_is_committed_while_a_writer_is_at_it(tmp_path: Path) -> None:
     wait_until(lambda: _gone(pid))
     file = next((tmp_path / "c" / "a").iterdir())
     fd = os.open(file, os.O_RDONLY)
-    locks.lock(fd)
+    large.lock(fd)
     assert commit_late(tmp_path / "c") is None
     assert commit_late(tmp_path / "c", patience=0.1) is None
     threading.Timer(0.3, os.close, [fd]).start()
@@ -258,14 +258,14 @@ def test_what_is_not_whole_is_not_committed(wrong: str, finished: Path, caplog: 
 def test_two_that_commit_late_at_once_make_one_checkpoint(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have proved the save before either commits."""
     both = threading.Barrier(2)
-    real = parts._prove
+    real = commit._prove
 
     def prove(folder: Path, save: str) -> Any:
         found = real(folder, save)
         both.wait(LONG)
         return found
 
-    monkeypatch.setattr(parts, "_prove", prove)
+    monkeypatch.setattr(commit, "_prove", prove)
     with ThreadPoolExecutor(2) as threads:
         found = [future.result() for future in [threads.submit(commit_late, finished) for _ in range(2)]]
     assert any(record is not None for record in found)

@@ -19,7 +19,7 @@ import torch
 import holdfast
 from holdfast.errors import Damaged, HoldfastError
 from holdfast.ondisk import manifest
-from holdfast.plan import volumes
+from holdfast.plan import plan
 from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.citing import save_on, state_of
@@ -65,7 +65,7 @@ def _incremental(root: Path) -> Path:
 
 def _volumes(root: Path) -> Path:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(volumes, "ROOM", 400)
+        patched.setattr(plan, "ROOM", 400)
         state = _state()
         state["model"] = {f"of_volumes.{name}": tensor for name, tensor in state["model"].items()}  # a plan of its own
         holdfast.save(state, root / "step-1", step=1)

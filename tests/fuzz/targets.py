@@ -23,7 +23,7 @@ import holdfast
 from holdfast.ondisk import blocks, part
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.manifest import Manifest, seal
-from holdfast.storage.cloud.answers import answer_in
+from holdfast.storage.cloud.facts import answer_in
 from holdfast.storage.urls import location
 from tests.formats.truth import GOLDEN
 from tests.fuzz.mutate import mutated, once, strange, tree

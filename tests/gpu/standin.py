@@ -21,7 +21,7 @@ from holdfast.buffers import device, scatter, stable
 from holdfast.buffers.stage import host_tensor
 from holdfast.commit import gather
 from holdfast.state import Collected
-from holdfast.write import filling, sums
+from holdfast.write import filling
 
 DEVICE = torch.device("cuda", 0)
 
@@ -180,7 +180,6 @@ def pretend(patch: pytest.MonkeyPatch) -> Device:
 
     real = filling.contiguous_parts
     patch.setattr(filling, "contiguous_parts", contiguous_parts)
-    patch.setattr(sums, "contiguous_parts", contiguous_parts)
     patch.setattr(device, "host_tensor", Host)
     patch.setattr(device, "torch", Torch())
     patch.setattr(device, "_side", {})

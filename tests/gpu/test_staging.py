@@ -14,7 +14,7 @@ from holdfast.buffers import device as staging
 from holdfast.buffers.memory import buffer
 from holdfast.write import buffer as buffers
 from holdfast.write import pool
-from holdfast.write.ring import Ring
+from holdfast.write.pool import Ring
 from holdfast.write.worker import start
 from tests.gpu import standin, states
 from tests.gpu.lab import Lab

@@ -13,8 +13,8 @@ from functools import lru_cache
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, tiling_fault, whole
-from holdfast.plan.dealing import deal, pieces_of
 from holdfast.plan.layout import Layout, TensorLayout
+from holdfast.plan.owners import deal, pieces_of
 from holdfast.plan.plan import _join_aliases, _some
 from holdfast.plan.spread import Spread, boxes_held
 

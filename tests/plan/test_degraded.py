@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from holdfast.ondisk import datafile, dtypes
 from holdfast.ondisk.box import Box, intersect, tiling_fault, whole
 from holdfast.plan.degraded import Key, kept_by, listed, spare_of, taken_over, writer_of
-from holdfast.plan.plan import Plan, make_plan
+from holdfast.plan.plan import Plan, file_of, make_plan
 from holdfast.plan.spread import WHOLE, Placed, Split, Spread, boxes_held
-from holdfast.plan.volumes import file_of
 from tests.plan.test_plan import DTYPES, Rank, boxes_of, explicit, joined, pieces, small_shapes, splits_on
 
 MESHES = [(1,), (2,), (4,), (7,), (2, 2), (4, 3), (2, 8), (2, 2, 3), (3, 1, 4)]

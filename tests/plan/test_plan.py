@@ -19,8 +19,8 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, inside, intersect, tiling_fault, whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.manifest import ranges
-from holdfast.plan.dealing import CUT_SHARE, SMALLEST_CUT, deal, pieces_of
 from holdfast.plan.layout import Layout, TensorLayout, digest_of
+from holdfast.plan.owners import CUT_SHARE, SMALLEST_CUT, deal, pieces_of
 from holdfast.plan.plan import Plan, make_plan
 from holdfast.plan.spread import WHOLE, Boxes, Placed, Split, Spread, boxes_held
 

@@ -29,9 +29,9 @@ from holdfast.plan.share_plan import (
     windows_of,
 )
 from holdfast.plan.spread import WHOLE, Boxes, Placed, Split, Whole, boxes_held
-from holdfast.read.shared import demand
-from holdfast.read.shared.demand import Offer, who_shares
+from holdfast.read.shared import share
 from holdfast.read.shared.relay import seat_of
+from holdfast.read.shared.share import Offer, who_shares
 
 BLOCK = 64
 
@@ -192,7 +192,7 @@ def test_seats(host_of: list[int]) -> None:
 
 
 def test_what_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demand, "LEAST", 100)
+    monkeypatch.setattr(share, "LEAST", 100)
     same = Offer("a", 10, 60, 80, "h")
     choice = who_shares([same, same])
     assert choice.name and choice.wants == ["a"] and choice.senders == [] and choice.host_of == [0, 0]
@@ -204,7 +204,7 @@ def test_what_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not who_shares([same, Offer()]).name, "a rank that has switched it off, or lays its tensors out oddly"
     assert not who_shares([Offer("a", 10, 40, 80, "h")] * 2).name, "too little"
     assert not who_shares([Offer("a", 10, 60, 8000, "h")] * 2).name, "too small a part"
-    assert not who_shares([Offer("a", demand.MOST_COMPARED, 60, 80, "h"), Offer("b", 1, 60, 80, "h")]).name
+    assert not who_shares([Offer("a", share.MOST_COMPARED, 60, 80, "h"), Offer("b", 1, 60, 80, "h")]).name
     assert not who_shares([Offer(str(r), 10, 60, 80, "h") for r in range(17)]).name, "no two want the same"
 
 

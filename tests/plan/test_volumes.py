@@ -12,9 +12,8 @@ import torch.distributed as dist
 import holdfast
 from holdfast.ondisk import datafile
 from holdfast.ondisk.box import whole
-from holdfast.plan import volumes
-from holdfast.plan.plan import PiecedTensor
-from holdfast.plan.volumes import volumes_of
+from holdfast.plan import plan
+from holdfast.plan.plan import PiecedTensor, volumes_of
 from tests import format_reader, pool
 
 
@@ -27,13 +26,13 @@ def test_as_a_rule_there_is_one() -> None:
 
 
 def test_each_section_begins_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volumes, "ROOM", 270)
+    monkeypatch.setattr(plan, "ROOM", 270)
     found = volumes_of(_tensors("a/1", "b/1", "a/2", "a/3", "b/2", "a/4", "a/5", "lone"))
     assert found == {"a/3": 1, "a/4": 1, "a/5": 2}
 
 
 def test_long_names_and_many_axes_take_their_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volumes, "ROOM", 500)
+    monkeypatch.setattr(plan, "ROOM", 500)
     assert volumes_of(_tensors("a/1", "a/2", "a/3")) == {}
     assert volumes_of(_tensors("a/1", "a/" + "é" * 100, "a/3")) == {"a/3": 1}
     assert volumes_of(_tensors("a/1", "a/2", "a/3", shape=(1,) * 9)) == {"a/3": 1}
@@ -46,7 +45,7 @@ def test_whole_pieces_take_what_was_reckoned_and_never_twice_as_much(dtype: str)
         datafile.Piece(f"layer.{n}", dtype, (huge, 1), huge * 8) for n in range(9, 0, -1)
     )  # so large that their offsets are as long as they ever are
     header = datafile.build_header(pieces, save="0" * 16, rank=0, section="model", shapes={}, sums="")
-    room = sum(len(f"model/{p.key}") + volumes._ENTRY + 2 * volumes._AXIS for p in pieces)
+    room = sum(len(f"model/{p.key}") + plan._ENTRY + 2 * plan._AXIS for p in pieces)
     assert room / 2 < len(header.rstrip()) + len(pieces) * 17 < 2 * room
 
 
@@ -62,11 +61,11 @@ def _state(rank: int = 0) -> dict[str, Any]:
 
 
 def _save(path: str, room: int) -> list[str]:
-    before, volumes.ROOM = volumes.ROOM, room
+    before, plan.ROOM = plan.ROOM, room
     try:
         return [f.path for f in holdfast.save(_state(dist.get_rank()), path).manifest.data_files]
     finally:
-        volumes.ROOM = before
+        plan.ROOM = before
 
 
 def test_two_ranks_write_the_same_volumes(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_two_ranks_write_the_same_volumes(tmp_path: Path) -> None:
 
 
 def test_saved_over_loaded_copied_and_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volumes, "ROOM", 700)
+    monkeypatch.setattr(plan, "ROOM", 700)
     state = {key: value for key, value in _state().items() if key != "shards"}
     holdfast.save(state, tmp_path / "c")
     holdfast.save(state, tmp_path / "c", overwrite=True)

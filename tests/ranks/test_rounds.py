@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import HoldfastError, Mismatch, RankLost
 from holdfast.ranks import messages, rounds
+from holdfast.ranks.messages import FAN_IN, Node, tree_of
 from holdfast.ranks.ranks import Ranks
-from holdfast.ranks.tree import FAN_IN, Node, tree_of
 from tests.fleets import Counting, Dead, Deadly, Fleet, comes_to, one_text, outcomes_of
 
 LONG = 240.0

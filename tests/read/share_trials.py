@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
 from holdfast.plan import share_plan
-from holdfast.read.shared import demand, pass_on, relay, share
+from holdfast.read.shared import pass_on, relay, share
 from holdfast.storage.local.local import Local
 from holdfast.storage.store_place import StorePlace
 from tests import meshes
@@ -32,7 +32,7 @@ def eager(*, hosts: int = 1, block: int | None = 4096) -> Iterator[None]:
     """Share whatever can be shared, in windows of two small blocks, as if the ranks ran on so many hosts."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     with (
-        patch.object(demand, "LEAST", 1), patch.object(demand, "PART", 0.0), patch.object(demand, "SHORTEST", 1),
+        patch.object(share, "LEAST", 1), patch.object(share, "PART", 0.0), patch.object(share, "SHORTEST", 1),
         patch.object(share, "_host", lambda name: f"host {rank % hosts}"), patch.object(pass_on, "SHORTEST_SLICE", 64),
     ):  # fmt: skip
         if block is None:

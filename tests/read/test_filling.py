@@ -279,7 +279,7 @@ def test_what_cannot_be_mapped_is_read(
     found, count, read = mapped(caplog, holdfast.open(path))
     assert (count, read) == (1, 1)
     assert found["model"]["w"].tolist() == [1, 2] and found["model"]["n"].tolist() == [5, 6]
-    monkeypatch.setattr("holdfast.read.mapped._mapping", lambda path: None)
+    monkeypatch.setattr("holdfast.read.filling._mapping", lambda path: None)
     found, count, _ = mapped(caplog, holdfast.open(saved))
     assert count == 0 and equal(found, state)
 

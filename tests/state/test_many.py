@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast.ondisk import dtypes
-from holdfast.plan import volumes
+from holdfast.plan import plan
 
 COUNT = 20_000
 DTYPES = ["float32", "bfloat16", "int64", "bool", "uint8", "complex64", "float8_e4m3fn", "float64", "int16", "uint32"]
@@ -39,7 +39,7 @@ def bytes_of(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], list[i
 
 
 def test_many_small_tensors_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(volumes, "ROOM", 1 << 20)
+    monkeypatch.setattr(plan, "ROOM", 1 << 20)
     flat = {f"e{n % 17}.{n}.scale": one(n) for n in range(COUNT // 2)}
     deep: dict[str, Any] = {}
     for n in range(COUNT // 2, COUNT):

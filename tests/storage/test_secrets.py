@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.storage.cloud.answers import answer_in
+from holdfast.storage.cloud.facts import answer_in
 from holdfast.storage.urls import location
 
 SECRET = "pl4nted+s3cret/value=="

@@ -25,7 +25,7 @@ from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.hedged import Hedged
 from holdfast.write.buffer import CHUNK
-from holdfast.write.ring import PART, PARTS
+from holdfast.write.pool import PART, PARTS
 from tests import pool
 from tests.servers import Server
 from tests.servers.faults import Fault

@@ -21,8 +21,7 @@ from holdfast.storage.local.local_place import LocalPlace
 from holdfast.write import file_writer
 from holdfast.write.buffer import StagingBuffer
 from holdfast.write.jobs import Worker
-from holdfast.write.process_worker import ProcessWorker
-from holdfast.write.worker import ThreadWorker, start
+from holdfast.write.worker import ProcessWorker, ThreadWorker, start
 
 LONG = 240.0
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.write.ring import Ring
+from holdfast.write.pool import Ring
 
 
 def _save_and_check(folder: Path) -> None:

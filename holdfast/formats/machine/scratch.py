@@ -25,8 +25,7 @@ from holdfast.errors import Damaged, StorageError, Unsupported
 from holdfast.formats.machine import tars
 from holdfast.formats.machine.compressed import Unpacking, kind_of
 from holdfast.formats.sources import File, Stretch, all_of, file
-from holdfast.storage.local.local_place import LocalPlace
-from holdfast.storage.local.private import private_folder
+from holdfast.storage.local.local_place import LocalPlace, private_folder
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
 from holdfast.storage.storage import as_store

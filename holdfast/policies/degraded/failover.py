@@ -1,39 +1,43 @@
 """A degraded commit: what lost ranks were to write, written and committed by the ranks that are left and hold it.
 
-The policies call `fail_over` once a save has lost ranks. Never commits without every byte, never writes bytes that are
-newer than the save, and never begins unless nobody else can commit any more.
+The policies call `fail_over` once a save has lost ranks. Never commits without every byte, never writes bytes newer
+than the save (`Spares` holds copies of what may change), and never begins while another rank may still commit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 import msgspec
+import torch
 
 from holdfast import events
+from holdfast.buffers.device import Copier, Moments
 from holdfast.buffers.stable import check_sent
-from holdfast.commit.attachments import place_attachments
+from holdfast.buffers.stage import as_integers
 from holdfast.commit.commit import commit
 from holdfast.commit.draft import Identity, Share, draft, joined
 from holdfast.commit.folder import withdraw
+from holdfast.commit.gather import place_attachments
 from holdfast.commit.job import Job, value_of
 from holdfast.commit.outgoing import Durable, Outgoing
 from holdfast.errors import Failure, HoldfastError, RankLost, error_from
 from holdfast.events import log
-from holdfast.ondisk import blocks, manifest
+from holdfast.ondisk import blocks, manifest, names
+from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import FileRecord
 from holdfast.ondisk.part import Cite
-from holdfast.plan.degraded import TakenOver, listed, taken_over, writer_of
+from holdfast.plan.degraded import Key, TakenOver, kept_by, listed, taken_over, writer_of
 from holdfast.plan.layout import OwnedJoin, OwnedValues, join_owned
 from holdfast.plan.plan import Plan
-from holdfast.policies.degraded.spares import Spares
-from holdfast.ranks.ranks import Call
-from holdfast.state.outline import owned_values
+from holdfast.ranks.ranks import Call, Ranks
+from holdfast.state import Collected
+from holdfast.state.leaves import owned_values
 from holdfast.write.datafiles import OpenFiles, datafiles_of, memory_of
-from holdfast.write.ring import write_at_once
+from holdfast.write.pool import write_at_once
 
 
 class _OwnShare(msgspec.Struct, array_like=True):
@@ -247,3 +251,49 @@ def _refused(lost: HoldfastError, why: str, *, settled: bool = True) -> Holdfast
         lost.rank or 0, lost.host or "", lost.phase or "", RankLost.__name__, f"{lost.cause}. {why}", None, None
     )
     return error_from(failure, saving=True, settled=settled, absent=lost.absent)
+
+
+class Spares:
+    """Copies in host memory of what this rank keeps for other ranks, for a save during which its tensors change."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Key, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+    def keep(
+        self, plan: Plan, state: Collected, ranks: Ranks, sections: Collection[str] | None, after: Moments
+    ) -> None:
+        """Copy what this rank keeps for others, of these ``sections`` (None: of all), unless that is done; waits."""
+        copier = Copier(after)
+        for name, box in _kept(plan, ranks):
+            if (name, box) not in self._copies and (sections is None or names.section_of(name) in sections):
+                tensor = memory_of(state, name, box)
+                with copier.on(tensor.device):
+                    same = as_integers(tensor.resolve_conj().resolve_neg())
+                    copy = same.to("cpu", copy=True, memory_format=torch.contiguous_format)
+                self._copies[name, box] = copy.view(tensor.dtype)
+
+    def source(self, state: Collected, name: str, box: Box) -> torch.Tensor:
+        """The copy of a piece. Raises HoldfastError if there is none."""
+        copy = self._copies.get((name, box))
+        if copy is None:
+            raise HoldfastError(
+                f"this rank was to keep a copy of {name}{box} and has none; this is a fault of holdfast"
+            )
+        return copy
+
+    def clear(self) -> None:
+        """Let the memory go."""
+        self._copies.clear()
+
+
+def _kept(plan: Plan, ranks: Ranks) -> list[Key]:
+    """`kept_by`, remembered while saves follow one plan: of a million tensors it takes seconds."""
+    known: tuple[Plan, list[Key]] | None = ranks.remembered.get("spares")
+    if known is None or known[0] is not plan:
+        known = ranks.remembered["spares"] = plan, [(name, box) for name, _, box in kept_by(plan, ranks.rank)]
+    return known[1]

@@ -1,32 +1,38 @@
-"""One read for many ranks: the way in. Each rank offers what it wants, those that want the same connect, and all read.
+"""One read for many ranks: each rank offers what it wants, those that want the same connect, and all read in turns.
 
 `load` takes an `offer` of each rank to its first round and lets the first rank say `who_shares`; all `agree`, and each
-reads with its `Sharing`. Where nobody shares, ranks exchange a digest only and no process group is made.
+reads with its `Sharing`. `holdfast show --mesh` asks the same without other ranks. Ranks that share nothing only
+exchange a digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
 
 from holdfast.events import log
+from holdfast.ondisk import dtypes
 from holdfast.ondisk.blocks import digest
-from holdfast.plan.share_plan import Wants
+from holdfast.ondisk.box import Box, intersect
+from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.datafile import Piece
+from holdfast.ondisk.manifest import Manifest
+from holdfast.plan.share_plan import SHORTEST, Held, Holders, Item, Wants, as_told, may_be_shared, shared_items
+from holdfast.plan.spread import Placed, Spread, Whole, boxes_held
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.read.files import Files
-from holdfast.read.ranges import Verify
-from holdfast.read.read import read_boxes
-from holdfast.read.shared.demand import Choice, Demand, Offer, demand_of, is_worth_it, who_shares
-from holdfast.read.shared.pass_on import Line, Outcome, read_line
+from holdfast.read.ranges import Overlap, Verify, rounds_up
+from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.shared.pass_on import Line, Outcome, line_of, read_line
 from holdfast.read.shared.relay import Lost, Relay, meet
 from holdfast.read.source import ReadStats
-
-__all__ = ["Choice", "Demand", "How", "Offer", "Outcome", "Sharing", "agree", "demand_of", "offer", "who_shares"]
 
 How = Literal["auto", "off"]
 """Whether ranks that want the same bytes share the reading of them."""
@@ -138,3 +144,171 @@ def _host(name: str) -> str:
     with suppress(OSError):
         seen = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {Path('/proc/self/ns/pid').readlink()}"
     return digest(f"{name} {seen}".encode())[:16]
+
+
+MakesLine = Callable[[Holders, list[Item], Sequence[TensorRecord], int, Sequence[int]], Line]
+
+LEAST = 64 << 20
+"""Ranks do not share if all together they would read fewer bytes less than this: connecting takes as long."""
+
+PART = 0.05
+"""Nor if that is a smaller part of what they read."""
+
+MOST_COMPARED = 16 << 20
+"""Nor if they had to send each other more bytes than this to compare what they want."""
+
+
+class Offer(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank could share: a digest of its `Wants` (empty: nothing), and how many bytes these are.
+
+    ``common``: bytes that others may want too, of ``needed``, as far as it can tell alone. ``host``: where it runs.
+    """
+
+    wants: str = ""
+    wants_bytes: int = 0
+    common: int = 0
+    needed: int = 0
+    host: str = ""
+
+
+class Choice(msgspec.Struct, array_like=True):
+    """What the first rank makes of all offers: the distinct wants, who has which, who sends them, who is where."""
+
+    name: str = ""
+    wants: list[str] = []
+    wants_of: list[int] = []
+    senders: list[int] = []
+    host_of: list[int] = []
+
+
+def who_shares(offers: Sequence[Offer]) -> Choice:
+    """On the first rank: whether it may be worth it to share. An empty choice says no."""
+    common, needed = sum(offer.common for offer in offers), sum(offer.needed for offer in offers)
+    if len(offers) < 2 or not all(offer.wants for offer in offers) or common < max(LEAST, PART * needed):
+        return Choice()
+    first: dict[str, int] = {}
+    hosts: dict[str, int] = {}
+    for rank, offer in enumerate(offers):
+        first.setdefault(offer.wants, rank)
+        hosts.setdefault(offer.host, len(hosts))
+    compared = sum(offers[rank].wants_bytes for rank in first.values())
+    if len(first) == len(offers) > 16 or compared > MOST_COMPARED:
+        return Choice()
+    index = {wants: i for i, wants in enumerate(first)}
+    return Choice(
+        secrets.token_hex(8), list(first), [index[offer.wants] for offer in offers],
+        list(first.values()) if len(first) > 1 else [], [hosts[offer.host] for offer in offers],
+    )  # fmt: skip
+
+
+def is_worth_it(gains: list[tuple[int, int]]) -> bool:
+    """Whether what all ranks together need not read is worth connecting them; see `Demand.gain`."""
+    gain, needed = (sum(column) for column in zip(*gains, strict=True))
+    return bool(gain >= max(LEAST, PART * needed))
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one rank wants. ``items``: each box with the index of its spread in ``wants``; none if it shares nothing."""
+
+    rank: int
+    tensors: list[tuple[str, TensorRecord]]
+    wanted: list[Wanted]
+    items: dict[Item, int]
+    wants: Wants | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(want.box.size * dtypes.itemsize(want.record.dtype) for want in self.wanted)
+
+    def offer(self, size: int, host: str) -> Offer:
+        """What this rank, one of ``size`` and on ``host``, could share."""
+        if self.wants is None:
+            return Offer()
+        shared = [may_be_shared(spread, size) for spread in self.wants.spreads]
+        common = self._bytes(item for item, index in self.items.items() if shared[index])
+        text = msgspec.msgpack.encode(self.wants)
+        return Offer(digest(text), len(text), common, self._bytes(self.items), host)
+
+    def lines(self, wants: Sequence[Wants], choice: Choice, make: MakesLine = line_of) -> Iterator[Line]:
+        """What this rank has in common with others, given what they want; ``make`` makes a line of each set of them."""
+        own = {item: self.wants.spreads[index] for item, index in self.items.items()} if self.wants else {}
+        records = [record for _, record in self.tensors]
+        for holders, items in shared_items(wants, choice.wants_of, self.rank, own).items():
+            if self._bytes(items) >= SHORTEST:
+                yield make(holders, items, records, self.rank, choice.host_of)
+
+    def gain(self, lines: Sequence[Line]) -> tuple[int, int]:
+        """Bytes that this rank need not read if these are shared, and bytes that it wants in all."""
+        return sum(line.nbytes - line.own for line in lines), self._bytes(self.items)
+
+    def apart(self, lines: Sequence[Line]) -> tuple[dict[Item, list[torch.Tensor]], list[Wanted]]:
+        """The views that lines fill, by item, and what this rank has to read alone."""
+        views: dict[Item, list[torch.Tensor]] = {item: [] for line in lines for item in line.items}
+        if not views:
+            return views, self.wanted
+        number = {name: i for i, (name, _) in enumerate(self.tensors)}
+        alone = []
+        for want in self.wanted:
+            item = Item(number[want.name], want.box)
+            if item in views:
+                views[item].append(want.view)
+            else:
+                alone.append(want)
+        return views, alone
+
+    def verifying(self, verify: Verify) -> Verify:
+        """How shared reads are verified: as many whole blocks as if this rank read everything."""
+        if verify is not True:
+            return verify
+        cuts = []
+        for want in self.wanted:
+            size = dtypes.itemsize(want.record.dtype)
+            for cell, file in want.record.touching(want.box):
+                part = intersect(cell, want.box)
+                if part is not None and part != cell:
+                    piece = Piece("", want.record.dtype, cell.lengths, cell.size * size)
+                    cuts.append(Overlap(file, piece, (), part, cell, want.view, want.record.dtype))
+        return "blocks" if cuts and rounds_up(cuts, verify, self.nbytes) else verify
+
+    def _bytes(self, items: Iterable[Item]) -> int:
+        return sum(item.box.size * dtypes.itemsize(self.tensors[item.tensor][1].dtype) for item in items)
+
+
+def demand_of(
+    wanted: list[Wanted], spreads: Sequence[Spread], manifest: Manifest, rank: int, *, shares: bool = True
+) -> Demand:  # fmt: skip
+    """The demand of a rank that wants these boxes, each of a tensor with that spread.
+
+    It shares nothing with ``shares=False``, or if it has other boxes than its spreads say: these are what the other
+    ranks go by.
+    """
+    tensors = list(manifest.tensors.items())
+    alone = Demand(rank, tensors, wanted, {}, None)
+    if not shares:
+        return alone
+    number = {name: i for i, (name, _) in enumerate(tensors)}
+    table: list[Whole | Placed | Held] = []
+    known: dict[int, int] = {}
+    boxes: dict[tuple[int, tuple[int, ...]], list[Box]] = {}
+    held: dict[tuple[int, int], list[Box]] = {}
+    items: dict[Item, int] = {}
+    for want, spread in zip(wanted, spreads, strict=True):
+        index = known.get(id(spread))
+        if index is None:
+            comparable = as_told(spread, rank)
+            if comparable not in table:
+                table.append(comparable)
+            index = known[id(spread)] = table.index(comparable)
+        if want.box.size:
+            tensor = number[want.name]
+            items[Item(tensor, want.box)] = index
+            held.setdefault((tensor, index), []).append(want.box)
+            key = index, want.record.shape
+            if key not in boxes:
+                boxes[key] = boxes_held(want.record.shape, spread, rank)
+    for (tensor, index), own in held.items():
+        if isinstance(table[index], Placed) and set(own) != set(boxes[index, tensors[tensor][1].shape]):
+            return alone
+    proof = digest(msgspec.msgpack.encode([manifest.save, manifest.files, manifest.tensors]))
+    return Demand(rank, tensors, wanted, items, Wants(proof, sorted(held), table))

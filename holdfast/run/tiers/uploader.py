@@ -19,8 +19,7 @@ from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, RankLost, St
 from holdfast.events import begin, log
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile
-from holdfast.ondisk.cited import own_path
-from holdfast.ondisk.manifest import Manifest
+from holdfast.ondisk.manifest import Manifest, own_path
 from holdfast.policies.signing.keys import found_signature
 from holdfast.ranks.heartbeat import Watch, at_work
 from holdfast.run.options import ManagerOptions

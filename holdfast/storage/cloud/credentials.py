@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from holdfast.events import log
-from holdfast.storage.cloud.azure_settings import azure_settings
-from holdfast.storage.cloud.profiles import INDIRECT, NoCredentials, aws_files, profile_settings
+from holdfast.storage.cloud.profiles import INDIRECT, NoCredentials, aws_files, azure_settings, profile_settings
 
 TTL = timedelta(minutes=10)
 """How long a key counts that may be replaced. The client renews five minutes earlier, so it is read every five."""

@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from holdfast.storage.cloud.answers import answer_in
-from holdfast.storage.cloud.facts import Facts, Request
+from holdfast.storage.cloud.facts import Facts, Request, answer_in
 from holdfast.storage.wrappers.retrying import transient
 
 

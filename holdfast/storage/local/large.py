@@ -1,17 +1,23 @@
-"""How a large local file is opened: directly past the page cache, with its space taken up front, under a lock.
+"""Large local files: opened past the page cache, with their space taken up front, and locked while a save is under way.
 
-`LocalPlace` and the `Local` store call it. Never reads or writes a byte of a tensor.
+`LocalPlace` and the `Local` store call it. Never reads or writes a byte of a tensor, and never waits for long.
+
+The kernel drops a lock when its process dies. We rejected ages and process ids, because on a shared file system both
+can be wrong about whether a save still lives.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import random
+import time
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.storage.local import disk, locks
+from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
 from holdfast.storage.naming import naming, naming_unless_missing
 
@@ -35,7 +41,7 @@ def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
             fd, direct = disk.open(path, flags), False
     try:
         with naming(path, "lock"):
-            locks.lock(fd)
+            lock(fd)
         with naming(path, f"reserve {nbytes} bytes for"):
             _reserve(fd, nbytes, path)
     except BaseException:
@@ -60,7 +66,7 @@ def open_locked(path: Path) -> int:
     with naming(path, "open"):
         fd = disk.open_regular(path)
         with suppress(OSError):  # somebody who asks whether it is in use has it locked for a moment
-            locks.lock(fd)
+            lock(fd)
         return fd
 
 
@@ -102,3 +108,68 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
         return disk.read(fd, bytearray(1), offset, "", flags=os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):
         return False
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+"""What a file system without locks answers."""
+
+ATTEMPTS = 4
+"""Times that a lock is asked for: others may hold it for an instant, to see whether it is held."""
+
+
+def lock(fd: int) -> None:
+    """Take a shared lock until the descriptor is closed; nothing happens on a file system without locks."""
+    try:
+        for _ in range(ATTEMPTS):
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            _wait_a_little()  # only a caller of `is_locked` holds the other lock, for an instant
+        raise OSError(errno.EAGAIN, "another process holds a lock on it")
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds a lock on this file. Two that ask at the same moment do not see each other."""
+    try:
+        with naming_unless_missing(path, "open"):
+            fd = disk.open_regular(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EISDIR):  # no file that a save writes
+            return False
+        raise
+    try:
+        for _ in range(ATTEMPTS):
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return False
+            _wait_a_little()
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def can_lock(path: Path) -> bool:
+    """Whether the file system of this file has locks; True if the file cannot be opened."""
+    try:
+        with naming_unless_missing(path, "open"):
+            fd = disk.open_regular(path)
+    except OSError:  # nothing that a save writes, or gone
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _NO_LOCKS
+    finally:
+        os.close(fd)
+    return True
+
+
+def _wait_a_little() -> None:
+    time.sleep(random.uniform(0.001, 0.01))

@@ -18,11 +18,10 @@ from typing import TypeVar
 
 from holdfast.errors import StorageError
 from holdfast.events import log
-from holdfast.storage.keys import check_key, clipped
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming, naming_unless_missing, storage_error
-from holdfast.storage.store import Buffer, Entry, Got, Listing
+from holdfast.storage.store import Buffer, Entry, Got, Listing, check_key, clipped
 
 _TEMPORARY = re.compile(r"\.holdfast-[0-9a-f]{16}\.tmp")
 _MISSING = (errno.ENOENT, errno.ENOTDIR)

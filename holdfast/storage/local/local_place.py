@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -15,7 +17,7 @@ from typing import Any
 
 from holdfast.errors import StorageError
 from holdfast.events import log
-from holdfast.storage.local import disk, durable, large, locks
+from holdfast.storage.local import disk, durable, large
 from holdfast.storage.naming import naming, naming_unless_missing
 from holdfast.storage.place import LIVING, Place
 
@@ -261,7 +263,7 @@ class LocalPlace(PosixPath, Place):
         return large.open_locked(self)
 
     def in_use(self) -> bool:
-        return locks.is_locked(self)
+        return large.is_locked(self)
 
     def living(self, paths: list[str]) -> list[str]:
         return [path for path in paths if (self / path).in_use()]
@@ -269,7 +271,7 @@ class LocalPlace(PosixPath, Place):
     def may_live(self, paths: list[str]) -> bool:
         if self.living(paths):
             return True
-        if not paths or locks.can_lock(self / paths[0]):
+        if not paths or large.can_lock(self / paths[0]):
             return False
         since = time.time() - LIVING
         with suppress(FileNotFoundError):  # then somebody else sweeps here
@@ -284,3 +286,16 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         if error.errno != errno.ELOOP:
             raise
         return False  # a link that leads back to itself is like one that leads nowhere
+
+
+def private_folder(name: str) -> LocalPlace:
+    """A folder for temporary files that nobody else can write to. Raises StorageError if somebody else made it."""
+    root = LocalPlace(tempfile.gettempdir()) / f"holdfast-{name}-{os.geteuid()}"
+    with suppress(FileExistsError):
+        disk.make_folder(root, 0o700)
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise StorageError(
+            f"{root} is not a folder that only this user can use: nothing is written to it. Remove it, or set TMPDIR"
+        )
+    return root

@@ -13,10 +13,8 @@ from time import monotonic
 from typing import TypeVar
 
 from holdfast.storage.store import Buffer, Store
-from holdfast.storage.wrappers.chunks import taken
 from holdfast.storage.wrappers.retrying import transient
-from holdfast.storage.wrappers.threads import in_thread
-from holdfast.storage.wrappers.wrapper import Wrapper
+from holdfast.storage.wrappers.wrapper import Wrapper, in_thread, taken
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from time import monotonic
 from holdfast.events import log
 from holdfast.storage.store import Got, Store
 from holdfast.storage.wrappers.retrying import is_transient
-from holdfast.storage.wrappers.threads import in_thread
-from holdfast.storage.wrappers.wrapper import Wrapper
+from holdfast.storage.wrappers.wrapper import Wrapper, in_thread
 
 KNOWN = 8
 """Answers of a size class from which on it is known what is usual."""

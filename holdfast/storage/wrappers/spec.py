@@ -1,6 +1,6 @@
 """A store as plain data, so that the writer process can make the same one for itself.
 
-`write/process_worker.py` sends it, `write/writer_process.py` makes the store of it. Never imports torch.
+`write/worker.py` sends it, `write/writer_process.py` makes the store of it. Never imports torch.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator
 from time import monotonic, sleep
 
 from holdfast.storage.store import Buffer, Got, Store
-from holdfast.storage.wrappers.chunks import taken
-from holdfast.storage.wrappers.wrapper import Wrapper
+from holdfast.storage.wrappers.wrapper import Wrapper, taken
 
 BURST = 0.1
 """Seconds of the rate that may go at once, after a pause; and the slices in which threads take turns."""

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.storage.cloud.answers import answer_in
 from holdfast.storage.cloud.cloud import Cloud
-from holdfast.storage.cloud.facts import PERMISSIONS, Facts, Request
+from holdfast.storage.cloud.facts import PERMISSIONS, Facts, Request, answer_in
 from holdfast.storage.cloud.failures import TABLE, failure
 from holdfast.storage.wrappers.retrying import is_transient
 from tests.servers import Server

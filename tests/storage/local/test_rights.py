@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.storage.local import private
+from holdfast.storage.local import local_place
 from tests.formats.truth import GOLDEN
 
 
@@ -60,4 +60,4 @@ def test_a_folder_that_others_may_use_is_not_used(tmp_path: Path, monkeypatch: p
     (tmp_path / f"holdfast-scratch-{os.geteuid()}").mkdir(mode=0o777)
     (tmp_path / f"holdfast-scratch-{os.geteuid()}").chmod(0o777)
     with pytest.raises(holdfast.StorageError, match="only this user"):
-        private.private_folder("scratch")
+        local_place.private_folder("scratch")
