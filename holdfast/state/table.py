@@ -1,6 +1,6 @@
 """The one table of what becomes of each kind of object in a state: how it is recognised, gathered, and handed back.
 
-`collect` walks a state with it, for saves and loads alike, and docs/states.md shows it. The rows name the functions
+`collect` walks a state with it, for saves and loads alike, and docs/values.md shows it. The rows name the functions
 that do the work; those of containers and lists, which come back here for what they hold, stand in this file.
 """
 
@@ -38,9 +38,7 @@ class Rule(NamedTuple):
     hand_back: Callable[[Loading, str, Any, Put], None]
     what: str
     saved: str
-    named: str
     comes_back: str
-    refused: str
 
 
 def visit(walk: Walk, path: str, node: Any, put: Put) -> None:
@@ -158,10 +156,8 @@ VALUES = Rule(
     _gather_values,
     _hand_values_back,
     "dict, list, tuple of plain values",
-    "the values, their types and their order",
-    "the path",
+    "values, types and order",
     "dicts and lists are filled in place, a tuple is replaced",
-    "what no checkpoint holds: code, and objects without a state dict",
 )
 
 CONTAINER = Rule(
@@ -169,10 +165,8 @@ CONTAINER = Rule(
     container,
     container,
     "dict, list, tuple of other things",
-    "each item",
-    "keys and positions, joined by `/`",
-    "item by item; the container stays the one it is",
-    "keys that are no text at the top; a plain value inside of a tuple that also holds tensors",
+    "each item, by key or position",
+    "item by item",
 )
 
 _OF_DICTS = (VALUES, CONTAINER)
@@ -184,85 +178,64 @@ RULES = (
         _tensor,
         _tensor,
         "tensor",
-        "its numbers: of a sharded tensor this rank's boxes, of a subclass with `__tensor_flatten__` each inner tensor",
-        "the path of keys; an inner tensor has its attribute's name below that",
-        "filled in place, where it lies",
-        "meta, sparse and torch-quantized tensors, `Partial` placements, subclasses without `__tensor_flatten__`",
+        "its numbers, of each rank the boxes that it holds",
+        "filled in place",
     ),
     Rule(
         lambda node: isinstance(node, PerRank),
         _per_rank,
         _per_rank,
-        "value of each rank (`PerRank`)",
-        "every rank's own value",
-        "the path, once for all ranks",
-        "`value` is replaced, or the object's `load_state_dict` called; on another world size `elsewhere` decides",
-        "tensors inside that have no plain bytes",
+        "`PerRank`",
+        "each rank's value",
+        "`value` is replaced; on another number of ranks `elsewhere` decides",
     ),
     Rule(
         lambda node: isinstance(node, RNG),
         _rng,
         _rng,
-        "random generators (`RNG`)",
-        "every rank's own generators",
-        "the path, once for all ranks",
-        "the generators are set; a rank that did not exist gets a stream of its own",
-        "",
+        "`RNG`",
+        "each rank's generators",
+        "the generators are set",
     ),
     Rule(
         _is_module,
         module_leaves.gather,
         module_leaves.hand_back,
         "module",
-        "what its `state_dict()` holds, wrappers (DDP, FSDP, `torch.compile`, Fabric) taken off",
-        "the FQN is one key below the path",
-        "parameters and buffers are filled in place, then load post-hooks run. A submodule that overrides "
-        "`state_dict`, `_save_to_state_dict`, `_load_from_state_dict` or `load_state_dict`, or has hooks on them, is "
-        "loaded by these from new memory, laid out as it is here; extra state goes to `set_extra_state`",
-        "an entry that nothing takes back, unless it equals the present one; lazy parameters before the first pass",
+        "its `state_dict()`, without prefixes of DDP, FSDP, `torch.compile` and Fabric",
+        "filled in place, or by its own methods",
     ),
     Rule(
         _is_list_of(_is_module),
         _modules,
         _modules,
         "list of modules",
-        "as for each of them",
-        "all at the path of the list if no name stands twice (pipeline chunks), else each at its position",
-        "as for each of them",
-        "",
+        "each module: at one path if no name occurs twice, otherwise by position",
+        "as a module",
     ),
     Rule(
         optimizers.is_plain,
         _optimizer,
         _optimizer,
-        "optimizer with torch's `state_dict`, `ZeroRedundancyOptimizer`",
-        "the state of each parameter however nested, state under other keys, the groups' settings",
-        "`state/<FQN>/<key>` and `param_groups/<i>/<setting>`; integers in the place of FQNs if the state does not "
-        "hold the parameters",
-        "state that is there is filled in place, other state is made; state that was not saved goes, and stands in "
-        "`Loaded.cleared`. Settings are set in place, group by group, by the names of the parameters. Then "
-        "`__setstate__` and load post-hooks run, as in torch",
-        "plain tensors of another shape beside a sharded parameter; group tensors over 1 MiB",
+        "optimizer with torch's `state_dict`",
+        "state by parameter name, and the settings of the groups",
+        "filled in place; state that was not saved is removed",
     ),
     Rule(
         _is_own_optimizer,
         own_optimizers.gather,
         own_optimizers.hand_back,
-        "optimizer with methods of its own, wrapper of optimizers",
-        "what its `state_dict()` holds",
-        "as its keys, with FQNs in the place of parameter numbers",
-        "its `load_state_dict` is called, with tensors laid out as the parameters are",
-        "over flattened parameters of FSDP1",
+        "other optimizer",
+        "its `state_dict()`, by parameter name",
+        "by its `load_state_dict`",
     ),
     Rule(
         _is_list_of(_is_optimizer),
         _optimizers,
         _optimizers,
         "list of optimizers",
-        "as for each of them",
-        "all at the path of the list if each parameter is named and in one of them alone, else each at its position",
-        "as for each of them",
-        "",
+        "each optimizer: at one path if each parameter is in one of them, otherwise by position",
+        "as an optimizer",
     ),
     VALUES,
     CONTAINER,
@@ -271,10 +244,8 @@ RULES = (
         objects.gather,
         objects.hand_back,
         "object with `state_dict()` and `load_state_dict()`",
-        "what its `state_dict()` holds",
-        "as its keys, below the path",
-        "its `load_state_dict` is called with what was saved, in new tensors",
-        "what no checkpoint holds inside of it",
+        "its `state_dict()`",
+        "by its `load_state_dict`",
     ),
     Rule(
         lambda node: True,
@@ -282,9 +253,7 @@ RULES = (
         _hand_values_back,
         "anything else",
         "the value",
-        "the path",
         "replaced",
-        "what no checkpoint holds",
     ),
 )
 """In the order in which they are tried."""

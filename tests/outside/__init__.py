@@ -17,7 +17,7 @@ A suite whose checkout or packages are missing is named and left out. To add one
 `SUITES` in `tests/outside/suites.py`. What a suite imports and torch does not bring goes into `requirements.txt` here.
 
 torchtitan's trainer also runs for real here, on two gloo ranks of the CPU, killed and resumed (`resume_titan.py`). So
-do the recipes of the documentation for OLMo-core, Composer and verl (`recipes.py`), where these are installed; alone
+do the examples for OLMo-core, Composer and verl (`recipes.py`), where these are installed; alone
 they run by `python -m tests.outside.recipes`.
 
 torch's own tests of `torch.distributed.checkpoint` run on forked ranks of the CPU (`on_cpu.py`), once with torch, once

@@ -1,13 +1,12 @@
-"""The recipes of the documentation for trainers that are not installed beside the tests: run in the real trainers.
+"""The examples `holdfast_in_*.py`, for trainers that are not installed beside the tests, in the real trainers.
 
-`rows` takes each recipe's code from its page, runs a training on two gloo ranks of the CPU (`train_*.py`) three times:
-whole, killed, and resumed, and compares what they print. `make outside` prints the rows.
+`rows` runs a training on two gloo ranks of the CPU (`train_*.py`) three times: whole, killed, and resumed, and compares
+what they print. `make outside` prints the rows.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -21,10 +20,9 @@ HERE = Path(__file__).parent
 
 
 class Recipe(NamedTuple):
-    """A block of code of a page, and the script that imports it from its ``title`` and trains."""
+    """A module of the examples, the package that it needs, and the script that imports it and trains."""
 
     package: str
-    page: str
     title: str
     script: str
 
@@ -37,23 +35,14 @@ class Life(NamedTuple):
     errors: str
 
 
-OLMO = Recipe("olmo_core", "docs/coming-from-olmo.md", "holdfast_in_olmo.py", "train_olmo.py")
-COMPOSER = Recipe("composer", "docs/coming-from-composer.md", "holdfast_in_composer.py", "train_composer.py")
-VERL = Recipe("verl", "docs/trainers-verl.md", "holdfast_in_verl.py", "train_verl.py")
-
-
-def code_of(recipe: Recipe) -> str:
-    """The block of the page with this title."""
-    text = (ROOT / recipe.page).read_text()
-    found = re.search(rf'```python title="{re.escape(recipe.title)}"\n(.*?)\n```', text, re.DOTALL)
-    if found is None:
-        raise SystemExit(f'{recipe.page} has no block with title="{recipe.title}"')
-    return found[1] + "\n"
+OLMO = Recipe("olmo_core", "holdfast_in_olmo.py", "train_olmo.py")
+COMPOSER = Recipe("composer", "holdfast_in_composer.py", "train_composer.py")
+VERL = Recipe("verl", "holdfast_in_verl.py", "train_verl.py")
 
 
 def run(recipe: Recipe, folder: Path, *arguments: str, world: int = 2, **environment: str) -> Life:
     """Train until it ends or is killed. The recipe is a module in ``folder``."""
-    (folder / recipe.title).write_text(code_of(recipe))
+    (folder / recipe.title).write_text((ROOT / "examples" / recipe.title).read_text())
     command = [sys.executable, str(HERE / recipe.script), *arguments]
     ended = ranks.run(command, folder, [folder, ROOT], world, **environment)
     said = [line for out in ended.outputs for line in out.splitlines() if line.startswith(("step ", "end "))]
@@ -113,7 +102,7 @@ def rows() -> list[Row]:
     found = []
     for recipe, tries in ((OLMO, olmo), (COMPOSER, composer), (VERL, verl)):
         if importlib.util.find_spec(recipe.package) is None:
-            found.append(Row(recipe.page, None, f"{recipe.package} is not installed"))
+            found.append(Row(recipe.title, None, f"{recipe.package} is not installed"))
             continue
         with tempfile.TemporaryDirectory() as made:
             found.extend(tries(Path(made)))

@@ -1,4 +1,4 @@
-"""One rank of a training with Composer's own trainer, with DDP on CPUs, and the recipe of docs/coming-from-composer.md.
+"""One rank of a training with Composer's own trainer, with DDP on CPUs, and examples/holdfast_in_composer.py.
 
 `python train_composer.py FOLDER DIE`: DIE is the step after which all ranks are killed, or 0. Prints each step's loss,
 and at the end a digest of weights, optimizer and random generators.

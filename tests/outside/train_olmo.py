@@ -1,7 +1,7 @@
 """One rank of a training with OLMo-core's own trainer, with FSDP on CPUs.
 
 `python train_olmo.py FOLDER DIE MANAGER`: DIE is the step after which all ranks are killed, or 0, and MANAGER is
-`holdfast` for the recipe of docs/coming-from-olmo.md, or `torch`. Prints each step's loss.
+`holdfast` for examples/holdfast_in_olmo.py, or `torch`. Prints each step's loss.
 """
 
 from __future__ import annotations

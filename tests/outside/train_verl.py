@@ -1,8 +1,8 @@
 """One rank that trains a model as verl's workers do, with verl's checkpoint manager for FSDP, on CPUs.
 
 `python train_verl.py FOLDER FSDP FIRST LAST`: FSDP is 1 or 2; training goes on after step FIRST, or begins if it is 0.
-The recipe of docs/trainers-verl.md comes in by verl's own VERL_USE_EXTERNAL_MODULES. Prints each step's loss, and at
-the end a digest of weights and random generators.
+examples/holdfast_in_verl.py comes in by verl's own VERL_USE_EXTERNAL_MODULES. Prints each step's loss, and at the end a
+digest of weights and random generators.
 """
 
 from __future__ import annotations
