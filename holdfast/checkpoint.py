@@ -217,7 +217,7 @@ class Checkpoint:
         ``mmap``: a tensor that lies whole and plain in a local file is that file, mapped: it takes memory only where
         it is looked at, and what is written to it never reaches the file. All others are read: tensors saved in
         several cells, compressed ones, those in a store. With ``verify`` what is mapped is read once to compare its
-        sums, and not kept; without, only headers are proved, and opening costs nothing (see docs/memory.md).
+        sums, and not kept; without, only headers are proved, and opening costs nothing (see docs/loading.md).
         """
         verify = self.reader.verifying(verify)
         if into is not None and mmap:
@@ -260,7 +260,7 @@ def open_checkpoint(
     disk or, as a URL or from `holdfast.at`, in a store (see docs/stores.md). ``cache``: for a path in a store, a folder
     on local disk in which the processes of a machine share what they have fetched.
 
-    ``require``: public keys, one of which must have signed the checkpoint (see docs/signing.md): then all that is read
+    ``require``: public keys, one of which must have signed the checkpoint (see docs/security.md): then all that is read
     of it is proved to be what was signed.
     Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
     future, Damaged if the manifest was altered, Untrusted if it is not signed as required.

@@ -72,10 +72,10 @@ def load(
     they have fetched, so that a node fetches each byte once and a second start fetches nothing (see docs/stores.md).
     ``share``: ``"off"`` lets every rank read all that it needs by itself (see docs/loading.md).
     ``require``: public keys, one of which must have signed the checkpoint: then every block that is wanted is read
-    whole and proved to be what was signed (see docs/signing.md).
+    whole and proved to be what was signed (see docs/security.md).
 
     ``run``: the run that the checkpoint has to be of (16 hex digits, `Checkpoint.run`). ``other_model``: load into
-    layers of another kind too, whose tensors have the same names and shapes (see docs/never-mix.md).
+    layers of another kind too, whose tensors have the same names and shapes (see docs/loading.md).
 
     Raises on every rank the same: Mismatch listing every name that does not fit (nothing was changed),
     NotACheckpoint, Damaged (names file and tensor), Untrusted, Unsupported, StorageError, RankLost.

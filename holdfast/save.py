@@ -60,13 +60,13 @@ def save(
     equal stays in the file that has it, which is hard-linked, or, in a store, cited. See docs/incremental.md.
 
     With ``degraded`` the save commits although ranks are lost while they write, if others hold all that those were to
-    write: they write it too. The first rank's word counts. See docs/degraded.md.
+    write: they write it too. The first rank's word counts. See docs/crash-safety.md.
 
     With ``check_replicas``, tensors that several ranks hold are summed by each of them and compared before the commit:
     True for all, or patterns over names, those with a ``!`` left out. The save fails if a rank holds other bytes, and
-    names it. See docs/replicas.md.
+    names it. See docs/crash-safety.md.
 
-    With ``sign``, a private Ed25519 key (see docs/signing.md), the checkpoint is signed before it is committed. The
+    With ``sign``, a private Ed25519 key (see docs/security.md), the checkpoint is signed before it is committed. The
     first rank alone needs the key, the others may pass True.
 
     Host memory beyond the state stays below 128 MiB a rank, whatever its size. Raises SaveFailed, the same on every

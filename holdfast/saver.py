@@ -68,7 +68,7 @@ class Saver:
     Parameters and state of live optimizers, given as objects or as bare tensors, are copied while training goes on, and
     a step of these optimizers waits for it; everything else is copied before `save` returns. See docs/background.md.
     With ``check_replicas`` the sums of replicas are taken while the tensors hold still, which a step may have to wait
-    for. With ``degraded`` each rank keeps copies of another one's share, beside the slots; see docs/degraded.md.
+    for. With ``degraded`` each rank keeps copies of another one's share, beside the slots; see docs/crash-safety.md.
     """
 
     @takes(_Options)

@@ -123,7 +123,7 @@ def _subject(error: BaseException, arguments: Sequence[str], places: Sequence[st
 def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str]) -> tuple[str, str]:
     text, quoted = str(error), shlex.quote(path)
     if isinstance(error, Untrusted):
-        return "not trusted", "check whose key it should be: docs/signing.md"
+        return "not trusted", "check whose key it should be: docs/security.md"
     if isinstance(error, Damaged):
         if "cannot be rescued" in text:
             return "damaged", "take an older step of the run, or a copy of this one"
@@ -133,15 +133,15 @@ def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str
     if isinstance(error, Unsupported):
         if install := re.search(r"pip install ['\"]?[\w\[\]=<>.-]+['\"]?", text):
             return "missing package", install[0]
-        return "unsupported", "docs/formats.md lists what can be read, docs/errors.md explains this text"
+        return "unsupported", "docs/formats.md lists what can be read, docs/troubleshooting.md explains this text"
     if isinstance(error, Mismatch):
         if command == "rescue" and "--like" not in arguments:
             return "mismatch", advice(path) or f"holdfast doctor {quoted} tells what is there"
         return "mismatch", f"holdfast show {quoted} lists the names that there are"
     if isinstance(error, RankLost):
-        return "rank lost", "look at that rank's log; docs/liveness.md"
+        return "rank lost", "look at that rank's log; docs/crash-safety.md"
     if isinstance(error, SaveFailed):
-        return "failed", "docs/errors.md explains this text"
+        return "failed", "docs/troubleshooting.md explains this text"
     if isinstance(error, OSError):
         return _of_system(error, quoted, command)
     if isinstance(error, ValueError):
@@ -150,7 +150,7 @@ def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str
         if "://" in text:
             return "usage", "docs/stores.md tells how places in stores are written"
         return "usage", f"holdfast {command} --help tells what can be given"
-    return "failed", "docs/errors.md explains this text"
+    return "failed", "docs/troubleshooting.md explains this text"
 
 
 def _of_system(error: OSError, path: str, command: str) -> tuple[str, str]:

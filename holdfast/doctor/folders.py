@@ -106,7 +106,7 @@ def _tried(folder: Place) -> Iterator[Finding]:
     try:
         disk.make_folder(work)
     except OSError as error:
-        yield _fail("writing", f"{folder}: {error.strerror}", "docs/errors.md; another folder")
+        yield _fail("writing", f"{folder}: {error.strerror}", "docs/troubleshooting.md; another folder")
         return
     try:
         yield from _each(work)

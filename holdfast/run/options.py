@@ -70,7 +70,7 @@ class RunOptions(SaverOptions):
 
     journal: bool = True
     """Keep a journal of the saves in ``root/.journal``, which `holdfast watch` and the page of a run show. A save never
-    waits for it, nor fails. See docs/watch.md."""
+    waits for it, nor fails. See docs/view.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class ManagerOptions(RhythmOptions):
             raise ValueError(f'on_failure is "raise" or "warn", not {self.on_failure!r}')
         if self.incremental and self.sign is not None:
             raise ValueError(
-                "an incremental save cannot be signed: the files that it reuses are not its own (docs/signing.md)"
+                "an incremental save cannot be signed: the files that it reuses are not its own (docs/security.md)"
             )
         if self.mtbf is not None:
             check_mtbf(self.mtbf)
@@ -109,7 +109,7 @@ class ResumeOptions:
 
     run: str | None = None
     """The id of the run that the step has to belong to, or ``"any"``. Without it, Mismatch is raised if a step of
-    another run was saved after the newest one by number. See docs/never-mix.md."""
+    another run was saved after the newest one by number. See docs/resume.md."""
 
     other_model: bool = False
     """Load a checkpoint of another model too; see `load`."""

@@ -45,14 +45,15 @@ class SaverOptions(WorkerOptions):
 
     degraded: bool = False
     """Commit a save although ranks are lost while they write, if others hold what those were to write. Not with
-    ``fast``. See docs/degraded.md."""
+    ``fast``. See docs/crash-safety.md."""
 
     check_replicas: bool | Patterns = False
-    """Compare tensors that several ranks hold before each commit: all, or patterns over names. See docs/replicas.md."""
+    """Compare tensors that several ranks hold before each commit: all, or patterns over names. See
+    docs/crash-safety.md."""
 
     sign: Key | Literal[True] | None = None
     """A private Ed25519 key that signs each checkpoint. The first rank alone needs it, the others may pass True. See
-    docs/signing.md."""
+    docs/security.md."""
 
 
 Arguments = ParamSpec("Arguments")

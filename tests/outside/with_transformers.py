@@ -7,7 +7,7 @@ limit, as Trainer does. What the tests do with files of Trainer is done to ours:
 - weights, config and `trainer_state.json` that a test reads from a checkpoint are read from ours;
 - a test that looks for Trainer's files in a folder looks for a committed checkpoint with all sections;
 - a test that cuts a checkpoint's weights into shards leaves ours as it is;
-- a test that goes back to an older step moves the later ones away first, as docs/how-to/go-back.md says.
+- a test that goes back to an older step moves the later ones away first, as docs/resume.md says.
 """
 
 from __future__ import annotations
