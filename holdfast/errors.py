@@ -62,6 +62,59 @@ class RankLost(HoldfastError, TimeoutError):
     """A rank did not come before the deadline; the text names it."""
 
 
+@dataclass(frozen=True)
+class Meaning:
+    """What an error of one class says about what happened, and what to do: a row of docs/troubleshooting.md."""
+
+    error: type[HoldfastError]
+    happened: str
+    do: str
+
+
+MEANINGS = (
+    Meaning(
+        SaveFailed,
+        "A save did not commit. Older checkpoints are as they were.",
+        "Read the cause in the message. Training may continue.",
+    ),
+    Meaning(
+        NotACheckpoint,
+        "The path holds no committed checkpoint: nothing, something else, or an unfinished save.",
+        "`holdfast ls` the folder above; `holdfast doctor PATH` says what is there.",
+    ),
+    Meaning(
+        Mismatch,
+        "Checkpoint and state, or the ranks of a save, do not match. The message lists every name.",
+        '`holdfast show PATH` lists the checkpoint\'s names. Use `only=`, `rename=`, `cast=` or `missing="keep"`.',
+    ),
+    Meaning(
+        Unsupported,
+        "A value, dtype, layout or format that cannot be saved or read.",
+        "Remove the value that is named, save its settings as plain values, or install the extra that is named.",
+    ),
+    Meaning(
+        Damaged,
+        "The bytes are not those that were written, or a file is missing.",
+        "Take an older step (`manager.restore` does), or repair it: `holdfast repair PATH --from COPY`.",
+    ),
+    Meaning(
+        Untrusted,
+        "The checkpoint is not signed by a required key, or its signature is of something else.",
+        "Check the key that you passed as `require=`, and where the checkpoint comes from.",
+    ),
+    Meaning(
+        StorageError,
+        "The disk or the store refused: full, read-only, no permission, no answer, an I/O error.",
+        "Read `errno` and the message; `holdfast doctor PATH` tests the disk or the store.",
+    ),
+    Meaning(
+        RankLost,
+        "A rank made no progress for as long as `deadline=` says. The message names it.",
+        "Look at that rank's log, and at its stack with `py-spy dump`.",
+    ),
+)
+
+
 _KINDS = {HoldfastError.__name__: HoldfastError} | {kind.__name__: kind for kind in HoldfastError.__subclasses__()}
 
 

@@ -1,17 +1,24 @@
-"""What docs/troubleshooting.md quotes is what is said: each error is raised, and found on the page."""
+"""What docs/troubleshooting.md quotes is raised, its table is in the code, and it has all words of all messages."""
 
 from __future__ import annotations
 
+import html
 import os
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
+from holdfast import errors
+from holdfast.errors import HoldfastError
 from tests.docs import troubles
 from tests.docs.ask import ask
 from tests.docs.pages import ROOT
 from tests.servers import Server
+
+SCRIPT = runpy.run_path(str(ROOT / "docs/messages.py"))
+PAGE = ROOT / "docs/troubleshooting.md"
 
 ALONE = {
     "there is nothing at": troubles.nothing_there,
@@ -49,8 +56,7 @@ AT_A_STORE = {"there is no bucket": troubles.no_bucket}
 
 
 def quoted() -> list[str]:
-    page = (ROOT / "docs/troubleshooting.md").read_text()
-    return re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    return re.findall(r"^### `(.+)`$", PAGE.read_text(), re.MULTILINE)
 
 
 def check(piece: str, said: str) -> None:
@@ -58,6 +64,20 @@ def check(piece: str, said: str) -> None:
     [heading] = [heading for heading in quoted() if piece in heading]
     pattern = ".*".join(re.escape(part.strip()) for part in heading.split("…"))
     assert re.search(pattern, said, re.DOTALL), f"{heading}\n\nis not what is said:\n\n{said}"
+
+
+def test_the_table_of_classes_is_the_one_in_the_code() -> None:
+    assert SCRIPT["classes_part"]() in PAGE.read_text(), "run python docs/messages.py"
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, HoldfastError)}
+    assert {row.error for row in errors.MEANINGS} == kinds - {HoldfastError}
+
+
+def test_every_word_of_every_message_is_on_the_page() -> None:
+    on_the_page = SCRIPT["words"](html.unescape(PAGE.read_text()))
+    messages = SCRIPT["messages"]()
+    assert len(messages) > 500
+    missing = {m.text for m in messages if not SCRIPT["words"](m.text) <= on_the_page}
+    assert not missing, "run python docs/messages.py"
 
 
 def test_every_text_of_the_page_is_raised() -> None:
