@@ -18,13 +18,13 @@ Answers = dict[str, Any]
 _HEAD = """\
 # On a GPU
 
-This page is made by `make gpu-page` from what `make gpu` found on a machine with one CUDA device. Do not change it by
-hand.
+This page is written by `make gpu-page`, from the results of `make gpu` on a machine with one CUDA device. Do not edit it
+by hand.
 """
 
 _NOTHING = """
-**Nothing was run yet.** Every line of holdfast that speaks of devices was written and tested with a device that
-pretends: its tensors lie in host memory, and its streams do everything as late as they may. No real one has run them.
+**Nothing was run on a real GPU yet.** The code for devices was tested with a simulated device: its tensors are in host
+memory, and its streams do everything as late as they may.
 """
 
 _HOW = """
@@ -33,20 +33,18 @@ _HOW = """
 <!-- not run: it needs a device, or minutes; tests of its own run it in small -->
 ```console
 $ make gpu-wheels                  # once, where there is a network: the packages that the other machine lacks
-$ make gpu                         # on a machine with a CUDA device: nine minutes at the most
-$ make gpu ONLY="staging steps"    # parts of it
-$ make gpu SMALL=1                 # the same in small, on the CPU, with a device that pretends
+$ make gpu                         # on a machine with a CUDA device: at most nine minutes
+$ make gpu ONLY="staging steps"    # some parts
+$ make gpu SMALL=1                 # a small version on the CPU, with a simulated device
 ```
 
-It needs a Python with torch, NumPy, rich, typer, xxhash and pytest (`GPU_PYTHON=python3`). What else it needs it takes
-from wheels in a folder (`WHEELS=.gpu/wheels`). It unpacks them into a folder of its own and installs nothing. First it
-says what it will run, and for how long. Each part is a process with a limit, so one that hangs or crashes is a line of
-the answer. The answers are `gpu.json`, `gpu.md` and `gpu.log` in `gpu-out`, or in the folder that `$OUT` names. To make
-them this page, copy `gpu.json` to `docs/gpu.json` and run `make gpu-page`. No setting of the device is changed.
+You need a Python with torch, NumPy, rich, typer, xxhash and pytest (`GPU_PYTHON=python3`). Other packages come from
+wheels in a folder (`WHEELS=.gpu/wheels`); nothing is installed. The command first says what it will run, and for how
+long. Each part is a process with a time limit, so that the others still run if it hangs or crashes. The results are
+`gpu.json`, `gpu.md` and `gpu.log`, in `gpu-out` or in the folder `$OUT`. To update this page, copy `gpu.json` to
+`docs/gpu.json` and run `make gpu-page`. Settings of the device are not changed.
 
-The parts:
-
-| part | seconds at the most | what it does |
+| part | at most, seconds | what it does |
 |---|---|---|
 """
 
