@@ -18,7 +18,7 @@ Answers = dict[str, Any]
 _HEAD = """\
 # On a GPU
 
-This page is written by `make gpu-page`, from the results of `make gpu` on a machine with one CUDA device. Do not edit it
+`make gpu-page` writes this page from the results of `make gpu` on a machine with one CUDA device. Do not edit it
 by hand.
 """
 
