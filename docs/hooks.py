@@ -6,6 +6,7 @@ Called by mkdocs. Hidden set-up of blocks, which is there for the tests, is take
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,6 +50,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Take out what is there for the tests, and turn links out of the folder of pages to the copies in the site."""
     up = "../" * page.file.src_uri.count("/")
+    if page.file.src_uri == "troubleshooting.md":  # every message that can be raised, so that the search finds it
+        markdown = runpy.run_path(str(ROOT / "docs/messages.py"))["with_messages"](markdown)
 
     def turned(link: re.Match[str]) -> str:
         name = _target(page.file.src_uri, link[1])

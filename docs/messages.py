@@ -1,8 +1,9 @@
-"""Write the generated parts of docs/troubleshooting.md: the classes of errors, and all messages, by class.
+"""Write the generated table of docs/troubleshooting.md: the classes of errors. The site also gets all messages.
 
     python docs/messages.py
 
-Classes come from `holdfast.errors.MEANINGS`, messages from the `raise` statements of the package. Tests call it too.
+Classes come from `holdfast.errors.MEANINGS`, messages from the `raise` statements of the package. Called by
+docs/hooks.py and tests.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from holdfast.storage.cloud.failures import TABLE  # noqa: E402
 
 PAGE = ROOT / "docs/troubleshooting.md"
 CLASSES = ("<!-- classes: python docs/messages.py -->", "<!-- end of classes -->")
-MESSAGES = ("<!-- messages: python docs/messages.py -->", "<!-- end of messages -->")
+MESSAGES = "<!-- messages: docs/hooks.py puts them here -->"
 STORES, OTHER = "What a store refuses", "Other errors"
 _OURS = {row.error.__name__ for row in errors.MEANINGS} | {"HoldfastError"}
 _WORD = re.compile(r"[A-Za-z][A-Za-z_']*[A-Za-z]")
@@ -121,11 +122,15 @@ def messages_part() -> str:
 
 
 def written(page: str) -> str:
-    """The page with its generated parts."""
-    for (begin, end), part in ((CLASSES, classes_part()), (MESSAGES, messages_part())):
-        before, _, rest = page.partition(begin)
-        page = f"{before}{begin}\n\n{part}\n\n{end}{rest.partition(end)[2]}"
-    return page
+    """The page with its table of classes."""
+    (begin, end), part = CLASSES, classes_part()
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}\n\n{part}\n\n{end}{rest.partition(end)[2]}"
+
+
+def with_messages(page: str) -> str:
+    """The page as the site has it: with all messages."""
+    return page.replace(MESSAGES, messages_part())
 
 
 if __name__ == "__main__":
