@@ -14,7 +14,7 @@ import msgspec
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.commit.folder import HINT, is_our_hint
 from holdfast.errors import HoldfastError
-from holdfast.formats.assemble import Found, assemble
+from holdfast.formats.assemble import ForeignState, assemble
 from holdfast.formats.dcp.dcp import read_folder
 from holdfast.ondisk import containers, manifest, names, packing, values
 from holdfast.ondisk.containers import Note
@@ -45,7 +45,7 @@ def open_by_key(path: str | os.PathLike[str] | Place) -> Checkpoint:
     if not is_of_torch(folder):
         return taken_apart(open_checkpoint(path))
     state = read_folder(folder)
-    foreign = Found("torch.distributed.checkpoint", state.tree, world_size=state.world_size)
+    foreign = ForeignState("torch.distributed.checkpoint", state.tree, world_size=state.world_size)
     return Checkpoint(folder, reader=assemble(foreign, folder))
 
 

@@ -1,7 +1,4 @@
-"""Whether values that several ranks saved are the same: by their bytes, as few as possible of them read.
-
-`sharded` calls it where a format says nothing of replicas. Never takes for equal what it did not compare.
-"""
+"""Whether values that several ranks saved are the same, by reading as few of their bytes as possible."""
 
 from __future__ import annotations
 
@@ -51,13 +48,13 @@ def same_tensors(groups: Sequence[Sequence[Stored]]) -> list[bool]:
 
 
 def _by_sums(group: Sequence[Stored]) -> bool | None:
-    """What can be told without reading; None if nothing."""
+    """The answer that needs no reading; None if there is none."""
     if len(group) < 2 or all(tensor == group[0] for tensor in group):
         return True
     if len({(tensor.dtype, tensor.shape, *(box for box, _ in tensor.pieces)) for tensor in group}) > 1:
         return False
     sums = [tuple(_sum_of(stretch) for _, stretch in tensor.pieces) for tensor in group]
-    if any(None in found for found in sums):
+    if any(None in of_tensor for of_tensor in sums):
         return None
     if len(set(sums)) == 1:
         return True

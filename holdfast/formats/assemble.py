@@ -1,7 +1,4 @@
-"""From what a reader found to a Manifest: every tensor proved complete, every value plain, every byte placed.
-
-`detect` calls `assemble` for each format. Never reads the bytes of a tensor.
-"""
+"""Turns what a reader of a format returns into a Manifest: every tensor complete, every value plain."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ import torch
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.events import log
-from holdfast.formats.foreign import Foreign
+from holdfast.formats.foreign import Foreign, ForeignFiles
 from holdfast.formats.machine.inert import expanded
-from holdfast.formats.places import ForeignFiles
 from holdfast.formats.simplified import MAX_DEPTH, MAX_LEAVES, PerRank, simplified
 from holdfast.formats.sources import Memory, Source, Stretch
 from holdfast.formats.stored import Stored
@@ -29,7 +25,7 @@ from holdfast.storage.place import Place
 
 
 @dataclass(frozen=True)
-class Found:
+class ForeignState:
     """What a reader makes of a path.
 
     ``format``: the format's name for people. ``state``: nested dicts, lists and tuples under our names (``model``,
@@ -47,20 +43,19 @@ class Found:
     attachments: Mapping[str, Place] = field(default_factory=dict)
 
 
-def assemble(found: Found, path: Place) -> Foreign:
-    """Join what a reader found. Raises Damaged if a tensor has holes, overlaps or bytes outside of its file."""
-    if expanded(dict(found.state), MAX_LEAVES) is None:  # told at once, where walking so far would take minutes
+def assemble(content: ForeignState, path: Place) -> Foreign:
+    """Make a checkpoint of what a reader returned. Raises Damaged for a tensor with holes or overlaps."""
+    if expanded(dict(content.state), MAX_LEAVES) is None:  # walking so far would take minutes
         raise Damaged(f"{path}: it claims more than {MAX_LEAVES} leaves: it contains itself over and over")
     flat = _Flat(path)
-    flat.container("", dict(found.state), 0)
+    flat.container("", dict(content.state), 0)
     for name, reason in flat.left_out.items():
         log.warning("%s: %s is left out: %s", path, name, reason)
     sources: list[Source] = []
-    index_of: dict[int, int] = {}
+    index_of: dict[Source, int] = {}
     merged = _merged_memory(flat.tensors, path)
     places: dict[tuple[str, Box], Stretch] = {}
     records: dict[str, TensorRecord] = {}
-    by_equal: dict[Source, int] = {}
     for name, tensor in flat.tensors.items():
         fault = tensor.fault()
         if fault:
@@ -69,45 +64,38 @@ def assemble(found: Found, path: Place) -> Foreign:
         files = []
         for i in order:
             box, stretch = tensor.pieces[i]
-            stretch = merged.get(id(stretch.source), lambda s: s)(stretch)
-            at = index_of.get(id(stretch.source))
-            if at is None:
-                at = by_equal.setdefault(stretch.source, len(sources))
-                if at == len(sources):
-                    sources.append(stretch.source)
-                index_of[id(stretch.source)] = at
+            if id(stretch.source) in merged:
+                joint, begin = merged[id(stretch.source)]
+                stretch = Stretch(joint, begin + stretch.begin, stretch.nbytes)
+            at = index_of.setdefault(stretch.source, len(sources))
+            if at == len(sources):
+                sources.append(stretch.source)
             places[name, box] = stretch
             files.append(at)
         records[name] = TensorRecord(tensor.dtype, tensor.shape, cells, manifest.ranges(files))
     record = Manifest(
-        save="", run="", step=found.step, created="", producer=dict(found.producer), world_size=found.world_size,
+        save="", run="", step=content.step, created="", producer=dict(content.producer), world_size=content.world_size,
         files=[[str(s.path), s.nbytes, 0, ""] for s in sources], tensors=records, values=flat.values,
         containers=flat.containers, aliases=flat.aliases, per_rank=dict.fromkeys(flat.per_rank, ""), attachments=[],
     )  # fmt: skip
     return Foreign(
-        path, found.format, found.reading, record, ForeignFiles(sources, places), flat.per_rank, found.attachments,
-        flat.left_out,
+        path, content.format, content.reading, record, ForeignFiles(sources, places), flat.per_rank,
+        content.attachments, flat.left_out,
     )  # fmt: skip
 
 
-def _merged_memory(tensors: Mapping[str, Stored], path: Place) -> dict[int, Any]:
-    """Thousands of step counters are one source, not thousands: how a stretch of each moves into it."""
+def _merged_memory(tensors: Mapping[str, Stored], path: Place) -> dict[int, tuple[Memory, int]]:
+    """Thousands of step counters as one source: by the id of each, that source and where the counter begins in it."""
     data = bytearray()
-    begins: dict[int, tuple[Memory, int]] = {}
+    begins: dict[int, int] = {}
     for tensor in tensors.values():
         for _, stretch in tensor.pieces:
             if isinstance(stretch.source, Memory) and id(stretch.source) not in begins:
                 data += bytes(-len(data) % 16)
-                begins[id(stretch.source)] = (stretch.source, len(data))
+                begins[id(stretch.source)] = len(data)
                 data += stretch.source.data
-    if not begins:
-        return {}
     joint = Memory(path, bytes(data))
-
-    def mover(begin: int) -> Any:
-        return lambda stretch: Stretch(joint, begin + stretch.begin, stretch.nbytes)
-
-    return {key: mover(begin) for key, (_, begin) in begins.items()}
+    return {key: (joint, begin) for key, begin in begins.items()}
 
 
 class _Flat:

@@ -1,7 +1,4 @@
-"""Which format a path is of: each reader is asked in turn, the most particular first.
-
-`holdfast.open` calls `open_foreign` where there is no checkpoint of ours. Never decides by a file's name alone.
-"""
+"""Which format a path is of: each reader is asked in turn, the most particular first."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from holdfast.storage.wrappers.listed import Listed
 _READERS = (
     "megatron.megatron", "olmo.olmo", "deepspeed.deepspeed", "torchsnapshot.torchsnapshot",
     "torch_checkpointing.torch_checkpointing", "composer.composer", "hfai.hfai", "dcp.dcp", "huggingface.huggingface",
-    "torch_save.rank_files", "torch_save.full",
+    "torch_save.full",
 )  # fmt: skip
 
 

@@ -1,14 +1,11 @@
-"""Foreign names as ours: wrappers' prefixes off, and optimizer state by FQN where the file tells the names.
-
-Readers call these once they have a model's and an optimizer's dicts. Never guesses a name.
-"""
+"""Foreign names as ours: prefixes of wrappers removed, and optimizer state by FQN where the file has the names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from holdfast.formats.stored import Stored, float_scalar
+from holdfast.formats.stored import float_scalar
 from holdfast.storage.place import Place
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_forward_module.")
@@ -28,11 +25,11 @@ def unwrapped(keys: Iterable[Any]) -> dict[Any, Any]:
     Keys that are no text stay as they are, and all do if two would become one.
     """
     keys = list(keys)
-    found = {key: plain_fqn(key) if isinstance(key, str) else key for key in keys}
-    texts = [fqn for fqn in found.values() if isinstance(fqn, str)]
+    fqns = {key: plain_fqn(key) if isinstance(key, str) else key for key in keys}
+    texts = [fqn for fqn in fqns.values() if isinstance(fqn, str)]
     if texts and all(fqn.startswith("module.") for fqn in texts):
-        found = {k: v.removeprefix("module.") if isinstance(v, str) else v for k, v in found.items()}
-    return found if len(set(found.values())) == len(found) else {key: key for key in keys}
+        fqns = {k: v.removeprefix("module.") if isinstance(v, str) else v for k, v in fqns.items()}
+    return fqns if len(set(fqns.values())) == len(fqns) else {key: key for key in keys}
 
 
 def model_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -41,19 +38,19 @@ def model_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {called[key]: value for key, value in state.items()}
 
 
-def optimizer_state(found: Mapping[Any, Any], where: Place, ids: Mapping[int, str] | None = None) -> dict[str, Any]:
+def optimizer_state(saved: Mapping[Any, Any], where: Place, ids: Mapping[int, str] | None = None) -> dict[str, Any]:
     """An optimizer's state dict as ours: ``state`` by FQN, ``param_groups`` with the FQNs as ``params``.
 
-    Integer ids become names if ``ids`` or the groups' ``param_names`` tell them, else stay integers (a live optimizer
+    Integer ids become names if ``ids`` or the groups' ``param_names`` say which, else stay integers (a live optimizer
     knows its own). A step that is a number becomes the float32 scalar that torch's optimizers keep.
     """
-    groups = [dict(group) for group in found.get("param_groups", ())]
+    groups = [dict(group) for group in saved.get("param_groups", ())]
     known: dict[Any, str] = dict(ids or {})
     for group in groups:
-        told = group.pop("param_names", None)
-        if isinstance(told, (list, tuple)) and len(told) == len(group.get("params", ())):
-            known.update(zip(group["params"], told, strict=True))
-    state = found.get("state", {})
+        names = group.pop("param_names", None)
+        if isinstance(names, (list, tuple)) and len(names) == len(group.get("params", ())):
+            known.update(zip(group["params"], names, strict=True))
+    state = saved.get("state", {})
     called = unwrapped([known.get(key, key) for key in [*state, *(p for g in groups for p in g.get("params", ()))]])
 
     def name(key: Any) -> Any:
@@ -65,7 +62,7 @@ def optimizer_state(found: Mapping[Any, Any], where: Place, ids: Mapping[int, st
     return {
         "state": {name(key): _own_step(value, where) for key, value in state.items()},
         "param_groups": groups,
-        **{key: value for key, value in found.items() if key not in ("state", "param_groups")},
+        **{key: value for key, value in saved.items() if key not in ("state", "param_groups")},
     }
 
 
@@ -73,8 +70,3 @@ def _own_step(state: Any, where: Place) -> Any:
     if not isinstance(state, Mapping) or type(state.get("step")) not in (int, float):
         return state
     return {**state, "step": float_scalar(float(state["step"]), where)}
-
-
-def is_tensor(value: object) -> bool:
-    """Whether a leaf is a tensor that lies somewhere."""
-    return isinstance(value, Stored)

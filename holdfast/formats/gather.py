@@ -1,7 +1,4 @@
-"""Elements that lie scattered in a storage, written out row-major in bounded memory.
-
-`stored.strided` has it called once such a tensor is read. Never holds more than a tile and what is read for it.
-"""
+"""Elements that lie scattered in a storage, written out row-major in bounded memory."""
 
 from __future__ import annotations
 

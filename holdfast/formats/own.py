@@ -1,7 +1,4 @@
-"""A checkpoint of holdfast: its manifest, proved, and what that names.
-
-`Checkpoint` asks an `Own` whatever it asks the reader of another format; `read_manifest` is for all who need no more.
-"""
+"""A checkpoint of holdfast: its manifest, checked, and what the manifest names."""
 
 from __future__ import annotations
 

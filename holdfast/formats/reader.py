@@ -1,7 +1,4 @@
-"""What an opened checkpoint answers, of holdfast or of another library: the protocol behind `Checkpoint`.
-
-`own.Own` answers for checkpoints of holdfast, `foreign.Foreign` for all others.
-"""
+"""What an opened checkpoint answers, of holdfast (`Own`) or of another library (`Foreign`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a tree from a torch file is: a module's state dict, an optimizer's, or a trainer's dict of such and more.
-
-`full`, `training_files` and `huggingface` call `arranged`. Decides by what lies in the tree and by customary keys; what
-it does not recognise stays where it is, under its own key.
-"""
+"""What a tree from a torch file is: a module's state dict, an optimizer's, or a trainer's dict of such and more."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ _DEEP = 4
 
 
 class Arranged(NamedTuple):
-    """A state under our names, and the training step if it is told."""
+    """A state under our names, and the training step if it is known."""
 
     state: dict[str, Any]
     step: int | None
@@ -114,7 +110,7 @@ def optimizer(state: Mapping[Any, Any], where: Place) -> dict[str, Any]:
 
 
 def step_of(tree: Mapping[Any, Any]) -> int | None:
-    """The training step that a trainer's dict tells at its top."""
+    """The training step at the top of a trainer's dict."""
     for key in _STEP_KEYS:
         value = tree.get(key)
         if isinstance(value, Stored) and value.shape == () and value.dtype in ("int64", "int32"):
@@ -129,13 +125,13 @@ def _models(tree: Mapping[Any, Any], where: Place) -> dict[str, Any]:
     for keys in _MODEL_KEYS:
         for key in keys:
             _refuse_module(tree.get(key), key, where)
-        found = {
+        models = {
             key: tree[key]
             for key in keys
             if key in tree and _holds_tensors(tree[key], _DEEP) and not is_optimizer_state(tree[key])
         }
-        if found:
-            return {key: _each_model(value, where) for key, value in found.items()}
+        if models:
+            return {key: _each_model(value, where) for key, value in models.items()}
     return {}
 
 
@@ -147,17 +143,17 @@ def _each_model(value: Any, where: Place) -> Any:
 
 def _optimizers(tree: Mapping[Any, Any], where: Place) -> dict[str, Any]:
     """Top keys under which state of optimizers lies, with that: one, a list or a dict of several."""
-    found: dict[str, Any] = {}
+    optimizers: dict[str, Any] = {}
     for key, value in tree.items():
         if is_optimizer_state(value):
-            found[key] = optimizer(value, where)
+            optimizers[key] = optimizer(value, where)
         elif isinstance(value, (list, tuple)) and value and all(map(is_optimizer_state, value)):
             each = [optimizer(one, where) for one in value]
-            found[key] = each[0] if len(each) == 1 else each
+            optimizers[key] = each[0] if len(each) == 1 else each
         elif isinstance(value, dict) and value and all(map(is_optimizer_state, value.values())):
             by_name = {name: optimizer(one, where) for name, one in value.items()}
-            found[key] = next(iter(by_name.values())) if len(by_name) == 1 else by_name
-    return found
+            optimizers[key] = next(iter(by_name.values())) if len(by_name) == 1 else by_name
+    return optimizers
 
 
 def _holds_tensors(value: Any, depth: int) -> bool:
@@ -165,9 +161,6 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         inside = value.values() if isinstance(value, dict) else value
         return depth > 0 and any(_holds_tensors(v, depth - 1) for v in inside)
     return is_tensor(value)
-
-
-# Modules and sharded tensors
 
 
 def _refuse_module(value: Any, key: str, where: Place) -> None:

@@ -1,8 +1,4 @@
-"""Pickled DTensors and ShardedTensors as shares of a whole, and the state trees of all ranks joined into one.
-
-Readers of formats with a file for each rank call `join_ranks` (or `join_nodes`). Never takes for replicas what it
-could not compare.
-"""
+"""Pickled DTensors and ShardedTensors as shares of a whole, and the state trees of all ranks joined into one."""
 
 from __future__ import annotations
 
@@ -20,6 +16,7 @@ from holdfast.formats.simplified import MAX_DEPTH, MAX_LEAVES, PerRank
 from holdfast.formats.stored import Stored, joined
 from holdfast.ondisk.box import Box, inside
 from holdfast.plan.spread import Split
+from holdfast.storage.place import Place
 
 # One leaf of one rank
 
@@ -60,9 +57,6 @@ def share_of(leaf: Record | Share, rank: int, where: str) -> Share:
         raise Damaged(f"{where} is a {kind} that cannot be made out: {type(error).__name__}: {error}") from None
 
 
-# DTensor
-
-
 def _attributes(record: Record) -> dict[str, Any]:
     """What an object had: its attributes, and its slots, which pickles keep apart."""
     state = record.state
@@ -72,8 +66,8 @@ def _attributes(record: Record) -> dict[str, Any]:
 
 
 def _dtensor(leaf: Record, rank: int) -> Share:
-    found = _attributes(leaf)
-    local, spec = found["_local_tensor"], _attributes(found["_spec"])
+    attributes = _attributes(leaf)
+    local, spec = attributes["_local_tensor"], _attributes(attributes["_spec"])
     shape = sizes_of(leaf.args[1])
     if not isinstance(local, Stored):
         raise Unsupported(f"is a DTensor of {getattr(local, 'name', type(local).__name__)}; save plain local tensors")
@@ -99,40 +93,39 @@ def _split(placement: Record, ndim: int, strides: int) -> Split | None:
 
 def _strides_of(order: Any, sizes: tuple[int, ...]) -> dict[int, int]:
     """An order of cutting that torch tells apart from the placements, as strides (see `spread`)."""
-    found: dict[int, int] = {}
+    strides: dict[int, int] = {}
     for entry in order:
         _, axes = entry.args if isinstance(entry, Record) else entry
         for place, axis in enumerate(axes):
-            found[axis] = prod(sizes[before] for before in axes[:place] if before > axis)
-    return found
+            strides[axis] = prod(sizes[before] for before in axes[:place] if before > axis)
+    return strides
 
 
 def mesh_of(record: Record, rank: int) -> Mesh:
     """The mesh that a pickled DeviceMesh of any torch since 2.0 stands for, as ``rank`` saw it."""
-    found = _attributes(record)
-    ranks, layout = found.get("mesh", found.get("_mesh")), found.get("_layout")
-    told = "_coordinate_on_dim" in found
-    coordinate = tuple(found["_coordinate_on_dim"]) if found.get("_coordinate_on_dim") is not None else None
+    attributes = _attributes(record)
+    ranks, layout = attributes.get("mesh", attributes.get("_mesh")), attributes.get("_layout")
+    is_saved, saved = "_coordinate_on_dim" in attributes, attributes.get("_coordinate_on_dim")
+    coordinate = None if saved is None else tuple(saved)
     if isinstance(ranks, Stored):  # until 2.8
-        if not told:
+        if not is_saved:
             where = (ranks.read() == rank).nonzero().tolist()
             coordinate = tuple(where[0]) if where else None
         return Mesh(ranks.shape, coordinate)
     axes = _axes(layout)
-    if not told:
-        at = next((i for i, who in enumerate(found["_rank_map"].read().tolist()) if who == rank), None)
+    if not is_saved:
+        at = next((i for i, who in enumerate(attributes["_rank_map"].read().tolist()) if who == rank), None)
         coordinate = None if at is None else tuple(_index(at, axis) for axis in axes)
     return Mesh(tuple(prod(size for size, _ in axis) for axis in axes), coordinate)
 
 
 def _axes(layout: Any) -> list[list[tuple[int, int]]]:
     """For each axis of a mesh (size, stride) pairs over the list of all its ranks: one, or more if it was flattened."""
-    found = _attributes(layout)
-    if "axes" in found:  # since 2.12
-        return [
-            list(zip(_flat(axis.get("shape")), _flat(axis.get("stride")), strict=True)) for axis in found["axes"]
-        ]  # fmt: skip
-    sizes, strides = found["shape"], found["stride"]
+    attributes = _attributes(layout)
+    if "axes" in attributes:  # since 2.12
+        axes = [(axis.get("shape"), axis.get("stride")) for axis in attributes["axes"]]
+        return [list(zip(_flat(sizes), _flat(strides), strict=True)) for sizes, strides in axes]
+    sizes, strides = attributes["shape"], attributes["stride"]
     if isinstance(sizes, int):
         sizes, strides = (sizes,), (strides,)
     return [list(zip(_flat(n), _flat(s), strict=True)) for n, s in zip(sizes, strides, strict=True)]
@@ -149,25 +142,19 @@ def _index(at: int, axis: list[tuple[int, int]]) -> int:
     return index
 
 
-# ShardedTensor
-
-
 def _sharded_tensor(leaf: Record) -> Share:
     shards, metadata = leaf.state[0], leaf.state[1]
     shape = sizes_of(_attributes(metadata)["size"])
     parts, dtype = [], leaf.args[0] if leaf.args else ""
     for shard in shards:
-        found = _attributes(shard)
-        told = _attributes(found["metadata"])
-        box, tensor = Box(sizes_of(told["shard_offsets"]), sizes_of(told["shard_sizes"])), found["tensor"]
+        held = _attributes(shard)
+        place, tensor = _attributes(held["metadata"]), held["tensor"]
+        box = Box(sizes_of(place["shard_offsets"]), sizes_of(place["shard_sizes"]))
         if not isinstance(tensor, Stored) or tensor.shape != box.lengths or not inside(box, shape):
             raise Damaged(f"its shard {box} is no part of a tensor of shape {list(shape)}")
         dtype = tensor.dtype
         parts.append((box.offsets, tensor))
     return Share(dtype, shape, tuple((offsets, part) for offsets, part in parts if 0 not in part.shape))
-
-
-# All ranks
 
 
 def join_ranks(trees: Sequence[Any], where: str = "") -> Any:
@@ -184,27 +171,27 @@ def join_nodes(nodes: Mapping[str, Sequence[tuple[int, Any]]], world_size: int, 
     leaves: list[tuple[str, Sequence[tuple[int, Any]]]] = []
     count = 0
 
-    def shape_of(found: Sequence[tuple[int, Any]], at: str, depth: int) -> Any:
+    def shape_of(held: Sequence[tuple[int, Any]], at: str, depth: int) -> Any:
         nonlocal count
         count += 1
         if depth > MAX_DEPTH or count > MAX_LEAVES:
             raise Damaged(f"{where}{at[:200]} is nested without end: it contains itself")
-        first = found[0][1]
-        if all(isinstance(node, dict) for _, node in found):
+        first = held[0][1]
+        if all(isinstance(node, dict) for _, node in held):
             below: dict[Any, list[tuple[int, Any]]] = {}
-            for rank, node in found:
+            for rank, node in held:
                 for key, value in node.items():
                     below.setdefault(key, []).append((rank, value))
             return {k: shape_of(values, f"{at}/{k}" if at else str(k), depth + 1) for k, values in below.items()}
-        if _walked(first) and all(type(node) is type(first) and len(node) == len(first) for _, node in found):
+        if _walked(first) and all(type(node) is type(first) and len(node) == len(first) for _, node in held):
             inner = [
-                shape_of([(rank, node[i]) for rank, node in found], f"{at}/{i}", depth + 1) for i in range(len(first))
+                shape_of([(rank, node[i]) for rank, node in held], f"{at}/{i}", depth + 1) for i in range(len(first))
             ]
             return type(first)(inner)
-        leaves.append((at, found))
+        leaves.append((at, held))
         return _Leaf(len(leaves) - 1)
 
-    trees = {name: shape_of(found, name, 0) for name, found in nodes.items()}
+    trees = {name: shape_of(held, name, 0) for name, held in nodes.items()}
     answers = join_leaves(leaves, world_size, where)
     return {name: _filled(tree, answers) for name, tree in trees.items()}
 
@@ -234,25 +221,25 @@ def _filled(node: Any, answers: list[Any]) -> Any:
 
 def join_leaves(leaves: Sequence[tuple[str, Sequence[tuple[int, Any]]]], world_size: int, where: str = "") -> list[Any]:
     """Each leaf's name and what the ranks that have it hold there, as one."""
-    plain = [[leaf for _, leaf in found] for _, found in leaves]
+    plain = [[leaf for _, leaf in held] for _, held in leaves]
     tensors = [group if len(group) > 1 and all(isinstance(v, Stored) for v in group) else [] for group in plain]
     equal = same_tensors(tensors)
     answers: list[Any] = []
-    for (at, found), group, compared, same in zip(leaves, plain, tensors, equal, strict=True):
+    for (at, held), group, compared, same in zip(leaves, plain, tensors, equal, strict=True):
         if any(map(is_sharded, group)):
-            answers.append(_joined(f"{where}{at}", found))
+            answers.append(_joined(f"{where}{at}", held))
         elif same if compared else all(alike(group[0], other) for other in group[1:]):
             answers.append(group[0])
         else:
-            held = dict(found)
-            answers.append(PerRank(tuple(held.get(rank) for rank in range(world_size))))
+            by_rank = dict(held)
+            answers.append(PerRank(tuple(by_rank.get(rank) for rank in range(world_size))))
     return answers
 
 
-def _joined(name: str, found: Sequence[tuple[int, Any]]) -> Stored:
-    if not all(is_sharded(leaf) for _, leaf in found):
+def _joined(name: str, held: Sequence[tuple[int, Any]]) -> Stored:
+    if not all(is_sharded(leaf) for _, leaf in held):
         raise Damaged(f"{name} is sharded on some ranks and not on others: the files are of different saves")
-    shares = [share_of(leaf, rank, name) for rank, leaf in found]
+    shares = [share_of(leaf, rank, name) for rank, leaf in held]
     kinds = {(share.dtype, share.shape) for share in shares if share.parts} or {(shares[0].dtype, shares[0].shape)}
     if len(kinds) > 1 or len({share.shape for share in shares}) > 1:
         raise Damaged(f"{name} is seen differently by the ranks ({sorted(map(str, kinds))}): files of several saves")
@@ -260,12 +247,35 @@ def _joined(name: str, found: Sequence[tuple[int, Any]]) -> Stored:
     whole = joined(dtype, shape, (part for share in shares for part in share.parts))
     fault = whole.fault()
     if fault:
-        ranks = [rank for rank, _ in found]
+        ranks = [rank for rank, _ in held]
         raise Damaged(
             f"{name} ({dtype} of shape {list(shape)}) is not whole with what ranks {_short(ranks)} hold: {fault}. Is "
             "the file of another rank missing?"
         )
     return whole
+
+
+def prove_joined(state: Mapping[str, Any], where: Place, instead: str) -> None:
+    """Raise Unsupported if most tensors of a joined state are others for each rank, and none says where it belongs.
+
+    ``instead``: how to save so that they do. What counts are floating point tensors: generators differ rightly.
+    """
+    whole, apart = 0, []
+    todo: list[tuple[str, Any]] = [("", state)]
+    while todo:
+        at, node = todo.pop()
+        if isinstance(node, dict):
+            todo += [(f"{at}/{key}" if at else str(key), value) for key, value in node.items()]
+        elif isinstance(node, PerRank):
+            apart += [at] * any(isinstance(v, Stored) and "float" in v.dtype for v in node.values)
+        else:
+            whole += isinstance(node, Stored) and "float" in node.dtype
+    if len(apart) > whole:
+        raise Unsupported(
+            f"{where}: {len(apart)} tensors, such as {min(apart)}, differ between its files. If these are the parts "
+            f"that ranks held, nothing says where they belong: {instead}. If the numbers in the names are steps, open "
+            "one of the files"
+        )
 
 
 def _short(ranks: list[int]) -> str:

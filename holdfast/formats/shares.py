@@ -1,7 +1,4 @@
-"""What one rank holds of a tensor that is cut over many: its boxes of the whole, and the bytes of each.
-
-Readers of formats with a part for each rank make `Share`s of the parts. Never reads a byte of a tensor.
-"""
+"""What one rank holds of a tensor that is cut over many: its boxes of the whole, and the bytes of each."""
 
 from __future__ import annotations
 
@@ -41,12 +38,11 @@ class Mesh(NamedTuple):
 
 
 def sizes_of(values: Any) -> tuple[int, ...]:
-    """Sizes or offsets as a file tells them. Raises ValueError for anything else, TypeError for no sequence."""
-    found = tuple(values)
-    for n in found:
-        if type(n) is not int or n < 0:
-            raise ValueError(f"{str(values)[:60]} are no sizes")
-    return found
+    """Sizes or offsets from a file. Raises ValueError for anything else, TypeError for no sequence."""
+    sizes = tuple(values)
+    if not all(type(n) is int and n >= 0 for n in sizes):
+        raise ValueError(f"{str(values)[:60]} are no sizes")
+    return sizes
 
 
 def placed_share(

@@ -1,7 +1,4 @@
-"""Values as foreign files hold them, as the plain ones that a state of ours holds.
-
-Readers and `assemble` call `simplified`. Never makes an object of a class that a file names.
-"""
+"""Values as foreign files hold them, turned into the plain ones that a state of ours holds."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def simplified(node: Any, path: Place) -> Any:
     if arrays.is_array(node):
         return arrays.array_of(node, path)
     if node.name.startswith("torch.") and node.name.rpartition(".")[2] in _TENSORS:
-        raise Unsupported(f"a {node.name} is no tensor that can be told apart from here")
+        raise Unsupported(f"a {node.name} is a part of a tensor that is not known here")
     if node.name == "_io.BytesIO" and isinstance(node.state, tuple) and node.state:
         return node.state[0]
     if node.name.startswith("datetime."):
@@ -60,8 +57,6 @@ def simplified(node: Any, path: Place) -> Any:
         return node.items
     if node.elements:
         return node.elements
-    if isinstance(node.state, dict):
-        return node.state
     if node.state is not None:
         return node.state
     return node.args[0] if len(node.args) == 1 else list(node.args)
@@ -84,7 +79,7 @@ def _time(node: Record) -> Any:
         if kind in _TIMES and args and isinstance(args[0], bytes):
             return _TIMES[kind](args[0]).isoformat()
     except (TypeError, ValueError, OverflowError):
-        pass  # told as it stands
+        pass
     return list(args)
 
 

@@ -1,8 +1,4 @@
-"""Where foreign bytes lie: a file, memory, or what must be unpacked first; and stretches of them.
-
-Every reader of a format points at bytes with these; `read.read` opens them. Never holds a descriptor that nobody
-reads from, but for the last few files that were unpacked.
-"""
+"""Where foreign bytes lie: a file, memory, or what must be unpacked first; and stretches of them."""
 
 from __future__ import annotations
 
@@ -88,11 +84,11 @@ class File:
 @contextmanager
 def opened(source: Source) -> Iterator[Descriptors | StorePlace]:
     """What to read a source from; descriptors are closed at the end."""
-    found = source.open()
+    handle = source.open()
     try:
-        yield found
+        yield handle
     finally:
-        for descriptor in found if isinstance(found, tuple) else ():
+        for descriptor in handle if isinstance(handle, tuple) else ():
             if descriptor is not None:
                 os.close(descriptor)
 
@@ -100,10 +96,10 @@ def opened(source: Source) -> Iterator[Descriptors | StorePlace]:
 def file(path: Place) -> File:
     """The file at ``path``. Raises FileNotFoundError, StorageError (for what is no regular file, too)."""
     with naming_unless_missing(path, "open"):
-        found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for ever
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
         raise StorageError(f"cannot open {path}: it is no regular file")
-    return File(path, found.st_size)
+    return File(path, status.st_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,10 +272,10 @@ class Stretch:
     def read(self, begin: int = 0, nbytes: int | None = None) -> bytes:
         """Bytes of it, all by default. Raises Damaged if the source ends before."""
         part = self.part(begin, self.nbytes - begin if nbytes is None else nbytes).located()
-        found = part.source.read(part.begin, part.nbytes)
-        if len(found) < part.nbytes:
-            raise Damaged(f"{self.source.path} ends at byte {part.begin + len(found)}")
-        return found
+        data = part.source.read(part.begin, part.nbytes)
+        if len(data) < part.nbytes:
+            raise Damaged(f"{self.source.path} ends at byte {part.begin + len(data)}")
+        return data
 
 
 def all_of(source: Source) -> Stretch:

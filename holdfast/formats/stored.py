@@ -1,7 +1,4 @@
-"""A tensor as it lies in foreign files: its boxes, each a stretch of bytes; cut, joined and reshaped unread.
-
-Every reader of a format describes tensors with these. Never reads a byte of a tensor.
-"""
+"""A tensor as it lies in foreign files: its boxes, each a stretch of bytes; cut, joined and reshaped unread."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class Opaque:
 class Stored:
     """A tensor of torch's dtype name and global shape; ``pieces`` tile it, each row-major in its stretch.
 
-    Two are equal if they are the same bytes of the same files: how tied weights are told.
+    Two are equal if they are the same bytes of the same files: so tied weights are recognised.
     """
 
     dtype: str
@@ -80,11 +77,11 @@ class Stored:
 
 
 def _shape(shape: Iterable[Any], path: Place) -> tuple[int, ...]:
-    found = tuple(shape)
-    if len(found) > MAX_AXES or not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in found):
-        told = [n if isinstance(n, int) and n.bit_length() < 100 else type(n).__name__ for n in found[:5]]
-        raise Damaged(f"{path}: {told} is no shape of a tensor: the file was altered")
-    return found
+    sizes = tuple(shape)
+    if len(sizes) > MAX_AXES or not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in sizes):
+        short = [n if isinstance(n, int) and n.bit_length() < 100 else type(n).__name__ for n in sizes[:5]]
+        raise Damaged(f"{path}: {short} is no shape of a tensor: the file was altered")
+    return sizes
 
 
 def _itemsize(dtype: str, path: Place) -> int:
@@ -156,14 +153,14 @@ def strided(
 
 def joined(dtype: str, shape: Sequence[int], parts: Iterable[tuple[Sequence[int], Stored]]) -> Stored:
     """A tensor from its shards, each with its offsets. Shards equal in place (replicas) count once."""
-    found: dict[Box, Stretch] = {}
+    pieces: dict[Box, Stretch] = {}
     for offsets, part in parts:
         if part.dtype != dtype or len(offsets) != len(part.shape) or len(offsets) != len(shape):
             raise _misfit(part, f"a shard at {list(offsets)}", dtype, shape)
         for box, stretch in part.pieces:
             moved = Box(tuple(a + b for a, b in zip(offsets, box.offsets, strict=True)), box.lengths)
-            found.setdefault(moved, stretch)
-    return Stored(dtype, tuple(shape), tuple(found.items()))
+            pieces.setdefault(moved, stretch)
+    return Stored(dtype, tuple(shape), tuple(pieces.items()))
 
 
 def _misfit(part: Stored, what: str, dtype: str, shape: Sequence[int]) -> Damaged:
@@ -177,16 +174,16 @@ def _where(tensor: Stored) -> str:
 def from_flat(dtype: str, shape: Sequence[int], parts: Iterable[tuple[int, Stored]]) -> Stored:
     """A tensor from parts of itself flattened: each a 1-dimensional tensor with its first element's number."""
     shape, size = tuple(shape), dtypes.itemsize(dtype)
-    found: dict[Box, Stretch] = {}
+    pieces: dict[Box, Stretch] = {}
     for start, part in parts:
         if part.dtype != dtype or len(part.shape) != 1 or start < 0 or start + part.shape[0] > prod(shape):
             raise _misfit(part, f"a flat part from element {start} on", dtype, shape)
         for piece, stretch in part.pieces:
             first, at = start + piece.offsets[0], 0
             for box in flat_boxes(shape, first, first + piece.lengths[0]):
-                found.setdefault(box, stretch.part(at, box.size * size))
+                pieces.setdefault(box, stretch.part(at, box.size * size))
                 at += box.size * size
-    return Stored(dtype, shape, tuple(found.items()))
+    return Stored(dtype, shape, tuple(pieces.items()))
 
 
 def concatenated(parts: Sequence[Stored], dim: int = 0) -> Stored:
@@ -220,12 +217,6 @@ def cut(tensor: Stored, start: int, stop: int) -> Stored:
         moved = Box((share.offsets[0] - start, *share.offsets[1:]), share.lengths)
         pieces.append((moved, stretch.part(skip, share.lengths[0] * row)))
     return Stored(tensor.dtype, (stop - start, *rest), tuple(pieces))
-
-
-def row(tensor: Stored, index: int) -> Stored:
-    """One row of a tensor, without the first axis: a layer of stacked layers."""
-    one = cut(tensor, index, index + 1)
-    return Stored(one.dtype, one.shape[1:], tuple((Box(b.offsets[1:], b.lengths[1:]), s) for b, s in one.pieces))
 
 
 def reshaped(tensor: Stored, shape: Sequence[int]) -> Stored:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import Damaged
-from holdfast.formats.machine.all_ranks import prove_all
+from holdfast.formats.members import prove_all
 
 
 @pytest.mark.parametrize(

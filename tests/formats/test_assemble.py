@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint import Checkpoint
-from holdfast.formats.assemble import Found, assemble
+from holdfast.formats.assemble import ForeignState, assemble
 from holdfast.formats.machine.pickles import Name, Record
 from holdfast.formats.simplified import PerRank
 from holdfast.formats.sources import all_of, file
@@ -29,7 +29,7 @@ def tensor(tmp_path: Path) -> Stored:
 
 
 def opened(state: dict[str, Any], path: Path = LocalPlace("/there"), **facts: Any) -> Checkpoint:
-    return Checkpoint(path, reader=assemble(Found("a test", state, **facts), path))
+    return Checkpoint(path, reader=assemble(ForeignState("a test", state, **facts), path))
 
 
 def test_what_it_is_goes_through(tensor: Stored) -> None:

@@ -216,27 +216,13 @@ def test_without_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_without_zero(tmp_path: Path, fused: bool, dtype: torch.dtype) -> None:
-    run = run_of([*SHAPES, (5, 3), (40,), (40,)], 2)
-    run.dtype, run.tied = dtype, {"head.weight": "layer3.weight"}
-    run.frozen, run.buffers = {"frozen": torch.rand(5, 3).to(dtype)}, {"scale": torch.rand(40).to(dtype)}
-    state = check(run, write(tmp_path, half(run, fused=fused))).state_dict()
-    assert state["optimizer_wrapper"] == {"cur_scale": 8.0}
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_masters_that_could_be_two_parameters(tmp_path: Path, fused: bool) -> None:
+def test_half_precision_without_zero(tmp_path: Path, fused: bool) -> None:
+    """Its fp32 weights have no names: they stay beside the optimizer, under the numbers that DeepSpeed gave them."""
     run = run_of(SHAPES)
     run.dtype = torch.bfloat16
-    run.masters |= {"a.bias": torch.zeros(4), "b.bias": torch.zeros(4)}
-    run.states |= {"a.bias": {k: torch.ones(4) for k in run.states["layer0.weight"]}}
-    run.states |= {"b.bias": {k: torch.full((4,), 2.0) for k in run.states["layer0.weight"]}}
     run.groups = [list(run.masters)]
     state = holdfast.open(write(tmp_path, half(run, fused=fused))).state_dict()
-    assert same(
-        state["model"]["layer0.weight"], run.masters["layer0.weight"].bfloat16()
-    )  # nothing is lost, nor guessed
+    assert same(state["model"]["layer0.weight"], run.masters["layer0.weight"].bfloat16())
     kept = state["optimizer_wrapper"]["fp32_groups_flat"] if fused else state["optimizer_wrapper"]["fp32_groups"][0]
     assert sum(t.numel() for t in kept) == sum(t.numel() for t in run.masters.values())
     assert state["optimizer"]["param_groups"][0]["params"] == list(range(len(kept)))

@@ -26,7 +26,7 @@ from holdfast.formats.shares import Mesh
 from holdfast.formats.simplified import PerRank
 from holdfast.formats.sources import Memory, Stretch, all_of
 from holdfast.formats.stored import Stored, cut, of_bytes
-from holdfast.formats.torch_save import rank_files
+from holdfast.formats.torch_save import full
 from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
 from tests.formats.truth import same
@@ -322,20 +322,21 @@ def test_files_that_ranks_saved_each_for_itself(tmp_path: Path, pattern: str) ->
     template = folder / pattern.replace("{:03d}", "{rank}").replace("{}", "{rank}")
     paths = [template] if "/" in pattern else [template, folder]
     for path in paths:
-        found = rank_files.read(path)
+        found = full.read(path)
         assert found is not None and found.world_size == 4
         opened = assemble(found, path)
         assert sorted(opened.manifest.tensors) == sorted(f"model/{name}" for name in truth)
         assert [name for name, whole in truth.items() if not same(found.state["model"][name].read(), whole)] == []
     (folder / pattern.format(1)).unlink()
     with pytest.raises(holdfast.Damaged, match="the file of rank 1 is missing"):
-        rank_files.read(template)
+        full.read(template)
 
 
 def test_files_that_are_numbered_are_not_taken_for_ranks(tmp_path: Path) -> None:
     for epoch in range(3):
         torch.save({"w": torch.full((3,), float(epoch))}, tmp_path / f"epoch_{epoch}.pt")
-    assert rank_files.read(tmp_path) is None
-    assert rank_files.read(tmp_path / "other_{rank}.pt") is None
+    with pytest.raises(holdfast.NotACheckpoint, match="several files of one kind"):
+        full.read(tmp_path)
+    assert full.read(tmp_path / "other_{rank}.pt") is None
     with pytest.raises(holdfast.Unsupported, match="differ between its files.*open one of the files"):
-        rank_files.read(tmp_path / "epoch_{rank}.pt")
+        full.read(tmp_path / "epoch_{rank}.pt")

@@ -30,7 +30,6 @@ from holdfast.formats.stored import (
     of_bytes,
     plain,
     reshaped,
-    row,
     strided,
 )
 from holdfast.ondisk import dtypes
@@ -275,13 +274,10 @@ def programs(draw: st.DrawFn) -> tuple[torch.Tensor, Stored]:
     tensor = counted(shape, draw(st.sampled_from([torch.int32, torch.int64])))
     found = held(tensor)
     for _ in range(draw(st.integers(1, 6))):
-        step = draw(st.sampled_from(["cut", "row", "reshaped", "flat", "doubled", "split"]))
+        step = draw(st.sampled_from(["cut", "reshaped", "flat", "doubled", "split"]))
         if step == "cut" and tensor.dim():
             a, b = sorted(draw(st.tuples(*[st.integers(0, tensor.shape[0])] * 2)))
             tensor, found = tensor[a:b], cut(found, a, b)
-        elif step == "row" and tensor.dim() and tensor.shape[0]:
-            i = draw(st.integers(0, tensor.shape[0] - 1))
-            tensor, found = tensor[i], row(found, i)
         elif step == "flat":
             try:
                 tensor, found = tensor.reshape(-1), flat(found)
@@ -327,8 +323,8 @@ def test_steps_keep_to_the_file(tmp_path: Path) -> None:
     path, tensor = tmp_path / "a", counted((6, 4))
     path.write_bytes(b"head" + bytes_of(tensor))
     whole = plain("int32", (6, 4), all_of(file(path)).part(4, 96))
-    ((_, stretch),) = row(cut(whole, 2, 5), 1).pieces
-    assert (stretch.source, stretch.begin, stretch.nbytes) == (file(path), 4 + 3 * 16, 16)
+    ((_, stretch),) = cut(whole, 2, 5).pieces
+    assert (stretch.source, stretch.begin, stretch.nbytes) == (file(path), 4 + 2 * 16, 48)
     ((_, stretch),) = reshaped(whole, (2, 12)).pieces
     assert (stretch.begin, stretch.nbytes) == (4, 96)
 
@@ -350,7 +346,7 @@ def test_what_does_not_fit_is_damage_and_names_the_file() -> None:
         lambda: concatenated([one, held(counted((4, 3), torch.int64))]),
         lambda: cut(one, 3, 2), lambda: cut(one, -1, 2), lambda: cut(one, 0, 5),
         lambda: cut(held(torch.tensor(1)), 0, 0),
-        lambda: row(one, 4), lambda: row(one, -1),
+
         lambda: reshaped(one, (4, 4)), lambda: reshaped(one, (-4, -3)),
     ]  # fmt: skip
     for make in wrong:

@@ -32,8 +32,6 @@ def test_equals_the_truth(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "version"),
     [
-        ("torchsnapshot_003_fsdp1_3r", "0.0.1"),
-        ("torchsnapshot_yaml_ddp_2r", "0.0.3"),
         ("torchsnapshot_main_dtensor_4r", "0.1.0"),
         ("torchsnapshot_010_odd", "0.1.0"),
     ],
@@ -47,13 +45,9 @@ def test_equals_the_truth_of_other_versions(tmp_path: Path, name: str, version: 
     checkpoint.verify()
 
 
-def test_what_ranks_have_for_themselves(tmp_path: Path) -> None:
-    checkpoint = holdfast.open(packed.unpacked("torchsnapshot_yaml_ddp_2r", tmp_path))
-    assert checkpoint.step == 17
-    assert sorted(checkpoint.differing) == ["p/mine", "p/nested/x/1", "p/words"]
-    assert [checkpoint.per_rank("p/words", r) for r in range(2)] == [["a", "b"], ["a", "b"] * 2]
-    assert checkpoint.state_dict()["p"]["nested"]["x"][2] == "same"
-    assert "'net' is the model" in checkpoint.reading
+def test_versions_before_0_1_0_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Unsupported, match="before 0.1.0.*take it again"):
+        holdfast.open(packed.unpacked("torchsnapshot_yaml_ddp_2r", tmp_path))
 
 
 def test_values_and_keys_of_every_kind(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""MosaicML Composer: one file of rank 0, archives of every rank with DeepSpeed's files in them, or shards of DCP.
-
-`detect` calls `read`. An archive is unpacked only if its first member is one that Composer writes.
-"""
+"""MosaicML Composer: one file of rank 0, archives of every rank with DeepSpeed's files in them, or shards of DCP."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
-from holdfast.formats.assemble import Found
+from holdfast.formats.assemble import ForeignState
 from holdfast.formats.composer.paths import Save, is_template, matching, saves_in, siblings
 from holdfast.formats.dcp import dcp
 from holdfast.formats.deepspeed.ranks import is_rank_file, read_ranks
@@ -40,7 +37,7 @@ _SECTIONS = frozenset(["model", "module", "optimizer", "rng"])
 Members = dict[str, Stretch]
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The checkpoint of Composer at ``path``: a rank's file or archive, a template with ``{rank}``, or a folder."""
     if is_template(path) and not path.exists():
         return _newest(path, matching(path))
@@ -52,7 +49,7 @@ def read(path: Place) -> Found | None:
     return None if members is None else _read(path, members, "")
 
 
-def _newest(path: Place, saves: list[Save]) -> Found | None:
+def _newest(path: Place, saves: list[Save]) -> ForeignState | None:
     """The newest of several saves that is one of Composer's."""
     count = len({save.files[0].real() for save in saves})
     for save in saves:
@@ -68,9 +65,6 @@ def _newest(path: Place, saves: list[Save]) -> Found | None:
         if content is not None:
             return content
     return None
-
-
-# Files and archives
 
 
 def _members(path: Place) -> Members | None:
@@ -116,7 +110,7 @@ def _begins_as_states(data: Stretch) -> bool:
     return b"state" in start.read(0, min(64, start.nbytes))
 
 
-def _read(path: Place, members: Members, reading: str, save: Save | None = None) -> Found | None:
+def _read(path: Place, members: Members, reading: str, save: Save | None = None) -> ForeignState | None:
     """The save that a file with ``members`` belongs to. None if it only looked like one of Composer's."""
     ranks = {path: members}
     if any(name != _STATES for name in members):
@@ -152,14 +146,14 @@ def _read(path: Place, members: Members, reading: str, save: Save | None = None)
     clashing = below.state.keys() & states.state.keys()
     own = {key: value for key, value in below.state.items() if key not in clashing}
     more = {"deepspeed": {key: below.state[key] for key in clashing}} if clashing else {}
-    return Found(
+    return ForeignState(
         "Composer with DeepSpeed", {**own, **states.state, **more},
         below.step if states.step is None else states.step, below.world_size,
         {**states.producer, **below.producer}, reading,
     )  # fmt: skip
 
 
-def _ranks(files: Members, path: Place, archives: list[Place]) -> Found:
+def _ranks(files: Members, path: Place, archives: list[Place]) -> ForeignState:
     try:
         return read_ranks(files, path)
     except Damaged as error:
@@ -170,10 +164,7 @@ def _ranks(files: Members, path: Place, archives: list[Place]) -> Found:
         ) from error
 
 
-# Shards of DCP
-
-
-def _shards(folder: Place, reading: str = "") -> Found | None:
+def _shards(folder: Place, reading: str = "") -> ForeignState | None:
     """A sharded save: a folder of DCP whose keys are Composer's."""
     metadata = folder / ".metadata"
     if not metadata.is_file():
@@ -186,9 +177,6 @@ def _shards(folder: Place, reading: str = "") -> Found | None:
     return replace(_checkpoint_of(shards.tree, folder, reading), world_size=shards.world_size)
 
 
-# The state
-
-
 def _is_states(tree: Any) -> bool:
     if not isinstance(tree, dict) or not tree.keys() <= {"state", "rng"} or not isinstance(tree.get("state"), dict):
         return False
@@ -198,7 +186,7 @@ def _is_states(tree: Any) -> bool:
     )
 
 
-def _checkpoint_of(tree: Mapping[str, Any], where: Place, reading: str) -> Found:
+def _checkpoint_of(tree: Mapping[str, Any], where: Place, reading: str) -> ForeignState:
     """Composer's own tree as ours: model and optimizer under our names, the rest of `state` and `rng` beside them."""
     held = dict(tree["state"])
     state: dict[str, Any] = {}
@@ -216,7 +204,7 @@ def _checkpoint_of(tree: Mapping[str, Any], where: Place, reading: str) -> Found
     if rng is not None:
         state["rng"] = rng
     world_size = max(len(rng), 1) if isinstance(rng, list) else 1
-    return Found("Composer", state, _step(held, where), world_size, _producer(held), reading)
+    return ForeignState("Composer", state, _step(held, where), world_size, _producer(held), reading)
 
 
 def _whole(model: Any, where: Place) -> Mapping[str, Any]:

@@ -1,7 +1,4 @@
-"""Where the files of one Composer save are: a template, a folder with many saves, or one rank's file of several.
-
-`composer` calls these. Never opens a file.
-"""
+"""Where the files of one Composer save are: a template, a folder with many saves, or one rank's file of several."""
 
 from __future__ import annotations
 

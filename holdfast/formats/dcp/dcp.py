@@ -1,8 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint: a pickled `.metadata`, and `.distcp` files of many small archives.
-
-`detect` calls `read`; readers of formats that are built on DCP (Megatron, OLMo) call `read_folder`. Never reads a
-tensor to open one: its place in its archive is looked up once it is wanted.
-"""
+"""Checkpoints of torch.distributed.checkpoint: a pickled `.metadata`, and `.distcp` files of many small archives."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from holdfast.buffers.memory import no_collection
 from holdfast.commit.folder import HINT_BEGINS
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.formats import members
-from holdfast.formats.assemble import Found
+from holdfast.formats.assemble import ForeignState
 from holdfast.formats.dcp import distcp
 from holdfast.formats.dcp import metadata as dcp_metadata
 from holdfast.formats.dcp.distcp import Entry
@@ -32,7 +28,7 @@ MAX_HOLES = 10_000
 """How many places of a list in a row may hold nothing: empty containers leave no trace."""
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The checkpoint of DCP at ``path``: its folder, a file in it, or a run folder with torchtitan's ``step-<n>``."""
     folder, reading = _folder(path)
     if folder is None:
@@ -40,7 +36,7 @@ def read(path: Place) -> Found | None:
     content = read_folder(folder)
     state, how = own_names({**content.tree, **_beside(folder, content.tree)}, folder)
     version = content.metadata[0].get("version")
-    return Found(
+    return ForeignState(
         "torch.distributed.checkpoint", state, step_of(state), content.world_size,
         {"dcp": str(version)} if version else {}, "; ".join(filter(None, [reading, *how])),
     )  # fmt: skip
@@ -81,9 +77,6 @@ def read_folder(folder: Place) -> DcpState:
         flat = {key: values[key] for key in order}
         tree = _nested(flat, key_paths, folder)
     return DcpState(flat, tree, max(len(paths), files.world_size()), records)
-
-
-# The path
 
 
 def _folder(path: Place) -> tuple[Place | None, str]:
@@ -130,9 +123,6 @@ def _beside(folder: Place, tree: Mapping[str, Any]) -> dict[str, Any]:
     return content if isinstance(content, dict) and not content.keys() & tree.keys() else {"meta": content}
 
 
-# Objects beside the tensors
-
-
 def _values(entries: Mapping[str, Mapping[int, Entry]], ranks: int) -> dict[str, Any]:
     """The objects by key; all of them where each rank wrote its own and they differ."""
     data = distcp.blobs(entry for by_rank in entries.values() for entry in by_rank.values())
@@ -151,9 +141,6 @@ def _values(entries: Mapping[str, Mapping[int, Entry]], ranks: int) -> dict[str,
         else:
             objects[key] = PerRank(tuple(values.get(rank) for rank in range(ranks)))
     return objects
-
-
-# The tree
 
 
 def _key_paths(record: Record, path: Place) -> dict[str, tuple[Any, ...]]:

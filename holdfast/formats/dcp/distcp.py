@@ -1,11 +1,11 @@
 """Entries of DCP's data files: each is an archive of torch.save with one tensor or one object, compressed or not.
 
-`dcp` and `metadata` ask for them. Never reads a tensor's bytes to find them: only the two ends of its archive are read,
-and only once the tensor is wanted.
+To find a tensor only the two ends of its archive are read, and only when the tensor is wanted.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import tempfile
@@ -15,7 +15,6 @@ from math import prod
 from typing import Any, BinaryIO, NamedTuple
 
 from holdfast.errors import Damaged, Unsupported
-from holdfast.formats.machine.compressed import zstandard_for
 from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.sources import File, Memory, Stretch, Unpacked, all_of
 from holdfast.formats.stored import Stored
@@ -50,9 +49,6 @@ class Entry(NamedTuple):
     begin: int
     nbytes: int
     transforms: tuple[str, ...]
-
-
-# Tensors
 
 
 def chunk(entry: Entry, dtype: str, shape: tuple[int, ...]) -> Stretch:
@@ -180,9 +176,6 @@ class _Nameless:
         return disk.read_bytes(self.file.fileno(), nbytes, begin, self.path)
 
 
-# Objects
-
-
 def blobs(entries: Iterable[Entry]) -> dict[Entry, bytes]:
     """The bytes of entries with small objects; neighbours are read together."""
     data: dict[Entry, bytes] = {}
@@ -227,9 +220,6 @@ def value(entry: Entry, data: bytes | None, known: dict[bytes, Any]) -> Any:
     return content
 
 
-# Transforms
-
-
 def _unpack(entry: Entry, limit: int, target: BinaryIO) -> int:
     """Undo the transform of an entry; how many bytes came out. Raises Damaged if they are more than ``limit``."""
     path, key = entry.source.path, entry.key
@@ -239,7 +229,10 @@ def _unpack(entry: Entry, limit: int, target: BinaryIO) -> int:
             f"{path}: {key} was written through {', '.join(entry.transforms)}, extensions that holdfast does not know; "
             "load it with what wrote it and save it again without extensions"
         )
-    zstandard, written = zstandard_for(path), 0
+    try:
+        zstandard, written = importlib.import_module("zstandard"), 0
+    except ImportError:
+        raise Unsupported(f"{path} is packed by Zstandard: pip install 'holdfast-torch[zstd]', or unpack it") from None
     try:
         with zstandard.ZstdDecompressor().stream_reader(_Packed(entry), read_size=_READ) as stream:
             while piece := stream.read(_READ):

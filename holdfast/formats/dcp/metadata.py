@@ -1,8 +1,4 @@
-"""DCP's metadata: which tensors and objects a folder holds, and where in its data files each of their entries lies.
-
-`dcp` calls it for `.metadata`, or for that of each rank. The only data it reads are small tensors of which every rank
-wrote its own.
-"""
+"""DCP's metadata: which tensors and objects a folder holds, and where in its data files each of their entries lies."""
 
 from __future__ import annotations
 

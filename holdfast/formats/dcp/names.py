@@ -1,7 +1,4 @@
-"""Which part of a state that was saved with DCP is the model, which the optimizer, and what its groups are.
-
-`dcp` and readers of formats that are built on it call `own_names`. Reads no tensors but steps and learning rates.
-"""
+"""Which part of a state is the model, which the optimizer, and what its groups are, judged by keys and content."""
 
 from __future__ import annotations
 
@@ -9,7 +6,10 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from holdfast.errors import Damaged
 from holdfast.formats import fqns
+from holdfast.formats.machine.untrusted import damaged_as
+from holdfast.formats.simplified import PerRank
 from holdfast.formats.stored import Stored
 from holdfast.storage.place import Place
 
@@ -54,9 +54,6 @@ def step_of(state: Mapping[str, Any]) -> int | None:
             if type(value) is int:
                 return value
     return None
-
-
-# The model
 
 
 def _lifted(state: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -111,9 +108,6 @@ def _is_application(value: Any) -> bool:
         and any(_is_model(value.get(key)) for key in _MODELS)
         and any(map(_is_optimizer, value.values()))
     )
-
-
-# The optimizer
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -189,3 +183,46 @@ def _comparable(value: Any) -> str:
     if isinstance(value, Stored) and value.nbytes <= 64:  # a learning rate may be a tensor
         return f"{value.dtype} {value.read().tolist()}"
     return repr(value)
+
+
+def own_items(items: Mapping[str, Any], where: Place) -> tuple[dict[str, Any], list[str]]:
+    """The items with the only model as ``model`` and the only optimizer as ``optimizer``, and what was taken for which.
+
+    Several models or optimizers keep the names that they have. Items that are neither stay as they are.
+    """
+    clear = {key: value for key, value in items.items() if isinstance(value, dict) and _is_regular(value)}
+    with damaged_as(f"{where}: a model or an optimizer in it is not one"):
+        named, how = own_names(clear, where)
+    state: dict[str, Any] = {}
+    for key, value in named.items():
+        state[key] = fqns.model_state(value) if key != "model" and _is_bare_model(value) else value
+    for key, value in items.items():
+        if key not in clear:
+            if key in state:
+                raise Damaged(f"{where}: both an item and a part of another are named {key!r}")
+            state[key] = value
+    return state, how
+
+
+def step_in(state: Mapping[str, Any]) -> int | None:
+    """The training step, if an item is named so or holds a number named so."""
+    steps = [item[key] for item in state.values() if isinstance(item, dict) for key in _STEPS if key in item]
+    return next((step for step in [step_of(state), *steps] if type(step) is int), None)
+
+
+def _is_regular(item: Mapping[Any, Any]) -> bool:
+    """Whether an item is none, or a whole optimizer: not one of which each rank names other parameters."""
+    if "param_groups" not in item:
+        return True
+    groups = item["param_groups"]
+    return isinstance(groups, list) and all(
+        isinstance(group, dict) and not isinstance(group.get("params"), PerRank) for group in groups
+    )
+
+
+def _is_bare_model(item: Any) -> bool:
+    return (
+        isinstance(item, dict)
+        and all(isinstance(key, str) and isinstance(value, Stored) for key, value in item.items())
+        and any("float" in value.dtype for value in item.values())
+    )

@@ -1,7 +1,4 @@
-"""DeepSpeed: a run folder with `latest`, or the folder of one tag, saved by ranks or as a universal checkpoint.
-
-`detect` calls `read`; `composer` calls `ranks` with files of its archives. Never follows a tag out of the run folder.
-"""
+"""DeepSpeed: a run folder with `latest`, or the folder of one tag, saved by ranks or as a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from pathlib import Path
 
 from holdfast.errors import Damaged, NotACheckpoint
 from holdfast.formats import members
-from holdfast.formats.ahead import glanced
-from holdfast.formats.assemble import Found
+from holdfast.formats.assemble import ForeignState
 from holdfast.formats.deepspeed.ranks import is_rank_file, read_ranks
 from holdfast.formats.deepspeed.universal import is_universal, read_universal
 from holdfast.formats.machine.untrusted import read_whole
+from holdfast.formats.members import glanced
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.torch_save.training_files import beside
 from holdfast.storage.place import Place
@@ -25,7 +22,7 @@ MAX_TAG = 4096
 """Bytes of a file that names a tag; longer ones are something else."""
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The checkpoint of DeepSpeed at ``path``: a run folder, or the folder of a tag. None if it is neither."""
     if not path.is_dir():
         return None
@@ -35,13 +32,13 @@ def read(path: Place) -> Found | None:
     return None if chosen is None else _with_trainer(path, _read_tag(*chosen))
 
 
-def _read_tag(folder: Place, reading: str) -> Found:
+def _read_tag(folder: Place, reading: str) -> ForeignState:
     names = glanced(filter(is_rank_file, members.names(folder)), lambda name: folder / name)
     files = {name: all_of(file(folder / name)) for name in names}
     return read_universal(folder, files, reading) if is_universal(folder) else read_ranks(files, folder, reading)
 
 
-def _with_trainer(run: Place, tag: Found) -> Found:
+def _with_trainer(run: Place, tag: ForeignState) -> ForeignState:
     """What Hugging Face's Trainer or Accelerate leaves beside `latest`: scheduler, RNG states, its own state."""
     names = members.listed(run)
     more = beside(run, names)

@@ -1,7 +1,4 @@
-"""The files that the ranks of a DeepSpeed run saved, joined: weights, optimizer state, and what else the ranks hold.
-
-`deepspeed` and `composer` call `read_ranks` with the files by name. The ranks that wrote them are counted first.
-"""
+"""The files that the ranks of a DeepSpeed run saved, counted, proved to be of one save, and joined."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
-from holdfast.formats.assemble import Found
-from holdfast.formats.deepspeed.parallel import join_slices
-from holdfast.formats.deepspeed.slice import Slice, slice_of
+from holdfast.formats.assemble import ForeignState
+from holdfast.formats.deepspeed.slice import Slice, join_slices, slice_of
 from holdfast.formats.fqns import optimizer_state, unwrapped
-from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.machine.untrusted import damaged_as
+from holdfast.formats.members import prove_all
 from holdfast.formats.sharded import join_ranks
 from holdfast.formats.sources import Stretch
 from holdfast.storage.place import Place
@@ -36,12 +32,7 @@ def is_rank_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (_OPTIM, _MODEL, _LAYER, _EXPERT))
 
 
-def is_model_file(name: str) -> bool:
-    """Whether a file of this name holds a model's weights, or what remains of them with ZeRO 3."""
-    return bool(_MODEL.fullmatch(name))
-
-
-def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") -> Found:
+def read_ranks(files: Mapping[str, Stretch], where: Place, reading: str = "") -> ForeignState:
     """What the files of one save hold. ``where``: their folder, for errors. Raises Damaged, Unsupported."""
     with damaged_as(f"{where} is not as DeepSpeed writes it", unexpected=True):
         optims, models, layers = sorted_files(files, where)
@@ -66,9 +57,6 @@ def load(stretch: Stretch, key: str) -> Mapping[str, Any]:
     if not isinstance(content, dict) or key not in content:
         raise Damaged(f"{stretch.source.path} is no file of DeepSpeed: it holds no {key}")
     return content
-
-
-# Which files there are
 
 
 def sorted_files(files: Mapping[str, Stretch], where: Place) -> tuple[ByRank, ByRank, ByRank]:
@@ -159,10 +147,7 @@ def _number(model: Mapping[str, Any], key: str) -> int | None:
     return number if type(number) is int and number >= 0 else None
 
 
-# The state
-
-
-def checkpoint_of(whole: Slice, world_size: int, where: Place, reading: str, version: Any) -> Found:
+def checkpoint_of(whole: Slice, world_size: int, where: Place, reading: str, version: Any) -> ForeignState:
     """A checkpoint from all slices joined: names without wrappers, sections under our names."""
     part = whole.optimizer
     named = [*whole.model, *whole.module, *(part.states if part else ())]
@@ -192,7 +177,7 @@ def checkpoint_of(whole: Slice, world_size: int, where: Place, reading: str, ver
         rest = {"client_state": rest}
     state.update(rest)
     state = {key: value for key, value in state.items() if value != {} or key == "model"}
-    return Found(
+    return ForeignState(
         "DeepSpeed", state, step if type(step) is int else None, world_size,
         {"deepspeed": str(version)} if version else {}, reading,
     )  # fmt: skip

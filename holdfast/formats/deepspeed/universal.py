@@ -1,8 +1,4 @@
-"""Universal checkpoints of DeepSpeed: a folder for each parameter, whatever the ranks were that saved.
-
-`deepspeed` calls `read_universal`. Never reads a tensor. Of the flat partitions of one rank, which DeepSpeed leaves
-there, only the step is used.
-"""
+"""Universal checkpoints of DeepSpeed: a folder for each parameter, whatever ranks saved it."""
 
 from __future__ import annotations
 
@@ -12,14 +8,14 @@ from typing import Any
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats import members
-from holdfast.formats.ahead import glanced
 from holdfast.formats.alike import alike
-from holdfast.formats.assemble import Found
+from holdfast.formats.assemble import ForeignState
 from holdfast.formats.deepspeed.ranks import checkpoint_of, load, sorted_files
 from holdfast.formats.deepspeed.slice import Slice, module_weights, others, weights
 from holdfast.formats.deepspeed.zero import GEOMETRY, Partitioned, Shapes, proper, saved_order, spread
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.machine.untrusted import damaged_as
+from holdfast.formats.members import glanced
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.stored import Stored, cut, reshaped
 from holdfast.storage.place import Place
@@ -34,7 +30,7 @@ def is_universal(folder: Place) -> bool:
     return (folder / "zero" / _COMMON).is_file()
 
 
-def read_universal(folder: Place, files: Mapping[str, Stretch], reading: str = "") -> Found:
+def read_universal(folder: Place, files: Mapping[str, Stretch], reading: str = "") -> ForeignState:
     """The universal checkpoint in ``folder``, whose own files are ``files``. Raises Damaged, Unsupported."""
     with damaged_as(f"{folder} is not as DeepSpeed writes it", unexpected=True):
         _, by_rank, _ = sorted_files(files, folder)

@@ -1,7 +1,4 @@
-"""ZeRO's flat partitions as named tensors: fp32 masters and optimizer state, cut where each parameter lies.
-
-`ranks` calls `partitioned` with the contents of all data-parallel ranks' optimizer files. Never reads a partition.
-"""
+"""ZeRO's flat partitions as named tensors: fp32 masters and optimizer state, cut where each parameter lies."""
 
 from __future__ import annotations
 
@@ -121,12 +118,10 @@ def saved_order(names: list[str], ranks: int, config: Any) -> list[str]:
     return [name for _, name in sorted(zip(dealt, names, strict=True))]
 
 
-# ZeRO 1 and 2, and the BF16 optimizer: a group is one flat vector, cut evenly among the ranks
-
-
 def _stage_1_2(
     optims: Sequence[Mapping[str, Any]], base: Sequence[Any], shapes: Sequence[Shapes], where: Place
 ) -> list[_Flat]:
+    """ZeRO 1 and 2, and the BF16 optimizer: a group is one flat vector, cut evenly among the ranks."""
     flats = []
     for g, group in enumerate(shapes):
         masters = [_vector(optim["single_partition_of_fp32_groups"], g, len(shapes), where) for optim in optims]
@@ -146,23 +141,16 @@ def _stage_1_2(
     return flats
 
 
-def _first_id(base: Mapping[str, Any], group: int) -> Any:
-    params = base["param_groups"][group]["params"]
-    return params[0] if params else None
-
-
 def _state_of(base: Mapping[str, Any], key: Any) -> Mapping[str, Any]:
     state: Mapping[str, Any] = base.get("state", {}).get(key, {})
     return state
-
-
-# ZeRO 3: every parameter is cut evenly among the ranks, and a rank's pieces follow each other
 
 
 def _stage_3(
     optims: Sequence[Mapping[str, Any]], base: Sequence[Any], hyper: Sequence[Mapping[str, Any]],
     shapes: Sequence[Shapes], where: Place,
 ) -> list[_Flat]:  # fmt: skip
+    """ZeRO 3: every parameter is cut evenly among the ranks, and a rank's pieces follow each other."""
     if any(optim.get("ds_zero_partition_groups") for optim in optims):
         raise Unsupported(f"{where}: its experts are partitioned over other ranks than the rest (AutoEP), {_UNIVERSAL}")
     owner = [(id_, g) for g, group in enumerate(hyper) for id_ in group["params"]]
@@ -183,9 +171,6 @@ def _stage_3(
 
 
 _UNIVERSAL = "convert it with DeepSpeed's ds_to_universal.py and open what that writes"
-
-
-# Either
 
 
 def _vector(groups: Any, index: int, count: int, where: Place) -> Stored:
@@ -253,9 +238,6 @@ def step_number(value: Any) -> float | None:
     if isinstance(value, Stored) and prod(value.shape) == 1:
         return float(value.read().item())
     return float(value) if type(value) in (int, float) else None
-
-
-# Parameters cut out of the parts of all ranks
 
 
 def proper(shapes: Shapes, where: Place) -> dict[str, tuple[int, ...]]:

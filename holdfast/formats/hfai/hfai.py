@@ -1,7 +1,4 @@
-"""Checkpoints of `hfai.checkpoint.save`: one part a rank, small tensors dealt out among them and large ones cut.
-
-`detect` calls `read`. Never reads a tensor to open one.
-"""
+"""Checkpoints of `hfai.checkpoint.save`: a part a rank; small tensors are dealt out among them, large ones cut."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ from typing import Any
 
 from holdfast.errors import Damaged, Unsupported
 from holdfast.formats import fqns, members, recognise
-from holdfast.formats.ahead import glanced
-from holdfast.formats.assemble import Found
-from holdfast.formats.machine.all_ranks import prove_all
+from holdfast.formats.assemble import ForeignState
 from holdfast.formats.machine.torch_files import is_torch_file, load_file
+from holdfast.formats.members import glanced, prove_all
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored, from_flat
 from holdfast.storage.place import Place
@@ -25,7 +21,7 @@ _PART = re.compile(r"PART_(\d{3,})\.pt")
 _COUNT, _VERSION = "__nshards__", "__version__"
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The checkpoint at ``path``, a folder (whatever its name ends with) or one of its parts; None if it is no such."""
     folder = path.parent if _PART.fullmatch(path.name) and path.is_file() else path
     if not folder.is_dir():
@@ -55,7 +51,7 @@ def read(path: Place) -> Found | None:
         state["model"] = models[0] if len(models) == 1 else models
     if optimizers:
         state["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
-    return Found(
+    return ForeignState(
         "hfai.checkpoint", state, step=recognise.step_of(state), world_size=count,
         producer={"hfai.checkpoint": VERSION}, reading="" if folder == path else f"its folder {folder}",
     )  # fmt: skip
@@ -66,9 +62,6 @@ def _load(folder: Place, name: str) -> Any:
     if not is_torch_file(data):
         raise Damaged(f"{folder / name} is no file of torch.save")
     return load_file(data)
-
-
-# Whether a part is sound and of the same save
 
 
 def _check_version(path: Place, part: Mapping[str, Any]) -> None:
@@ -92,9 +85,6 @@ def _check(path: Place, part: Any, count: int) -> None:
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(isinstance(half, dict) for half in value)
-
-
-# Joining
 
 
 def _model(folder: Place, pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""Weights as Hugging Face's libraries keep them: safetensors and `.bin` files, whole, sharded, or by torch's DCP.
-
-`detect` calls `read`; `training_files` reads the optimizer and what else trainers leave beside the weights. Never reads
-a tensor to open one, except where two files hold one name.
-"""
+"""Weights as Hugging Face's libraries keep them: safetensors and `.bin` files, whole, sharded, or by torch's DCP."""
 
 from __future__ import annotations
 
@@ -14,15 +10,14 @@ import msgspec
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.events import log
-from holdfast.formats import fqns, members, recognise, runs
-from holdfast.formats.ahead import glanced
-from holdfast.formats.assemble import Found
+from holdfast.formats import fqns, members, recognise
+from holdfast.formats.assemble import ForeignState
 from holdfast.formats.huggingface import safetensors_files, weight_sets
-from holdfast.formats.huggingface.safetensors_files import Contents
-from holdfast.formats.huggingface.weight_parts import OFFSETS, VERSION, Part, kind_of, united
+from holdfast.formats.huggingface.safetensors_files import OFFSETS, VERSION, Contents, Part, kind_of, united
 from holdfast.formats.huggingface.weight_sets import OF_RANKS, SHARDS, WeightSet
 from holdfast.formats.machine import torch_files
 from holdfast.formats.machine.untrusted import MAX_JSON, damaged_as, read_whole
+from holdfast.formats.members import glanced
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored
 from holdfast.formats.torch_save import full, training_files
@@ -37,7 +32,7 @@ class _Index(msgspec.Struct):
     metadata: dict[str, Any] | None = None
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The weights at ``path`` and what a trainer left beside them, or None if there are none of this kind.
 
     ``path``: a file of weights, an index, a folder of either (one in a Hugging Face cache, too), or the folder of a
@@ -55,7 +50,7 @@ def read(path: Place) -> Found | None:
     return _read_set(path.parent, [index], "") if index else _read_file(path)
 
 
-def _read_file(path: Place) -> Found | None:
+def _read_file(path: Place) -> ForeignState | None:
     data = all_of(file(path))
     safe = path.suffix == ".safetensors" or safetensors_files.is_safetensors(data)
     count = weight_sets.shard_count(path.name)
@@ -72,10 +67,10 @@ def _read_file(path: Place) -> Found | None:
         log.warning("%s: read is %s", path, reading)
     tensors, producer = united([(path, contents)])
     state = {"model": fqns.model_state(tensors), **_metadata([(path, contents)], {})}
-    return Found("safetensors" if safe else "Hugging Face", state, producer=producer, reading=reading)
+    return ForeignState("safetensors" if safe else "Hugging Face", state, producer=producer, reading=reading)
 
 
-def _read_folder(folder: Place, reading: str) -> Found | None:
+def _read_folder(folder: Place, reading: str) -> ForeignState | None:
     names = members.listed(folder)
     candidates = weight_sets.sets(names)
     below = folder / "sharded"
@@ -94,17 +89,17 @@ def _read_folder(folder: Place, reading: str) -> Found | None:
     return _read_set(folder, [first, *(s for s in candidates[1:] if s.further and s.kind == first.kind)], reading)
 
 
-def _newest(folder: Place, names: Sequence[str]) -> Found | None:
+def _newest(folder: Place, names: Sequence[str]) -> ForeignState | None:
     """The newest checkpoint in the folder of a run."""
     if "model_index.json" in names:
         models = ", ".join(members.folders(folder)[:20])
         raise NotACheckpoint(f"{folder} is a pipeline of diffusers: open one of its models, of {models}")
-    newest = runs.newest(folder, training_files.is_complete)
+    newest = members.newest(folder, training_files.is_complete)
     content = newest and (_read_folder(newest[0], "") or full.read(newest[0]))
     return content and newest and replace(content, reading="; ".join(filter(None, [newest[1], content.reading])))
 
 
-def _read_set(folder: Place, chosen: Sequence[WeightSet], reading: str) -> Found:
+def _read_set(folder: Place, chosen: Sequence[WeightSet], reading: str) -> ForeignState:
     """Weights of a folder and what lies beside them."""
     parts: list[Part] = []
     models: dict[str, Any] = {}
@@ -136,13 +131,10 @@ def _read_set(folder: Place, chosen: Sequence[WeightSet], reading: str) -> Found
     unread = [n for n in names if n not in beside.files and n not in attached]
     if unread:
         reading = f"{reading or ', '.join(s.title for s in chosen)}, and not {', '.join(unread[:10])}"
-    return Found(
+    return ForeignState(
         format, state, step=beside.step, world_size=world_size, producer=producer, reading=reading,
         attachments=attached,
     )  # fmt: skip
-
-
-# Files and indexes
 
 
 def _load(path: Place, *, safe: bool) -> Contents:

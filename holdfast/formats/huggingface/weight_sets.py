@@ -1,7 +1,4 @@
-"""Which files of a folder are one set of weights, judged by the names that Hugging Face's libraries give.
-
-`huggingface` calls `sets` with the names. Pure: never looks into a file.
-"""
+"""Which files of a folder are one set of weights, judged by the names that Hugging Face's libraries give."""
 
 from __future__ import annotations
 

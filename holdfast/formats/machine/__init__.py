@@ -1,1 +1,1 @@
-"""Containers that formats share: pickles, zips, tars, YAML, torch files; nothing is executed."""
+"""Containers that formats share: pickles, zips, tars, torch files; nothing is executed."""

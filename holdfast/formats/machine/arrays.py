@@ -1,7 +1,4 @@
-"""NumPy's arrays and scalars from pickles, without NumPy.
-
-`torch_tensors` adds `CALLS` to the machine; `assemble` calls `array_of`. Never makes an array of objects.
-"""
+"""NumPy's arrays and scalars from pickles, without NumPy."""
 
 from __future__ import annotations
 

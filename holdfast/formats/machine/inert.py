@@ -1,6 +1,6 @@
 """What a pickle may name, and what stands for it: inert records, plain names, and functions of ours for a few.
 
-`pickles` looks names up here. Never imports or looks up what a pickle names: a name is compared with lists.
+A name is compared with lists; it is never imported or looked up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The machine that reads a pickle: a stack, a memo, a position, and limits that keep its cost in proportion.
-
-`pickles` runs it. Never imports, calls or looks up what a pickle names.
-"""
+"""The machine that reads a pickle: a stack, a memo, a position, and limits that keep its cost in proportion."""
 
 from __future__ import annotations
 
@@ -53,8 +50,6 @@ class Machine:
         self.spare = MAX_COPIES * len(data) + (1 << 16)
         self.alike: dict[int, list[Any]] = {}
 
-    # Bytes
-
     def argument(self) -> Any:
         """What follows the opcode before ``at``, as `pickletools` reads it."""
         code = self.data[self.at - 1]
@@ -74,8 +69,6 @@ class Machine:
         text = self.data[self.at : end]
         self.at = end + 1
         return text
-
-    # Stack and memo
 
     def to_mark(self) -> list[Any]:
         values = self.stack
@@ -98,8 +91,6 @@ class Machine:
         if value is NOTHING:
             raise ValueError("nothing was remembered")
         return value
-
-    # What keeps cost in proportion
 
     def charge(self, values: Iterable[Any]) -> None:
         """Count what is about to be copied."""
@@ -135,8 +126,6 @@ class Machine:
     def keys(self, keys: Iterable[Any], count: int = 0) -> Iterator[Any]:
         for i, key in enumerate(keys):
             yield self.key(key, count + i)
-
-    # Names and what is made with them
 
     def name(self, module: Any, text: Any) -> Name:
         if not isinstance(module, str) or not isinstance(text, str):

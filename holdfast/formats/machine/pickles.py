@@ -1,7 +1,6 @@
 """Reads pickles and executes none of them: containers, numbers, and inert records.
 
-Every reader of a format that pickles calls `load`. Never imports, calls or looks up what a pickle names, and never
-takes memory or time out of proportion to the length of the pickle.
+Nothing that a pickle names is imported or called, and its memory and time stay in proportion to its length.
 """
 
 from __future__ import annotations
@@ -129,9 +128,6 @@ def _run(machine: Machine, start: int) -> tuple[Any, int]:
         machine.at = max(at, machine.at)
 
 
-# The opcodes that are not common. Each is a function of the machine
-
-
 def _protocol(m: Machine) -> None:
     version = m.argument()
     if version > 5:
@@ -157,9 +153,6 @@ def _persist(m: Machine, key: Any) -> None:
     m.stack.append(m.persistent(key))
 
 
-# Stack
-
-
 def _drop(m: Machine) -> None:
     if m.stack:
         m.stack.pop()
@@ -169,9 +162,6 @@ def _drop(m: Machine) -> None:
 
 def _drop_to_mark(m: Machine) -> None:
     m.to_mark()
-
-
-# Objects
 
 
 def _global(m: Machine) -> None:
@@ -220,9 +210,6 @@ def _build(m: Machine) -> None:
     # What became a plain container or a tensor loses its attributes: `_metadata` of a state dict, hooks.
 
 
-# Containers
-
-
 def _append(m: Machine) -> None:
     value = m.stack.pop()
     m.append_all([value])
@@ -262,9 +249,6 @@ def _frozen_to_mark(m: Machine) -> None:
 
 def _triple(m: Machine) -> None:
     m.stack[-3:] = [(m.stack[-3], m.stack[-2], m.stack[-1])]
-
-
-# Numbers and texts
 
 
 def _old_text(raw: bytes) -> str | bytes:

@@ -1,6 +1,6 @@
 """Compressed archives, unpacked once for all processes of a machine into a private folder for temporary files.
 
-`composer` calls `unpacked`. A later call sweeps what a killed process left. Never makes a path of a name in an archive.
+A name in an archive never becomes a path. What a killed process left is deleted by a later call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tar archives as byte ranges: where each member lies, from the headers alone.
 
-`composer` lists plain archives with `members`; `scratch` walks unpacked ones with `entries`. `tarfile` reads headers,
-but does not walk: it takes an archive that is cut off or broken at a later header for a whole one.
+`tarfile` reads the headers but does not walk: it accepts an archive that is cut off or broken at a later header.
 """
 
 from __future__ import annotations

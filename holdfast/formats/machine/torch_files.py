@@ -1,7 +1,4 @@
-"""What ``torch.save`` wrote, as a tree of values and unread tensors: the zip container and the one before it.
-
-Every reader of a format with such files calls `load_file`. Never reads the bytes of a storage and never runs a pickle.
-"""
+"""What ``torch.save`` wrote, as a tree of values and unread tensors: the zip container and the one before it."""
 
 from __future__ import annotations
 
@@ -78,9 +75,6 @@ def _is_tar(data: Stretch) -> bool:
     return header[257:262] == b"ustar" and first in (b"sys_info", b"pickle", b"tensors", b"storages")
 
 
-# The zip container
-
-
 def _load_zip(data: Stretch, calls: Calls) -> Any:
     archive, where = Archive(data), data.source.path
     pickles_in = [name for name in archive.names if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -113,9 +107,6 @@ def _load_zip(data: Stretch, calls: Calls) -> Any:
 def _check_order(archive: Archive, name: str, where: Place) -> None:
     if name in archive and (archive.nbytes(name) > 10 or archive.member(name).read() != b"little"):
         raise Unsupported(f"{where} was written on a big-endian machine; load and save it again with torch")
-
-
-# The container before it: four pickles, then the storages
 
 
 def _load_legacy(data: Stretch, calls: Calls) -> Any:
@@ -176,9 +167,6 @@ def _load_legacy_from(data: Stretch, head: bytes, calls: Calls) -> Any:
 
 def _unread(*_: Any) -> Record:
     return Record("torch.Tensor")
-
-
-# Storages that a plain pickle holds as files of their own
 
 
 def _nested(where: Place, data: Any) -> Any:

@@ -1,7 +1,4 @@
-"""What torch's functions would make of a pickle's arguments: unread storages and tensors, sizes, devices.
-
-`torch_files` passes `calls` to the machine. Never calls torch's own functions, and never reads a storage.
-"""
+"""What torch's functions would make of a pickle's arguments: unread storages and tensors, sizes, devices."""
 
 from __future__ import annotations
 
@@ -45,9 +42,6 @@ def _storage(dtype: str, stretch: Stretch) -> Storage:
     return Storage(dtype, (numel,), ((whole((numel,)), stretch),) if numel else (), stretch)
 
 
-# Storages
-
-
 def _storage_id(key: Any, where: Place) -> tuple[str, str, int, Any]:
     """Dtype, key, number of elements and what follows, of a persistent id."""
     if not isinstance(key, tuple) or len(key) < 5 or key[0] not in ("storage", b"storage"):
@@ -80,9 +74,6 @@ def legacy_storage(key: Any, storage: Callable[[str, int, int], Stretch], where:
         _, offset, length = view
         root = root.part(offset * size, length * size)
     return _storage(dtype, root)
-
-
-# Tensors
 
 
 def _tensor(

@@ -1,7 +1,4 @@
-"""Small files of other libraries, read up to a limit, and Damaged for contents that no library wrote.
-
-Every reader calls these for its metadata. Never returns more bytes than a file of that kind has.
-"""
+"""Small files of other libraries, read up to a limit, and Damaged for contents that no library wrote."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Zip archives as byte ranges: where each member lies, without reading it. torch's files are zips of stored members.
 
-`zipfile` would not make this shorter: it does not say where the bytes of a member begin, lists members that overlap,
-accepts bytes before the archive, and takes twice the time. Every size is checked against the file before it is used.
+`zipfile` does not say where a member's bytes begin, and accepts members that overlap. All sizes are checked here.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Archive:
             packed = part
             source = Unpacked(part.source.path, entry.nbytes, lambda target: _inflate(packed, name, entry, target))
             part = all_of(source)
-        # A sum of 0 stands for none: torch can be told to leave them out.
+        # A sum of 0 stands for none: torch can leave them out.
         member = Member(part.begin, part.nbytes, entry.crc32) if entry.crc32 else None
         return Stretch(part.source, part.begin, part.nbytes, member)
 

@@ -1,7 +1,6 @@
-"""Checkpoints of Megatron-core's dist_checkpointing (``torch_dist``): a folder of DCP, `common.pt` and `metadata.json`.
+"""Checkpoints of Megatron-core's dist_checkpointing (``torch_dist``): DCP with `common.pt` and `metadata.json`.
 
-`detect` calls `read`. Layers that are stacked in one tensor come apart, flattened ranges go where they belong. Never
-guesses which parameters were a group: Megatron does not save it.
+Megatron does not save which parameters were a group, so no groups are guessed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.formats import fqns
-from holdfast.formats.assemble import Found
+from holdfast.formats.assemble import ForeignState
 from holdfast.formats.dcp import dcp
 from holdfast.formats.dcp.dcp import DcpState
 from holdfast.formats.machine.pickles import Record
@@ -32,7 +31,7 @@ _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The checkpoint at ``path``: the folder of an iteration, or a run folder, whose latest iteration is taken."""
     folder, reading = _folder(path)
     if folder is None:
@@ -51,14 +50,11 @@ def read(path: Place) -> Found | None:
     content, how = _state(state, common, folder)
     iteration, args = common.get("iteration"), common.get("args")
     world_size = args.get("world_size") if isinstance(args, Record) else None
-    return Found(
+    return ForeignState(
         "Megatron-core torch_dist", content, iteration if type(iteration) is int else None,
         world_size if type(world_size) is int and world_size > 0 else state.world_size,
         {"megatron": "torch_dist 1"}, "; ".join(filter(None, [reading, *how])),
     )  # fmt: skip
-
-
-# The path
 
 
 def _folder(path: Place) -> tuple[Place | None, str]:
@@ -92,7 +88,7 @@ def _config(folder: Place) -> dict[str, Any] | None:
     return config if isinstance(config, dict) and "sharded_backend" in config else None
 
 
-def _without_config(folder: Place, reading: str) -> Found | None:
+def _without_config(folder: Place, reading: str) -> ForeignState | None:
     if any(folder.glob("mp_rank_*")):
         raise Unsupported(
             f"{folder} is in Megatron's old format, one file for each model-parallel rank; load it with Megatron and "
@@ -115,9 +111,6 @@ def _common(folder: Place) -> dict[Any, Any]:
     if not isinstance(common, dict):
         raise Damaged(f"{path} holds no state")
     return common
-
-
-# The state
 
 
 def _state(state: DcpState, common: dict[Any, Any], folder: Place) -> tuple[dict[str, Any], list[str]]:

@@ -1,7 +1,4 @@
-"""Megatron-core's tensors and objects as a module has them: layers out of their stack, flattened ranges in place.
-
-`megatron` calls it. Pure: places of unread tensors in, places of unread tensors out.
-"""
+"""Megatron-core's tensors and objects as a module has them: layers out of their stack, flattened ranges in place."""
 
 from __future__ import annotations
 
@@ -23,9 +20,6 @@ ShardPlace = tuple[tuple[int, ...], tuple[int, ...]]
 """Where an object stands in a grid of such, and the grid's shape."""
 
 Grid = dict[ShardPlace, Any]
-
-
-# Tensors
 
 
 def unflattened(key: str, tensor: Stored, shape: Any, folder: Place) -> Stored:
@@ -148,9 +142,6 @@ def _whole_of(key: str, module: Mapping[str, Any]) -> str | None:
             if whole not in module and all(isinstance(half, Stored) and half.shape for half in halves):
                 return whole
     return None
-
-
-# Objects
 
 
 def place_of(key: str) -> tuple[str, ShardPlace]:

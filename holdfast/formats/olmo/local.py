@@ -1,8 +1,4 @@
-"""OLMo's `local` layout: the flat parameters of FSDP1 as each rank had them, and its optimizer's pieces of them.
-
-`olmo` calls `read_local`. Knows the shard tables of torch up to 2.0 and since 2.1. `assemble` proves that the
-pieces of every parameter tile it.
-"""
+"""OLMo's `local` layout: the flat parameters of FSDP1 as each rank had them, and its optimizer's pieces of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Checkpoints of OLMo and OLMo-core: whole files, DCP, ShardedTensors, flat parameters, flat pieces with an index.
-
-`detect` calls `read`. The five layouts of OLMo's five checkpointers become one: ``model``, ``optimizer``, and the
-trainer's state under its own keys at the top. Never imports OLMo.
-"""
+"""Checkpoints of OLMo and OLMo-core: the layouts of five checkpointers as one model, optimizer and trainer's state."""
 
 from __future__ import annotations
 
@@ -14,13 +10,12 @@ from holdfast.buffers.memory import no_collection
 from holdfast.errors import Damaged, NotACheckpoint
 from holdfast.events import log
 from holdfast.formats import fqns, members
-from holdfast.formats.assemble import Found
+from holdfast.formats.assemble import ForeignState
 from holdfast.formats.dcp import dcp
 from holdfast.formats.dcp import names as dcp_names
 from holdfast.formats.machine.torch_files import load_path
-from holdfast.formats.olmo.legacy import is_legacy, read_legacy
 from holdfast.formats.olmo.local import read_local
-from holdfast.formats.olmo.ranks import as_written, listed, plausible, rank_files, trainer_state
+from holdfast.formats.olmo.ranks import as_written, is_legacy, listed, plausible, rank_files, read_legacy, trainer_state
 from holdfast.formats.olmo.safetensors import INDEX, core_optimizer, is_encoded, read_core, read_encoded
 from holdfast.formats.stored import Stored
 from holdfast.storage.place import Place
@@ -40,7 +35,7 @@ class _Content(NamedTuple):
     world: int
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The checkpoint at ``path``, or None if it is none of OLMo's.
 
     ``path``: a checkpoint's folder (``step1000``, ``step1000-unsharded``), the run's folder with ``latest`` links or
@@ -57,19 +52,16 @@ def read(path: Place) -> Found | None:
         return None if content is None else _checkpoint_of(folder, content, how)
 
 
-def _checkpoint_of(folder: Place, content: _Content, how: str) -> Found:
+def _checkpoint_of(folder: Place, content: _Content, how: str) -> ForeignState:
     state = dict(content.state)
     for key, value in content.trainer.items():
         # A trainer has no such keys; if one had, its value must not take the place of the model.
         state[f"trainer_{key}" if key in state else key] = value
     step = content.trainer.get("global_step")
-    return Found(
+    return ForeignState(
         "OLMo", state, step if type(step) is int else None, content.world, {},
         "; ".join(filter(None, [how, f"layout {content.layout}"])), _attachments(folder),
     )  # fmt: skip
-
-
-# Which path is which
 
 
 def _content(folder: Place) -> _Content | None:
@@ -91,12 +83,12 @@ def _content(folder: Place) -> _Content | None:
     return None
 
 
-def _of_file(path: Place) -> Found | None:
+def _of_file(path: Place) -> ForeignState | None:
     if is_encoded(path):
         held = read_encoded(path)
         optimizer = "param_groups" in held
         state = {"optimizer": _optimizer(held, path)} if optimizer else {"model": fqns.model_state(held)}
-        return Found("OLMo", state, reading=f"one file, the {'optimizer' if optimizer else 'model'} alone")
+        return ForeignState("OLMo", state, reading=f"one file, the {'optimizer' if optimizer else 'model'} alone")
     if not _RANK_FILE.fullmatch(path.name):
         return None
     first = path.with_name("rank0.pt") if "{" in path.name else path
@@ -139,9 +131,6 @@ def _attachments(folder: Place) -> dict[str, Place]:
     """The other files of a checkpoint: its configuration, and OLMo-core's mark that it is whole."""
     names = [name for name in listed(folder) if not _PARTS.fullmatch(name)]
     return members.attachments(folder, [name for name in names if (folder / name).is_file()])
-
-
-# The layouts
 
 
 def _full(folder: Place) -> _Content | None:
@@ -200,10 +189,11 @@ def _torch_legacy(folder: Place) -> _Content | None:
     saved = read_legacy(folder)
     if saved is None:
         return None
-    state = {"model": fqns.model_state(saved.cut["model"])}
-    if "optim" in saved.cut:
-        state["optimizer"] = _optimizer(saved.cut["optim"], folder)
-    return _Content("torch_legacy", state, saved.trainer, saved.world)
+    parts, trainer, world = saved
+    state = {"model": fqns.model_state(parts["model"])}
+    if "optim" in parts:
+        state["optimizer"] = _optimizer(parts["optim"], folder)
+    return _Content("torch_legacy", state, trainer, world)
 
 
 def _local(folder: Place) -> _Content | None:

@@ -1,7 +1,4 @@
-"""OLMo's files of ranks: which there are, which values all ranks share, and which each has for itself.
-
-The readers of OLMo's layouts call these. Never joins the pieces of a tensor.
-"""
+"""OLMo's files of ranks: which there are, which values all ranks share, and the `torch_legacy` layout joined."""
 
 from __future__ import annotations
 
@@ -13,12 +10,13 @@ from typing import Any
 from holdfast.errors import Damaged
 from holdfast.events import log
 from holdfast.formats import members
-from holdfast.formats.ahead import glanced
 from holdfast.formats.alike import alike
-from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.torch_files import load_path
 from holdfast.formats.machine.untrusted import damaged_as, read_whole
+from holdfast.formats.members import glanced, prove_all
+from holdfast.formats.sharded import join_nodes
 from holdfast.formats.simplified import PerRank
+from holdfast.formats.stored import Stored
 from holdfast.storage.place import Place
 
 MAX_WORLD = 1 << 20
@@ -121,3 +119,41 @@ def _joint(values: list[Any], depth: int) -> Any:
     if depth < 8 and isinstance(first, dict) and all(isinstance(v, dict) and v.keys() == first.keys() for v in others):
         return {key: _joint([v[key] for v in values], depth + 1) for key in first}
     return first if all(alike(first, v) for v in others) else PerRank(tuple(values))
+
+
+def read_legacy(folder: Place) -> tuple[dict[str, Any], dict[str, Any], int] | None:
+    """State, trainer's state and world size of the rank files in a folder; None if they are no such states.
+
+    The layout is OLMo's `torch_legacy`: ``rank<N>.pt``, each the state of a rank, with ShardedTensors.
+    """
+    files = rank_files(folder)
+    held = {rank: load_path(path) for rank, path in files.items()}
+    if not files or not is_legacy(held[min(held)]):
+        return None
+    for rank, state in held.items():
+        if not is_legacy(state):
+            raise Damaged(
+                f"{files[rank]} holds no model and optimizer as {files[min(files)]} does: it is of another save"
+            )
+    world = proved(files, plausible(held[min(held)].get("world_size")), folder)
+    parts = {key: [(r, state.pop(key)) for r, state in held.items() if key in state] for key in ("model", "optim")}
+    cut = join_nodes({key: part for key, part in parts.items() if part}, world, f"{folder}: ")
+    return {key: _agreed(value, key, folder) for key, value in cut.items()}, joint([*held.values()]), world
+
+
+def is_legacy(held: Any) -> bool:
+    """Whether a loaded file is one rank's state in this layout."""
+    return isinstance(held, dict) and isinstance(held.get("model"), dict) and bool({"optim", "global_step"} & {*held})
+
+
+def _agreed(node: Any, at: str, folder: Place) -> Any:
+    """A joined tree, with the first rank's tensor where they differ. Raises Damaged for other values that differ."""
+    if isinstance(node, Mapping):
+        return {key: _agreed(value, f"{at}.{key}", folder) for key, value in node.items()}
+    if not isinstance(node, PerRank):
+        return node
+    values = [value for value in node.values if value is not None]
+    if not all(isinstance(v, Stored) for v in values) or len({(v.dtype, v.shape) for v in values}) > 1:
+        raise Damaged(f"{folder}: {at} differs between ranks: the files are of different saves, or one was altered")
+    log.warning("%s: %s differs between ranks; that of the first is taken", folder, at)
+    return values[0]

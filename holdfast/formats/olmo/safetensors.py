@@ -1,8 +1,4 @@
-"""OLMo's safetensors files: nested state dicts under encoded key paths, and OLMo-core 0.1's flat pieces with an index.
-
-`olmo` calls `is_encoded`, `read_encoded` and `read_core`. Small pickles in byte tensors are
-read by the machine, never by Python.
-"""
+"""OLMo's safetensors files: state dicts under encoded key paths, and OLMo-core 0.1's flat pieces with an index."""
 
 from __future__ import annotations
 
@@ -31,9 +27,6 @@ MAX_PICKLED = 1 << 28
 """Bytes of one pickled value; hyperparameters and names take some KiB."""
 
 INDEX = "metadata.json"
-
-
-# Nested state dicts under encoded keys (FullCheckpointer, scripts/unshard.py --safe-tensors)
 
 
 def _key_of(text: str, path: Place) -> tuple[tuple[str | int, ...], bool] | None:
@@ -80,9 +73,6 @@ def unpickled(tensor: Stored, path: Place) -> Any:
     if tensor.dtype != "uint8" or len(tensor.shape) != 1 or tensor.nbytes > MAX_PICKLED:
         raise Damaged(f"{path}: a {tensor.dtype} of shape {list(tensor.shape)} is no pickled value")
     return load_pickle(b"".join(stretch.read() for _, stretch in tensor.pieces), path)
-
-
-# Flat pieces with an index (OLMo-core 0.1)
 
 
 class _Spec(msgspec.Struct):

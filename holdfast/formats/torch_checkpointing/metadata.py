@@ -1,7 +1,4 @@
-"""``metadata.pkl`` of torch_checkpointing: which files the items of each rank are in, and where each tensor belongs.
-
-`torch_checkpointing` reads it. It may hold plain dicts, lists, texts and numbers only.
-"""
+"""``metadata.pkl`` of torch_checkpointing: which files the items of each rank are in, and where each tensor belongs."""
 
 from __future__ import annotations
 

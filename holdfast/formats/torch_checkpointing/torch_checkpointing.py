@@ -1,7 +1,6 @@
 """Meta's torch_checkpointing: ``<item>_<rank>.pt`` (.json, .safetensors) of every item and rank, and ``metadata.pkl``.
 
-`detect` calls `read`; a folder without ``metadata.pkl``, as the library leaves it where no item may be resharded, is
-read by the DTensors in it. Never reads the bytes of a tensor, but for small ones that several ranks saved.
+Without ``metadata.pkl``, which the library omits where no item may be resharded, the DTensors say where they belong.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any, NamedTuple
 from holdfast.errors import Damaged
 from holdfast.events import log
 from holdfast.formats import members
-from holdfast.formats.assemble import Found
+from holdfast.formats.assemble import ForeignState
+from holdfast.formats.dcp.names import own_items, step_in
 from holdfast.formats.huggingface import safetensors_files
-from holdfast.formats.items import own_items, prove_joined, step_in
 from holdfast.formats.machine import torch_files
 from holdfast.formats.machine.untrusted import read_json
-from holdfast.formats.runs import newest
-from holdfast.formats.sharded import join_nodes
+from holdfast.formats.members import newest
+from holdfast.formats.sharded import join_nodes, prove_joined
 from holdfast.formats.sources import all_of, file
 from holdfast.formats.stored import Stored
 from holdfast.formats.torch_checkpointing.metadata import METADATA, Keys, Metadata, SavedPart, read_metadata
@@ -46,7 +45,7 @@ class Layout(NamedTuple):
     world_size: int
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The checkpoint at ``path`` (its folder, a file beside its ``metadata.pkl``, a run's folder), or None.
 
     Raises Damaged for a missing file of a rank, Unsupported for shards of which nothing says where they belong.
@@ -65,14 +64,11 @@ def read(path: Place) -> Found | None:
     state, how = own_items(items, folder)
     if folder.name.startswith("tmp_"):
         how.append("its name begins with tmp_, as that of a save under way does")
-    return Found(
+    return ForeignState(
         "torch_checkpointing", state, step_in(state), layout.world_size,
         {"torch_checkpointing": f"metadata {metadata.version}" if metadata else "without metadata"},
         "; ".join(filter(None, [reading, *how])), layout.others,
     )  # fmt: skip
-
-
-# Which files
 
 
 def _folder(path: Place) -> tuple[Place | None, str]:
@@ -163,9 +159,6 @@ def _plain_layout(folder: Place) -> Layout | None:
     return Layout(files, {name: folder / name for name in names if name not in matches}, len(ranks))
 
 
-# One file
-
-
 def _tree(path: Place, item: str, rank: int, metadata: Metadata | None) -> Any:
     """What a rank saved of an item; tensors of which only the metadata says where they belong are shares."""
     places = metadata.places.get(item, {}).get(rank, {}) if metadata is not None else {}
@@ -206,9 +199,6 @@ def _place(tree: Any, keys: Keys, place: SavedPart, path: Place) -> None:
         return  # a hole, if any, is found when all ranks are joined
     if isinstance(leaf, Stored):
         tree[last] = place.share(leaf, f"{path}: {'.'.join(map(str, keys))}")
-
-
-# Without metadata
 
 
 def _is_of_ranks(folder: Place, by_item: Mapping[str, Mapping[int, str]]) -> bool:

@@ -1,7 +1,4 @@
-"""What `torch.save` wrote, whatever trainer called it: one file of everything, or a folder with a file for each part.
-
-`detect` calls `read` last, if no other format is recognised. Never executes a pickle or reads a tensor to open one.
-"""
+"""What `torch.save` wrote: one file of everything, a folder with a file for each part, or a file of each rank."""
 
 from __future__ import annotations
 
@@ -13,13 +10,16 @@ from typing import Any
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.events import log
 from holdfast.formats import members, recognise
-from holdfast.formats.assemble import Found
-from holdfast.formats.machine.torch_files import is_torch_file, load_file
+from holdfast.formats.assemble import ForeignState
+from holdfast.formats.machine.torch_files import is_torch_file, load_file, load_path
 from holdfast.formats.machine.zips import Archive, is_zip
+from holdfast.formats.members import glanced, prove_all
 from holdfast.formats.recognise import Arranged
+from holdfast.formats.sharded import has_shards, join_ranks, prove_joined
 from holdfast.formats.sources import Stretch, all_of, file
 from holdfast.formats.torch_save import training_files
 from holdfast.formats.torch_save.training_files import Beside
+from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 
 MAX_FILES = 64
@@ -33,12 +33,15 @@ _MODEL_STEMS = (
 """Which of several state dicts in a folder is the model."""
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The checkpoint at ``path``, or None if no file there is one of torch's.
 
-    ``path``: a file of any name, or a folder that holds one, or a few that together are one. Raises Unsupported for
-    programs and pickled modules, NotACheckpoint for a folder that holds several, Damaged.
+    ``path``: a file of any name, a folder that holds one, or a few that together are one, or a template of the files of
+    all ranks. Raises Unsupported for programs and pickled modules, NotACheckpoint for a folder with several, Damaged.
     """
+    of_ranks = _read_ranks(path)
+    if of_ranks is not None:
+        return of_ranks
     if path.is_dir():
         return _read_folder(path)
     if not path.is_file():
@@ -47,7 +50,7 @@ def read(path: Place) -> Found | None:
     if not _is_ours(data):
         return None
     content = _arranged(path, data)
-    return Found("torch.save", content.state, step=content.step)
+    return ForeignState("torch.save", content.state, step=content.step)
 
 
 def _is_ours(data: Stretch) -> bool:
@@ -67,10 +70,7 @@ def _arranged(path: Place, data: Stretch) -> Arranged:
     return recognise.arranged(tree, path)
 
 
-# Folders
-
-
-def _read_folder(folder: Place) -> Found | None:
+def _read_folder(folder: Place) -> ForeignState | None:
     names = members.listed(folder)
     ours = _torch_files(folder, names)
     beside = training_files.beside(folder, names)
@@ -94,7 +94,7 @@ def _read_folder(folder: Place) -> Found | None:
     used = {*parts, *beside.files}
     others = [name for name in ours if name not in used]
     reading = ", ".join(sorted(used)) + (f", and not {', '.join(others[:10])}" if others else "")
-    return Found(
+    return ForeignState(
         "torch.save", joint.state, step=joint.step, world_size=beside.world_size,
         reading=reading if len(names) > 1 else "",
         attachments=members.attachments(folder, [name for name in names if name not in used]),
@@ -163,3 +163,63 @@ def _by_kind(kind: str, held: Mapping[str, Any]) -> dict[str, Any]:
     if len(main) == 1:
         return {("model" if name in main else Path(name).stem): value for name, value in held.items()}
     return {kind: {Path(name).stem: value for name, value in held.items()}}
+
+
+RANK = "{rank}"
+
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def _read_ranks(path: Place) -> ForeignState | None:
+    """The files that a template names (``model_rank{rank}.pt``), or that a folder holds, joined; None for no such.
+
+    Of a folder the files of torch must be called alike but for one number, 0 to the last, and hold sharded tensors.
+    Raises Damaged for a missing rank, Unsupported for parts of which nothing says where they belong.
+    """
+    files = _template(path) if RANK in str(path) else _series(path) if path.is_dir() else {}
+    if not files:
+        return None
+    prove_all(files.keys(), max(files) + 1, path, lambda rank: f"the file of rank {rank}")
+    trees = [load_path(files[rank]) for rank in glanced(sorted(files), files.__getitem__)]
+    tree = join_ranks(trees, f"{path}: ")
+    prove_joined({"": tree}, path, "save DTensors, or with torch.distributed.checkpoint")
+    content = recognise.arranged(tree, path)
+    reading = f"{files[0].name} to {files[len(files) - 1].name} are what {len(files)} ranks saved"
+    reading = "" if RANK in str(path) else reading
+    return ForeignState("torch.save", content.state, content.step, len(files), reading=reading)
+
+
+def _template(path: Place) -> dict[int, Place]:
+    """The files of a template by rank; the rank stands in one of the path's parts, with or without leading zeros."""
+    at = [i for i, part in enumerate(path.parts) if RANK in part]
+    if len(at) != 1 or path.parts[at[0]].count(RANK) != 1:
+        return {}
+    above, part, below = LocalPlace(*path.parts[: at[0]]), path.parts[at[0]], path.parts[at[0] + 1 :]
+    pattern = re.compile("([0-9]{1,7})".join(map(re.escape, part.split(RANK))))
+    if not above.is_dir():
+        return {}
+    names = members.folders(above) if below else members.listed(above)
+    files: dict[int, Place] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is not None and above.joinpath(name, *below).is_file():
+            if int(match[1]) in files:
+                raise Damaged(f"{path} names two files of rank {int(match[1])}, with and without leading zeros")
+            files[int(match[1])] = above.joinpath(name, *below)
+    return files if all(is_torch_file(all_of(file(p))) for p in files.values()) else {}
+
+
+def _series(folder: Place) -> dict[int, Place]:
+    """The torch files of a folder by the only number in which their names differ, if the first holds shards."""
+    names = [n for n in members.listed(folder) if not n.endswith((".safetensors", *members.ATTACHED))]
+    if len(names) < 2 or len({_NUMBER.sub("#", name) for name in names}) != 1:
+        return {}
+    numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names]
+    apart = [i for i, column in enumerate(zip(*numbers, strict=True)) if len(set(column)) > 1]
+    if len(apart) != 1:
+        return {}
+    files = {number[apart[0]]: folder / name for number, name in zip(numbers, names, strict=True)}
+    first = files.get(0)
+    if first is None or len(files) < len(names) or not is_torch_file(all_of(file(first))):
+        return {}
+    return files if has_shards(load_path(first)) else {}

@@ -1,8 +1,4 @@
-"""What trainers leave in a folder beside the weights, under known names: optimizer, scheduler, RNG and more.
-
-`huggingface` and `full` call `beside`. Only files with the names that Hugging Face's Trainer and Accelerate give
-are read.
-"""
+"""What trainers leave in a folder beside the weights, under known names: optimizer, scheduler, RNG and more."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ from holdfast.events import log
 from holdfast.formats import members, recognise
 from holdfast.formats.dcp import dcp
 from holdfast.formats.machine import torch_files
-from holdfast.formats.machine.all_ranks import prove_all
 from holdfast.formats.machine.untrusted import read_json
+from holdfast.formats.members import prove_all
 from holdfast.formats.simplified import PerRank
 from holdfast.formats.stored import Opaque
 from holdfast.storage.place import Place

@@ -1,7 +1,4 @@
-"""The leaves of a torchsnapshot manifest: what each kind of entry stands for, and which files its bytes are in.
-
-`torchsnapshot` asks for them. Never leaves the snapshot's folder, and never reads the bytes of a tensor.
-"""
+"""The leaves of a torchsnapshot manifest: what each kind of entry stands for, and which files its bytes are in."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from math import prod
 from typing import Any
 
 from holdfast.errors import Damaged, Unsupported
-from holdfast.formats.machine.pickles import Record
 from holdfast.formats.machine.torch_files import load_file
 from holdfast.formats.machine.untrusted import damaged_as, named_in_errors
 from holdfast.formats.members import member
@@ -87,11 +83,11 @@ class Leaves:
                 return _PRIMITIVES[kind](entry["serialized_value"])
             if kind == "ChunkedTensor":
                 return self.chunked(entry)
-            if kind == "Tensor" and "dtype" in entry:
+            if kind == "Tensor":
                 quantized = entry["serializer"].endswith("qtensor") or entry["dtype"].startswith(_QUANTIZED)
                 return Opaque(_NO_QUANTIZED) if quantized else self.tensor(entry)
-            if kind == "object" or entry.keys() == {"type", "location", "replicated"}:
-                return self.object(entry)  # in 0.0.x every leaf is one, with its class as the type
+            if kind == "object":
+                return self.object(entry)
             raise Unsupported(f"it is an entry of type {kind!r}, which is not known; update holdfast")
 
     def sharded(self, path: str, entries: Iterable[Entry]) -> Share:
@@ -111,35 +107,27 @@ class Leaves:
 
     def object(self, entry: Entry) -> Any:
         try:
-            content = load_file(self.stretch(entry))
+            return load_file(self.stretch(entry))
         except Unsupported as error:  # a class of the user's own: no reason to refuse all the rest
             return Opaque(str(error))
-        if isinstance(content, Record) and content.name == "torchsnapshot.state_dict.StateDict":
-            return content.get("data") or content.items  # 0.0.x pickled this wrapper with the dict in it
-        return content
 
     def tensor(self, entry: Entry) -> Stored:
         shape, dtype, serializer = sizes_of(entry["shape"]), entry["dtype"].removeprefix("torch."), entry["serializer"]
-        if serializer == "torch_save":
-            return self.saved(entry, dtype, shape)
-        if serializer != "buffer_protocol" or not dtypes.known(dtype):
+        if serializer not in ("torch_save", "buffer_protocol") or not dtypes.known(dtype):
             raise Unsupported(f"it is {dtype}, written by {serializer!r}, which is not known; update holdfast")
-        if 0 in shape:
+        if serializer == "buffer_protocol" and 0 in shape:
             return Stored(dtype, shape, ())
         stretch = self.stretch(entry)
+        if serializer == "torch_save":
+            tensor = load_file(stretch)
+            if not isinstance(tensor, Stored) or (tensor.dtype, tensor.shape) != (dtype, shape):
+                raise Damaged(f"it should be {dtype} of shape {shape}, but {stretch.source.path} holds something else")
+            return tensor
         if stretch.nbytes != prod(shape) * dtypes.itemsize(dtype):
             raise Damaged(
                 f"it has {stretch.nbytes} bytes in {stretch.source.path}: that is no {dtype} of shape {shape}"
             )
         return plain(dtype, shape, stretch)
-
-    def saved(self, entry: Entry, dtype: str, shape: tuple[int, ...]) -> Stored:
-        """A tensor that is a file of torch.save, proved to be what the manifest says."""
-        stretch = self.stretch(entry)
-        tensor = load_file(stretch)
-        if not isinstance(tensor, Stored) or tensor.shape != shape or dtype not in ("", tensor.dtype):
-            raise Damaged(f"it should be {dtype} of shape {shape}, but {stretch.source.path} holds something else")
-        return tensor
 
     def chunked(self, entry: Entry) -> Stored:
         shape, dtype = sizes_of(entry["shape"]), entry["dtype"].removeprefix("torch.")
@@ -155,19 +143,11 @@ class Leaves:
         shards = []
         for shard in entries:
             offsets, sizes = sizes_of(shard["offsets"]), sizes_of(shard["sizes"])
-            tensor = self.tensor(shard["tensor"]) if "tensor" in shard else self.old_shard(shard, offsets, sizes)
+            tensor = self.tensor(shard["tensor"])
             if tensor.shape != sizes or len(offsets) != len(sizes):
                 raise Damaged(f"it has a shard of sizes {sizes} at {offsets} that is of shape {tensor.shape}")
             shards.append((offsets, tensor))
         return shards
-
-    def old_shard(self, shard: Entry, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Stored:
-        if not shard["location"].endswith("_" + "_".join(map(str, offsets))):
-            raise Damaged(
-                f"it has a shard in {shard['location']} that is said to be at {offsets}: torchsnapshot 0.0.2 said of "
-                "the shards of all ranks that they are where the first one is"
-            )
-        return self.saved(shard, "", sizes)
 
     def stretch(self, entry: Entry) -> Stretch:
         location, byte_range = entry["location"], entry.get("byte_range")

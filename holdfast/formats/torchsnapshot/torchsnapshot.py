@@ -1,11 +1,8 @@
-"""torchsnapshot: a folder with ``.snapshot_metadata``, which says of every leaf of every rank where its bytes lie.
-
-`detect` calls `read`; versions 0.0.2 to 0.1.0, and the DTensors of what came after it. The only bytes it reads are
-those of objects, and of small tensors of which several ranks saved their own.
-"""
+"""torchsnapshot: a folder with ``.snapshot_metadata``, which says of every leaf of every rank where its bytes lie."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import count
 from typing import Any, NamedTuple
@@ -15,11 +12,10 @@ import msgspec
 
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.formats import members
-from holdfast.formats.assemble import Found
-from holdfast.formats.items import own_items, step_in
-from holdfast.formats.machine import yamls
+from holdfast.formats.assemble import ForeignState
+from holdfast.formats.dcp.names import own_items, step_in
 from holdfast.formats.machine.untrusted import damaged_as, read_whole
-from holdfast.formats.runs import newest
+from holdfast.formats.members import newest
 from holdfast.formats.sharded import join_nodes
 from holdfast.formats.shares import MAX_RANKS
 from holdfast.formats.simplified import MAX_DEPTH, PerRank
@@ -36,7 +32,7 @@ Entries = dict[str, dict[int, Entry]]
 """What each rank said of a path, by path and rank."""
 
 
-def read(path: Place) -> Found | None:
+def read(path: Place) -> ForeignState | None:
     """The snapshot at ``path`` (its folder, its ``.snapshot_metadata``, or a run's folder), or None if there is none.
 
     Raises NotACheckpoint for a snapshot that was never committed, Damaged for one that is not whole.
@@ -47,7 +43,7 @@ def read(path: Place) -> Found | None:
     version, world_size, entries = _entries(folder / METADATA)
     state, how = own_items(_Tree(folder, world_size, entries).items(), folder)
     reading = "; ".join(filter(None, [reading, *how]))
-    return Found("torchsnapshot", state, step_in(state), world_size, {"torchsnapshot": version}, reading)
+    return ForeignState("torchsnapshot", state, step_in(state), world_size, {"torchsnapshot": version}, reading)
 
 
 def _folder(path: Place) -> tuple[Place | None, str]:
@@ -69,12 +65,13 @@ def _folder(path: Place) -> tuple[Place | None, str]:
 def _entries(path: Place) -> tuple[str, int, Entries]:
     """Version, world size and the manifest of a snapshot, by path and rank."""
     data = read_whole(path, MAX_METADATA)
-    with damaged_as(
-        f"{path} is no manifest of torchsnapshot: it was truncated or altered. If torchsnapshot still reads it, write "
-        "it again as JSON (yaml.safe_load, then json.dump)"
-    ):
-        # 0.1.0 writes JSON, the versions before it YAML.
-        content = msgspec.json.decode(data) if data.lstrip()[:1] == b"{" else yamls.load(data.decode())
+    if re.search(rb"^version: *['\"]?0\.0\.", data, re.MULTILINE):
+        raise Unsupported(
+            f"{path} is the YAML manifest of a torchsnapshot before 0.1.0, which holdfast does not read: restore the "
+            "snapshot with torchsnapshot 0.1.0 and take it again"
+        )
+    with damaged_as(f"{path} is no manifest of torchsnapshot: it was truncated or altered"):
+        content = msgspec.json.decode(data)
         version, world_size, manifest = str(content["version"]), content["world_size"], content["manifest"]
         if type(world_size) is not int or not 0 < world_size <= MAX_RANKS:
             raise ValueError(f"a world size of {world_size}")
@@ -104,7 +101,7 @@ class _Tree:
     def __init__(self, folder: Place, world_size: int, entries: Entries) -> None:
         self.where, self.world_size, self.entries = folder / METADATA, world_size, entries
         self.leaves = Leaves(folder)
-        self.found: dict[str, list[tuple[int, Any]]] = {}
+        self.held: dict[str, list[tuple[int, Any]]] = {}
         self.visited: set[str] = set()
 
     def items(self) -> dict[str, Any]:
@@ -117,7 +114,7 @@ class _Tree:
         if len(trees) < len(tops):
             raise Damaged(f"{self.where}: two of {sorted(tops)} are one name")
         self.prove_ranks()
-        answers = join_nodes(self.found, self.world_size, f"{self.leaves.folder}: ")
+        answers = join_nodes(self.held, self.world_size, f"{self.leaves.folder}: ")
         return {name: _filled(tree, answers) for name, tree in trees.items()}
 
     def is_below(self, path: str) -> bool:
@@ -146,7 +143,7 @@ class _Tree:
             return {key: self.node(child, depth + 1) for key, child in self.children(path).items()}
         if kind is list:
             return self.list(path, depth)
-        self.found[path] = self.leaf(path)
+        self.held[path] = self.leaf(path)
         return _Place(path)
 
     def leaf(self, path: str) -> list[tuple[int, Any]]:
@@ -175,9 +172,7 @@ class _Tree:
         return children
 
     def child(self, path: str, key: Any) -> str:
-        text = str(key)
-        quoted = f"{path}/{text.replace('%', '%25').replace('/', '%2F')}"
-        return quoted if quoted in self.entries else f"{path}/{text}"  # 0.0.x wrote keys as they are
+        return f"{path}/{str(key).replace('%', '%25').replace('/', '%2F')}"
 
     def has(self, path: str, rank: int) -> bool:
         """Whether a rank had this node; a node that all ranks share has an entry of one."""
