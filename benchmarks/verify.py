@@ -109,7 +109,7 @@ def read_raw(path: Path, threads: int, *, direct: bool) -> None:
 
 def check(path: Path) -> None:
     """Verify; raises unless every byte was checked and is right."""
-    report = holdfast.verify(path)
+    report = holdfast.tools.verify(path)
     if report.nbytes != holdfast.open(path).nbytes or report.unverified:
         raise ValueError("not every byte was checked")
 
@@ -128,7 +128,7 @@ def turn(path: Path, rows: Rows, nbytes: int, number: int) -> None:
             else:
                 rows.spend(what, nbytes, lambda: check(path), f"raw {kind}")
     make_cold(path)
-    rows.spend("verify cold, shallow", nbytes, lambda: holdfast.verify(path, deep=False))
+    rows.spend("verify cold, shallow", nbytes, lambda: holdfast.tools.verify(path, deep=False))
 
 
 def bars_of(rows: Rows) -> list[Bar]:

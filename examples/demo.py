@@ -233,7 +233,7 @@ def demo(folder: Path) -> int:
     try:
         holdfast.open(torn)
         check(False, f"{torn.name} is no checkpoint")
-    except holdfast.NotACheckpoint as error:
+    except holdfast.errors.NotACheckpoint as error:
         check(True, f"{torn.name} is no checkpoint: {error}")
     whole = sorted(f for f in run.glob("step-*") if is_committed(f))
     for path in whole:

@@ -243,8 +243,8 @@ class Checkpoint:
 
         ``deep=False`` looks at headers, sizes and attachments alone. ``raises=False``: damages are in what is returned,
         and not raised. Of a foreign checkpoint every byte of every tensor is read; what the format keeps no sum of
-        counts as ``unverified``. `holdfast.verify` shares the work among the ranks of a group. Raises StorageError if
-        a store or the disk cannot be read.
+        counts as ``unverified``. `holdfast.tools.verify` shares the work among the ranks of a group. Raises
+        StorageError if a store or the disk cannot be read.
         """
         began = monotonic()
         findings = self.reader.examine(deep=deep)
@@ -257,8 +257,8 @@ def open_checkpoint(
     """Open the checkpoint at ``path``, ours or of a foreign format: what describes it is read and proved, nothing else.
 
     ``path``: a folder, a file, or a template with ``{rank}``, as the format's users name it (see docs/formats.md), on
-    disk or, as a URL or from `holdfast.at`, in a store (see docs/stores.md). ``cache``: for a path in a store, a folder
-    on local disk in which the processes of a machine share what they have fetched.
+    disk or, as a URL or from `holdfast.storage.at`, in a store (see docs/stores.md). ``cache``: for a path in a store,
+    a folder on local disk in which the processes of a machine share what they have fetched.
 
     ``require``: public keys, one of which must have signed the checkpoint (see docs/security.md): then all that is read
     of it is proved to be what was signed.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import count
 from typing import TypeVar
 
@@ -59,6 +60,17 @@ class Event:
 What = TypeVar("What")
 Listener = Callable[[Event], None]
 _listeners: list[Listener] = []
+_REPORTS = "holdfast.report.installed"
+"""What is imported with the first event of this process: it installs the listeners that every program has."""
+_started = False
+
+
+def _start() -> None:
+    """Install the progress bars, and the timeline that the environment asks for, before the first event."""
+    global _started
+    if not _started:
+        _started = True
+        import_module(_REPORTS)
 
 
 def install(listener: Listener) -> None:
@@ -145,6 +157,7 @@ def begin(
     name: str, path: object, rank: int, *, whole: bool = False, step: int | None = None, lane: str = ""
 ) -> Opened:  # fmt: skip
     """A span of this thread, or of another ``lane``, begins now."""
+    _start()
     if not _observers:
         return Opened()
     at = lane or threading.current_thread().name
@@ -244,6 +257,7 @@ class Task:
 
 def reached(phase: str, path: object, rank: int) -> None:
     """Report that this rank begins a phase of saving or loading ``path``."""
+    _start()
     if _listeners:
         _call(_listeners, Event("phase", phase, str(path), rank, 0, 0, 0.0))
 
@@ -251,6 +265,7 @@ def reached(phase: str, path: object, rank: int) -> None:
 @contextmanager
 def task(name: str, path: str, rank: int = 0, total: int = 0, *, part: bool = False) -> Iterator[Task]:
     """Report the enclosed work as one task of ``total`` bytes; also as a span, unless it is ``part`` of one already."""
+    _start()
     running = Task(name, path, rank, total)
     opened = Opened() if part else begin(name, path, rank, whole=True)
     running._tell("start")

@@ -68,10 +68,10 @@ class Bucket:
         return f"{self.server.scheme}://{self.name}/{key}"
 
     def at(self, key: str, more: Mapping[str, Any] | None = None) -> StorePlace:
-        return holdfast.at(self.url(key), self.options(more))
+        return holdfast.storage.at(self.url(key), self.options(more))
 
     def direct(self, key: str) -> StorePlace:
-        return holdfast.at(self.url(key), options_of(self.server))
+        return holdfast.storage.at(self.url(key), options_of(self.server))
 
     def files(self, key: str = "") -> dict[str, int]:
         """What lies below a folder, by its path from there, with its bytes."""

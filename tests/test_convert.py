@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.export import copying
+from holdfast.export.work import Converted
 from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from tests import pool
@@ -27,7 +28,7 @@ __all__ = ["source"]  # the fixture
 FORMATS = ["holdfast", "huggingface", "torch", "dcp"]
 
 
-def convert(path: str, target: str, to: Any, options: dict[str, Any]) -> holdfast.Converted:
+def convert(path: str, target: str, to: Any, options: dict[str, Any]) -> Converted:
     return holdfast.convert(path, target, to=to, **options)
 
 
@@ -47,9 +48,9 @@ def convert_and_be_killed(path: str, target: str, to: Any, victim: int) -> None:
     if (dist.get_rank() if dist.is_initialized() else 0) != victim:
         holdfast.convert(path, target, to=to, deadline=6)
     copying.SYNC = copying.WORKERS = 1
-    written: list[holdfast.Event] = []
+    written: list[holdfast.events.Event] = []
 
-    def kill(event: holdfast.Event) -> None:
+    def kill(event: holdfast.events.Event) -> None:
         if event.kind == "advance":
             written.append(event)
         if len(written) > 1:
@@ -57,7 +58,7 @@ def convert_and_be_killed(path: str, target: str, to: Any, victim: int) -> None:
             wait_until(lambda: any(journal.stat().st_size for journal in journals.iterdir()))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with holdfast.listen(kill):
+    with holdfast.events.listen(kill):
         holdfast.convert(path, target, to=to, deadline=6)
 
 
@@ -68,7 +69,7 @@ def test_killed_it_leaves_no_target_and_the_same_call_goes_on(to: str, source: P
     pool.close(1)
     assert died.kinds == ["Killed"]
     assert not target.exists()
-    with pytest.raises(holdfast.NotACheckpoint):
+    with pytest.raises(holdfast.errors.NotACheckpoint):
         holdfast.open(target)
     for path in [tmp_path / "t.partial", tmp_path / "t.partial" / "content"]:
         with pytest.raises(holdfast.HoldfastError):
@@ -153,7 +154,9 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 def test_a_target_that_exists(source: Path, tmp_path: Path) -> None:
     holdfast.convert(source, tmp_path / "t", only="model")
     before = states.files(tmp_path / "t")
-    with pytest.raises(holdfast.StorageError, match="exists; choose another path, or pass overwrite=True") as caught:
+    with pytest.raises(
+        holdfast.errors.StorageError, match="exists; choose another path, or pass overwrite=True"
+    ) as caught:
         holdfast.convert(source, tmp_path / "t", only="optimizer")
     assert caught.value.errno == errno.EEXIST and states.files(tmp_path / "t") == before
     holdfast.convert(source, tmp_path / "t", to="dcp", only="optimizer", overwrite=True)
@@ -163,7 +166,7 @@ def test_a_target_that_exists(source: Path, tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "t.pt")) == {"layers"}
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("mine")
-    with pytest.raises(holdfast.StorageError, match="does not look like a checkpoint"):
+    with pytest.raises(holdfast.errors.StorageError, match="does not look like a checkpoint"):
         holdfast.convert(source, tmp_path / "home", overwrite=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["home", "t", "t.pt"]
 
@@ -178,7 +181,7 @@ def test_other_checkpoints_in_the_target_do_not_go_with_it(far: bool, source: Pa
         output.store.put((output / "checkpoint-5" / "model.safetensors").key, [data], len(data))
     else:
         shutil.copytree(tmp_path / "one", output / "checkpoint-5")
-    with pytest.raises(holdfast.StorageError, match=r"holds other checkpoints \(checkpoint-5\)"):
+    with pytest.raises(holdfast.errors.StorageError, match=r"holds other checkpoints \(checkpoint-5\)"):
         holdfast.convert(source, output, to="huggingface", overwrite=True)
     holdfast.open(output / "checkpoint-5").verify()
 
@@ -194,7 +197,7 @@ def test_the_source_is_no_target_whatever_it_is_called(far: bool, tmp_path: Path
     (tmp_path / "link").symlink_to(tmp_path / "run" / "step-1")
     for called in names[:2]:
         for target in names:
-            with pytest.raises(holdfast.Mismatch, match="is the source, or around it"):
+            with pytest.raises(holdfast.errors.Mismatch, match="is the source, or around it"):
                 holdfast.convert(called, target, only="model", overwrite=True)
     assert len(holdfast.open(step).tensors) == 2
 
@@ -206,14 +209,14 @@ def test_a_damaged_source_gives_no_target(source: Path, tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     for to in FORMATS:
-        with pytest.raises(holdfast.Damaged, match="is altered: bytes .* have another sum"):
+        with pytest.raises(holdfast.errors.Damaged, match="is altered: bytes .* have another sum"):
             holdfast.convert(tmp_path / "c", tmp_path / "t", to=to)
         assert not (tmp_path / "t").exists()
     holdfast.convert(tmp_path / "c", tmp_path / "t", verify=False)
 
 
 def test_a_full_disk_is_found_before_anything_is_copied(source: Path, small_disk: Path) -> None:
-    with pytest.raises(holdfast.StorageError, match=r"cannot reserve .* bytes .*the disk is full") as caught:
+    with pytest.raises(holdfast.errors.StorageError, match=r"cannot reserve .* bytes .*the disk is full") as caught:
         holdfast.convert(source, small_disk / "t")
     assert caught.value.errno == errno.ENOSPC and not list(small_disk.iterdir())
     holdfast.convert(source, small_disk / "t", only="kinds")
@@ -234,18 +237,24 @@ def test_what_cannot_be_asked_for(source: Path, tmp_path: Path) -> None:
         holdfast.convert(source, target, max_shard_bytes=0)
     with pytest.raises(ValueError, match="no store for ftp"):
         holdfast.convert(source, "ftp://bucket/t")
-    with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="there is nothing at"):
         holdfast.convert(tmp_path / "nowhere", target)
-    with pytest.raises(holdfast.Mismatch, match=r"nothing that fits only='model/sen' \(did you mean model/seen\?\)"):
+    with pytest.raises(
+        holdfast.errors.Mismatch, match=r"nothing that fits only='model/sen' \(did you mean model/seen\?\)"
+    ):
         holdfast.convert(source, target, only="model/sen")
-    with pytest.raises(holdfast.Mismatch, match="nothing that fits only='optimiser' .did you mean optimizer.., 'x'"):
+    with pytest.raises(
+        holdfast.errors.Mismatch, match="nothing that fits only='optimiser' .did you mean optimizer.., 'x'"
+    ):
         holdfast.convert(source, target, only=["model", "optimiser", "x"])
-    with pytest.raises(holdfast.Mismatch, match="only= takes names as they were saved, and net/.* was saved as model/"):
+    with pytest.raises(
+        holdfast.errors.Mismatch, match="only= takes names as they were saved, and net/.* was saved as model/"
+    ):
         holdfast.convert(source, target, only="net", rename={"model": "net"})
-    with pytest.raises(holdfast.Mismatch, match=r"only=\[\] names nothing"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"only=\[\] names nothing"):
         holdfast.convert(source, target, only=[])
     for place in (source, source.parent):
-        with pytest.raises(holdfast.Mismatch, match="is the source, or around it"):
+        with pytest.raises(holdfast.errors.Mismatch, match="is the source, or around it"):
             holdfast.convert(source, place, overwrite=True)
     assert not list(tmp_path.iterdir())
 
@@ -253,8 +262,8 @@ def test_what_cannot_be_asked_for(source: Path, tmp_path: Path) -> None:
 def test_progress_is_told_and_what_is_left_out_is_logged_once(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    seen: list[holdfast.Event] = []
-    with holdfast.listen(seen.append):
+    seen: list[holdfast.events.Event] = []
+    with holdfast.events.listen(seen.append):
         converted = holdfast.convert(holdfast.open(source), tmp_path / "t", to="huggingface")
     assert [e.kind for e in seen][0] == "start" and seen[-1].kind == "end"
     assert {e.task for e in seen} == {"convert"} and seen[-1].done == seen[-1].total > states.wide(0).nbytes
@@ -287,10 +296,13 @@ def test_a_foreign_source(tmp_path: Path) -> None:
 def test_a_source_that_changes_meanwhile(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1000)}, tmp_path / "file.pt")
 
-    def touch(event: holdfast.Event) -> None:
+    def touch(event: holdfast.events.Event) -> None:
         os.utime(tmp_path / "file.pt", (0, 0))
 
-    with holdfast.listen(touch), pytest.raises(holdfast.Mismatch, match="was changed while it was converted"):
+    with (
+        holdfast.events.listen(touch),
+        pytest.raises(holdfast.errors.Mismatch, match="was changed while it was converted"),
+    ):
         holdfast.convert(tmp_path / "file.pt", tmp_path / "t")
     assert not (tmp_path / "t").exists()
     assert not holdfast.convert(tmp_path / "file.pt", tmp_path / "t").bytes_resumed, "what was copied is not trusted"

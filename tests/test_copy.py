@@ -83,7 +83,7 @@ def content(path: Place) -> dict[str, bytes]:
 
 
 def is_no_checkpoint(path: Place) -> bool:
-    with pytest.raises(holdfast.NotACheckpoint):
+    with pytest.raises(holdfast.errors.NotACheckpoint):
         holdfast.open(path)
     return True
 
@@ -148,8 +148,8 @@ def test_links_and_relative_paths(kept: Path, tmp_path: Path, monkeypatch: pytes
 
 
 def test_progress_is_told(kept: Path, tmp_path: Path) -> None:
-    events: list[holdfast.Event] = []
-    with holdfast.listen(events.append):
+    events: list[holdfast.events.Event] = []
+    with holdfast.events.listen(events.append):
         copy(kept / "step-1", tmp_path / "copy")
         copy(kept / "step-1", tmp_path / "copy")
     ends = [event for event in events if event.kind == "end" and event.task == "copy"]
@@ -198,7 +198,7 @@ def test_a_copy_of_a_step_that_cites_is_whole_by_itself(links: bool, tmp_path: P
     if links:
         is_state(root / "step-3", states[3])
     else:
-        with pytest.raises(holdfast.Damaged, match="step-3 cites|is missing"):
+        with pytest.raises(holdfast.errors.Damaged, match="step-3 cites|is missing"):
             copy(root / "step-3", tmp_path / "broken")
         assert is_no_checkpoint(tmp_path / "broken")
 
@@ -219,7 +219,7 @@ def test_a_conversion_reads_what_is_cited_and_replaces_no_cited_checkpoint(tmp_p
         save_on(states[2], root / "step-2", root / "step-1")
         holdfast.convert(root / "step-2", tmp_path / "out", overwrite=True)
         is_state(tmp_path / "out", states[2])
-        with pytest.raises(holdfast.StorageError, match="checkpoints beside it cite"):
+        with pytest.raises(holdfast.errors.StorageError, match="checkpoints beside it cite"):
             holdfast.convert(tmp_path / "out", root / "step-1", overwrite=True)
         holdfast.convert(tmp_path / "out", root / "step-2", overwrite=True)
         is_state(root / "step-1", states[1])
@@ -229,9 +229,9 @@ def test_a_conversion_reads_what_is_cited_and_replaces_no_cited_checkpoint(tmp_p
 def test_a_copy_of_a_checkpoint_that_has_lost_sections(tmp_path: Path) -> None:
     holdfast.save(state_of(3), tmp_path / "whole")
     copy(tmp_path / "whole", tmp_path / "part")
-    holdfast.drop(tmp_path / "part", "optimizer")
+    holdfast.tools.drop(tmp_path / "part", "optimizer")
     copy(tmp_path / "part", StorePlace(Memory(), "far"))
-    with pytest.raises(holdfast.StorageError, match="same save"):
+    with pytest.raises(holdfast.errors.StorageError, match="same save"):
         copy(tmp_path / "whole", tmp_path / "part")
     copy(tmp_path / "whole", tmp_path / "part", overwrite=True)
     is_state(tmp_path / "part", state_of(3))
@@ -267,7 +267,7 @@ def test_damage_at_the_source_is_told_and_nothing_is_committed(
     target: Place = StorePlace(Memory(), "copy") if far else tmp_path / "copy"
     do, text = HARM[harm]
     do(source)
-    with pytest.raises(holdfast.Damaged, match=text) as caught:
+    with pytest.raises(holdfast.errors.Damaged, match=text) as caught:
         copy(source, target)
     assert str(source) in str(caught.value)
     assert is_no_checkpoint(target)
@@ -302,8 +302,8 @@ def test_an_upload_that_breaks_off_is_made_again(kept: Path) -> None:
             raise transient(OSError(errno.ECONNRESET, "the connection is gone"))
 
     store.on_chunk = breaks
-    events: list[holdfast.Event] = []
-    with holdfast.listen(events.append):
+    events: list[holdfast.events.Event] = []
+    with holdfast.events.listen(events.append):
         copy(kept / "step-1", StorePlace(store, "far"))
     assert content(StorePlace(store, "far")) == content(kept / "step-1") and len(broken) == 2
     assert events[-1].done == events[-1].total
@@ -317,13 +317,13 @@ def test_a_store_that_refuses_stops_all_and_says_which_file(kept: Path) -> None:
             raise PermissionError(errno.EACCES, "not for you")
 
     store.on_chunk = refuse
-    with pytest.raises(holdfast.StorageError, match=r"cannot write memory://\d+/far/model/.*not for you"):
+    with pytest.raises(holdfast.errors.StorageError, match=r"cannot write memory://\d+/far/model/.*not for you"):
         copy(kept / "step-1", StorePlace(store, "far"))
     assert is_no_checkpoint(StorePlace(store, "far"))
 
 
 def test_a_full_disk(small_disk: Path, kept: Path) -> None:
-    with pytest.raises(holdfast.StorageError, match="disk is full") as caught:
+    with pytest.raises(holdfast.errors.StorageError, match="disk is full") as caught:
         copy(kept / "step-1", small_disk / "copy")
     assert caught.value.errno == errno.ENOSPC
     assert is_no_checkpoint(small_disk / "copy")
@@ -335,7 +335,7 @@ def test_a_manifest_that_says_more_than_we_know_is_not_cut_short(source: Path, t
     body = path.read_bytes().rpartition(b',"digest"')[0]
     path.write_bytes(manifest.seal(body + b',"signature":"x"}'))
     holdfast.open(source)
-    with pytest.raises(holdfast.Unsupported, match="newer"):
+    with pytest.raises(holdfast.errors.Unsupported, match="newer"):
         copy(source, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
@@ -359,11 +359,11 @@ def test_what_is_there_is_not_copied_again(kept: Path, tmp_path: Path) -> None:
 
 
 def copy_and_be_killed(source: str, target: str, after: int) -> None:
-    def kill(event: holdfast.Event) -> None:
+    def kill(event: holdfast.events.Event) -> None:
         if event.kind == "advance" and event.done >= after:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with holdfast.listen(kill):
+    with holdfast.events.listen(kill):
         copy(source, target)
 
 
@@ -411,7 +411,9 @@ def test_only_some_files_and_no_commit(kept: Path, tmp_path: Path) -> None:
 def test_another_checkpoint_is_replaced_only_when_told(far: bool, kept: Path, tmp_path: Path) -> None:
     target: Place = StorePlace(Memory(), "far") if far else tmp_path / "copy"
     copy(kept / "step-1", target)
-    with pytest.raises(holdfast.StorageError, match="already holds another checkpoint.*overwrite=True") as caught:
+    with pytest.raises(
+        holdfast.errors.StorageError, match="already holds another checkpoint.*overwrite=True"
+    ) as caught:
         copy(kept / "step-2", target)
     assert caught.value.errno == errno.EEXIST and content(target) == content(kept / "step-1")
     copied = copy(kept / "step-2", target, overwrite=True)
@@ -438,7 +440,7 @@ def test_until_the_last_step_the_replaced_checkpoint_is_whole(tmp_path: Path, ke
             raise OSError(errno.EIO, "gone")
 
     store.on_chunk = fail
-    with pytest.raises(holdfast.StorageError):
+    with pytest.raises(holdfast.errors.StorageError):
         copy(two, target, overwrite=True)
     assert before.items() <= content(target).items()
     assert holdfast.open(target).attachment("config.json") == CONFIG["config.json"]
@@ -453,7 +455,7 @@ def test_a_target_of_others_is_refused(kept: Path, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
     for name, text in [("file", "is a file"), ("folder", "holds other files")]:
-        with pytest.raises(holdfast.StorageError, match=text) as caught:
+        with pytest.raises(holdfast.errors.StorageError, match=text) as caught:
             copy(kept / "step-1", tmp_path / name, overwrite=True)
         assert caught.value.errno == errno.EEXIST
     assert (tmp_path / "folder" / "notes.txt").read_text() == "mine"
@@ -468,7 +470,7 @@ def test_leavings_of_a_dead_save_do_not_stop_it_and_those_of_a_living_one_do(kep
     left.write_bytes(b"half")
 
     fd, _ = left.with_name("00000-of-00001.00000000000000ab.safetensors").open_to_write(10)
-    with pytest.raises(holdfast.StorageError, match="right now"):
+    with pytest.raises(holdfast.errors.StorageError, match="right now"):
         copy(kept / "step-1", tmp_path / "copy")
     os.close(fd)
     copy(kept / "step-1", tmp_path / "copy")
@@ -479,12 +481,12 @@ def test_a_sweeper_spares_what_is_being_copied(kept: Path, tmp_path: Path) -> No
     target = tmp_path / "copy"
     swept: list[bool] = []
 
-    def sweep(event: holdfast.Event) -> None:
+    def sweep(event: holdfast.events.Event) -> None:
         if event.kind == "advance" and any(target.glob("*/*.safetensors")):
             folder.sweep_dead(target)
             swept.append(True)
 
-    with holdfast.listen(sweep):
+    with holdfast.events.listen(sweep):
         copy(kept / "step-1", target)
     assert swept
     holdfast.open(target).verify()
@@ -493,22 +495,25 @@ def test_a_sweeper_spares_what_is_being_copied(kept: Path, tmp_path: Path) -> No
 def test_files_that_vanish_from_the_target_are_missed_before_the_commit(kept: Path) -> None:
     store = Harmed()
 
-    def clean(event: holdfast.Event) -> None:
+    def clean(event: holdfast.events.Event) -> None:
         if event.kind == "advance" and event.done == event.total:
             store.delete([entry.key for entry in store.list("far/optimizer", deep=True).files])
 
     store_place = StorePlace(store, "far")
-    with holdfast.listen(clean), pytest.raises(holdfast.StorageError, match="was deleted while"):
+    with holdfast.events.listen(clean), pytest.raises(holdfast.errors.StorageError, match="was deleted while"):
         copy(kept / "step-1", store_place)
     assert is_no_checkpoint(store_place)
 
 
 def test_a_source_that_is_deleted_meanwhile(source: Path, tmp_path: Path) -> None:
-    def delete(event: holdfast.Event) -> None:
+    def delete(event: holdfast.events.Event) -> None:
         if event.kind == "start" and event.task == "copy":
             folder.delete_checkpoint(source)
 
-    with holdfast.listen(delete), pytest.raises(holdfast.NotACheckpoint, match="deleted while it was copied"):
+    with (
+        holdfast.events.listen(delete),
+        pytest.raises(holdfast.errors.NotACheckpoint, match="deleted while it was copied"),
+    ):
         copy(source, tmp_path / "copy")
 
 
@@ -529,18 +534,20 @@ def test_of_two_checkpoints_for_one_target_one_wins_and_is_whole(far: bool, tmp_
         target: Place = StorePlace(Memory(), "far") if far else tmp_path / f"copy-{attempt}"
         start = threading.Barrier(len(sources))
 
-        def work(source: Path) -> Copied | holdfast.StorageError:
+        def work(source: Path) -> Copied | holdfast.errors.StorageError:
             start.wait()
             try:
                 return copy(source, target)
-            except holdfast.StorageError as error:
+            except holdfast.errors.StorageError as error:
                 return error
 
         with ThreadPoolExecutor(len(sources)) as threads:
             results = list(threads.map(work, sources))
         winners = [one for one in results if isinstance(one, Copied)]
         assert len(winners) <= 1, results
-        assert all(one.errno == errno.EEXIST for one in results if isinstance(one, holdfast.StorageError)), results
+        assert all(one.errno == errno.EEXIST for one in results if isinstance(one, holdfast.errors.StorageError)), (
+            results
+        )
         if winners:
             holdfast.open(target).verify()
 
@@ -555,7 +562,7 @@ def test_a_folder_of_checkpoints_step_by_step(kept: Path, tmp_path: Path) -> Non
     (root / "logs").mkdir()
     (root / "logs" / "log.txt").write_text("not copied")
     began: list[str] = []
-    with holdfast.listen(lambda event: began.append(event.path) if event.kind == "start" else None):
+    with holdfast.events.listen(lambda event: began.append(event.path) if event.kind == "start" else None):
         copied = copy(root, far)
     steps = ["step-1", "step-2", "step-10"]
     assert [path.rpartition("/")[2] for path in began] == list(copied.steps) == steps
@@ -573,7 +580,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     torch.save({"w": torch.zeros(3)}, tmp_path / "model.pt")
     for source in (tmp_path / "empty", tmp_path / "none", tmp_path / "model.pt", StorePlace(Memory(), "none")):
-        with pytest.raises(holdfast.NotACheckpoint, match=r"holdfast\.convert reads others"):
+        with pytest.raises(holdfast.errors.NotACheckpoint, match=r"holdfast\.convert reads others"):
             copy(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 

@@ -79,5 +79,5 @@ def test_one_lost_byte_of_it_is_found(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(holdfast.Damaged, match=file.name):
+    with pytest.raises(holdfast.errors.Damaged, match=file.name):
         holdfast.open(folder).verify()

@@ -55,7 +55,7 @@ def test_every_misfit_is_listed_at_once_and_nothing_changes(saved: Path) -> None
     into["model"]["layers.1.wieght"] = into["model"].pop("layers.1.weight")
     del into["config"]
     into["extra"] = {"a": 1}
-    with pytest.raises(holdfast.Mismatch) as caught:
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
         holdfast.load(saved, into)
     text = str(caught.value)
     assert "model/layers.0.weight: saved with shape [8, 4], here [8, 5]" in text
@@ -74,7 +74,7 @@ def test_in_part_by_pattern(saved: Path) -> None:
     holdfast.load(saved, one, only="optimizer")
     assert one["optimizer"]["state"]["layers.0.weight"]["exp_avg"].any() and not one["model"]["scale"].any()
     assert one["step"] == 0
-    with pytest.raises(holdfast.Mismatch, match="model/layers.1.weight"):
+    with pytest.raises(holdfast.errors.Mismatch, match="model/layers.1.weight"):
         holdfast.load(saved, {"model": {"scale": torch.zeros(3)}}, only="model")
 
 
@@ -89,7 +89,7 @@ def test_renamed(saved: Path) -> None:
     into = {"net": _target()["model"]}
     holdfast.load(saved, into, only="model", rename={"model": "net"})
     assert into["net"]["scale"].sum() == 3
-    with pytest.raises(holdfast.Mismatch, match="same new name"):
+    with pytest.raises(holdfast.errors.Mismatch, match="same new name"):
         holdfast.load(saved, into, rename=lambda name: "x")
 
 
@@ -104,23 +104,23 @@ def test_a_pattern_that_fits_nothing_is_an_error_and_nothing_changes(saved: Path
         ([], r"only=\[\] names nothing: leave it out"),
         (["model", ""], "has an empty name in it"),
     ]:  # fmt: skip
-        with pytest.raises(holdfast.Mismatch, match=told) as caught:
+        with pytest.raises(holdfast.errors.Mismatch, match=told) as caught:
             holdfast.load(saved, into, only=only)
         assert isinstance(caught.value, ValueError)
     assert not any(t.any() for t in into["model"].values()) and into["step"] == 0
     with pytest.raises(
-        holdfast.Mismatch, match="only= fits nothing in the checkpoint .*\n.*'x'\n1 missing.*\n.*model/y"
+        holdfast.errors.Mismatch, match="only= fits nothing in the checkpoint .*\n.*'x'\n1 missing.*\n.*model/y"
     ):
         holdfast.load(saved, {"model": {**into["model"], "y": torch.zeros(1)}}, only=["model", "x"])
 
 
 def test_a_pattern_may_fit_what_only_the_target_has(saved: Path) -> None:
     into = {**_target(), "ema": {"w": torch.ones(2)}, "none": nn.Identity()}
-    with pytest.raises(holdfast.Mismatch, match="1 missing from the checkpoint.*\n *ema/w"):
+    with pytest.raises(holdfast.errors.Mismatch, match="1 missing from the checkpoint.*\n *ema/w"):
         holdfast.load(saved, into, only=["model", "ema"])
     loaded = holdfast.load(saved, into, only=["model", "ema", "none"], missing="keep")
     assert loaded.kept == ["ema/w"] and into["model"]["scale"].sum() == 3
-    with pytest.raises(holdfast.Mismatch, match="'ema'"):
+    with pytest.raises(holdfast.errors.Mismatch, match="'ema'"):
         holdfast.load(saved, _target(), only=["model", "ema"], missing="keep")
     config: dict[str, Any] = {"config": {}}
     holdfast.load(saved, config, only="config/lr")
@@ -133,18 +133,20 @@ def test_the_state_of_an_optimizer_that_has_not_stepped_may_be_asked_for(tmp_pat
     holdfast.save(state, tmp_path / "c")
     loaded = holdfast.load(tmp_path / "c", state, only=["model", "optimizer/state"])
     assert loaded.restored == ["model/weight", "model/bias"] and not loaded.kept
-    with pytest.raises(holdfast.Mismatch, match="'optimizer/states'"):
+    with pytest.raises(holdfast.errors.Mismatch, match="'optimizer/states'"):
         holdfast.load(tmp_path / "c", state, only=["model", "optimizer/states"])
 
 
 def test_only_means_what_was_saved_whatever_it_is_renamed_to(saved: Path) -> None:
     into = {"net": _target()["model"], "config": {}}
-    with pytest.raises(holdfast.Mismatch, match="only= takes names as they were saved, and net/.* was saved as model/"):
+    with pytest.raises(
+        holdfast.errors.Mismatch, match="only= takes names as they were saved, and net/.* was saved as model/"
+    ):
         holdfast.load(saved, into, only="net", rename={"model": "net"})
     assert not any(t.any() for t in into["net"].values())
     into["net"]["new"] = torch.zeros(2)
     for rename in ({"model": "net"}, lambda name: name.replace("model/", "net/")):
-        with pytest.raises(holdfast.Mismatch, match="net/new"):
+        with pytest.raises(holdfast.errors.Mismatch, match="net/new"):
             holdfast.load(saved, into, only="model", rename=rename)
         assert holdfast.load(saved, into, only="model", rename=rename, missing="keep").kept == ["net/new"]
     loaded = holdfast.load(saved, into["net"], only="model", rename={"model": ""}, missing="keep")
@@ -153,9 +155,11 @@ def test_only_means_what_was_saved_whatever_it_is_renamed_to(saved: Path) -> Non
 
 def test_every_name_of_a_table_has_to_be_saved(saved: Path) -> None:
     into = {"net": _target()["model"]}
-    with pytest.raises(holdfast.Mismatch, match=r"rename= maps 'modle' \(did you mean model\?\), but no name of "):
+    with pytest.raises(
+        holdfast.errors.Mismatch, match=r"rename= maps 'modle' \(did you mean model\?\), but no name of "
+    ):
         holdfast.load(saved, into, only="model", rename={"modle": "net"})
-    with pytest.raises(holdfast.Mismatch, match="rename= maps 'opt', but"):
+    with pytest.raises(holdfast.errors.Mismatch, match="rename= maps 'opt', but"):
         holdfast.load(saved, into, only="model", rename={"model": "net", "opt": "optimizer"})
     holdfast.load(saved, into, only="model", rename={"model": "net", "optimizer": "opt"})
     assert into["net"]["scale"].sum() == 3, "a table may map what is not loaded"
@@ -260,7 +264,7 @@ def test_optimizers_without_their_module_use_integer_ids(tmp_path: Path) -> None
 def test_optimizer_of_an_unknown_parameter(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([model.weight, nn.Parameter(torch.ones(7))], lr=1.0)
-    with pytest.raises(holdfast.Unsupported, match=r"parameter 1 \(shape \[7\]\) belongs to no module"):
+    with pytest.raises(holdfast.errors.Unsupported, match=r"parameter 1 \(shape \[7\]\) belongs to no module"):
         holdfast.save({"model": model, "optimizer": optimizer}, tmp_path / "c")
 
 
@@ -315,7 +319,7 @@ def test_open_reads_slices_only(tmp_path: Path) -> None:
     assert torch.equal(box, torch.arange(4_000_000.0).reshape(2000, 2000)[5:8, 10:20])
     assert torch.equal(checkpoint.read("big", [(1999, 2000)])[0, -1], torch.tensor(3_999_999.0))
     assert checkpoint.read("big", (slice(3, 3),)).shape == (0, 2000)
-    with pytest.raises(holdfast.Mismatch, match="does not lie"):
+    with pytest.raises(holdfast.errors.Mismatch, match="does not lie"):
         checkpoint.read("big", ((0, 2001),))
     with pytest.raises(KeyError, match="did you mean small"):
         checkpoint.read("smal")
@@ -358,9 +362,9 @@ def test_partial_blocks_are_counted_or_checked(tmp_path: Path) -> None:
     half = {"t": holdfast.Shard(torch.zeros(500_000), (6_000_000,), (0,))}
     loaded = holdfast.load(tmp_path / "c", half)
     assert loaded.bytes_unverified == 2_000_000, "told, since reading the whole block would cost four times the bytes"
-    with pytest.raises(holdfast.Damaged, match=r"is altered.* in t, "):
+    with pytest.raises(holdfast.errors.Damaged, match=r"is altered.* in t, "):
         holdfast.load(tmp_path / "c", half, verify="blocks")
-    with pytest.raises(holdfast.Damaged, match="is altered"):
+    with pytest.raises(holdfast.errors.Damaged, match="is altered"):
         holdfast.load(tmp_path / "c", {"t": torch.zeros(6_000_000)})
     holdfast.load(tmp_path / "c", {"t": torch.zeros(6_000_000)}, verify=False)
 
@@ -383,11 +387,11 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
     }
     for path, says in cases.items():
         for use in (holdfast.open, lambda p: holdfast.load(p, {"x": torch.ones(1)})):
-            with pytest.raises(holdfast.NotACheckpoint, match=says) as caught:
+            with pytest.raises(holdfast.errors.NotACheckpoint, match=says) as caught:
                 use(tmp_path / path)
             assert isinstance(caught.value, FileNotFoundError)
     (tmp_path / "run" / "step-1" / "manifest.json").unlink()
-    with pytest.raises(holdfast.NotACheckpoint, match="never committed"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="never committed"):
         holdfast.open(tmp_path / "run" / "step-1")
 
 
@@ -401,7 +405,7 @@ def _rewrite(path: Path, change: Any) -> None:
 
 def test_version_from_the_future(saved: Path) -> None:
     _rewrite(saved, lambda m: m.update(version=3))
-    with pytest.raises(holdfast.Unsupported, match="format version 3, this holdfast reads versions 1 to 2"):
+    with pytest.raises(holdfast.errors.Unsupported, match="format version 3, this holdfast reads versions 1 to 2"):
         holdfast.load(saved, _target())
 
 
@@ -409,18 +413,18 @@ def test_manifest_cut_or_altered_anywhere(saved: Path) -> None:
     data = (saved / "manifest.json").read_bytes()
     for length in [*range(0, len(data) - 1, 37), len(data) - 1]:
         (saved / "manifest.json").write_bytes(data[:length])
-        with pytest.raises(holdfast.Damaged):
+        with pytest.raises(holdfast.errors.Damaged):
             holdfast.open(saved)
     for at in range(60, len(data), 29):
         (saved / "manifest.json").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        with pytest.raises((holdfast.Damaged, holdfast.Unsupported, holdfast.NotACheckpoint)):
+        with pytest.raises((holdfast.errors.Damaged, holdfast.errors.Unsupported, holdfast.errors.NotACheckpoint)):
             holdfast.open(saved)
 
 
 def test_manifest_that_leads_outside(saved: Path, tmp_path: Path) -> None:
     for path in ("../secret", "/etc/passwd", "a\\b", "model/../../x", ""):
         _rewrite(saved, lambda m, path=path: m["files"][0].__setitem__(0, path))
-        with pytest.raises(holdfast.Damaged, match="leaves the checkpoint"):
+        with pytest.raises(holdfast.errors.Damaged, match="leaves the checkpoint"):
             holdfast.open(saved)
 
 
@@ -446,7 +450,7 @@ def test_damaged_data_files(how: str, saved: Path) -> None:
     assert "Damaged" in errors[0].kinds and file.name in errors[0].text
     if how == "flipped data":
         assert "model" in errors[0].text and "scale" in errors[0].text
-    with pytest.raises(holdfast.Damaged, match=file.name):
+    with pytest.raises(holdfast.errors.Damaged, match=file.name):
         holdfast.open(saved).verify()
 
 

@@ -170,7 +170,7 @@ def test_restore_falls_back_and_says_why(how: str, tmp_path: Path, caplog: pytes
             _break(tmp_path / f"step-00000000{step}", "flipped")
         if how != "flipped":
             (tmp_path / "step-000000003" / "manifest.json").unlink()
-        with pytest.raises(holdfast.NotACheckpoint, match="can be restored"):
+        with pytest.raises(holdfast.errors.NotACheckpoint, match="can be restored"):
             manager.restore(_state())
 
 
@@ -178,7 +178,7 @@ def test_mismatch_does_not_fall_back(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, every=1) as manager:
         manager.step(1, _state(1))
         manager.step(2, _state(2))
-        with pytest.raises(holdfast.Mismatch):
+        with pytest.raises(holdfast.errors.Mismatch):
             manager.restore({"model": {"w": torch.zeros(2)}, "step": 0})
 
 
@@ -188,18 +188,18 @@ def test_a_pattern_that_fits_nothing_does_not_fall_back(fast: bool, tmp_path: Pa
     tiers: dict[str, Any] = {"fast": tmp_path / "fast"} if fast else {}
     with CheckpointManager(tmp_path / "run", every=1, keep=Keep(last=5), **tiers) as manager:
         for empty in ("", []):
-            with pytest.raises(holdfast.Mismatch, match="names nothing: leave it out"):
+            with pytest.raises(holdfast.errors.Mismatch, match="names nothing: leave it out"):
                 manager.restore(_state(), only=empty)
         assert manager.restore(_state(), only="model") is None, "nothing is saved yet"
         manager.save(1, {**_state(1), "ema": {"w": torch.ones(3)}})
         manager.save(2, _state(2))
     with CheckpointManager(tmp_path / "run", every=1, **tiers) as manager:
         state = _state()
-        with pytest.raises(holdfast.Mismatch, match=r"step-000000002 .*\n.*\n *'emma'"):
+        with pytest.raises(holdfast.errors.Mismatch, match=r"step-000000002 .*\n.*\n *'emma'"):
             manager.restore(state, only=["model", "emma"])
-        with pytest.raises(holdfast.Mismatch, match=r"step-000000002 .*\n.*\n *'ema'"):
+        with pytest.raises(holdfast.errors.Mismatch, match=r"step-000000002 .*\n.*\n *'ema'"):
             manager.restore(state, only="ema")
-        with pytest.raises(holdfast.Mismatch, match="1 missing from the checkpoint.*\n *ema/w"):
+        with pytest.raises(holdfast.errors.Mismatch, match="1 missing from the checkpoint.*\n *ema/w"):
             manager.restore({**state, "ema": {"w": torch.zeros(3)}}, only=["model", "ema"])
         assert not state["model"]["w"].any() and manager.steps() == [1, 2]
         loaded = manager.restore(state, only="model")

@@ -215,7 +215,7 @@ def test_dcp_4_a_hanging_rank_is_named(tmp_path: Path) -> None:
 def test_dcp_5_no_silent_cast_and_no_ignored_keys(tmp_path: Path) -> None:
     holdfast.save({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "c")
     half = torch.zeros(3, dtype=torch.bfloat16)
-    with pytest.raises(holdfast.Mismatch) as caught:
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
         holdfast.load(tmp_path / "c", {"a": half})
     assert "a: saved as float32, here bfloat16" in str(caught.value)
     assert "1 in the checkpoint that nothing asks for" in str(caught.value) and "\n    b" in str(caught.value)
@@ -340,7 +340,7 @@ def test_leavings_of_a_dead_save_do_not_block_the_path(tmp_path: Path) -> None:
 def test_overwrite_of_a_damaged_checkpoint(tmp_path: Path) -> None:
     holdfast.save(_state(1), tmp_path / "c")
     (tmp_path / "c" / "manifest.json").write_bytes(b'{"format":"holdfast","version":1')
-    with pytest.raises(holdfast.Damaged):
+    with pytest.raises(holdfast.errors.Damaged):
         holdfast.open(tmp_path / "c")
     holdfast.save(_state(2), tmp_path / "c", overwrite=True)
     _is_whole(tmp_path / "c", 2)
@@ -352,8 +352,8 @@ def test_on_a_file_system_without_direct_io(small_disk: Path) -> None:
 
 
 def test_events_tell_progress(tmp_path: Path) -> None:
-    seen: list[holdfast.Event] = []
-    with holdfast.listen(seen.append):
+    seen: list[holdfast.events.Event] = []
+    with holdfast.events.listen(seen.append):
         holdfast.save(_state(1), tmp_path / "c")
         holdfast.load(tmp_path / "c", _state(0))
     kinds = [(e.task, e.kind) for e in seen if e.kind != "phase"]

@@ -300,7 +300,7 @@ def test_a_full_disk(worker: Any, unreserved: bool, small_disk: Path, monkeypatc
             for _ in range(2):
                 with pytest.raises(holdfast.SaveFailed, match="the disk is full") as caught:
                     saver.save(large, small_disk / "c", files={"f": b"x"}).wait()
-                assert isinstance(caught.value, holdfast.StorageError) and caught.value.errno == errno.ENOSPC
+                assert isinstance(caught.value, holdfast.errors.StorageError) and caught.value.errno == errno.ENOSPC
                 assert caught.value.file is not None and caught.value.file.endswith(".safetensors")
         assert [p.name for p in small_disk.iterdir()] == ["before"]
         # The writer process lets go of what was taken away a moment after the failure is told.
@@ -810,10 +810,10 @@ def test_a_forked_child_leaves_the_save_to_its_parent(tmp_path: Path, worker: An
     model = torch.nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def held(event: holdfast.Event) -> None:
+    def held(event: holdfast.events.Event) -> None:
         assert event.task != "stage" or gate.wait(LONG)
 
-    with holdfast.Saver(worker=worker) as saver, holdfast.listen(held):
+    with holdfast.Saver(worker=worker) as saver, holdfast.events.listen(held):
         saver.save(_state(0), tmp_path / "before")
         gate.set()
         saver.wait()

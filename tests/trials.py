@@ -28,7 +28,7 @@ def forked(work: Any, *args: Any) -> int:
     try:
         work(*args)
     except holdfast.SaveFailed as error:
-        code = 3 if isinstance(error, holdfast.RankLost) else 4  # what a survivor ends with
+        code = 3 if isinstance(error, holdfast.errors.RankLost) else 4  # what a survivor ends with
     except BaseException:
         traceback.print_exc()
         code = 4

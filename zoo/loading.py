@@ -148,7 +148,7 @@ def refusal(error: BaseException, run: Run, twin: Run | None) -> tuple[str, str]
         changed = list(trees.differences(*sides))
         if changed:
             return "wrong", f"refused ({text}), but changed before that: {listed(changed)}"
-    if isinstance(error, holdfast.RankLost) or not any(str(key) in str(error) for key in run.state):
+    if isinstance(error, holdfast.errors.RankLost) or not any(str(key) in str(error) for key in run.state):
         return "wrong", f"refused without the name of a leaf: {text}"
     return "refused", text
 

@@ -26,7 +26,7 @@ def verify(
     json: Json = False,
 ) -> None:
     """Check every byte of a checkpoint; exit code 1 if any is not what was written."""
-    report = holdfast.verify(path, deep=not shallow, raises=False)
+    report = holdfast.tools.verify(path, deep=not shallow, raises=False)
     hint = "" if report.whole else mending(path)
     output.answer(output.fields(report, "whole") | {"next": hint}, lambda: _show_verified(report, hint), json=json)
     raise typer.Exit(Code.FINE if report.whole else Code.DAMAGED)
@@ -72,7 +72,7 @@ def repair(
     json: Json = False,
 ) -> None:
     """Put right what is damaged, from the checkpoint itself and the sources; exit code 1 if anything stays damaged."""
-    done = holdfast.repair(path, sources=source or (), dry_run=dry_run)
+    done = holdfast.tools.repair(path, sources=source or (), dry_run=dry_run)
     hint = "" if done.whole else mending(path, source or ())
     result = output.fields(done, "whole") | {"mended": [one._asdict() for one in done.mended], "next": hint}
     output.answer(result, lambda: _show_repaired(done, hint, dry_run=dry_run), json=json)
@@ -104,7 +104,7 @@ def rescue(
     """Make the manifest of a checkpoint anew from its data files; exit code 1 if bytes are damaged."""
     if like is None and save is None and (why := not_by_headers(folder)):
         raise Mismatch(f"{why}, or the save with --save to do without")
-    done = holdfast.rescue(folder, like=like, save=save, step=step)
+    done = holdfast.tools.rescue(folder, like=like, save=save, step=step)
     output.answer(done, lambda: _show_rescued(done), json=json)
     raise typer.Exit(Code.DAMAGED if done.damages else Code.FINE)
 

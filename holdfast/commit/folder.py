@@ -284,7 +284,10 @@ def what_is_lent(names: Sequence[str]) -> str:
 
 def _uncommitted(folder: Place, files: Sequence[str]) -> str:
     if any(path.startswith("parts/") for path in files):
-        return f"{folder} holds a save that never committed; holdfast.recover commits it if all its ranks had finished"
+        return (
+            f"{folder} holds a save that never committed; holdfast.tools.recover commits it if all its ranks had "
+            "finished"
+        )
     if any(datafile.save_of(path) for path in files):
         return f"{folder} holds data but no manifest.json: a save that never committed, or its manifest was deleted"
     if any(path.endswith(".safetensors") and "/" not in path for path in files):

@@ -80,7 +80,7 @@ class Job:
         if self.degraded and self.sign is not None:
             raise Unsupported(
                 "what others write for lost ranks cannot be signed while they save: leave out degraded=True, or "
-                "sign= and sign the checkpoint afterwards (holdfast.sign)"
+                "sign= and sign the checkpoint afterwards (holdfast.tools.sign)"
             )
         if self.sign is not None and self.base is not None:
             raise Unsupported(

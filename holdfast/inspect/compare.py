@@ -65,7 +65,7 @@ def compare(a: Checkpoint, b: Checkpoint, *, only: Patterns = "*") -> Iterator[D
     """Every name that is in either and fits ``only``: tensors in the order of ``a``, then those of ``b``, then values.
 
     Takes some 170 MiB whatever the size of a tensor. Equal sums prove that the same was saved, not that the bytes on
-    disk are still good: `holdfast.verify` checks that. Raises Mismatch for a pattern that fits no name of
+    disk are still good: `holdfast.tools.verify` checks that. Raises Mismatch for a pattern that fits no name of
     either, Damaged for altered bytes among those it reads.
     """
     return _differences(a, b, only, _tensors, _value_status)

@@ -18,8 +18,8 @@ from holdfast.commit.folder import what_is_there
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
-from holdfast.journal import ASK, Entry, Now, Reader, joined, printable
 from holdfast.ondisk import datafile, manifest, part
+from holdfast.run.journal import ASK, Entry, Now, Reader, joined, printable
 from holdfast.run.tiers.nodes import root_of_fast
 from holdfast.run.whole import metric_of
 from holdfast.storage.place import Place

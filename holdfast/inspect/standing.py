@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.inspect.history import History, Underway
-from holdfast.journal import BEAT_IN_STORE, Entry
+from holdfast.run.journal import BEAT_IN_STORE, Entry
 
 RECENT = 40
 """Saves whose stalls and rates are shown."""

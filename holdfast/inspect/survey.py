@@ -61,7 +61,7 @@ class Step:
     - ``whole``: every file is there, as long as the manifest says; if headers were asked for, these are right too.
     - ``opens``: another format, whose description is consistent.
     - ``partly here``: on a fast tier, of which each node has the files of its own ranks.
-    - ``pending``: all ranks had finished, and the save was not committed: `holdfast.rescue` commits it.
+    - ``pending``: all ranks had finished, and the save was not committed: `holdfast.tools.rescue` commits it.
     - ``writing``: a living process writes it, or may: a store cannot say.
     - ``lent``: no longer a step; what is left are files that later steps reuse.
     - ``unfinished``: a save that died; the next manager sweeps it.

@@ -39,7 +39,7 @@ def drop(
     path: str | os.PathLike[str] | Place, sections: Patterns, *, dry_run: bool = False, deadline: float = DEADLINE,
     sign: Key | None = None,
 ) -> Dropped:  # fmt: skip
-    """Take ``sections`` of the checkpoint at ``path`` away for good: ``holdfast.drop(path, "optimizer")``.
+    """Take ``sections`` of the checkpoint at ``path`` away for good: ``holdfast.tools.drop(path, "optimizer")``.
 
     ``sections``: names or patterns of first keys of the state (``"optim*"``); each must fit one that is there, or was.
     What stays is the same save, and loads with ``only=`` (or into a state without them). A data file holds one section,
@@ -101,7 +101,9 @@ def _signed(folder: Place, record: Manifest, rest: Manifest, sign: Key | None) -
     key = signer(sign)
     if key is None:
         if found_signature(folder, record) is not None:
-            log.warning("%s is not signed any more: pass sign= to drop, or sign what is left (holdfast.sign)", folder)
+            log.warning(
+                "%s is not signed any more: pass sign= to drop, or sign what is left (holdfast.tools.sign)", folder
+            )
         return None
     before = read_signature(folder, record, bytes.fromhex(key.public))
     files = {file.path: signed for file, signed in zip(record.data_files, before.files, strict=True)}

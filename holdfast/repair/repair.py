@@ -118,10 +118,11 @@ def _refuse_without_manifest(checkpoint: Checkpoint) -> None:
         checkpoint.manifest  # noqa: B018 - reading it is the check
     except NotACheckpoint as error:
         raise NotACheckpoint(
-            f"{error}. holdfast.repair mends checkpoints of our own format; holdfast.rescue brings a manifest back"
+            f"{error}. holdfast.tools.repair mends checkpoints of our own format; holdfast.tools.rescue brings a "
+            "manifest back"
         ) from None
     except Damaged as error:
-        raise Damaged(f"{error}; holdfast.rescue may make its manifest anew, then it can be repaired") from None
+        raise Damaged(f"{error}; holdfast.tools.rescue may make its manifest anew, then it can be repaired") from None
 
 
 def _donors(sources: Iterable[Source], target: Place, record: Manifest) -> list[Donor]:

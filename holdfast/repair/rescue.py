@@ -133,7 +133,9 @@ def _damaged_manifest(target: Place) -> bytes | None:
         if (target / manifest.FILE_NAME).is_file():
             raise  # another program's
         return None
-    error = StorageError(f"{target} has a manifest that can be read, and needs no rescue; holdfast.repair mends data")
+    error = StorageError(
+        f"{target} has a manifest that can be read, and needs no rescue; holdfast.tools.repair mends data"
+    )
     error.errno = errno.EEXIST
     raise error
 

@@ -44,7 +44,7 @@ def parts_in(folder: Path) -> list[Part]:
     if not parts:
         raise HoldfastError(
             f"no timeline in {folder}: run the training script with HOLDFAST_TIMELINE={folder}, or inside of "
-            f"`with holdfast.timeline({str(folder)!r})`, and let it save or load"
+            f"`with holdfast.report.timeline.timeline({str(folder)!r})`, and let it save or load"
         )
     return parts
 

@@ -124,7 +124,7 @@ def install(tracer_provider: TracerProvider | None = None, meter_provider: Meter
     try:
         return Telemetry(tracer_provider, meter_provider)
     except ImportError as error:
-        raise Unsupported(f"OpenTelemetry is not installed ({error}): pip install 'holdfast[otel]'") from error
+        raise Unsupported(f"OpenTelemetry is not installed ({error}): pip install 'holdfast-torch[otel]'") from error
 
 
 def _name(span: events.Span) -> str:

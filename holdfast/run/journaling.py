@@ -18,9 +18,9 @@ from dataclasses import replace
 
 import msgspec
 
-from holdfast import journal
 from holdfast.events import at_exit, log
-from holdfast.journal import Entry, Now
+from holdfast.run import journal
+from holdfast.run.journal import Entry, Now
 from holdfast.storage import storage
 from holdfast.storage.local import disk
 from holdfast.storage.naming import naming

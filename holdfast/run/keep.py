@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from holdfast.storage.uploads import Upload
+
 
 class Kept(NamedTuple):
     """What becomes of the committed steps: those to keep, those of them to keep ``whole``, what the others lose."""
@@ -78,42 +80,22 @@ class Keep:
         return kept
 
 
-@dataclass(frozen=True)
-class Upload:
-    """Which steps of the fast tier go to the store.
+def is_due(upload: Upload, step: int, stored: Collection[int], keep: Keep) -> bool:
+    """Whether ``step`` has to go to the store, which holds ``stored`` and keeps what ``keep`` says.
 
-    ``every``: each multiple of it goes, the oldest first. ``newest``: whenever the uploader is free it takes the newest
-    step, if the store has none as new; older ones are passed over. With both they take turns. ``bandwidth``: bytes a
-    second that a node may send at most.
+    What the store would not keep does not have to.
     """
+    if upload.every is None or step % upload.every:
+        return False
+    return keep.best > 0 or step in keep.kept(dict.fromkeys({*stored, step}))
 
-    every: int | None = None
-    newest: bool = True
-    bandwidth: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"Upload(every={self.every}) must be at least 1, or None")
-        if self.every is None and not self.newest:
-            raise ValueError(
-                "Upload(every=None, newest=False) would never upload anything: say what, or leave fast= out"
-            )
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise ValueError(f"Upload(bandwidth={self.bandwidth}) must be more than 0 bytes a second, or None")
-
-    def due(self, step: int, stored: Collection[int], keep: Keep) -> bool:
-        """Whether ``step`` has to go to the store, which holds ``stored`` and keeps what ``keep`` says.
-
-        What the store would not keep does not have to.
-        """
-        if self.every is None or step % self.every:
-            return False
-        return keep.best > 0 or step in keep.kept(dict.fromkeys({*stored, step}))
-
-    def next(self, lacking: Collection[int], stored: Collection[int], keep: Keep, *, was_due: bool) -> int | None:
-        """Of steps that the store is ``lacking`` the one to upload now; ``was_due``: the last one was a due one."""
-        due = min((step for step in lacking if self.due(step, stored, keep)), default=None)
-        newest = max(lacking, default=None) if self.newest else None
-        if newest is not None and newest < max(stored, default=newest):
-            newest = None
-        return newest if newest is not None and (due is None or was_due) else due
+def next_upload(
+    upload: Upload, lacking: Collection[int], stored: Collection[int], keep: Keep, *, was_due: bool
+) -> int | None:  # fmt: skip
+    """Of steps that the store is ``lacking`` the one to upload now; ``was_due``: the last one was a due one."""
+    due = min((step for step in lacking if is_due(upload, step, stored, keep)), default=None)
+    newest = max(lacking, default=None) if upload.newest else None
+    if newest is not None and newest < max(stored, default=newest):
+        newest = None
+    return newest if newest is not None and (due is None or was_due) else due

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from holdfast.ondisk.patterns import Patterns, patterns_in
 from holdfast.policies.signing.keys import Keys
 from holdfast.run.interval import check_mtbf
-from holdfast.run.keep import Keep, Upload
+from holdfast.run.keep import Keep
 from holdfast.saving.options import SaverOptions
 from holdfast.storage.place import Place
+from holdfast.storage.uploads import Upload
 
 
 @dataclass(frozen=True, kw_only=True)

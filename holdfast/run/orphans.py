@@ -76,7 +76,8 @@ def collect(root: str | Place, *, dry_run: bool = True, deadline: float = DEADLI
     """Delete what dead processes left at ``root``, a checkpoint or a folder of them; with ``dry_run`` only tell it.
 
     Whatever a living process has locked stays, in a store whatever is younger than six hours. A save that all its ranks
-    had finished stays: `holdfast.rescue` commits it. Raises NotACheckpoint if there is nothing at all, StorageError.
+    had finished stays: `holdfast.tools.rescue` commits it. Raises NotACheckpoint if there is nothing at all,
+    StorageError.
     """
     place = with_deadline(location(root), deadline)
     if not (place.files_below() or (place.has_folders and place.is_dir())):

@@ -12,9 +12,9 @@ from functools import partial
 from holdfast.errors import HoldfastError
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
-from holdfast.journal import Entry, Now
 from holdfast.ranks.ranks import Ranks
 from holdfast.run.interval import Figures
+from holdfast.run.journal import Entry, Now
 from holdfast.run.journaling import Journal
 from holdfast.run.options import ManagerOptions
 from holdfast.run.recent import Recent

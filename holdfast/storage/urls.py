@@ -56,7 +56,7 @@ def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | 
     """
     if isinstance(path, Place) and not isinstance(path, LocalPlace):
         if options:
-            raise ValueError(f"{path} is a place in a store already: options belong to holdfast.at")
+            raise ValueError(f"{path} is a place in a store already: options belong to holdfast.storage.at")
         return path
     text = os.fspath(path)
     if not text:  # a variable of a script that was never set: it shall not mean the working directory
@@ -71,7 +71,7 @@ def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | 
     if flattened := _FLATTENED.match(text):
         raise ValueError(
             f"{text!r} was a URL until pathlib took one slash away: pass {flattened[1]}://… as a str, "
-            "or what holdfast.at returns"
+            "or what holdfast.storage.at returns"
         )
     return LocalPlace(os.path.abspath(os.path.expanduser(text)))
 
@@ -80,9 +80,9 @@ def at(url: str, options: Mapping[str, Any] | None = None) -> StorePlace:
     """The place that ``url`` names, for every function of holdfast that takes a path; what may be said of its store
     besides goes in ``options``.
 
-    >>> holdfast.save(state, holdfast.at("s3://bucket/run/step-100", {"profile": "lab"}))
-    >>> holdfast.at("s3://bucket/run", {"endpoint_url": "http://10.0.0.5:9000", "read_timeout": 60})
-    >>> holdfast.at("az://container/run", {"account": "lab"}) / "step-100"
+    >>> holdfast.save(state, holdfast.storage.at("s3://bucket/run/step-100", {"profile": "lab"}))
+    >>> holdfast.storage.at("s3://bucket/run", {"endpoint_url": "http://10.0.0.5:9000", "read_timeout": 60})
+    >>> holdfast.storage.at("az://container/run", {"account": "lab"}) / "step-100"
 
     A plain URL can be passed without `at`, also with options that are no secrets: ``s3://bucket/run?profile=lab``.
     Credentials, region and endpoint are found where the tools of the vendors look: the environment, ``~/.aws``,
@@ -152,7 +152,7 @@ def _of_account(host: str) -> dict[str, Any]:
 
 def _store(scheme: str, bucket: str, options: dict[str, Any]) -> Store:
     if importlib.util.find_spec("obstore") is None:
-        raise Unsupported(f'{scheme}://{bucket} needs obstore: pip install "holdfast[cloud]"')
+        raise Unsupported(f'{scheme}://{bucket} needs obstore: pip install "holdfast-torch[cloud]"')
     try:
         settled = _settled(scheme, bucket, options)
     except NoCredentials as error:

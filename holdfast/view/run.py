@@ -14,8 +14,8 @@ from holdfast.errors import NotACheckpoint
 from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import rate_of, standing
 from holdfast.inspect.survey import Step, survey
-from holdfast.journal import Entry
 from holdfast.ondisk import manifest
+from holdfast.run.journal import Entry
 from holdfast.storage import storage
 from holdfast.storage.place import Place
 from holdfast.view.page import page

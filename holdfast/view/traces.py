@@ -1,4 +1,4 @@
-"""A timeline as lanes of a page: what each rank did when, from what `holdfast.timeline` wrote, or any Chrome trace.
+"""A timeline as lanes of a page: what each rank did when, from `holdfast.report.timeline` or any Chrome trace.
 
 `holdfast view --timeline` calls it. Never trusts a trace: its times may be anything, its files of any size.
 """
@@ -51,8 +51,8 @@ def read_timeline(path: LocalPlace, *, of: str = "") -> Timeline:
     events = [event for one in traces or ([path] if path.is_file() else []) for event in _events(one)]
     if not events:
         raise NotACheckpoint(
-            f"there is no timeline at {path}: a folder that holdfast.timeline (or HOLDFAST_TIMELINE) has filled is "
-            "meant, or a Chrome trace"
+            f"there is no timeline at {path}: give a folder that HOLDFAST_TIMELINE (or the function timeline) "
+            "has filled, or a Chrome trace"
         )
     return _joined(events, of)
 

@@ -100,8 +100,8 @@ def test_prune(steps: Path, run: Run) -> None:
     assert code == Code.FINE and told["done"]
     assert sorted(path.name for path in steps.glob("step-*")) == ["step-000000300", "step-000000500"]
     assert "optimizer/m" not in holdfast.open(steps / "step-000000300").tensors
-    holdfast.verify(steps / "step-000000300")
-    holdfast.verify(steps / "step-000000500")
+    holdfast.tools.verify(steps / "step-000000300")
+    holdfast.tools.verify(steps / "step-000000500")
 
 
 def test_gc(steps: Path, run: Run) -> None:
@@ -114,7 +114,7 @@ def test_gc(steps: Path, run: Run) -> None:
     told = json.loads(out)
     assert code == Code.FINE and told["done"] and told["leavings"][0]["files"] == 4
     assert not (steps / "step-000000500").exists()
-    holdfast.verify(steps / "step-000000400")
+    holdfast.tools.verify(steps / "step-000000400")
 
 
 def test_a_folder_is_not_called_like_a_file(steps: Path, run: Run) -> None:

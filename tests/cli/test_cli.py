@@ -119,9 +119,9 @@ def test_names_with_brackets_are_told_as_they_are(run: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (holdfast.Damaged("x"), 1), (ValueError("x"), 2), (holdfast.NotACheckpoint("x"), 3),
-        (holdfast.StorageError("x"), 4), (PermissionError("x"), 4), (holdfast.Mismatch("x"), 5),
-        (holdfast.Unsupported("x"), 5), (holdfast.RankLost("x"), 6), (holdfast.SaveFailed("x"), 7),
+        (holdfast.errors.Damaged("x"), 1), (ValueError("x"), 2), (holdfast.errors.NotACheckpoint("x"), 3),
+        (holdfast.errors.StorageError("x"), 4), (PermissionError("x"), 4), (holdfast.errors.Mismatch("x"), 5),
+        (holdfast.errors.Unsupported("x"), 5), (holdfast.errors.RankLost("x"), 6), (holdfast.SaveFailed("x"), 7),
         (KeyboardInterrupt(), 130), (AttributeError("x"), None),
     ],
 )  # fmt: skip

@@ -52,7 +52,7 @@ def test_what_is_wrong_with_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {one.name: one for one in machine.findings()}
     assert found["torch"].verdict == "fail" and "pip install" in found["torch"].mend
     assert found["open files"].verdict == "warn" and "ulimit -n 4096" in found["open files"].mend
-    assert found["no-such-package"].verdict == "warn" and "holdfast[cloud]" in found["no-such-package"].mend
+    assert found["no-such-package"].verdict == "warn" and "holdfast-torch[cloud]" in found["no-such-package"].mend
 
 
 def test_what_is_wrong_with_a_folder(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_the_command_that_it_prescribes_is_the_right_one(tmp_path: Path, run: Ru
         code, [found] = _checkpoint(run, tmp_path / "step-2")
         assert code == (Code.DAMAGED if hurt == "altered" else Code.NOT_A_CHECKPOINT)
         assert found["mend"].endswith("step-1") and run(*found["mend"].split()[1:])[0] == Code.FINE
-        assert holdfast.verify(tmp_path / "step-2").whole and holdfast.open(tmp_path / "step-2").step == 2
+        assert holdfast.tools.verify(tmp_path / "step-2").whole and holdfast.open(tmp_path / "step-2").step == 2
     # Alone, it is made from its headers.
     (tmp_path / "step-2" / "manifest.json").unlink()
     alone = shutil.move(tmp_path / "step-2", tmp_path / "alone" / "step-2")
@@ -123,8 +123,8 @@ def test_a_step_that_borrowed_files_is_rescued_from_a_copy(steps: Path) -> None:
     copy = shutil.copytree(newest, steps.parent / "copy")
     before = holdfast.open(newest).state_dict()
     (newest / "manifest.json").unlink()
-    assert holdfast.rescue(newest, like=copy).origin == "copy"
-    assert is_same(holdfast.open(newest).state_dict(), before) and holdfast.verify(newest).whole
+    assert holdfast.tools.rescue(newest, like=copy).origin == "copy"
+    assert is_same(holdfast.open(newest).state_dict(), before) and holdfast.tools.verify(newest).whole
 
 
 def test_other_formats(tmp_path: Path, run: Run) -> None:
@@ -164,7 +164,7 @@ def test_steps_of_two_runs(tmp_path: Path, run: Run) -> None:
         with holdfast.CheckpointManager(tmp_path, every=1, worker="none", signals=()) as manager:
             manager.save(step, {"step": step})
     manager = holdfast.CheckpointManager(tmp_path, every=1, worker="none", signals=())
-    with manager, pytest.raises(holdfast.Mismatch, match="two runs"):
+    with manager, pytest.raises(holdfast.errors.Mismatch, match="two runs"):
         manager.restore({"step": 0})
     code, found = _checkpoint(run, tmp_path)
     assert code == Code.MISMATCH and "two runs" in found[1]["text"] and "holdfast ls" in found[1]["mend"]
@@ -214,7 +214,7 @@ def test_what_may_not_be_read_is_told_with_what_to_do(steps: Path, run: Run) -> 
         try:
             code, out, _ = run("doctor", first / "model")
             assert code == Code.STORAGE and "chmod" in out and "it may not read" in out
-            with pytest.raises(holdfast.StorageError, match="no permission"):
+            with pytest.raises(holdfast.errors.StorageError, match="no permission"):
                 holdfast.open(first)
         finally:
             first.chmod(0o755)

@@ -140,7 +140,7 @@ def test_nobody_listens_at_all(steps: Path, monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == Code.FINE
-    assert holdfast.verify(copied).whole
+    assert holdfast.tools.verify(copied).whole
 
 
 def test_an_old_terminal(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ import torch
 
 import holdfast
 from holdfast.cli import app
+from holdfast.report.timeline import timeline
 from tests.report.trace_format import check
 
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    with holdfast.timeline(tmp_path / "timeline"):
+    with timeline(tmp_path / "timeline"):
         holdfast.save({"w": torch.zeros(1000), "step": 1}, tmp_path / "a")
     return tmp_path / "timeline"
 

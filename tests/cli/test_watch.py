@@ -24,7 +24,7 @@ from holdfast.cli.app import run
 from holdfast.cli.errors import Code
 from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import standing
-from holdfast.journal import Entry, Now
+from holdfast.run.journal import Entry, Now
 from holdfast.storage.memory import Memory
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.store_place import StorePlace
@@ -116,7 +116,7 @@ def test_a_step_that_cannot_be_looked_into(mode: int, tmp_path: Path, capsys: py
 
 def test_nothing_but_what_cannot_be_looked_into(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir(mode=0)
-    with refused(), pytest.raises(holdfast.StorageError, match="no permission"):
+    with refused(), pytest.raises(holdfast.errors.StorageError, match="no permission"):
         Past(tmp_path).look()
 
 
@@ -243,7 +243,7 @@ def test_a_root_that_cannot_be_read_for_a_while(tmp_path: Path, monkeypatch: pyt
     past = Past(tmp_path)
     past.look()
     monkeypatch.setattr(watching.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(past, "look", lambda: (_ for _ in ()).throw(holdfast.StorageError("away")))
+    monkeypatch.setattr(past, "look", lambda: (_ for _ in ()).throw(holdfast.errors.StorageError("away")))
     assert watching._next(past, 1.0) is None
 
 

@@ -213,7 +213,7 @@ def test_what_was_deleted_by_hand_is_told(kind: str, tmp_path: Path, caplog: pyt
     fault = fault_of(root / "step-3")
     assert fault is not None and all(word in fault for word in ("step-2", "model/", "missing", "step-3 cites"))
     for call in (holdfast.open(root / "step-3").verify, lambda: holdfast.load(root / "step-3", state_of(0))):
-        with pytest.raises(holdfast.Damaged, match=r"model/.* is missing \(a file of step-2, .* step-3 cites\)"):
+        with pytest.raises(holdfast.errors.Damaged, match=r"model/.* is missing \(a file of step-2, .* step-3 cites\)"):
             call()
     state = state_of(0)
     with holdfast.CheckpointManager(root, every=1, name=NAME, worker="none") as manager:
@@ -242,7 +242,7 @@ def test_verify_reads_what_is_cited(tmp_path: Path) -> None:
     data[-1] ^= 1
     cited.write_bytes(data)
     for step in (1, 2, 3):
-        with pytest.raises(holdfast.Damaged, match="another sum"):
+        with pytest.raises(holdfast.errors.Damaged, match="another sum"):
             holdfast.open(tmp_path / f"step-{step}").verify()
 
 
@@ -443,7 +443,7 @@ def test_any_sequence(
             del states[at]
             delete_checkpoint(root / f"step-{at}")
         elif what == "drop":
-            holdfast.drop(root / f"step-{at}", "optimizer")
+            holdfast.tools.drop(root / f"step-{at}", "optimizer")
             lost[at] = ("optimizer",)
         else:
             steps.clean(())
@@ -513,7 +513,7 @@ def test_nothing_is_deleted_through_a_link(tmp_path: Path) -> None:
     (root / "step-1").rename(tmp_path / "elsewhere")
     (root / "step-1").symlink_to(tmp_path / "elsewhere")
     there = (tmp_path / "elsewhere").files_below()
-    with pytest.raises(holdfast.Damaged, match="leads out"):  # and nothing is read through one either
+    with pytest.raises(holdfast.errors.Damaged, match="leads out"):  # and nothing is read through one either
         holdfast.open(root / "step-3").state_dict()
     delete_checkpoint(root / "step-2")
     delete_checkpoint(root / "step-3")

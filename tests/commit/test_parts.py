@@ -125,7 +125,7 @@ def test_what_was_not_staged_is_not_committed(tmp_path: Path) -> None:
     pid = killed(tmp_path / "c", "staging")
     wait_until(lambda: _gone(pid))
     assert commit_late(tmp_path / "c", patience=LONG) is None
-    with pytest.raises(holdfast.NotACheckpoint):
+    with pytest.raises(holdfast.errors.NotACheckpoint):
         holdfast.open(tmp_path / "c")
     holdfast.save(_state(4), tmp_path / "c")
     _is(tmp_path / "c", 4)
@@ -180,16 +180,16 @@ def test_a_finished_save_of_two_ranks(finished: Path) -> None:
 
 
 def test_recover_is_the_way_without_a_manager(finished: Path) -> None:
-    with pytest.raises(holdfast.NotACheckpoint, match=r"holdfast\.recover"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match=r"holdfast\.tools\.recover"):
         holdfast.open(finished)
-    assert holdfast.recover(finished).step == 5
-    assert holdfast.recover(finished).manifest.save == holdfast.open(finished).manifest.save
+    assert holdfast.tools.recover(finished).step == 5
+    assert holdfast.tools.recover(finished).manifest.save == holdfast.open(finished).manifest.save
 
 
 def test_recover_of_what_was_never_finished(finished: Path) -> None:
     next((finished / "parts").iterdir()).unlink()
-    with pytest.raises(holdfast.NotACheckpoint):
-        holdfast.recover(finished)
+    with pytest.raises(holdfast.errors.NotACheckpoint):
+        holdfast.tools.recover(finished)
     assert not (finished / "manifest.json").exists()
 
 

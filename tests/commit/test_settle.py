@@ -22,7 +22,7 @@ def test_a_first_rank_that_was_given_up_commits_nothing(tmp_path: Path) -> None:
     """It is held right before the commit until the other rank has had its verdict, then it may go on."""
     store, given_up = dist.HashStore(), threading.Event()
 
-    def hold(event: holdfast.Event) -> None:
+    def hold(event: holdfast.events.Event) -> None:
         if (event.kind, event.task, event.path) == ("phase", "commit", str(tmp_path / "c")):
             assert given_up.wait(LONG)
 
@@ -38,8 +38,8 @@ def test_a_first_rank_that_was_given_up_commits_nothing(tmp_path: Path) -> None:
             given_up.set()
         raise AssertionError("it was committed, although nobody waits for it")
 
-    with holdfast.listen(hold), ThreadPoolExecutor(2) as pool:
+    with holdfast.events.listen(hold), ThreadPoolExecutor(2) as pool:
         errors = list(pool.map(save, range(2)))
-    assert all(isinstance(error, holdfast.RankLost) and error.rank == 0 for error in errors), errors
+    assert all(isinstance(error, holdfast.errors.RankLost) and error.rank == 0 for error in errors), errors
     assert "began to decide but gave no outcome" in str(errors[1]) and not errors[1].settled
     assert not (tmp_path / "c" / "manifest.json").exists()

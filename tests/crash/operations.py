@@ -166,7 +166,7 @@ def drop(*, rule: Rule | None = None) -> Run:
     with folder() as root:
         together(2, lambda rank: holdfast.save(state_of(1, rank, 2), root / "latest"))
         with recorded(root, rule) as seen:
-            holdfast.drop(root / "latest", "optimizer")
+            holdfast.tools.drop(root / "latest", "optimizer")
             seen.mark(1)
 
     def restore(at: Path) -> int | None:

@@ -187,9 +187,9 @@ def load_at(name: str) -> Callable[[Path], int | None]:
     def load(root: Path) -> int | None:
         state = blank()
         try:
-            holdfast.recover(root / name)
+            holdfast.tools.recover(root / name)
             holdfast.load(root / name, state)
-        except holdfast.NotACheckpoint:
+        except holdfast.errors.NotACheckpoint:
             return None
         return version_of(state)
 

@@ -132,7 +132,7 @@ def test_stagers_that_stage_at_once_give_one_future_and_others_are_refused(tmp_p
     class Stager(dcp.staging.BlockingAsyncStager):
         pass
 
-    with pytest.raises(holdfast.Unsupported, match=r"async_stager=.*holdfast\.dcp\.Writer"):
+    with pytest.raises(holdfast.errors.Unsupported, match=r"async_stager=.*holdfast\.dcp\.Writer"):
         dcp.async_save(state, checkpoint_id=tmp_path / "d", async_stager=Stager())
     savers.close_all()
 

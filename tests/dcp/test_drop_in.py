@@ -165,7 +165,7 @@ def test_errors_are_torchs_too(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict") as caught:
         dcp.load({"v": torch.ones(2)}, checkpoint_id=tmp_path / "c")
     error = caught.value
-    assert isinstance(error, holdfast.Mismatch) and error.failures == {0: (error, error.failures[0][1])}
+    assert isinstance(error, holdfast.errors.Mismatch) and error.failures == {0: (error, error.failures[0][1])}
     assert "Traceback" not in str(error)
     with pytest.raises(CheckpointException, match="is code"):
         dcp.save({"f": print}, checkpoint_id=tmp_path / "d")
@@ -234,7 +234,7 @@ def test_it_goes_with_the_checkpoint_and_torchs_own_stays(tmp_path: Path) -> Non
     folder = tmp_path / "c"
     (folder / "manifest.json").unlink()
     for load in (loaded, lambda checkpoint_id: holdfast.open(checkpoint_id)):
-        with pytest.raises(holdfast.NotACheckpoint):
+        with pytest.raises(holdfast.errors.NotACheckpoint):
             load(checkpoint_id=folder)
     dcp.save(STATE, checkpoint_id=folder)  # over what a save left that never committed, or lost its manifest
     assert as_saved(loaded(checkpoint_id=folder))

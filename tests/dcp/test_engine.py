@@ -169,7 +169,7 @@ def test_values_that_are_none_of_holdfasts_are_refused_by_path(tmp_path: Path) -
         with pytest.raises(torch_dcp.CheckpointException) as caught:
             torch_dcp.save({"cfg": value, "x": torch.ones(1)}, storage_writer=dcp.Writer(tmp_path / "c"))
         assert text in str(caught.value)
-        with pytest.raises(holdfast.NotACheckpoint):
+        with pytest.raises(holdfast.errors.NotACheckpoint):
             holdfast.open(tmp_path / "c")
 
 
@@ -313,7 +313,7 @@ def test_an_interrupted_save_leaves_nothing_that_opens_and_what_was_there_stays(
 ) -> None:
     told = pool.run(2, interrupted, str(tmp_path / "c"), planner)
     assert all(text in one for one in told), told
-    with pytest.raises(holdfast.NotACheckpoint):
+    with pytest.raises(holdfast.errors.NotACheckpoint):
         holdfast.open(tmp_path / "c")
     assert (tmp_path / "c").exists() == (planner == "raises")  # torch tells a Writer nothing of another rank's failure
     pool.run(2, again, str(tmp_path / "c"), 1.0)  # the next one takes away what is left

@@ -93,7 +93,7 @@ def test_what_only_the_checkpoint_has_is_left_alone(tmp_path: Path) -> None:
 def test_missing_keys_are_an_error_that_names_all_and_changes_nothing(tmp_path: Path) -> None:
     dcp.save({"model": {"weight": torch.ones(2)}, "step": 1}, checkpoint_id=tmp_path / "c")
     state = {"model": {"weight": torch.zeros(2), "wieght": torch.zeros(2)}, "cfg": {"new": 1}, "step": 0}
-    with pytest.raises(holdfast.Mismatch) as caught:
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
         dcp.load(state, checkpoint_id=tmp_path / "c")
     assert "2 missing" in str(caught.value) and "cfg/new" in str(caught.value)
     assert "model/wieght (did you mean model/weight?)" in str(caught.value)
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_an_error_and_another_dtype_is_cast(
         ({"m": {"a": torch.zeros(3, 2)}}, "m/a: saved with shape [2, 3], here [3, 2]"),
         ({"m": {"a": 5}}, "m/a: saved as a tensor, here a value"),
     ):
-        with pytest.raises(holdfast.Mismatch) as caught:
+        with pytest.raises(holdfast.errors.Mismatch) as caught:
             dcp.load(state, checkpoint_id=tmp_path / "c")
         assert text in str(caught.value)
     state = {"m": {"b": torch.zeros(4, dtype=torch.float64), "n": torch.zeros(())}}
@@ -243,11 +243,11 @@ def test_modules_and_optimizers_as_they_are_and_as_their_state_dicts(tmp_path: P
 def test_an_optimizer_that_would_get_nothing_is_an_error(tmp_path: Path) -> None:
     model, optimizer = _trained(1)
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "c")
-    with pytest.raises(holdfast.Mismatch, match="Put the module that owns the parameters into the state dict"):
+    with pytest.raises(holdfast.errors.Mismatch, match="Put the module that owns the parameters into the state dict"):
         dcp.load({"optim": _fresh()[1]}, checkpoint_id=tmp_path / "c")
     dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=tmp_path / "numbers")
     lone = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
-    with pytest.raises(holdfast.Mismatch, match=r"groups of \[4\] parameters, here are groups of \[1\]"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"groups of \[4\] parameters, here are groups of \[1\]"):
         dcp.load({"optim": lone}, checkpoint_id=tmp_path / "numbers")
 
 
@@ -334,7 +334,7 @@ def test_over_ranks_and_alone(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "c")
     assert state["w"].sum() == 105 and state["step"] == 4
     dcp.load(state, checkpoint_id=tmp_path / "d", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-    with pytest.raises(holdfast.Mismatch, match="mine: every rank saved its own"):
+    with pytest.raises(holdfast.errors.Mismatch, match="mine: every rank saved its own"):
         dcp.load({"mine": 0}, checkpoint_id=tmp_path / "c")
 
 
@@ -438,10 +438,12 @@ def test_a_checkpoint_that_is_there_is_replaced_or_stays_whole(tmp_path: Path) -
 def test_what_cannot_be_honoured_is_refused_with_a_way_out(tmp_path: Path) -> None:
     state, path = {"x": torch.ones(2)}, tmp_path / "c"
     for call in (dcp.save, dcp.load):
-        with pytest.raises(holdfast.Unsupported, match="`checkpoint_id` must be specified"):
+        with pytest.raises(holdfast.errors.Unsupported, match="`checkpoint_id` must be specified"):
             call(state)
     transforming = dcp.FileSystemWriter(path, _extensions=[ZStandard()])
-    with pytest.raises(holdfast.Unsupported, match="extensions that transform .* give checkpoint_id=path instead"):
+    with pytest.raises(
+        holdfast.errors.Unsupported, match="extensions that transform .* give checkpoint_id=path instead"
+    ):
         dcp.save(state, storage_writer=transforming)
     assert not path.exists()
 
@@ -455,7 +457,7 @@ def test_of_what_torch_wrote_the_pickled_objects_alone_are_missing(tmp_path: Pat
     state = {"app": {"weights": torch.zeros(2)}}
     dcp.load(state, checkpoint_id=tmp_path / "c")
     assert _same(state, {"app": {"weights": torch.ones(2)}})
-    with pytest.raises(holdfast.Mismatch, match="1 missing from the checkpoint .*\n    app/odd"):
+    with pytest.raises(holdfast.errors.Mismatch, match="1 missing from the checkpoint .*\n    app/odd"):
         dcp.load({"app": {"odd": None}}, checkpoint_id=tmp_path / "c")
 
 

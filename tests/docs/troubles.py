@@ -150,7 +150,7 @@ def two_runs() -> None:
 
 
 def not_signed() -> None:
-    holdfast.signing.generate("maker.pem")
+    holdfast.tools.signing.generate("maker.pem")
     holdfast.save(small(), "run/step-1")
     holdfast.load("run/step-1", small(), require="maker.pem.pub")
 

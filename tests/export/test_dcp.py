@@ -109,7 +109,7 @@ def test_tuples_of_tensors_become_lists(tmp_path: Path) -> None:
 
 def test_names_that_become_one_are_refused(tmp_path: Path) -> None:
     holdfast.save({"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(2)}}, tmp_path / "c")
-    with pytest.raises(holdfast.Mismatch, match=r"both called 'a\.b\.c'"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"both called 'a\.b\.c'"):
         holdfast.convert(tmp_path / "c", tmp_path / "d", to="dcp")
     assert not list(tmp_path.glob("d*"))
     holdfast.convert(tmp_path / "c", tmp_path / "d", to="dcp", rename={"a.b": "other"})

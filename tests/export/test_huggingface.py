@@ -115,9 +115,9 @@ def test_names_by_a_table_or_a_function(source: Path, tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "function" / "model.safetensors")) == {
         "m.emb.weight", "m.norm.bias", "m.none.weight", "m.seen", "m.rows.weight",
     }  # fmt: skip
-    with pytest.raises(holdfast.Mismatch, match=r"rename= gives model/emb\.weight and .* the same name x"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"rename= gives model/emb\.weight and .* the same name x"):
         holdfast.convert(source, tmp_path / "x", to="huggingface", rename=lambda name: "x")
-    with pytest.raises(holdfast.Mismatch, match="rename= makes '' of"):
+    with pytest.raises(holdfast.errors.Mismatch, match="rename= makes '' of"):
         holdfast.convert(source, tmp_path / "x", to="huggingface", rename=lambda name: "")
     assert not list(tmp_path.glob("x*"))
 
@@ -133,7 +133,9 @@ def test_a_leading_path_is_dropped_whole_and_a_rename_that_fits_nothing_is_an_er
     )
     assert done.tensors == ["head"], "a table may map what is not taken"
     for wrong, to in (("model/net", "huggingface"), ("ne", "huggingface"), ("net", "holdfast")):
-        with pytest.raises(holdfast.Mismatch, match=f"rename= maps '{wrong}'.*, but no name .* as in '(model/)?net"):
+        with pytest.raises(
+            holdfast.errors.Mismatch, match=f"rename= maps '{wrong}'.*, but no name .* as in '(model/)?net"
+        ):
             holdfast.convert(tmp_path / "c", tmp_path / "x", to=to, rename={wrong: "other"})  # type: ignore[arg-type]
 
 
@@ -150,11 +152,11 @@ def test_what_is_attached_goes_along_and_what_is_given_goes_before(source: Path,
     holdfast.convert(source, tmp_path / "hf", to="huggingface", extras={"config.json": b"{}"})
     found = {name: data for name, data in states.files(tmp_path / "hf").items() if "safetensors" not in name}
     assert found == {"config.json": b"{}", "tokenizer/merges.txt": b"a b"}
-    with pytest.raises(holdfast.Mismatch, match=r"model\.safetensors is written by the conversion"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"model\.safetensors is written by the conversion"):
         holdfast.convert(source, tmp_path / "x", to="huggingface", extras={"model.safetensors": b""})
-    with pytest.raises(holdfast.Unsupported, match="must be a relative path"):
+    with pytest.raises(holdfast.errors.Unsupported, match="must be a relative path"):
         holdfast.convert(source, tmp_path / "x", to="huggingface", extras={"../config.json": b""})
-    with pytest.raises(holdfast.StorageError, match=r"cannot read .*nowhere\.json"):
+    with pytest.raises(holdfast.errors.StorageError, match=r"cannot read .*nowhere\.json"):
         holdfast.convert(source, tmp_path / "x", to="huggingface", extras=tmp_path / "nowhere.json")
     assert not list(tmp_path.glob("x*"))
 
@@ -162,7 +164,9 @@ def test_what_is_attached_goes_along_and_what_is_given_goes_before(source: Path,
 def test_which_tensors_are_the_model(tmp_path: Path) -> None:
     one, two = {"w": torch.ones(2)}, {"x.y": {"w": torch.zeros(3)}}
     holdfast.save({"ema": one, "other": two}, tmp_path / "two")
-    with pytest.raises(holdfast.Mismatch, match="has no section model, but tensors in ema, other: say which .* only="):
+    with pytest.raises(
+        holdfast.errors.Mismatch, match="has no section model, but tensors in ema, other: say which .* only="
+    ):
         holdfast.convert(tmp_path / "two", tmp_path / "x", to="huggingface")
     for only, keys in [("ema", {"w"}), ("other", {"x.y.w"}), ("other/x.y", {"w"})]:
         holdfast.convert(tmp_path / "two", tmp_path / "hf", to="huggingface", only=only, overwrite=True)
@@ -170,7 +174,7 @@ def test_which_tensors_are_the_model(tmp_path: Path) -> None:
     holdfast.save({"top.w": torch.ones(2), "n": 1}, tmp_path / "bare")
     converted = holdfast.convert(tmp_path / "bare", tmp_path / "hf", to="huggingface", overwrite=True)
     assert set(load_file(tmp_path / "hf" / "model.safetensors")) == {"top.w"} and converted.left_out == ["n"]
-    with pytest.raises(holdfast.Mismatch, match="has no tensors that fit only='n'"):
+    with pytest.raises(holdfast.errors.Mismatch, match="has no tensors that fit only='n'"):
         holdfast.convert(tmp_path / "bare", tmp_path / "x", to="huggingface", only="n")
 
 
@@ -180,5 +184,5 @@ def test_dtypes(source: Path, tmp_path: Path) -> None:
     holdfast.convert(tmp_path / "c", tmp_path / "hf", to="huggingface")
     states.same(load_file(tmp_path / "hf" / "model.safetensors"), state["model"])
     holdfast.save({"model": {"w": torch.ones(2, dtype=torch.complex128)}}, tmp_path / "odd")
-    with pytest.raises(holdfast.Unsupported, match="w is complex128, which safetensors cannot name"):
+    with pytest.raises(holdfast.errors.Unsupported, match="w is complex128, which safetensors cannot name"):
         holdfast.convert(tmp_path / "odd", tmp_path / "x", to="huggingface")

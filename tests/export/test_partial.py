@@ -68,13 +68,13 @@ def test_nothing_is_kept_if_nothing_was_done(tmp_path: Path) -> None:
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     place, _ = _begun(tmp_path / "t")
-    with pytest.raises(holdfast.StorageError, match="another process is converting") as caught:
+    with pytest.raises(holdfast.errors.StorageError, match="another process is converting") as caught:
         _begun(tmp_path / "t")
     assert caught.value.errno == errno.EBUSY
     journal = Journal(place, 1)
     journal.add([Row(0, [])])
     place.leave()
-    with pytest.raises(holdfast.StorageError, match="another process is converting"):
+    with pytest.raises(holdfast.errors.StorageError, match="another process is converting"):
         _begun(tmp_path / "t")  # a rank that outlived the first one
     journal.close()
     again, done = _begun(tmp_path / "t")
@@ -99,7 +99,7 @@ def test_a_dead_process_holds_nobody_up(tmp_path: Path) -> None:
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "t.partial").mkdir()
     (tmp_path / "t.partial" / "thesis.txt").write_text("mine")
-    with pytest.raises(holdfast.StorageError, match=r"holds other files \(thesis\.txt\)"):
+    with pytest.raises(holdfast.errors.StorageError, match=r"holds other files \(thesis\.txt\)"):
         _begun(tmp_path / "t")
     assert (tmp_path / "t.partial" / "thesis.txt").read_text() == "mine"
 
@@ -126,7 +126,7 @@ def test_put_in_place(old: str, modern: bool, tmp_path: Path, monkeypatch: pytes
 def test_a_target_that_came_in_the_meantime_is_not_replaced(tmp_path: Path) -> None:
     place, _ = _begun(tmp_path / "t")
     (tmp_path / "t").write_text("somebody's")
-    with pytest.raises(holdfast.StorageError, match="exists"):
+    with pytest.raises(holdfast.errors.StorageError, match="exists"):
         place.publish(place.content, ["x"], overwrite=False)
     assert (tmp_path / "t").read_text() == "somebody's"
     place.leave()

@@ -53,10 +53,10 @@ def test_nan_and_devices() -> None:
 
 
 def test_what_torch_could_not_load_is_refused() -> None:
-    with pytest.raises(holdfast.Unsupported, match="an integer of 3001 bits"):
+    with pytest.raises(holdfast.errors.Unsupported, match="an integer of 3001 bits"):
         pickles.dumps({"x": 1 << 3000})
     for odd in (frozenset({1}), deque([1]), defaultdict(list), np.arange(2)):
-        with pytest.raises(holdfast.Unsupported, match=rf"{type(odd).__qualname__} has no place"):
+        with pytest.raises(holdfast.errors.Unsupported, match=rf"{type(odd).__qualname__} has no place"):
             pickles.dumps({"x": [odd]})
 
 

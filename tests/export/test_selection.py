@@ -22,14 +22,16 @@ def test_containers_above_what_is_selected_stay_what_they_are(source: Path) -> N
 @pytest.mark.parametrize("bad", ["a[0]", "a//b", "/a", "a/", "a@1", "..", "a/../b", "a%zz"])
 def test_names_that_the_format_cannot_keep(bad: str, tmp_path: Path) -> None:
     holdfast.save({"w": torch.ones(1)}, tmp_path / "c")
-    with pytest.raises(holdfast.Mismatch, match="rename= makes"):
+    with pytest.raises(holdfast.errors.Mismatch, match="rename= makes"):
         holdfast.convert(tmp_path / "c", tmp_path / "d", rename={"w": bad} if not bad.endswith("/") else lambda _: bad)
     assert not (tmp_path / "d").exists()
 
 
 def test_a_leaf_above_another(source: Path) -> None:
     found = select(holdfast.open(source), lambda name: name in ("model/seen", "step"))
-    with pytest.raises(holdfast.Mismatch, match="rename= makes model and model/seen: a leaf cannot be above another"):
+    with pytest.raises(
+        holdfast.errors.Mismatch, match="rename= makes model and model/seen: a leaf cannot be above another"
+    ):
         check_names(renamed(found, lambda name: "model" if name == "step" else name))
 
 

@@ -32,7 +32,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("to", ["holdfast", "huggingface", "torch", "dcp"])
 def test_every_format(source: Path, to: str, scratch: Path) -> None:
     store = Memory()
-    target = holdfast.Place(store, f"made/{to}")
+    target = holdfast.storage.Place(store, f"made/{to}")
     converted = holdfast.convert(source, target, to=to)
     assert converted.path == target
     found = holdfast.open(target)
@@ -41,7 +41,7 @@ def test_every_format(source: Path, to: str, scratch: Path) -> None:
     assert converted.nbytes == sum(entry.nbytes for entry in store.list("made", deep=True).files)
     assert [path.name for path in scratch.iterdir()] == ["source"]  # nothing stays behind
 
-    with pytest.raises(holdfast.StorageError, match="pass overwrite=True"):
+    with pytest.raises(holdfast.errors.StorageError, match="pass overwrite=True"):
         holdfast.convert(source, target, to=to)
     holdfast.convert(source, target, to=to, overwrite=True)
     holdfast.open(target).verify()
@@ -50,12 +50,12 @@ def test_every_format(source: Path, to: str, scratch: Path) -> None:
 def test_every_failing_verb_shows_nothing_half_and_is_made_up_for(source: Path) -> None:
     memory = Memory()
     counted = Failing(memory)
-    holdfast.convert(source, holdfast.Place(counted, "t0"), to="dcp")
+    holdfast.convert(source, holdfast.storage.Place(counted, "t0"), to="dcp")
     for nth in range(1, counted.count + 1):
-        target = holdfast.Place(memory, f"t{nth}")
+        target = holdfast.storage.Place(memory, f"t{nth}")
         failing = Failing(memory, nth, times=100)
-        with pytest.raises(holdfast.StorageError):
-            holdfast.convert(source, holdfast.Place(failing, target.key), to="dcp")
+        with pytest.raises(holdfast.errors.StorageError):
+            holdfast.convert(source, holdfast.storage.Place(failing, target.key), to="dcp")
         if any(entry.key.rpartition("/")[2] in LAST for entry in memory.list(target.key, deep=True).files):
             assert nth == counted.count  # only the mark was still to go
             holdfast.open(target).verify()
@@ -65,20 +65,22 @@ def test_every_failing_verb_shows_nothing_half_and_is_made_up_for(source: Path) 
 
 def test_one_of_ours_is_replaced_without_a_moment_without(source: Path, tmp_path: Path) -> None:
     store = Memory()
-    target = holdfast.Place(store, "t")
+    target = holdfast.storage.Place(store, "t")
     holdfast.convert(source, target)
     before = {entry.key for entry in store.list("t", deep=True).files}
     holdfast.save({**STATE, "step": 8}, tmp_path / "newer")
     counted = Failing(store)
-    holdfast.convert(tmp_path / "newer", holdfast.Place(counted, "t"), overwrite=True)
+    holdfast.convert(tmp_path / "newer", holdfast.storage.Place(counted, "t"), overwrite=True)
     assert before.isdisjoint(entry.key for entry in store.list("t", deep=True).files if "manifest" not in entry.key)
     steps = []
     for nth in range(1, counted.count + 1):
         fresh = Memory()
-        holdfast.convert(source, holdfast.Place(fresh, "t"))
-        with suppress(holdfast.StorageError):
-            holdfast.convert(tmp_path / "newer", holdfast.Place(Failing(fresh, nth, times=100), "t"), overwrite=True)
-        found = holdfast.open(holdfast.Place(fresh, "t"))
+        holdfast.convert(source, holdfast.storage.Place(fresh, "t"))
+        with suppress(holdfast.errors.StorageError):
+            holdfast.convert(
+                tmp_path / "newer", holdfast.storage.Place(Failing(fresh, nth, times=100), "t"), overwrite=True
+            )
+        found = holdfast.open(holdfast.storage.Place(fresh, "t"))
         found.verify()
         steps.append(found.step)
     assert steps == sorted(steps) and set(steps) == {7, 8}
@@ -87,12 +89,12 @@ def test_one_of_ours_is_replaced_without_a_moment_without(source: Path, tmp_path
 def test_what_is_somebody_elses_is_never_replaced(source: Path) -> None:
     store = Memory()
     store.create("t/photos/cat.jpg", b"cat")
-    with pytest.raises(holdfast.StorageError, match="does not look like a checkpoint"):
-        holdfast.convert(source, holdfast.Place(store, "t"), overwrite=True)
+    with pytest.raises(holdfast.errors.StorageError, match="does not look like a checkpoint"):
+        holdfast.convert(source, holdfast.storage.Place(store, "t"), overwrite=True)
     assert bytes(store.get("t/photos/cat.jpg").data) == b"cat"
 
 
 def test_a_target_grows_at_one_place_for_each_url() -> None:
     store = Memory()
-    assert grown_at(holdfast.Place(store, "a/t")) == grown_at(holdfast.Place(store, "a/t"))
-    assert grown_at(holdfast.Place(store, "a/t")) != grown_at(holdfast.Place(store, "b/t"))
+    assert grown_at(holdfast.storage.Place(store, "a/t")) == grown_at(holdfast.storage.Place(store, "a/t"))
+    assert grown_at(holdfast.storage.Place(store, "a/t")) != grown_at(holdfast.storage.Place(store, "b/t"))

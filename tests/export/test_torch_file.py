@@ -52,7 +52,7 @@ def test_many_small_tensors(tmp_path: Path) -> None:
 
 def test_what_torch_could_not_load_is_told_before_anything_is_copied(tmp_path: Path) -> None:
     holdfast.save({"w": torch.ones(3), "a": {"huge": 1 << 4000}}, tmp_path / "c")
-    with pytest.raises(holdfast.Unsupported, match="a/huge: an integer of 4001 bits.*only="):
+    with pytest.raises(holdfast.errors.Unsupported, match="a/huge: an integer of 4001 bits.*only="):
         holdfast.convert(tmp_path / "c", tmp_path / "m.pt", to="torch")
     assert not list(tmp_path.glob("m.pt*"))
     holdfast.convert(tmp_path / "c", tmp_path / "m.pt", to="torch", only="w")

@@ -126,7 +126,7 @@ def test_other_containers_become_those_that_torch_reads(tmp_path: Path) -> None:
     ],
 )
 def test_what_the_file_cannot_hold_is_named(odd: Any, told: str) -> None:
-    with pytest.raises(holdfast.Unsupported, match=told):
+    with pytest.raises(holdfast.errors.Unsupported, match=told):
         torch_image.copied({"a": [odd]})
 
 

@@ -31,7 +31,7 @@ def descriptors() -> int:
 
 
 def is_whole(path: Path, sections: int, seed: float) -> None:
-    holdfast.verify(path)
+    holdfast.tools.verify(path)
     into = state(sections, 0.0)
     holdfast.load(path, into)
     expected = state(sections, seed)

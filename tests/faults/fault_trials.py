@@ -338,7 +338,7 @@ class Program:
             is_step(root / "old", stands)
         else:
             is_step(root / "old", old)
-            with suppress(holdfast.NotACheckpoint):
+            with suppress(holdfast.errors.NotACheckpoint):
                 is_step(root / "new", new)
                 self.counts["new is there"] += 1
 

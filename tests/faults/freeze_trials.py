@@ -125,7 +125,7 @@ class Rank:
         try:
             self.act()
         except holdfast.HoldfastError as error:
-            lost = error.rank if isinstance(error, holdfast.RankLost) else None
+            lost = error.rank if isinstance(error, holdfast.errors.RankLost) else None
             outcome = {"kind": type(error).__name__, "text": str(error), "lost": lost}
         self.tell("outcome", **outcome)
         self.await_file("next")

@@ -177,7 +177,7 @@ class Rank:
                 os.kill(self.writer, signal.SIGSTOP)
             try:
                 begun = manager.step(step, state_of(step, self.rank, trial, trial.world))
-            except holdfast.RankLost:
+            except holdfast.errors.RankLost:
                 raise
             except holdfast.SaveFailed as error:
                 self.tell("failed", self.rank, step, str(error).replace("\n", " "))
@@ -185,7 +185,7 @@ class Rank:
             begun.add_done_callback(lambda s: None if s.failed else self.tell("done", self.rank, s.step))
         try:
             manager.close()
-        except holdfast.RankLost:
+        except holdfast.errors.RankLost:
             raise
         except holdfast.SaveFailed as error:
             self.tell("failed", self.rank, step, str(error).replace("\n", " "))
@@ -195,7 +195,7 @@ def serve(rank: int, trial: Trial, root: Path, told: int, port: int) -> None:
     one = Rank(rank, trial, root, told)
     try:
         one.train(port)
-    except holdfast.RankLost as error:
+    except holdfast.errors.RankLost as error:
         one.tell("lost", rank, error.rank)
         raise
 

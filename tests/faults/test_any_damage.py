@@ -96,7 +96,7 @@ def _check(root: Path, truth: dict[int, dict[str, torch.Tensor]], chance: random
             assert well or not getattr(verified, "whole", False), (found, verified)
         _same(at, verified, truth[step])
         mending.mending(str(at)), checkpoints.advice(str(at)), mending.not_by_headers(str(at))
-        _tried(lambda at=at: holdfast.repair(at, sources=[root], dry_run=True))
+        _tried(lambda at=at: holdfast.tools.repair(at, sources=[root], dry_run=True))
     _tried(lambda: checkpoints.diagnose(root))
     _tried(lambda: collect(root))
     _tried(lambda: prune(root, holdfast.Keep(last=1)))
@@ -105,12 +105,12 @@ def _check(root: Path, truth: dict[int, dict[str, torch.Tensor]], chance: random
         if chance.random() < 0.5 and (at / "manifest.json").is_file():
             (at / "manifest.json").unlink()
         like = chance.choice([None, root / "step-1"])
-        rescued = _tried(lambda at=at, like=like: holdfast.rescue(at, like=like))
+        rescued = _tried(lambda at=at, like=like: holdfast.tools.rescue(at, like=like))
         if isinstance(rescued, Rescued) and not rescued.damages:
             verified = holdfast.open(at).verify(raises=False)
             assert verified.whole
             _same(at, verified, truth[step])
-        repaired = _tried(lambda at=at: holdfast.repair(at, sources=[root]))
+        repaired = _tried(lambda at=at: holdfast.tools.repair(at, sources=[root]))
         _same(at, repaired, truth[step])
     _tried(lambda: collect(root, dry_run=False))
 

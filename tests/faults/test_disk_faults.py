@@ -161,11 +161,11 @@ STORIES: dict[str, Story] = {
     ),
     "convert to torch": Story(lambda root: holdfast.convert(root / "old", root / "new.pt", to="torch") and None),
     "drop": Story(
-        lambda root: holdfast.drop(root / "there", "optimizer") and None, _save(NEW, "there"), new="there",
+        lambda root: holdfast.tools.drop(root / "there", "optimizer") and None, _save(NEW, "there"), new="there",
         without="optimizer",
     ),
     "copy": Story(lambda root: holdfast.copy(root / "source", root / "new") and None, _save(NEW, "source"), new="new"),
-    "late commit": Story(lambda root: holdfast.recover(root / "new") and None, _finished, new="new", told=False),
+    "late commit": Story(lambda root: holdfast.tools.recover(root / "new") and None, _finished, new="new", told=False),
 }  # fmt: skip
 
 
@@ -266,7 +266,7 @@ class Trial:
             self.counts["raised"] += 1
             self.is_clear(raised, case, root, met.hits[0].path if met.hits else "")
             if story.new is not None and not story.without:
-                with suppress(holdfast.NotACheckpoint):
+                with suppress(holdfast.errors.NotACheckpoint):
                     is_step(root / story.new, NEW)
                     assert not story.told or not getattr(raised, "settled", True), (
                         f"it stands, and nobody was told: {raised}"
@@ -292,7 +292,7 @@ class Trial:
             return False
         try:
             return is_step(root / self.story.new, NEW) == NEW
-        except holdfast.NotACheckpoint:
+        except holdfast.errors.NotACheckpoint:
             return False
 
     def is_new(self, root: Path) -> None:
@@ -307,7 +307,9 @@ class Trial:
         text = str(error)
         assert isinstance(error, holdfast.HoldfastError), f"{type(error).__name__}: {error}"
         assert str(root) in text, f"no file is named: {text}"
-        assert isinstance(error, holdfast.Damaged) or _reason(case.error) in text, f"the reason is not told: {text}"
+        assert isinstance(error, holdfast.errors.Damaged) or _reason(case.error) in text, (
+            f"the reason is not told: {text}"
+        )
 
 
 def _reason(error: str) -> str:

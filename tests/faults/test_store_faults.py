@@ -186,7 +186,7 @@ def after_a_save(bucket: Bucket, made: str, failed: holdfast.HoldfastError | Non
     if "manifest.json" in files:
         try:
             is_whole(bucket.direct(made), NEW)
-        except holdfast.Damaged as error:
+        except holdfast.errors.Damaged as error:
             return "" if flipped and failed is None else f"a manifest stands, and the checkpoint is damaged: {error}"
         told = failed is None or "may be committed" in str(failed) or not isinstance(failed, holdfast.SaveFailed)
         return "" if told else f"it is committed, and was told: {failed}"
@@ -286,7 +286,7 @@ def test_a_commit_that_lands_after_the_save_was_given_up_is_whole(
         bucket.proxy.add(Fault("status", status=503, times=None, path="manifest.json", method="PUT"))
         with pytest.raises(holdfast.SaveFailed, match="It may be committed all the same: holdfast.open") as caught:
             STORIES[kind_of_save].act(bucket, 2 * SHORT, tmp_path)
-        assert isinstance(caught.value, holdfast.StorageError) and not caught.value.settled
+        assert isinstance(caught.value, holdfast.errors.StorageError) and not caught.value.settled
         bucket.proxy.clear()
         # The client has been left alone with the request, and goes on trying: the files must still be there.
         wait_until(lambda: "manifest.json" in bucket.files("made"))

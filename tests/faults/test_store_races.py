@@ -43,7 +43,7 @@ sys.path.insert(0, {here!r})
 from tests.stores import state_of
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 told = json.loads(sys.argv[1])
-place = holdfast.at(told["url"], told["options"])
+place = holdfast.storage.at(told["url"], told["options"])
 """
 
 RACER = (
@@ -122,7 +122,9 @@ def save_as_a_group(url: str, options: Mapping[str, Any], seed: int) -> str:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     own = dist.get_rank() // 2
     try:
-        made = holdfast.save(_of_group(seed + own, dist.get_rank() % 2), holdfast.at(url, options), group=groups[own])
+        made = holdfast.save(
+            _of_group(seed + own, dist.get_rank() % 2), holdfast.storage.at(url, options), group=groups[own]
+        )
     except holdfast.SaveFailed as error:
         return f"lost {error}"
     return f"won {made.manifest.save}"
@@ -283,9 +285,9 @@ def test_a_writer_process_finishes_what_is_staged_when_its_trainer_is_killed(
     bucket.proxy.bandwidth = None
     wait_until(lambda: not is_alive(writer))
     assert "manifest.json" not in bucket.files("c"), "nobody has committed it"
-    with pytest.raises(holdfast.NotACheckpoint, match="never committed; holdfast.recover"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="never committed; holdfast.tools.recover"):
         holdfast.open(bucket.at("c"))
-    assert holdfast.recover(bucket.at("c")).step == 6
+    assert holdfast.tools.recover(bucket.at("c")).step == 6
     is_whole(bucket.direct("c"), state_of(6, rows=40_000))
     assert not [path for path in bucket.files("c") if path.startswith("parts/")]
 
@@ -298,8 +300,8 @@ def test_trainer_and_writer_are_killed(bucket: Bucket, trainer_and_writer: tuple
     trainer.wait(240)
     wait_until(lambda: not is_alive(writer))
     bucket.proxy.bandwidth = None
-    with pytest.raises(holdfast.NotACheckpoint):
-        holdfast.recover(bucket.at("c"))
+    with pytest.raises(holdfast.errors.NotACheckpoint):
+        holdfast.tools.recover(bucket.at("c"))
     assert "manifest.json" not in bucket.files("c")
     # What it left is no obstacle, and a manager starts afresh.
     holdfast.save(state_of(7), bucket.at("c"))
@@ -343,7 +345,7 @@ if not child:
         ):
             try:
                 ask()
-            except holdfast.StorageError as error:
+            except holdfast.errors.StorageError as error:
                 assert "forked" in str(error) and "spawn" in str(error), error
             else:
                 os._exit(3)

@@ -48,7 +48,7 @@ def test_what_it_is_goes_through(tensor: Stored) -> None:
 
 def test_a_hole_is_refused(tensor: Stored) -> None:
     holed = Stored("float32", (6, 4), ((Box((0, 0), (4, 4)), cut(tensor, 0, 4).pieces[0][1]),))
-    with pytest.raises(holdfast.Damaged, match=r"model/w .*not whole"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"model/w .*not whole"):
         opened({"model": {"w": holed}})
 
 
@@ -57,14 +57,14 @@ def test_an_overlap_is_refused(tensor: Stored) -> None:
         "float32", (6, 4),
         ((Box((0, 0), (4, 4)), cut(tensor, 0, 4).pieces[0][1]), (Box((2, 0), (4, 4)), cut(tensor, 2, 6).pieces[0][1])),
     )  # fmt: skip
-    with pytest.raises(holdfast.Damaged, match="not whole"):
+    with pytest.raises(holdfast.errors.Damaged, match="not whole"):
         opened({"model": {"w": twice}})
 
 
 def test_what_contains_itself_is_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
-    with pytest.raises(holdfast.Damaged, match="contains itself"):
+    with pytest.raises(holdfast.errors.Damaged, match="contains itself"):
         opened({"loop": loop})
 
 
@@ -73,9 +73,9 @@ def test_what_multiplies_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     laughs: list[Any] = [1]
     for _ in range(40):
         laughs = [laughs, laughs]
-    with pytest.raises(holdfast.Damaged, match="over and over"):
+    with pytest.raises(holdfast.errors.Damaged, match="over and over"):
         opened({"laughs": laughs})
-    with pytest.raises(holdfast.Damaged, match="over and over"):
+    with pytest.raises(holdfast.errors.Damaged, match="over and over"):
         opened({"own": PerRank((laughs,))}).per_rank("own", 0)
 
 
@@ -132,5 +132,5 @@ def test_pieces_of_many_files(tmp_path: Path) -> None:
 def test_a_file_that_shrank_is_told(tensor: Stored, tmp_path: Path) -> None:
     checkpoint = opened({"model": {"w": tensor}})
     (tmp_path / "data").write_bytes(bytes(40))
-    with pytest.raises(holdfast.Damaged, match="data ends at byte 40"):
+    with pytest.raises(holdfast.errors.Damaged, match="data ends at byte 40"):
         checkpoint.state_dict()

@@ -59,7 +59,7 @@ def test_compressed_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None
         return real(name, package)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(holdfast.Unsupported, match="pip install"):
+    with pytest.raises(holdfast.errors.Unsupported, match="pip install"):
         holdfast.open(GOLDEN / "dcp_fsdp2_zstd_2r" / "ckpt").state_dict()
 
 
@@ -227,7 +227,7 @@ def test_without_collectives(tmp_path: Path) -> None:
     assert [checkpoint.per_rank("who", rank) for rank in range(4)] == [[0], [1], [2], [3]]
     assert [checkpoint.per_rank("rng", rank).tolist() for rank in range(4)] == [[rank] * 3 for rank in range(4)]
     (path / "__1.metadata").unlink()
-    with pytest.raises(holdfast.Damaged, match=r"__1\.metadata is missing"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"__1\.metadata is missing"):
         holdfast.open(path)
 
 
@@ -312,21 +312,21 @@ def place_of(metadata: Any, key: str) -> Any:
 def test_unfinished(tmp_path: Path) -> None:
     path = made(tmp_path)
     (path / ".metadata").unlink()
-    with pytest.raises(holdfast.NotACheckpoint, match="never finished"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="never finished"):
         holdfast.open(path)
 
 
 def test_missing_file(tmp_path: Path) -> None:
     path = made(tmp_path)
     (path / "__0_0.distcp").unlink()
-    with pytest.raises(holdfast.Damaged, match=r"__0_0\.distcp is missing"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"__0_0\.distcp is missing"):
         holdfast.open(path)
 
 
 def test_truncated_file(tmp_path: Path) -> None:
     path = made(tmp_path)
     os.truncate(path / "__0_0.distcp", 3000)
-    with pytest.raises(holdfast.Damaged, match=r"__0_0\.distcp has 3000 bytes, but .* truncated"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"__0_0\.distcp has 3000 bytes, but .* truncated"):
         holdfast.open(path)
 
 
@@ -337,21 +337,21 @@ def test_altered_bytes(tmp_path: Path) -> None:
     at = content.index(holdfast.open(path).read("model/0.weight").numpy().tobytes())
     content[at + 99] ^= 1
     data.write_bytes(content)
-    with pytest.raises(holdfast.Damaged, match="CRC"):
+    with pytest.raises(holdfast.errors.Damaged, match="CRC"):
         holdfast.open(path).verify()
 
 
 def test_hole(tmp_path: Path) -> None:
     path = made(tmp_path)
     altered(path, lambda m: m.state_dict_metadata["model.0.weight"].chunks.clear())
-    with pytest.raises(holdfast.Damaged, match=r"0\.weight"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"0\.weight"):
         holdfast.open(path)
 
 
 def test_no_place(tmp_path: Path) -> None:
     path = made(tmp_path)
     altered(path, lambda m: m.storage_data.pop(MetadataIndex("model.0.bias", (0,))))
-    with pytest.raises(holdfast.Damaged, match=r"does not say where model\.0\.bias"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"does not say where model\.0\.bias"):
         holdfast.open(path)
 
 
@@ -363,7 +363,7 @@ def test_another_tensor_in_its_place(tmp_path: Path) -> None:
         b.offset, b.length = a.offset, a.length
 
     altered(path, swap)
-    with pytest.raises(holdfast.Damaged, match=r"model\.0\.bias at byte .* there is float32 \[40, 30\]"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"model\.0\.bias at byte .* there is float32 \[40, 30\]"):
         holdfast.open(path).read("model/0.bias")
 
 
@@ -373,21 +373,21 @@ def test_files_outside(tmp_path: Path, name: str) -> None:
     shutil.copytree(path, tmp_path / "b")
     (path / "link").symlink_to(tmp_path / "b" / "__0_0.distcp")
     altered(path, lambda m: setattr(place_of(m, "step"), "relative_path", name.format(tmp_path)))
-    with pytest.raises(holdfast.Damaged, match="outside|without a name"):
+    with pytest.raises(holdfast.errors.Damaged, match="outside|without a name"):
         holdfast.open(path)
 
 
 def test_newer_version(tmp_path: Path) -> None:
     path = made(tmp_path)
     altered(path, lambda m: setattr(m, "version", "2.0.0"))
-    with pytest.raises(holdfast.Unsupported, match=re.escape("2.0.0")):
+    with pytest.raises(holdfast.errors.Unsupported, match=re.escape("2.0.0")):
         holdfast.open(path)
 
 
 def test_unknown_extension(tmp_path: Path) -> None:
     path = made(tmp_path)
     altered(path, lambda m: setattr(place_of(m, "model.0.bias"), "transform_descriptors", ["rot13@home/1"]))
-    with pytest.raises(holdfast.Unsupported, match="rot13"):
+    with pytest.raises(holdfast.errors.Unsupported, match="rot13"):
         holdfast.open(path).read("model/0.bias")
 
 
@@ -413,7 +413,7 @@ def test_metadata_that_executes(tmp_path: Path) -> None:
             return (os.mkdir, (str(tmp_path / "boom"),))
 
     altered(path, lambda m: setattr(m, "planner_data", Bomb()))
-    with pytest.raises(holdfast.Unsupported, match="mkdir"):
+    with pytest.raises(holdfast.errors.Unsupported, match="mkdir"):
         holdfast.open(path)
     assert not (tmp_path / "boom").exists()
 
@@ -421,7 +421,7 @@ def test_metadata_that_executes(tmp_path: Path) -> None:
 def test_key_paths_that_contradict(tmp_path: Path) -> None:
     path = made(tmp_path)
     altered(path, lambda m: m.planner_data.update({"step": ("model",)}))
-    with pytest.raises(holdfast.Damaged, match="key path"):
+    with pytest.raises(holdfast.errors.Damaged, match="key path"):
         holdfast.open(path)
 
 

@@ -190,7 +190,9 @@ def test_names_of_wrappers(tmp_path: Path) -> None:
 def test_a_dtensor_that_is_whole_on_this_rank(tmp_path: Path) -> None:
     results = pool.run(2, save_dtensors, tmp_path)
     assert same(holdfast.open(tmp_path / "whole-1.pt").read("model/w"), results[1])
-    with pytest.raises(holdfast.Unsupported, match=r"part-1\.pt: w is a DTensor of which this file holds one rank's"):
+    with pytest.raises(
+        holdfast.errors.Unsupported, match=r"part-1\.pt: w is a DTensor of which this file holds one rank's"
+    ):
         holdfast.open(tmp_path / "part-1.pt")
 
 
@@ -289,7 +291,7 @@ def test_models_of_a_folder(tmp_path: Path) -> None:
 def test_a_folder_of_several_is_refused_unless_one_is_the_last(names: list[str], tmp_path: Path) -> None:
     for i, name in enumerate(names):
         torch.save({"model": dict(WEIGHTS), "step": i}, tmp_path / name)
-    with pytest.raises(holdfast.NotACheckpoint, match=f"open one of {names[0]}, {names[1]}"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match=f"open one of {names[0]}, {names[1]}"):
         holdfast.open(tmp_path)
     torch.save({"model": dict(WEIGHTS), "step": 9}, tmp_path / "last.ckpt")
     checkpoint = holdfast.open(tmp_path)
@@ -314,7 +316,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "some.zip", "w") as archive:
         archive.writestr("a/b.txt", "text")
     for path in (tmp_path, tmp_path / "notes", tmp_path / "some.zip", tmp_path / "none.pt"):
-        with pytest.raises(holdfast.NotACheckpoint):
+        with pytest.raises(holdfast.errors.NotACheckpoint):
             holdfast.open(path)
 
 
@@ -342,7 +344,7 @@ def test_pickled_objects(what: str, new: bool, tmp_path: Path) -> None:
         "a module of torch": MODEL, "a module of ours": class_of_ours, "an object of ours": {"kind": Kind.A},
         "under model": {"model": MODEL, "epoch": 1},
     }[what]  # fmt: skip
-    with pytest.raises(holdfast.Unsupported, match=r"state_dict\(\) instead") as caught:
+    with pytest.raises(holdfast.errors.Unsupported, match=r"state_dict\(\) instead") as caught:
         opened(tmp_path / "c.pt", tree, _use_new_zipfile_serialization=new)
     assert "c.pt" in str(caught.value)
 
@@ -358,13 +360,13 @@ class Trap:
 
 @BOTH
 def test_nothing_is_executed(new: bool, tmp_path: Path) -> None:
-    with pytest.raises(holdfast.Unsupported, match="nothing was executed"):
+    with pytest.raises(holdfast.errors.Unsupported, match="nothing was executed"):
         opened(tmp_path / "c.pt", {"model": dict(WEIGHTS), "x": Trap()}, _use_new_zipfile_serialization=new)
 
 
 def test_torchscript(tmp_path: Path) -> None:
     torch.jit.script(nn.Linear(2, 2)).save(str(tmp_path / "c.pt"))
-    with pytest.raises(holdfast.Unsupported, match=r"TorchScript.*state_dict\(\) instead"):
+    with pytest.raises(holdfast.errors.Unsupported, match=r"TorchScript.*state_dict\(\) instead"):
         holdfast.open(tmp_path / "c.pt")
 
 
@@ -375,5 +377,5 @@ def test_a_file_cut_short(new: bool, tmp_path: Path) -> None:
     data = path.read_bytes()
     for length in (*range(30, 400, 37), len(data) // 2, len(data) - 1):
         path.write_bytes(data[:length])
-        with pytest.raises(holdfast.Damaged):
+        with pytest.raises(holdfast.errors.Damaged):
             holdfast.open(path).verify()

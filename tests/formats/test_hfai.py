@@ -180,13 +180,13 @@ def rewrite(path: Path, change: Any) -> None:
 @pytest.mark.parametrize("rank", range(3))
 def test_a_missing_part(three: Path, rank: int) -> None:
     (three / f"PART_{rank:03d}.pt").unlink()
-    with pytest.raises(holdfast.Damaged, match=f"PART_{rank:03d}.pt is missing"):
+    with pytest.raises(holdfast.errors.Damaged, match=f"PART_{rank:03d}.pt is missing"):
         holdfast.open(three)
 
 
 def test_a_part_too_many(three: Path) -> None:
     (three / "PART_003.pt").write_bytes((three / "PART_002.pt").read_bytes())
-    with pytest.raises(holdfast.Damaged, match="3 ranks, but holds PART_003.pt too"):
+    with pytest.raises(holdfast.errors.Damaged, match="3 ranks, but holds PART_003.pt too"):
         holdfast.open(three)
 
 
@@ -194,7 +194,7 @@ def test_a_part_too_many(three: Path) -> None:
 def test_another_version(three: Path, version: Any) -> None:
     for path in three.glob("PART_*.pt"):
         rewrite(path, lambda p: p.pop("__version__") if version is None else p.update(__version__=version))
-    with pytest.raises(holdfast.Unsupported, match=rf"version {version or '1.0.0'} .*version 2.0.0 is read"):
+    with pytest.raises(holdfast.errors.Unsupported, match=rf"version {version or '1.0.0'} .*version 2.0.0 is read"):
         holdfast.open(three)
 
 
@@ -219,14 +219,14 @@ CHANGES = {
 @pytest.mark.parametrize("text", CHANGES)
 def test_a_part_that_contradicts_the_others(three: Path, text: str) -> None:
     rewrite(three / "PART_001.pt", CHANGES[text])
-    with pytest.raises((holdfast.Damaged, holdfast.Unsupported), match=text):
+    with pytest.raises((holdfast.errors.Damaged, holdfast.errors.Unsupported), match=text):
         holdfast.open(three)
 
 
 def test_a_part_cut_short(three: Path) -> None:
     path = three / "PART_001.pt"
     path.write_bytes(path.read_bytes()[:-300])
-    with pytest.raises(holdfast.Damaged, match=r"PART_001\.pt"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"PART_001\.pt"):
         holdfast.open(three)
 
 

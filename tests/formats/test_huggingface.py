@@ -243,7 +243,7 @@ def test_a_trainers_folder(tmp_path: Path) -> None:
     assert same(live.state[other.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"])
     assert live.param_groups[0]["lr"] == 0.1
     (folder / "rng_state_1.pth").unlink()
-    with pytest.raises(holdfast.Damaged, match="rng_state_1 is missing"):
+    with pytest.raises(holdfast.errors.Damaged, match="rng_state_1 is missing"):
         holdfast.open(folder)
 
 
@@ -326,7 +326,7 @@ def test_a_snapshot_that_leads_elsewhere(where: str, tmp_path: Path) -> None:
     link = snapshot / "model-00001-of-00003.safetensors"
     link.unlink()
     link.symlink_to(target)
-    with pytest.raises(holdfast.Damaged, match="leads out"):
+    with pytest.raises(holdfast.errors.Damaged, match="leads out"):
         holdfast.open(snapshot)
 
 
@@ -335,7 +335,7 @@ def test_blobs_that_are_a_link_themselves(tmp_path: Path) -> None:
     blobs = snapshot.parent.parent / "blobs"
     blobs.rename(tmp_path / "elsewhere")
     blobs.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(holdfast.Damaged, match="leads out"):
+    with pytest.raises(holdfast.errors.Damaged, match="leads out"):
         holdfast.open(snapshot)
 
 
@@ -357,7 +357,7 @@ def test_an_index_that_names_a_file_outside(name: str, tmp_path: Path) -> None:
     folder.mkdir()
     save_file({"a": A}, tmp_path / "secret.safetensors")
     index_of(sharded(folder), lambda told: told["weight_map"].update(a=name))
-    with pytest.raises(holdfast.Damaged, match="is no path inside"):
+    with pytest.raises(holdfast.errors.Damaged, match="is no path inside"):
         holdfast.open(folder)
 
 
@@ -370,7 +370,7 @@ def test_a_shard_that_is_a_link_out_of_the_folder(indexed: bool, tmp_path: Path)
     path.symlink_to("../out.safetensors")
     if not indexed:
         (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(holdfast.Damaged, match="leads out of the folder"):
+    with pytest.raises(holdfast.errors.Damaged, match="leads out of the folder"):
         holdfast.open(folder)
 
 
@@ -391,7 +391,7 @@ def test_a_missing_shard(indexed: bool, number: int, tmp_path: Path) -> None:
     if not indexed:
         (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(
-        holdfast.Damaged, match=f"0000{number}-of-00003.*is missing" if indexed else f"{number} is missing"
+        holdfast.errors.Damaged, match=f"0000{number}-of-00003.*is missing" if indexed else f"{number} is missing"
     ):
         holdfast.open(tmp_path)
 
@@ -410,13 +410,15 @@ INDEXES = {
 @pytest.mark.parametrize("text", INDEXES)
 def test_an_index_that_disagrees(text: str, tmp_path: Path) -> None:
     index_of(sharded(tmp_path), INDEXES[text])
-    with pytest.raises(holdfast.Damaged, match=text):
+    with pytest.raises(holdfast.errors.Damaged, match=text):
         holdfast.open(tmp_path)
 
 
 def test_an_index_that_lists_too_little(tmp_path: Path) -> None:
     save_file({"a": A, "more": B}, sharded(tmp_path) / "model-00001-of-00003.safetensors")
-    with pytest.raises(holdfast.Damaged, match=r"does not list 'more', which model-00001-of-00003\.safetensors holds"):
+    with pytest.raises(
+        holdfast.errors.Damaged, match=r"does not list 'more', which model-00001-of-00003\.safetensors holds"
+    ):
         holdfast.open(tmp_path)
 
 
@@ -428,7 +430,7 @@ def test_a_name_that_two_files_hold(indexed: bool, tmp_path: Path) -> None:
     holds(tmp_path, a=A, b=B, c=C)
     for other in (A + 1, A[:2].clone(), A.half(), A.reshape(-1).clone()):
         save_file({"b": B, "a": other}, tmp_path / "model-00002-of-00003.safetensors")
-        with pytest.raises(holdfast.Damaged, match="both hold 'a', and not the same"):
+        with pytest.raises(holdfast.errors.Damaged, match="both hold 'a', and not the same"):
             holdfast.open(tmp_path)
 
 
@@ -436,7 +438,9 @@ def test_a_name_that_two_files_hold(indexed: bool, tmp_path: Path) -> None:
 def test_several_weights_and_none_is_the_likeliest(names: tuple[str, str], tmp_path: Path) -> None:
     for name in names:
         save_file({"a": A}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(holdfast.NotACheckpoint, match=rf"open one of {names[0]}\.safetensors, {names[1]}\.safetensors"):
+    with pytest.raises(
+        holdfast.errors.NotACheckpoint, match=rf"open one of {names[0]}\.safetensors, {names[1]}\.safetensors"
+    ):
         holdfast.open(tmp_path)
 
 
@@ -444,7 +448,7 @@ def test_a_pipeline_of_diffusers(tmp_path: Path) -> None:
     (tmp_path / "unet").mkdir()
     (tmp_path / "model_index.json").write_text("{}")
     save_file({"a": A}, tmp_path / "unet" / "diffusion_pytorch_model.safetensors")
-    with pytest.raises(holdfast.NotACheckpoint, match="open one of its models, of unet"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="open one of its models, of unet"):
         holdfast.open(tmp_path)
     holds(tmp_path / "unet", a=A)
 
@@ -453,7 +457,7 @@ def test_the_pointer_of_git_lfs(tmp_path: Path) -> None:
     for name in ("model.safetensors", "pytorch_model.bin"):
         text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 9\n"
         (tmp_path / name).write_text(text)
-        with pytest.raises(holdfast.Damaged, match="git lfs pull"):
+        with pytest.raises(holdfast.errors.Damaged, match="git lfs pull"):
             holdfast.open(tmp_path)
         (tmp_path / name).unlink()
 
@@ -489,13 +493,13 @@ def test_a_broken_file(what: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(HEADERS[what])
     for target in (path, tmp_path):
-        with pytest.raises(holdfast.Damaged, match=r"model\.safetensors"):
+        with pytest.raises(holdfast.errors.Damaged, match=r"model\.safetensors"):
             holdfast.open(target)
 
 
 def test_a_type_from_the_future(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(header({"a": {**U8, "dtype": "F3"}}, bytes(4)))
-    with pytest.raises(holdfast.Unsupported, match=r"'a' is of type 'F3'"):
+    with pytest.raises(holdfast.errors.Unsupported, match=r"'a' is of type 'F3'"):
         holdfast.open(tmp_path)
 
 
@@ -504,7 +508,7 @@ def test_a_file_cut_at_any_byte(tmp_path: Path) -> None:
     path = tmp_path / "cut.safetensors"
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(holdfast.Damaged):
+        with pytest.raises(holdfast.errors.Damaged):
             holdfast.open(path)
 
 
@@ -521,7 +525,7 @@ def test_a_bit_flipped_anywhere_in_a_header_raises_what_is_ours(tmp_path: Path) 
 def test_no_weights_are_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / "config.json", tmp_path / "nothing"):
-        with pytest.raises(holdfast.NotACheckpoint):
+        with pytest.raises(holdfast.errors.NotACheckpoint):
             holdfast.open(path)
 
 
@@ -530,7 +534,7 @@ def test_a_data_file_of_ours_is_read_only_if_it_is_whole(tmp_path: Path) -> None
     checkpoint = holds(next((tmp_path / "one" / "model").iterdir()), a=A)
     assert "metadata" not in checkpoint.values
     holdfast.save({"model": {"a": A.to(torch.complex128)}}, tmp_path / "two")  # a type that safetensors cannot name
-    with pytest.raises(holdfast.NotACheckpoint, match=f"open that, {tmp_path / 'two'}"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match=f"open that, {tmp_path / 'two'}"):
         holdfast.open(next((tmp_path / "two" / "model").iterdir()))
 
 
@@ -599,7 +603,7 @@ def ranks(tmp_path: Path) -> Path:
 
 def test_a_rank_in_the_middle_is_missing(ranks: Path) -> None:
     next(ranks.glob("shard-00002-*")).unlink()
-    with pytest.raises(holdfast.Damaged, match="not whole"):
+    with pytest.raises(holdfast.errors.Damaged, match="not whole"):
         holdfast.open(ranks)
 
 
@@ -607,7 +611,7 @@ def test_two_saves_mixed(ranks: Path, tmp_path: Path) -> None:
     pool.run(2, save_on_ranks, tmp_path / "other", "sharded")
     path = next((tmp_path / "other").glob("shard-00002-*"))
     shutil.copy(path, ranks / path.name)
-    with pytest.raises(holdfast.Damaged):
+    with pytest.raises(holdfast.errors.Damaged):
         holdfast.open(ranks)
 
 
@@ -631,16 +635,16 @@ OFFSETS = {
 @pytest.mark.parametrize("text", OFFSETS)
 def test_offsets_that_make_no_sense(ranks: Path, text: str) -> None:
     rewrite(next(ranks.glob("shard-00002-*")), OFFSETS[text])
-    with pytest.raises((holdfast.Damaged, holdfast.Unsupported), match=text):
+    with pytest.raises((holdfast.errors.Damaged, holdfast.errors.Unsupported), match=text):
         holdfast.open(ranks)
 
 
 def test_the_data_files_of_our_own_save_are_no_weights(tmp_path: Path) -> None:
     """Without the manifest above them nobody knows whether they are whole, or of one save."""
     holdfast.save({"model": {"w": torch.ones(4)}}, tmp_path / "c")
-    with pytest.raises(holdfast.NotACheckpoint, match="open the folder above"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="open the folder above"):
         holdfast.open(tmp_path / "c" / "model")
     (tmp_path / "c" / "manifest.json").unlink()
     for path in (tmp_path / "c", tmp_path / "c" / "model"):
-        with pytest.raises(holdfast.NotACheckpoint):
+        with pytest.raises(holdfast.errors.NotACheckpoint):
             holdfast.open(path)

@@ -103,7 +103,7 @@ def test_flattened_ranges(tmp_path: Path) -> None:
     assert same(state["model"]["output_layer.weight"], counting([6, 5])) and "output_layer.weight" in state["module"]
     metadata.mcore_data[key]["nd_reformulated_orig_global_shape"] = (6, 6)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(holdfast.Damaged, match="no shards of"):
+    with pytest.raises(holdfast.errors.Damaged, match="no shards of"):
         holdfast.open(path)
 
 
@@ -128,7 +128,7 @@ def test_objects_in_their_places(tmp_path: Path) -> None:
     assert [state["model"][f"decoder.layers.{n}.fc._extra_state"] for n in range(3)] == [f"layer {n}" for n in range(3)]
     assert state["model"]["head._extra_state"] == "head"
     objects.pop("rng_state/shard_1.0_2.2")
-    with pytest.raises(holdfast.Damaged, match="rng_state"):
+    with pytest.raises(holdfast.errors.Damaged, match="rng_state"):
         holdfast.open(written(tmp_path / "b", {"head.weight": ([2, 2], ONE)}, objects))
 
 
@@ -168,28 +168,28 @@ def test_paths(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9\n")
     assert holdfast.open(tmp_path).step == holdfast.open(tmp_path / "latest_checkpointed_iteration.txt").step == 9
     path.rename(tmp_path / "release")
-    with pytest.raises(holdfast.NotACheckpoint, match="names iteration '9'"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="names iteration '9'"):
         holdfast.open(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
     assert "release" in holdfast.open(tmp_path).reading
     (tmp_path / "release" / "metadata.json").unlink()
-    with pytest.raises(holdfast.NotACheckpoint, match="never finished"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="never finished"):
         holdfast.open(tmp_path / "release")
 
 
 def test_other_formats_of_megatron(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
-    with pytest.raises(holdfast.Unsupported, match="'zarr'"):
+    with pytest.raises(holdfast.errors.Unsupported, match="'zarr'"):
         holdfast.open(tmp_path)
     (tmp_path / "metadata.json").unlink()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     (tmp_path / "iter_0000005" / "mp_rank_00").mkdir(parents=True)
-    with pytest.raises(holdfast.Unsupported, match="old format"):
+    with pytest.raises(holdfast.errors.Unsupported, match="old format"):
         holdfast.open(tmp_path)
 
 
 def test_without_common(tmp_path: Path) -> None:
     path = written(tmp_path / "iter_0000009", {"a.weight": ([2], ONE)})
     (path / "common.pt").unlink()
-    with pytest.raises(holdfast.Damaged, match=r"common\.pt is missing"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"common\.pt is missing"):
         holdfast.open(path)

@@ -159,10 +159,10 @@ def test_a_file_that_is_cut_short_after_it_was_opened(tmp_path: Path) -> None:
     checkpoint = holdfast.open(place(tmp_path, "model.pt")[0])
     data = (tmp_path / "model.pt").read_bytes()
     (tmp_path / "model.pt").write_bytes(data[: 2 * MIB])
-    with pytest.raises(holdfast.Damaged, match=r"model\.pt ends at byte"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"model\.pt ends at byte"):
         checkpoint.verify()
     (tmp_path / "model.pt").unlink()
-    with pytest.raises(holdfast.Damaged, match=r"model\.pt is missing"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"model\.pt is missing"):
         checkpoint.verify()
 
 
@@ -171,7 +171,7 @@ def test_a_bit_that_flipped_is_found(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "model.pt").read_bytes())
     data[data.index(torch.arange(100.0).numpy().tobytes()) + 17] ^= 4
     (tmp_path / "model.pt").write_bytes(data)
-    with pytest.raises(holdfast.Damaged, match=r"model/a.*CRC-32"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"model/a.*CRC-32"):
         holdfast.open(place(tmp_path, "model.pt")[0]).verify()
 
 
@@ -212,7 +212,7 @@ def test_links_that_lead_out_do_not_matter_but_names_do(tmp_path: Path) -> None:
         index = {"metadata": {}, "weight_map": {"a": name}}
         (tmp_path / "run" / "model.safetensors.index.json").write_text(json.dumps(index))
         where, store = place(tmp_path, "run")
-        with pytest.raises(holdfast.Damaged, match="no path inside"):
+        with pytest.raises(holdfast.errors.Damaged, match="no path inside"):
             holdfast.open(where)
         assert not any("secret" in key for _, key, _ in store.asked)
 
@@ -226,7 +226,7 @@ def test_a_store_that_fails(tmp_path: Path) -> None:
             raise OSError("503 Slow Down")
 
         setattr(store, verb, fail)
-        with pytest.raises(holdfast.StorageError, match=r"model\.pt.*503 Slow Down"):
+        with pytest.raises(holdfast.errors.StorageError, match=r"model\.pt.*503 Slow Down"):
             holdfast.open(where)
 
 

@@ -109,7 +109,7 @@ def test_sharded_tensors(tmp_path: Path) -> None:
     tree = join_ranks(trees)
     assert same(tree["t"].read(), torch.arange(66.0).reshape(11, 6))
     assert tree["own"] == PerRank((0, 1))
-    with pytest.raises(holdfast.Damaged, match="run 3: t .* is not whole with what ranks .0. hold"):
+    with pytest.raises(holdfast.errors.Damaged, match="run 3: t .* is not whole with what ranks .0. hold"):
         join_ranks(trees[:1], "run 3: ")
 
 
@@ -121,7 +121,7 @@ def save_partial(folder: str) -> None:
 
 def test_a_partial_value_is_refused(tmp_path: Path) -> None:
     pool.run(2, save_partial, str(tmp_path))
-    with pytest.raises(holdfast.Unsupported, match="sum was saved with placement Partial.*redistribute"):
+    with pytest.raises(holdfast.errors.Unsupported, match="sum was saved with placement Partial.*redistribute"):
         join_ranks([load_path(tmp_path / f"rank_{r}.pt") for r in range(2)])
 
 
@@ -192,21 +192,21 @@ def test_dtensors_of_older_torches() -> None:
 
 def test_a_local_tensor_that_is_not_what_its_mesh_says() -> None:
     wrong = old_dtensor(torch.zeros(3, 3), (7, 3), 0, ("Shard", {"dim": 0}))
-    with pytest.raises(holdfast.Damaged, match=r"w: it is a local tensor of shape \[3, 3\].*has \[4, 3\] there"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"w: it is a local tensor of shape \[3, 3\].*has \[4, 3\] there"):
         join_ranks([{"w": wrong}, {"w": wrong}])
     for placement in [("Shard", {}), ("Shard", {"dim": "x"}), ("_StridedShard", {"dim": 0, "split_factor": 1 << 40})]:
-        with pytest.raises(holdfast.Damaged, match="w"):
+        with pytest.raises(holdfast.errors.Damaged, match="w"):
             join_ranks([{"w": old_dtensor(torch.zeros(4, 3), (7, 3), 0, placement)}])
-    with pytest.raises(holdfast.Damaged, match="w is a DTensor that cannot be made out"):
+    with pytest.raises(holdfast.errors.Damaged, match="w is a DTensor that cannot be made out"):
         join_ranks([{"w": Record("torch.distributed.tensor.DTensor", ("float32", (2,)), {})}])
 
 
 def test_ranks_that_see_a_tensor_differently() -> None:
     a = old_dtensor(torch.zeros(4, 3), (7, 3), 0, ("Shard", {"dim": 0}))
     b = old_dtensor(torch.zeros(4, 3), (8, 3), 1, ("Shard", {"dim": 0}))
-    with pytest.raises(holdfast.Damaged, match="w is seen differently"):
+    with pytest.raises(holdfast.errors.Damaged, match="w is seen differently"):
         join_ranks([{"w": a}, {"w": b}])
-    with pytest.raises(holdfast.Damaged, match="w is sharded on some ranks and not on others"):
+    with pytest.raises(holdfast.errors.Damaged, match="w is sharded on some ranks and not on others"):
         join_ranks([{"w": a}, {"w": stored(torch.zeros(3, 3))}])
 
 
@@ -249,7 +249,7 @@ def test_records_that_hold_themselves_are_compared() -> None:
 def test_a_tree_without_end_is_damaged() -> None:
     endless: dict[str, Any] = {}
     endless["again"] = endless
-    with pytest.raises(holdfast.Damaged, match="contains itself"):
+    with pytest.raises(holdfast.errors.Damaged, match="contains itself"):
         join_ranks([endless, endless])
 
 
@@ -328,15 +328,15 @@ def test_files_that_ranks_saved_each_for_itself(tmp_path: Path, pattern: str) ->
         assert sorted(opened.manifest.tensors) == sorted(f"model/{name}" for name in truth)
         assert [name for name, whole in truth.items() if not same(found.state["model"][name].read(), whole)] == []
     (folder / pattern.format(1)).unlink()
-    with pytest.raises(holdfast.Damaged, match="the file of rank 1 is missing"):
+    with pytest.raises(holdfast.errors.Damaged, match="the file of rank 1 is missing"):
         full.read(template)
 
 
 def test_files_that_are_numbered_are_not_taken_for_ranks(tmp_path: Path) -> None:
     for epoch in range(3):
         torch.save({"w": torch.full((3,), float(epoch))}, tmp_path / f"epoch_{epoch}.pt")
-    with pytest.raises(holdfast.NotACheckpoint, match="several files of one kind"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="several files of one kind"):
         full.read(tmp_path)
     assert full.read(tmp_path / "other_{rank}.pt") is None
-    with pytest.raises(holdfast.Unsupported, match="differ between its files.*open one of the files"):
+    with pytest.raises(holdfast.errors.Unsupported, match="differ between its files.*open one of the files"):
         full.read(tmp_path / "epoch_{rank}.pt")

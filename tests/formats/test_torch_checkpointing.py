@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
+from holdfast.errors import Damaged
 from holdfast.formats.torch_checkpointing import torch_checkpointing
 from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
@@ -69,7 +70,7 @@ def test_files_of_ranks_without_metadata(tmp_path: Path) -> None:
     assert [checkpoint.per_rank("rng", r)[0].item() for r in range(3)] == [0, 1, 2]
     assert checkpoint.state_dict()["train"] == {"epoch": 3}
     (tmp_path / "model_2.pt").unlink()
-    with pytest.raises(holdfast.Damaged, match="model/.* is not whole with what ranks .0, 1. hold"):
+    with pytest.raises(Damaged, match="model/.* is not whole with what ranks .0, 1. hold"):
         holdfast.open(tmp_path)
     for path in tmp_path.glob("*_1.*"):
         path.unlink()
@@ -81,7 +82,7 @@ def test_pieces_without_metadata_are_refused(tmp_path: Path) -> None:
         save_file({"w": torch.full((3, 2), float(rank))}, tmp_path / f"model_{rank}.safetensors")
         torch.save(torch.full((3,), rank, dtype=torch.uint8), tmp_path / f"rng_{rank}.pt")
         torch.save({i: torch.zeros(2) for i in range(9)}, tmp_path / f"whole_{rank}.pt")
-    with pytest.raises(holdfast.Unsupported, match="differ between its files.*save with a resharder"):
+    with pytest.raises(holdfast.errors.Unsupported, match="differ between its files.*save with a resharder"):
         holdfast.open(tmp_path)
 
 
@@ -192,7 +193,7 @@ def test_the_newest_complete_step_of_a_run(tmp_path: Path) -> None:
     checkpoint = holdfast.open(tmp_path)
     assert checkpoint.step == 10
     assert checkpoint.reading == "step_10, the newest of 3 steps; step_11 is not complete"
-    with pytest.raises(holdfast.Damaged, match="model_1.safetensors.*is missing"):
+    with pytest.raises(Damaged, match="model_1.safetensors.*is missing"):
         holdfast.open(tmp_path / "step_11")
     assert "tmp_" in holdfast.open(tmp_path / "tmp_step_12").reading
     one = holdfast.open(tmp_path / "step_9" / "model_1.safetensors")
@@ -222,7 +223,7 @@ def test_an_item_that_one_rank_alone_has(tmp_path: Path) -> None:
     torch.save({"w": WHOLE}, tmp_path / "ema_0.pt")
     assert same(holdfast.open(tmp_path).state_dict()["ema"]["w"], WHOLE)
     (tmp_path / "ema_0.pt").unlink()
-    with pytest.raises(holdfast.Damaged, match="ema_0.pt.*is missing"):
+    with pytest.raises(Damaged, match="ema_0.pt.*is missing"):
         holdfast.open(tmp_path)
 
 
@@ -241,17 +242,17 @@ def test_a_tensor_that_the_metadata_calls_a_replica_and_is_none(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
-        (lambda m: m.update(version="3.0"), holdfast.Unsupported, "version '3.0'.*update holdfast"),
-        (lambda m: m.update(world_size="2"), holdfast.Damaged, "not whole.*world size"),
-        (lambda m: m["metadata"]["model"].pop("rank_to_layout_info"), holdfast.Damaged, "not whole"),
-        (lambda m: group(m).update(type="Hologram"), holdfast.Damaged, "type 'Hologram', which is not known"),
-        (lambda m: group(m)["data"]["placements"][0].update(type="Partial"), holdfast.Damaged, "placement 'Partial'"),
-        (lambda m: group(m)["data"]["placements"][0].update(dim=5), holdfast.Damaged, "cut as it cannot be"),
-        (lambda m: group(m)["data"].update(global_shape=[6, 3]), holdfast.Damaged, r"has shape|shape \[2, 3\]"),
-        (lambda m: group(m)["data"]["mesh_spec"].update(mesh_shape=(3,)), holdfast.Damaged, "mesh of sizes"),
-        (lambda m: files_of(m).update({1: layout("../x")}), holdfast.Damaged, "no path"),
-        (lambda m: files_of(m).update({1: layout("/x")}), holdfast.Damaged, "no path"),
-        (lambda m: files_of(m).pop(1), holdfast.Damaged, "is not whole with what"),
+        (lambda m: m.update(version="3.0"), holdfast.errors.Unsupported, "version '3.0'.*update holdfast"),
+        (lambda m: m.update(world_size="2"), Damaged, "not whole.*world size"),
+        (lambda m: m["metadata"]["model"].pop("rank_to_layout_info"), Damaged, "not whole"),
+        (lambda m: group(m).update(type="Hologram"), Damaged, "type 'Hologram', which is not known"),
+        (lambda m: group(m)["data"]["placements"][0].update(type="Partial"), Damaged, "placement 'Partial'"),
+        (lambda m: group(m)["data"]["placements"][0].update(dim=5), Damaged, "cut as it cannot be"),
+        (lambda m: group(m)["data"].update(global_shape=[6, 3]), Damaged, r"has shape|shape \[2, 3\]"),
+        (lambda m: group(m)["data"]["mesh_spec"].update(mesh_shape=(3,)), Damaged, "mesh of sizes"),
+        (lambda m: files_of(m).update({1: layout("../x")}), Damaged, "no path"),
+        (lambda m: files_of(m).update({1: layout("/x")}), Damaged, "no path"),
+        (lambda m: files_of(m).pop(1), Damaged, "is not whole with what"),
     ],
 )  # fmt: skip
 def test_metadata_that_is_wrong(tmp_path: Path, change: Any, error: Any, text: str) -> None:
@@ -280,7 +281,7 @@ def test_another_program_s_metadata_is_left_to_others(tmp_path: Path) -> None:
 def test_truncated_metadata(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     (folder / METADATA).write_bytes((folder / METADATA).read_bytes()[:-20])
-    with pytest.raises(holdfast.Damaged, match="metadata.pkl"):
+    with pytest.raises(Damaged, match="metadata.pkl"):
         holdfast.open(folder)
 
 
@@ -288,5 +289,5 @@ def test_a_file_cut_short(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     path = folder / "model_1.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(holdfast.Damaged, match="model_1.safetensors"):
+    with pytest.raises(Damaged, match="model_1.safetensors"):
         holdfast.open(folder)

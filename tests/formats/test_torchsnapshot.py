@@ -46,7 +46,7 @@ def test_equals_the_truth_of_other_versions(tmp_path: Path, name: str, version: 
 
 
 def test_versions_before_0_1_0_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.Unsupported, match="before 0.1.0.*take it again"):
+    with pytest.raises(holdfast.errors.Unsupported, match="before 0.1.0.*take it again"):
         holdfast.open(packed.unpacked("torchsnapshot_yaml_ddp_2r", tmp_path))
 
 
@@ -81,14 +81,14 @@ def test_the_newest_step_of_a_run_that_was_committed(tmp_path: Path) -> None:
     assert checkpoint.state_dict() == {"p": {"at": "epoch_1_step_10"}}
     assert checkpoint.reading == "epoch_1_step_10, the newest of 4 steps; epoch_2_step_11 is not complete"
     snapshot(tmp_path / "run" / "best_3", {"p": {"at": "best"}})
-    with pytest.raises(holdfast.NotACheckpoint, match="several series.*open one of them"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="several series.*open one of them"):
         holdfast.open(tmp_path / "run")
 
 
 def test_what_was_never_committed_is_no_checkpoint(tmp_path: Path) -> None:
     ckpt = packed.unpacked("torchsnapshot_main_dtensor_4r", tmp_path)
     (ckpt / METADATA).unlink()
-    with pytest.raises(holdfast.NotACheckpoint, match="never finished"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="never finished"):
         holdfast.open(ckpt)
 
 
@@ -159,7 +159,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
     folder = copied("torchsnapshot_ddp_chunked_2r", tmp_path)
     batch = next((folder / "batched").iterdir())
     batch.unlink()
-    with pytest.raises(holdfast.Damaged, match=f"[a-z]+/.*: .*{batch.name}.*is missing"):
+    with pytest.raises(holdfast.errors.Damaged, match=f"[a-z]+/.*: .*{batch.name}.*is missing"):
         holdfast.open(folder)
 
 
@@ -167,14 +167,14 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
     folder = copied("torchsnapshot_single_unbatched", tmp_path)
     weight = folder / "0" / "model" / "head.weight"
     weight.write_bytes(weight.read_bytes()[:-4])
-    with pytest.raises(holdfast.Damaged, match="model/head.weight: it has .* bytes"):
+    with pytest.raises(holdfast.errors.Damaged, match="model/head.weight: it has .* bytes"):
         holdfast.open(folder)
 
 
 def test_an_entry_that_is_gone(tmp_path: Path) -> None:
     folder = copied("torchsnapshot_fsdp1_2r", tmp_path)
     changed(folder, lambda manifest: manifest.pop("1/model/head.weight"))
-    with pytest.raises(holdfast.Damaged, match="rank 1 says that model holds 'head.weight'"):
+    with pytest.raises(holdfast.errors.Damaged, match="rank 1 says that model holds 'head.weight'"):
         holdfast.open(folder)
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_is_gone(tmp_path: Path) -> None:
             del manifest[key]
 
     changed(folder, drop)
-    with pytest.raises(holdfast.Damaged, match=r"no entries of ranks \[1\]"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"no entries of ranks \[1\]"):
         holdfast.open(folder)
 
 
@@ -198,14 +198,14 @@ def test_a_shard_of_a_mesh_that_nobody_told(tmp_path: Path) -> None:
         del manifest["3/m/w00"]
 
     changed(folder, drop)
-    with pytest.raises(holdfast.Damaged, match="m/w00 lacks the shard of rank 3"):
+    with pytest.raises(holdfast.errors.Damaged, match="m/w00 lacks the shard of rank 3"):
         holdfast.open(folder)
 
 
 def test_shards_with_a_hole(tmp_path: Path) -> None:
     folder = copied("torchsnapshot_fsdp1_2r", tmp_path)
     changed(folder, lambda manifest: manifest["0/model/head.weight"]["shards"].clear())
-    with pytest.raises(holdfast.Damaged, match="model/head.weight .* is not whole"):
+    with pytest.raises(holdfast.errors.Damaged, match="model/head.weight .* is not whole"):
         holdfast.open(folder)
 
 
@@ -215,14 +215,14 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path: Path, location: str)
     (tmp_path / "outside").write_bytes(bytes(12))
     (folder / "0" / "link").symlink_to(tmp_path / "outside")
     changed(folder, lambda manifest: manifest["0/p/x"].update(location=location))
-    with pytest.raises(holdfast.Damaged, match="p/x: .*(outside|leads out|no path)"):
+    with pytest.raises(holdfast.errors.Damaged, match="p/x: .*(outside|leads out|no path)"):
         holdfast.open(folder)
 
 
 def test_an_entry_of_a_newer_version(tmp_path: Path) -> None:
     new = {"type": "Hologram", "location": "0/h", "replicated": False, "layers": 3}
     folder = snapshot(tmp_path, {"p": {"x": 1}}, **{"0/p/x": new})
-    with pytest.raises(holdfast.Unsupported, match="p/x: it is an entry of type 'Hologram'.*update holdfast"):
+    with pytest.raises(holdfast.errors.Unsupported, match="p/x: it is an entry of type 'Hologram'.*update holdfast"):
         holdfast.open(folder)
 
 
@@ -249,7 +249,7 @@ class Unknown:
 )  # fmt: skip
 def test_a_manifest_that_is_none(tmp_path: Path, metadata: bytes) -> None:
     (tmp_path / METADATA).write_bytes(metadata)
-    with pytest.raises(holdfast.Damaged, match="no manifest of torchsnapshot"):
+    with pytest.raises(holdfast.errors.Damaged, match="no manifest of torchsnapshot"):
         holdfast.open(tmp_path)
 
 
@@ -274,5 +274,5 @@ def test_what_each_rank_saved_for_itself(tmp_path: Path) -> None:
 
 def test_a_container_on_one_rank_and_a_value_on_another(tmp_path: Path) -> None:
     folder = snapshot(tmp_path, {"p": {"x": {"y": 1}}}, {"p": {"x": 1}})
-    with pytest.raises(holdfast.Unsupported, match="p/x is a container on some ranks"):
+    with pytest.raises(holdfast.errors.Unsupported, match="p/x is a container on some ranks"):
         holdfast.open(folder)

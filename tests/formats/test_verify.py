@@ -19,7 +19,7 @@ def test_a_flipped_bit_in_a_torch_file_is_found(tmp_path: Path) -> None:
     at = data.index(torch.arange(100.0).numpy().tobytes())
     data[at + 17] ^= 4
     path.write_bytes(data)
-    with pytest.raises(holdfast.Damaged, match=r"model/a.*CRC-32"):
+    with pytest.raises(holdfast.errors.Damaged, match=r"model/a.*CRC-32"):
         holdfast.open(path).verify()
 
 
@@ -34,5 +34,5 @@ def test_a_file_cut_short_is_found(tmp_path: Path) -> None:
     torch.save({"model": {"a": torch.arange(1000.0)}}, path, _use_new_zipfile_serialization=False)
     checkpoint = holdfast.open(path)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(holdfast.Damaged, match="model/a"):
+    with pytest.raises(holdfast.errors.Damaged, match="model/a"):
         checkpoint.verify()

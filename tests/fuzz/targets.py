@@ -272,7 +272,7 @@ class Use(NamedTuple):
 
 def use(target: str, path: Path, took: Took) -> None:
     """Open, list, read some of each, verify. Raises what the library raises."""
-    checkpoint = holdfast.recover(path) if target == "part" else holdfast.open(path)
+    checkpoint = holdfast.tools.recover(path) if target == "part" else holdfast.open(path)
     took.opened = True
     names = list(checkpoint.tensors)
     for info in checkpoint.tensors.values():

@@ -83,9 +83,9 @@ def test_a_writer_ends_the_save_of_a_trainer_that_was_killed(lab: Lab, tmp_path:
     until = time.monotonic() + LIMIT
     while True:
         try:
-            checkpoint = holdfast.recover(tmp_path / "c")
+            checkpoint = holdfast.tools.recover(tmp_path / "c")
             break
-        except holdfast.NotACheckpoint:
+        except holdfast.errors.NotACheckpoint:
             assert time.monotonic() < until, "the writer did not finish"
             time.sleep(0.2)
     checkpoint.verify()

@@ -76,7 +76,7 @@ def test_every_status(tmp_path: Path, box: int) -> None:
     assert set(by_name(a, b, only=["m/t*", "step"])) == {"m/turned", "m/type", "m/tied", "m/tied2", "step"}
     for find in (compare, compare_names):
         assert list(find(a, b, only=["turned", "off"])), "one of the two has each"
-        with pytest.raises(holdfast.Mismatch, match=r"neither .* nor .* has a name that fits 'm/tie' \(did you"):
+        with pytest.raises(holdfast.errors.Mismatch, match=r"neither .* nor .* has a name that fits 'm/tie' \(did you"):
             list(find(a, b, only=["m/tied", "m/tie"]))
 
 
@@ -144,7 +144,7 @@ def test_damage_is_no_difference(tmp_path: Path) -> None:
     a = opened(tmp_path / "a", {"m": {"w": torch.zeros(1000)}})
     b = opened(tmp_path / "b", {"m": {"w": torch.ones(1000)}})
     flip(next((tmp_path / "b" / "m").iterdir()), 5000)
-    with pytest.raises(holdfast.Damaged, match="m/w|in w"):
+    with pytest.raises(holdfast.errors.Damaged, match="m/w|in w"):
         list(compare(a, b))
 
 

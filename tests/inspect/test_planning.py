@@ -192,5 +192,5 @@ def test_a_tensor_larger_than_memory(tmp_path: Path) -> None:
 
 def test_no_tensor_fits(tmp_path: Path) -> None:
     holdfast.save({"model": {"w": torch.zeros(3)}}, tmp_path / "c")
-    with pytest.raises(holdfast.Mismatch, match=r"no tensor that fits 'modle' \(did you mean model\?\)"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"no tensor that fits 'modle' \(did you mean model\?\)"):
         plan(holdfast.open(tmp_path / "c"), parse_mesh("fsdp=2"), only=["model", "modle"])

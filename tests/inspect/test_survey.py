@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_pending(root / "step-5")
     (root / "step-6" / "manifest.json").unlink()
     flip(data_file(root / "step-7"), 100)
-    holdfast.drop(root / "step-8", "optimizer")
+    holdfast.tools.drop(root / "step-8", "optimizer")
     (root / "logs").mkdir()
     (root / "logs" / "out.txt").write_text("hello")
     (root / "notes.txt").write_text("hello")
@@ -87,7 +87,7 @@ def test_each_state_is_told(run: Path) -> None:
 
 def test_what_is_pending_can_be_recovered(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "step-5", tmp_path / "step-5")
-    holdfast.recover(tmp_path / "step-5")
+    holdfast.tools.recover(tmp_path / "step-5")
     assert [step.health for step in survey(tmp_path)] == ["whole"]
 
 
@@ -183,7 +183,7 @@ def test_links_that_lead_nowhere(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_fast_tier_that_is_not_there(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(holdfast.NotACheckpoint, match="there is no folder .*/fast"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="there is no folder .*/fast"):
         survey(run, fast=tmp_path / "fast")
 
 
@@ -196,9 +196,9 @@ def test_one_that_is_broken_hides_no_other(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.NotACheckpoint, match="no step was saved here yet"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="no step was saved here yet"):
         survey(tmp_path)
-    with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="there is nothing at"):
         survey(tmp_path / "none")
 
 
@@ -216,9 +216,11 @@ def test_a_data_set_beside_a_run_is_not_walked(run: Path, tmp_path: Path) -> Non
     with disk.hooked(note):
         assert [step.name for step in survey(tmp_path / "run")] == ["step-6"]
         assert "data" in {name for path in listed for name in LocalPlace(path).parts}
-        with pytest.raises(holdfast.NotACheckpoint, match="holds no manifest.json, and no checkpoint of a format"):
+        with pytest.raises(
+            holdfast.errors.NotACheckpoint, match="holds no manifest.json, and no checkpoint of a format"
+        ):
             holdfast.open(tmp_path / "run" / "data")
-        with pytest.raises(holdfast.NotACheckpoint, match="saves that never committed, step-6"):
+        with pytest.raises(holdfast.errors.NotACheckpoint, match="saves that never committed, step-6"):
             Past(tmp_path / "run").look()
     assert not [path for path in listed if LocalPlace(path).is_relative_to(deep.parent)]
 
@@ -236,7 +238,7 @@ def test_in_a_store(run: Path, tmp_path: Path) -> None:
     assert {n: s.health for n, s in found.items()} == {"step-1": "whole", "step-6": "writing", "step-7": "whole"}
     assert by_name(root, headers=True)["step-7"].health == "damaged"
     assert [s.name for s in survey(root / "step-1")] == [""]
-    with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="there is nothing at"):
         survey(StorePlace(store, "elsewhere"))
 
 

@@ -41,7 +41,9 @@ def test_sections_and_types(tmp_path: Path) -> None:
     assert (found.tensors, found.files, found.attached, found.cited) == (566, checkpoint.nbytes, 5, 0)
     assert usage(checkpoint, only="optimizer").tensors == 400
     for find in (usage, modules):
-        with pytest.raises(holdfast.Mismatch, match=r"no tensor that fits 'modle' \(did you mean model\?\), 'step'$"):
+        with pytest.raises(
+            holdfast.errors.Mismatch, match=r"no tensor that fits 'modle' \(did you mean model\?\), 'step'$"
+        ):
             find(checkpoint, only=["optimizer", "modle", "step"])
 
 
@@ -81,7 +83,7 @@ def test_what_no_checkpoint_needs(tmp_path: Path) -> None:
     (tmp_path / "step-2" / "manifest.json").unlink()
     found = usage_of_root(tmp_path)
     assert found.leavings == on_disk(tmp_path / "step-2") and found.nbytes == on_disk(tmp_path)
-    with pytest.raises(holdfast.NotACheckpoint):
+    with pytest.raises(holdfast.errors.NotACheckpoint):
         usage_of_root(tmp_path / "step-2")
 
 

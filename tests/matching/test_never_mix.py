@@ -49,7 +49,7 @@ USES: dict[str, Callable[[Path, Path], Any]] = {
     "verify": lambda path, to: holdfast.open(path).verify(),
     "copy": lambda path, to: holdfast.copy(path, to),
     "convert": lambda path, to: holdfast.convert(path, to),
-    "sign": lambda path, to: holdfast.sign(path, bytes(32)),
+    "sign": lambda path, to: holdfast.tools.sign(path, bytes(32)),
 }
 
 
@@ -59,7 +59,7 @@ def test_a_file_of_another_save_is_found(how: str, tmp_path: Path) -> None:
     one, other = _saved(tmp_path / "one", 1), _saved(tmp_path / "other", 2)
     assert _data(one).stat().st_size == _data(other).stat().st_size
     shutil.copy(_data(other), _data(one))
-    with pytest.raises(holdfast.Damaged) as caught:
+    with pytest.raises(holdfast.errors.Damaged) as caught:
         USES[how](one, tmp_path / "to")
     if how not in ("copy", "sign", "convert"):
         saves = [holdfast.open(path).manifest.save for path in (other, one)]
@@ -70,7 +70,7 @@ def test_a_file_of_another_save_is_found(how: str, tmp_path: Path) -> None:
 def test_a_value_of_a_rank_from_another_save_is_found(tmp_path: Path) -> None:
     one, other = _saved(tmp_path / "one", 1), _saved(tmp_path / "other", 2)
     shutil.copy(_data(other, "state"), _data(one, "state"))
-    with pytest.raises(holdfast.Damaged, match="of another save"):
+    with pytest.raises(holdfast.errors.Damaged, match="of another save"):
         holdfast.open(one).per_rank("rng", 0)
 
 
@@ -86,7 +86,7 @@ def test_files_of_two_ranks_that_were_exchanged_are_found(tmp_path: Path) -> Non
     spare = tmp_path / "spare"
     for path, to in ((first, spare), (second, first), (spare, second)):
         path.rename(to)
-    with pytest.raises(holdfast.Damaged, match="rank 1, section 'model', under another one's name"):
+    with pytest.raises(holdfast.errors.Damaged, match="rank 1, section 'model', under another one's name"):
         holdfast.open(tmp_path / "c").state_dict()
 
 
@@ -94,7 +94,7 @@ def test_blocks_of_another_save_behind_the_right_header_are_found(tmp_path: Path
     one, other = _saved(tmp_path / "one", 1), _saved(tmp_path / "other", 2)
     data, theirs = _data(one).read_bytes(), _data(other).read_bytes()
     _data(one).write_bytes(data[:4096] + theirs[4096:])
-    with pytest.raises(holdfast.Damaged, match="have another sum"):
+    with pytest.raises(holdfast.errors.Damaged, match="have another sum"):
         holdfast.open(one).state_dict()
 
 
@@ -106,10 +106,10 @@ def test_a_late_commit_takes_no_part_and_no_file_of_another_save(tmp_path: Path)
         else:
             (ours,), (theirs,) = (folder / "parts").iterdir(), (other / "parts").iterdir()
             shutil.copy(theirs, ours)
-        with pytest.raises(holdfast.NotACheckpoint):
-            holdfast.recover(folder)
+        with pytest.raises(holdfast.errors.NotACheckpoint):
+            holdfast.tools.recover(folder)
         assert not (folder / "manifest.json").exists()
-    holdfast.recover(_uncommitted(tmp_path / "whole", 3)).verify()
+    holdfast.tools.recover(_uncommitted(tmp_path / "whole", 3)).verify()
 
 
 def _uncommitted(path: Path, seed: int) -> Path:
@@ -174,7 +174,7 @@ def test_a_run_that_began_afresh_beside_an_older_one(
     assert new != old
     state = {"w": {"x": torch.zeros(4)}, "step": 0}
     with _manager(root) as manager:
-        with pytest.raises(holdfast.Mismatch, match="steps of two runs") as caught:
+        with pytest.raises(holdfast.errors.Mismatch, match="steps of two runs") as caught:
             manager.restore(state)
         assert old in str(caught.value) and new in str(caught.value) and 'run="any"' in str(caught.value)
         assert state["step"] == 0 and not state["w"]["x"].any()
@@ -189,7 +189,7 @@ def test_a_step_that_cannot_be_read_is_not_said_to_be_of_another_run(tmp_path: P
     run = _run(tmp_path, range(1, 4), 1.0)
     state = {"w": {"x": torch.zeros(4)}, "step": 0}
     with _manager(tmp_path) as manager:
-        with faults("read", times=0, under=tmp_path / "step-000000003"), pytest.raises(holdfast.StorageError):
+        with faults("read", times=0, under=tmp_path / "step-000000003"), pytest.raises(holdfast.errors.StorageError):
             manager.restore(state, run=run)
         assert state["step"] == 0
         loaded = manager.restore(state, run=run)
@@ -218,14 +218,14 @@ def test_a_step_that_was_copied_from_another_run(tmp_path: Path, _new_process: C
     _new_process()
     _run(tmp_path / "a", range(1, 3), 1.0)
     holdfast.copy(tmp_path / "b" / "step-000000500", tmp_path / "a" / "step-000000500")
-    with pytest.raises(holdfast.Mismatch, match="steps of two runs"):
+    with pytest.raises(holdfast.errors.Mismatch, match="steps of two runs"):
         _manager(tmp_path / "a").restore({"w": {"x": torch.zeros(4)}, "step": 0})
 
 
 def test_load_of_a_run(tmp_path: Path) -> None:
     run = holdfast.open(_saved(tmp_path / "c", 1)).run
     target = {"model": {"w": torch.zeros(3000)}}
-    with pytest.raises(holdfast.Mismatch, match=f"is of run {run}"):
+    with pytest.raises(holdfast.errors.Mismatch, match=f"is of run {run}"):
         holdfast.load(tmp_path / "c", target, only="model", run="0" * 16)
     assert not target["model"]["w"].any()
     holdfast.load(tmp_path / "c", target, only="model", run=run)
@@ -256,7 +256,7 @@ def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
         (Model(act=nn.GELU), "model/layers.11.act", "ReLU", "GELU"),
     ):
         before = [parameter.clone() for parameter in other.parameters()]
-        with pytest.raises(holdfast.Mismatch) as caught:
+        with pytest.raises(holdfast.errors.Mismatch) as caught:
             holdfast.load(tmp_path / "c", {"model": other, "step": 0})
         assert f"{name}: saved by a {was}, here a {now}" in str(caught.value) and "12 differ" in str(caught.value)
         assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
@@ -332,7 +332,7 @@ def test_sharded_models_are_the_same_model(kind: str, tmp_path: Path) -> None:
     pool.run(2, sharded, str(tmp_path / "plain"), kind, False)
     pool.run(2, sharded, str(tmp_path / "other"), kind, True)
     holdfast.load(tmp_path / "other", {"model": Model()})
-    with pytest.raises(holdfast.Mismatch, match="saved by a ReLU, here a GELU"):
+    with pytest.raises(holdfast.errors.Mismatch, match="saved by a ReLU, here a GELU"):
         holdfast.load(tmp_path / "other", {"model": Model(act=nn.GELU)})
 
 
@@ -378,7 +378,7 @@ def test_a_checkpoint_is_not_the_folder_of_a_run(below: str, tiers: bool, tmp_pa
     fast = {"fast": tmp_path / "fast"} if tiers else {}
     with (
         holdfast.CheckpointManager(root, every=1, worker="none", journal=False, **fast) as manager,
-        pytest.raises(holdfast.NotACheckpoint, match=f"give the folder of its run, {tmp_path / 'run'}"),
+        pytest.raises(holdfast.errors.NotACheckpoint, match=f"give the folder of its run, {tmp_path / 'run'}"),
     ):
         manager.restore({"model": {"w": torch.zeros(3000)}})
 

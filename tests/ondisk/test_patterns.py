@@ -33,7 +33,7 @@ def test_a_name_fits_by_itself_by_a_path_above_it_or_by_a_glob(only: list[str], 
     odd = [p for p in dict.fromkeys(only) if p != "*" and not any(_fits(name, p) for name in known)]
     assert unfit(only, known) == odd
     if odd:
-        with pytest.raises(holdfast.Mismatch) as caught:
+        with pytest.raises(holdfast.errors.Mismatch) as caught:
             selector(only, known, "here")
         assert all(repr(pattern) in str(caught.value) for pattern in odd)
     else:
@@ -94,7 +94,7 @@ def test_a_pattern_may_wait_for_what_only_the_target_has() -> None:
 )  # fmt: skip
 def test_what_fits_nothing_is_told_with_a_near_name(pattern: str, hint: str | None) -> None:
     known = ["model/layers.0.weight", "optimizer/state/layers.0.weight/exp_avg", "step"]
-    with pytest.raises(holdfast.Mismatch) as caught:
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
         selector(["model", pattern], known, "/ckpt")
     meant = f" (did you mean {hint}?)" if hint else ""
     assert str(caught.value) == f"/ckpt has nothing that fits only={pattern!r}{meant}"
@@ -102,23 +102,27 @@ def test_what_fits_nothing_is_told_with_a_near_name(pattern: str, hint: str | No
 
 def test_sections_are_near_among_very_many_names_too() -> None:
     known = [f"model/layers.{i}" for i in range(5000)]
-    with pytest.raises(holdfast.Mismatch, match=r"'modle' \(did you mean model\?\)"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"'modle' \(did you mean model\?\)"):
         selector("modle", known, "here")
-    with pytest.raises(holdfast.Mismatch, match=r"'modle/block\*' \(did you mean model\?\)"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"'modle/block\*' \(did you mean model\?\)"):
         selector("modle/block*", known, "here")
-    with pytest.raises(holdfast.Mismatch, match=r"'model/block\*'$"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"'model/block\*'$"):
         selector("model/block*", known, "here")
 
 
 def test_what_cannot_be_a_pattern() -> None:
     for empty in ("", [], (), None):
-        with pytest.raises(holdfast.Mismatch, match=rf"only={re.escape(repr(empty))} names nothing: leave it out"):
+        with pytest.raises(
+            holdfast.errors.Mismatch, match=rf"only={re.escape(repr(empty))} names nothing: leave it out"
+        ):
             selector(empty, ["model"], "here")  # type: ignore[arg-type]
-    with pytest.raises(holdfast.Mismatch, match=r"only=\['model', ''\] has an empty name in it: leave it out"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"only=\['model', ''\] has an empty name in it: leave it out"):
         selector(["model", ""], ["model"], "here")
-    with pytest.raises(holdfast.Mismatch, match=r"'/'"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"'/'"):
         selector("/", ["model"], "here")
-    with pytest.raises(holdfast.Mismatch, match=r"'!model' \(it cannot say what is left out: name what is wanted\)"):
+    with pytest.raises(
+        holdfast.errors.Mismatch, match=r"'!model' \(it cannot say what is left out: name what is wanted\)"
+    ):
         selector(["*", "!model"], ["model"], "here")
     with pytest.raises(ValueError, match="nothing that fits"):  # a Mismatch is one
         selector("x", ["model"], "here")
@@ -129,14 +133,14 @@ def test_every_name_of_a_table_has_to_be_there() -> None:
     check_rename({"model/": "net", "model/layers.0.weight": "x", "step": "n"}, known, "here")
     check_rename(lambda name: "x", known, "here")
     check_rename(None, [], "here")
-    with pytest.raises(holdfast.Mismatch) as caught:
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
         check_rename({"modle": "net", "model": "net", "": "x", "mod": "y"}, known, "/ckpt")
     assert str(caught.value) == (
         "rename= maps 'modle' (did you mean model?), '', 'mod' (did you mean model?), but no name of /ckpt is that or "
         "lies below it: the names are as in 'model/layers.0.weight'"
     )
     check_rename({"layers.0": "blocks.0"}, ["layers.0.weight"], "here", separator=".")
-    with pytest.raises(holdfast.Mismatch, match=r"'layer.0' \(did you mean layers.0\?\)"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"'layer.0' \(did you mean layers.0\?\)"):
         check_rename({"layer.0": "blocks.0"}, ["layers.0.weight"], "here", separator=".")
 
 

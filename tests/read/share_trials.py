@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
+from holdfast.load import Loaded
 from holdfast.plan import share_plan
 from holdfast.read.shared import pass_on, relay, share
 from holdfast.storage.local.local import Local
@@ -45,7 +46,7 @@ def eager(*, hosts: int = 1, block: int | None = 4096) -> Iterator[None]:
             yield
 
 
-def sizes_of(loaded: holdfast.Loaded) -> Sizes:
+def sizes_of(loaded: Loaded) -> Sizes:
     return {
         "needed": loaded.bytes_needed, "read": loaded.bytes_read, "received": loaded.bytes_received,
         "unverified": loaded.bytes_unverified,
@@ -56,7 +57,7 @@ def load_meshes(layout: str, pairs: list[tuple[str, str]], hosts: int) -> tuple[
     """What differs after loading each checkpoint into this layout, and the bytes received in each load."""
     received = []
 
-    def loading(*args: Any, **options: Any) -> holdfast.Loaded:
+    def loading(*args: Any, **options: Any) -> Loaded:
         loaded = load(*args, **options)
         received.append(loaded.bytes_received)
         return loaded

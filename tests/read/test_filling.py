@@ -68,9 +68,11 @@ def test_given_tensors_are_filled_and_come_back(saved: Path, state: dict[str, An
 def test_every_pattern_has_to_fit_something(saved: Path) -> None:
     checkpoint = holdfast.open(saved)
     for options in ({}, {"mmap": True}, {"into": {"model": {}}}):
-        with pytest.raises(holdfast.Mismatch, match=r"has nothing that fits only='modle/\*' \(did you mean model\?\)$"):
+        with pytest.raises(
+            holdfast.errors.Mismatch, match=r"has nothing that fits only='modle/\*' \(did you mean model\?\)$"
+        ):
             checkpoint.state_dict(["model", "modle/*"], **options)  # type: ignore[arg-type]
-    with pytest.raises(holdfast.Mismatch, match="only='' names nothing"):
+    with pytest.raises(holdfast.errors.Mismatch, match="only='' names nothing"):
         checkpoint.state_dict("")
     assert checkpoint.state_dict(["*"]).keys() == checkpoint.state_dict().keys()
 
@@ -96,7 +98,7 @@ def test_a_modules_state_dict_can_be_given(tmp_path: Path) -> None:
 
 def test_given_tensors_of_other_types_are_cast_on_demand(saved: Path, state: dict[str, Any]) -> None:
     given = {"model/w": torch.zeros(70, 300, dtype=torch.float64).t()}
-    with pytest.raises(holdfast.Mismatch, match=r"model/w is saved as float32, the given tensor is float64"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"model/w is saved as float32, the given tensor is float64"):
         holdfast.open(saved).state_dict("model/w", into=given)
     holdfast.open(saved).state_dict("model/w", into=given, cast=True)
     assert torch.equal(given["model/w"], state["model"]["w"].double())
@@ -104,20 +106,20 @@ def test_given_tensors_of_other_types_are_cast_on_demand(saved: Path, state: dic
 
 def test_every_misfit_is_listed_and_nothing_changed(saved: Path) -> None:
     given = {"model": {"w": torch.zeros(70, 300), "b": torch.zeros(7), "x": torch.zeros(1), "n": torch.tensor(0)}}
-    with pytest.raises(holdfast.Mismatch) as caught:
+    with pytest.raises(holdfast.errors.Mismatch) as caught:
         holdfast.open(saved).state_dict("model", into=given)
     text = str(caught.value)
     assert "model/w has shape [300, 70], the given tensor [70, 300]" in text
     assert "model/b is saved as bfloat16" in text and "model/x is given, but" in text
     assert "model/big is saved, but no tensor is given" in text and str(saved) in text
     assert not given["model"]["n"]
-    with pytest.raises(holdfast.Mismatch, match="a int at model/n"):
+    with pytest.raises(holdfast.errors.Mismatch, match="a int at model/n"):
         holdfast.open(saved).state_dict("model/n", into={"model": {"n": 3}})
-    with pytest.raises(holdfast.Unsupported, match="meta"):
+    with pytest.raises(holdfast.errors.Unsupported, match="meta"):
         holdfast.open(saved).state_dict("model/w", into={"model/w": torch.empty(300, 70, device="meta")})
-    with pytest.raises(holdfast.Unsupported, match="expanded"):
+    with pytest.raises(holdfast.errors.Unsupported, match="expanded"):
         holdfast.open(saved).read("model/w", into=torch.zeros(70).expand(300, 70))
-    with pytest.raises(holdfast.Unsupported, match=r"DTensor: holdfast\.load fills those"):
+    with pytest.raises(holdfast.errors.Unsupported, match=r"DTensor: holdfast\.load fills those"):
         holdfast.open(saved).read("model/w", into=type("DTensor", (torch.Tensor,), {})(300, 70))
     with pytest.raises(ValueError, match="mmap"):
         holdfast.open(saved).state_dict(into={}, mmap=True)
@@ -130,10 +132,10 @@ def test_a_box_is_read_into_a_given_tensor(saved: Path, state: dict[str, Any]) -
     assert checkpoint.read("model/w", (slice(None), (5, 15)), into=view) is view
     assert torch.equal(view, whole[:, 5:15]) and memory.count_nonzero() == view.count_nonzero()
     doubled = torch.zeros(300, 70, dtype=torch.float64)
-    with pytest.raises(holdfast.Mismatch, match="cast=True"):
+    with pytest.raises(holdfast.errors.Mismatch, match="cast=True"):
         checkpoint.read("model/w", into=doubled)
     assert torch.equal(checkpoint.read("model/w", into=doubled, cast=True), whole.double())
-    with pytest.raises(holdfast.Mismatch, match=r"shape \[2, 70\], the given tensor \[300, 70\]"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"shape \[2, 70\], the given tensor \[300, 70\]"):
         checkpoint.read("model/w", (slice(0, 2),), into=torch.zeros(300, 70))
 
 
@@ -212,16 +214,16 @@ def test_what_is_mapped_is_verified_unless_told_otherwise(saved: Path, state: di
     data[at + 5000] ^= 1
     file.write_bytes(data)
     for verify in (True, "blocks"):
-        with pytest.raises(holdfast.Damaged, match=r"is altered: bytes .* in big"):
+        with pytest.raises(holdfast.errors.Damaged, match=r"is altered: bytes .* in big"):
             holdfast.open(folder).state_dict(mmap=True, verify=verify)  # type: ignore[arg-type]
     found = holdfast.open(folder).state_dict(mmap=True, verify=False)
     assert not torch.equal(found["model"]["big"], state["model"]["big"])
     holdfast.open(folder).state_dict("model/w", mmap=True)  # what is not asked for is not read
     file.write_bytes(data[: len(data) // 2])
-    with pytest.raises(holdfast.Damaged, match="bytes"):
+    with pytest.raises(holdfast.errors.Damaged, match="bytes"):
         holdfast.open(folder).state_dict(mmap=True, verify=False)
     file.unlink()
-    with pytest.raises(holdfast.Damaged, match="missing"):
+    with pytest.raises(holdfast.errors.Damaged, match="missing"):
         holdfast.open(folder).state_dict(mmap=True, verify=False)
 
 

@@ -46,9 +46,9 @@ def test_what_is_left_is_the_same(path: Place) -> None:
     state = rich()
     before = holdfast.save(state, path, files=CONFIG).manifest
     sizes = path.sizes_below()
-    told = holdfast.drop(path, "optim*", dry_run=True)
+    told = holdfast.tools.drop(path, "optim*", dry_run=True)
     assert path.sizes_below() == sizes and read_manifest(path) == before
-    assert holdfast.drop(path, "optim*") == told
+    assert holdfast.tools.drop(path, "optim*") == told
     assert set(told.sections) == {"optimizer", "optim_extra"} and told.files == 2
     gone = set(sizes) - set(path.files_below())
     assert {name.partition("/")[0] for name in gone} == set(told.sections)
@@ -66,14 +66,14 @@ def test_what_is_left_is_the_same(path: Place) -> None:
     into = {**rich(), "rng": holdfast.PerRank(None)}
     holdfast.load(path, into, only=["model", "loose", "rng"])
     assert torch.equal(into["model"]["w"], state["model"]["w"]) and into["rng"].value == [7]
-    again = holdfast.drop(path, "optim*")
+    again = holdfast.tools.drop(path, "optim*")
     assert again.sections == () and again.files == 0, "gone already"
 
 
 def test_another_reader_of_the_format_reads_it(tmp_path: Path) -> None:
     state = rich()
     holdfast.save(state, tmp_path / "c")
-    holdfast.drop(tmp_path / "c", ("optimizer", "optim_extra"))
+    holdfast.tools.drop(tmp_path / "c", ("optimizer", "optim_extra"))
     found = format_reader.read(tmp_path / "c").state
     assert torch.equal(found["model"]["w"], state["model"]["w"])
     assert not any(name.startswith("optim") for name in found)
@@ -81,10 +81,10 @@ def test_another_reader_of_the_format_reads_it(tmp_path: Path) -> None:
 
 def test_loading_what_is_gone_is_refused_and_says_what_is_left(path: Place) -> None:
     holdfast.save(state_of(3), path)
-    holdfast.drop(path, "optimizer")
+    holdfast.tools.drop(path, "optimizer")
     into = state_of(0, model=5)
     with pytest.raises(
-        holdfast.Mismatch, match=r"optimizer was dropped by Keep.*only=\[.*\"model\".* loads what is left"
+        holdfast.errors.Mismatch, match=r"optimizer was dropped by Keep.*only=\[.*\"model\".* loads what is left"
     ):
         holdfast.load(path, into)
     assert (into["model"]["w"] == 51).all(), "nothing was changed"
@@ -100,23 +100,23 @@ def test_what_cannot_be_dropped(tmp_path: Path) -> None:
     holdfast.save({"ema": {"w": weight}, "model": {"w": weight}, "optimizer": {"m": torch.randn(3)}}, path)
     told = r"no section 'optimiser' \(did you mean optimizer\?\); it has ema, .*optimizer"
     for wrong in ("optimiser", ["optimiser"], ["optimizer", "optimiser"]):
-        with pytest.raises(holdfast.Mismatch, match=told):
-            holdfast.drop(path, wrong)
+        with pytest.raises(holdfast.errors.Mismatch, match=told):
+            holdfast.tools.drop(path, wrong)
     for empty in ("", [], ["optimizer", ""]):
-        with pytest.raises(holdfast.Mismatch, match="sections=.* (names nothing|has an empty name)"):
-            holdfast.drop(path, empty)
+        with pytest.raises(holdfast.errors.Mismatch, match="sections=.* (names nothing|has an empty name)"):
+            holdfast.tools.drop(path, empty)
     assert set(holdfast.open(path).state_dict()) == {"ema", "model", "optimizer"}, "nothing is gone"
     with pytest.raises(ValueError, match="no tensor left"):
-        holdfast.drop(path, "*")
-    with pytest.raises(holdfast.Unsupported, match=r"model/w shares the bytes of ema/w"):
-        holdfast.drop(path, "ema")
-    with pytest.raises(holdfast.NotACheckpoint):
-        holdfast.drop(tmp_path / "none", "optimizer")
+        holdfast.tools.drop(path, "*")
+    with pytest.raises(holdfast.errors.Unsupported, match=r"model/w shares the bytes of ema/w"):
+        holdfast.tools.drop(path, "ema")
+    with pytest.raises(holdfast.errors.NotACheckpoint):
+        holdfast.tools.drop(tmp_path / "none", "optimizer")
     torch.save({"w": weight}, tmp_path / "model.pt")
-    with pytest.raises(holdfast.NotACheckpoint):
-        holdfast.drop(tmp_path / "model.pt", "w")
+    with pytest.raises(holdfast.errors.NotACheckpoint):
+        holdfast.tools.drop(tmp_path / "model.pt", "w")
     holdfast.open(path).verify()
-    assert holdfast.drop(path, ["model", "optimizer"]).files == 1, "the other name of what stays has no bytes"
+    assert holdfast.tools.drop(path, ["model", "optimizer"]).files == 1, "the other name of what stays has no bytes"
     is_the_rest = holdfast.open(path).state_dict()
     assert torch.equal(is_the_rest["ema"]["w"], weight)
 
@@ -131,19 +131,19 @@ def test_a_newer_writers_manifest_is_not_written_again(tmp_path: Path) -> None:
     del fields["digest"]
     body = msgspec.json.encode({**fields, "more": 1})[:-1]
     target.write_bytes(body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}')
-    with pytest.raises(holdfast.Unsupported, match="says more than"):
-        holdfast.drop(tmp_path / "c", "optimizer")
+    with pytest.raises(holdfast.errors.Unsupported, match="says more than"):
+        holdfast.tools.drop(tmp_path / "c", "optimizer")
 
 
 def test_shared_files_go_with_the_last_that_names_them(tmp_path: Path) -> None:
     states = {1: state_of(1), 2: state_of(2, model=1)}
     save_on(states[1], tmp_path / "step-1")
     save_on(states[2], tmp_path / "step-2", tmp_path / "step-1")
-    holdfast.drop(tmp_path / "step-1", "optimizer")
+    holdfast.tools.drop(tmp_path / "step-1", "optimizer")
     is_state(tmp_path / "step-1", states[1], ("optimizer",))
     is_state(tmp_path / "step-2", states[2])
     assert len(list((tmp_path / "step-1" / "optimizer").iterdir())) == 1
-    holdfast.drop(tmp_path / "step-2", "optimizer")
+    holdfast.tools.drop(tmp_path / "step-2", "optimizer")
     is_state(tmp_path / "step-2", states[2], ("optimizer",))
     assert not (tmp_path / "step-1" / "optimizer").exists()
     assert set(tmp_path.files_below()) == needed(tmp_path)
@@ -153,10 +153,10 @@ def test_a_reader_that_opened_it_before(path: Place) -> None:
     holdfast.save(state_of(3), path)
     early, reading = holdfast.open(path), holdfast.open(path)
     reading.read("optimizer/v")
-    holdfast.drop(path, "optimizer")
+    holdfast.tools.drop(path, "optimizer")
     for opened in (early, reading):
         assert torch.equal(opened.read("model/w"), state_of(3)["model"]["w"])
-        with pytest.raises(holdfast.Damaged, match=r"optimizer/.* is missing"):
+        with pytest.raises(holdfast.errors.Damaged, match=r"optimizer/.* is missing"):
             opened.read("optimizer/w")
 
 
@@ -171,8 +171,8 @@ def test_a_save_in_between_is_left_alone(path: Place, monkeypatch: pytest.Monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(sections, "without", slow)
-        with pytest.raises(holdfast.NotACheckpoint, match="was replaced meanwhile"):
-            holdfast.drop(path, "optimizer")
+        with pytest.raises(holdfast.errors.NotACheckpoint, match="was replaced meanwhile"):
+            holdfast.tools.drop(path, "optimizer")
     is_state(path, newer)
     assert not any("dropping" in name for name in path.files_below())
 
@@ -192,10 +192,10 @@ def test_a_disk_that_refuses(verb: str, tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(os if verb == "replace" else Path, verb, refuse)
         if verb == "replace":
-            with pytest.raises(holdfast.StorageError):
-                holdfast.drop(tmp_path / "step-3", "optimizer")
+            with pytest.raises(holdfast.errors.StorageError):
+                holdfast.tools.drop(tmp_path / "step-3", "optimizer")
         else:
-            holdfast.drop(tmp_path / "step-3", "optimizer")
+            holdfast.tools.drop(tmp_path / "step-3", "optimizer")
     is_state(tmp_path / "step-3", state, () if verb == "replace" else ("optimizer",))
     KeptSteps(tmp_path, "step-{step}").clean(())
     assert set(tmp_path.files_below()) == needed(tmp_path)
@@ -236,7 +236,7 @@ def test_restore_prefers_a_whole_step(tmp_path: Path, caplog: pytest.LogCaptureF
     for step in (1, 2, 3):
         holdfast.save(state_of(step, model=step), tmp_path / f"step-{step}")
     for step in (3, 2):
-        holdfast.drop(tmp_path / f"step-{step}", "optimizer")
+        holdfast.tools.drop(tmp_path / f"step-{step}", "optimizer")
     with holdfast.CheckpointManager(tmp_path, every=1, name="step-{step}", worker="none") as manager:
         into = state_of(0)
         with caplog.at_level(logging.INFO, "holdfast"):
@@ -247,8 +247,8 @@ def test_restore_prefers_a_whole_step(tmp_path: Path, caplog: pytest.LogCaptureF
         assert loaded is not None and loaded.step == into["step"] == 3 and (into["model"]["w"] == 31).all()
         latest = manager.latest()
         assert latest is not None and latest.step == 3
-        holdfast.drop(tmp_path / "step-1", "optimizer")
-        with pytest.raises(holdfast.Mismatch, match="was dropped"):
+        holdfast.tools.drop(tmp_path / "step-1", "optimizer")
+        with pytest.raises(holdfast.errors.Mismatch, match="was dropped"):
             manager.restore(into)
         del into["optimizer"]
         loaded = manager.restore(into)
@@ -272,7 +272,7 @@ def test_steps_that_a_restore_passed_over_are_made_again(tiers: bool, tmp_path: 
     for step in (1, 2, 3):
         holdfast.save(state_of(step, model=step), root / f"step-{step}")
     for step in (3, 2):
-        holdfast.drop(root / f"step-{step}", "optimizer")
+        holdfast.tools.drop(root / f"step-{step}", "optimizer")
     home: dict[str, Any] = (
         {"root": StorePlace(Memory(), "run"), "fast": root, "keep_fast": Keep(last=9)} if tiers else {"root": root}
     )

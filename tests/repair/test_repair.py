@@ -47,12 +47,12 @@ def test_random_damage(data: st.DataObject, saved: Path, tmp_path_factory: Any) 
         for at in data.draw(st.sets(st.integers(0, spot.nbytes - 1), min_size=1, max_size=3), "bytes"):
             flip(spot.file, spot.begin + at)
     damaged = contents_of(copied)
-    alone = holdfast.repair(copied)
+    alone = holdfast.tools.repair(copied)
     assert {(d.tensor, d.box, d.begin) for d in alone.left} == {(s.tensor, s.box, s.begin) for s in hit}
     assert not alone.mended and contents_of(copied) == damaged
-    dry = holdfast.repair(copied, sources=[saved], dry_run=True)
+    dry = holdfast.tools.repair(copied, sources=[saved], dry_run=True)
     assert dry.whole and contents_of(copied) == damaged
-    done = holdfast.repair(copied, sources=[saved])
+    done = holdfast.tools.repair(copied, sources=[saved])
     assert done.whole and sorted(done.mended) == sorted(dry.mended)
     assert {(m.file, m.begin, m.nbytes) for m in done.mended} == {(str(s.file), s.begin, s.nbytes) for s in hit}
     assert contents_of(copied) == contents_of(saved)
@@ -73,14 +73,14 @@ def test_files_come_back(how: str, copied: Path, saved: Path) -> None:
     else:
         os.truncate(file, file.stat().st_size + (1 if how == "grown" else -(6 << 20)))
     damaged = contents_of(copied)
-    alone = holdfast.repair(copied)
+    alone = holdfast.tools.repair(copied)
     if how == "grown":  # all that it should have is in it
         assert alone.whole and alone.mended and contents_of(copied) == contents_of(saved)
         return
     assert not alone.whole and contents_of(copied) == damaged
     assert how == "attachment" or "model/w" in alone.tensors
-    assert holdfast.repair(copied, sources=[saved], dry_run=True).whole and contents_of(copied) == damaged
-    assert holdfast.repair(copied, sources=[saved]).whole
+    assert holdfast.tools.repair(copied, sources=[saved], dry_run=True).whole and contents_of(copied) == damaged
+    assert holdfast.tools.repair(copied, sources=[saved]).whole
     assert contents_of(copied) == contents_of(saved)
 
 
@@ -91,17 +91,17 @@ def test_what_nobody_has_stays_and_the_rest_comes_back(copied: Path, saved: Path
         flip(folder / second.file.relative_to(copied), second.begin)
     flip(first.file, first.begin)
     flip(third.file, third.begin)
-    done = holdfast.repair(copied, sources=[tmp_path / "other"])
+    done = holdfast.tools.repair(copied, sources=[tmp_path / "other"])
     assert [(d.tensor, d.begin) for d in done.left] == [(second.tensor, second.begin)]
     assert {m.begin for m in done.mended} == {first.begin, third.begin}
     assert done.tensors == (second.tensor,)
     # A file that is missing is not put there with a hole in it.
     first.file.unlink()
-    done = holdfast.repair(copied, sources=[tmp_path / "other"])
+    done = holdfast.tools.repair(copied, sources=[tmp_path / "other"])
     assert not done.whole and not first.file.exists()
     assert not [p for p in copied.rglob("*") if p.name.endswith(".tmp")]
     # The next source has it.
-    done = holdfast.repair(copied, sources=[tmp_path / "other", saved])
+    done = holdfast.tools.repair(copied, sources=[tmp_path / "other", saved])
     assert done.whole and contents_of(copied) == contents_of(saved)
     assert {str(Path(m.source).parents[1]) for m in done.mended} == {str(tmp_path / "other"), str(saved)}
 
@@ -114,10 +114,10 @@ def test_a_neighbour_gives_what_did_not_change(copied: Path, tmp_path: Path) -> 
     weight = next(s for s in spots(holdfast.open(copied)) if s.tensor == "model/w")
     before = contents_of(copied)
     flip(frozen[1].file, frozen[1].begin)
-    done = holdfast.repair(copied, sources=[root])
+    done = holdfast.tools.repair(copied, sources=[root])
     assert done.whole and contents_of(copied) == before and "step-2" in done.mended[0].source
     flip(weight.file, weight.begin)
-    assert holdfast.repair(copied, sources=[root]).tensors == ("model/w",)
+    assert holdfast.tools.repair(copied, sources=[root]).tensors == ("model/w",)
 
 
 def test_the_checkpoint_itself_may_have_it_twice(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_checkpoint_itself_may_have_it_twice(tmp_path: Path) -> None:
     holdfast.save({"a": {"w": alike}, "b": {"w": alike.clone()}}, tmp_path / "c")
     before = contents_of(tmp_path / "c")
     flip(next((tmp_path / "c" / "a").iterdir()), 100_000)
-    done = holdfast.repair(tmp_path / "c")
+    done = holdfast.tools.repair(tmp_path / "c")
     assert done.whole and "/b/" in done.mended[0].source and contents_of(tmp_path / "c") == before
 
 
@@ -134,10 +134,10 @@ def test_steps_that_share_a_file_are_mended_together(saved: Path, copied: Path, 
     shutil.copytree(copied, linked, copy_function=os.link)
     spot = next(s for s in spots(holdfast.open(copied)) if s.tensor == "model/w")
     flip(spot.file, spot.begin)
-    assert not holdfast.verify(linked, raises=False).whole
+    assert not holdfast.tools.verify(linked, raises=False).whole
     number = spot.file.stat().st_ino
-    assert holdfast.repair(copied, sources=[saved]).whole
-    assert spot.file.stat().st_ino == number and holdfast.verify(linked).whole
+    assert holdfast.tools.repair(copied, sources=[saved]).whole
+    assert spot.file.stat().st_ino == number and holdfast.tools.verify(linked).whole
 
 
 def test_nothing_is_written_through_a_link(saved: Path, copied: Path, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_nothing_is_written_through_a_link(saved: Path, copied: Path, tmp_path: 
     shutil.move(spot.file, outside)
     spot.file.symlink_to(outside)
     theirs = outside.read_bytes()
-    assert holdfast.repair(copied, sources=[saved]).whole
+    assert holdfast.tools.repair(copied, sources=[saved]).whole
     assert not spot.file.is_symlink() and outside.read_bytes() == theirs
     assert contents_of(copied) == contents_of(saved)
 
@@ -165,7 +165,7 @@ def test_only_bad_bytes_are_written_over(saved: Path, copied: Path) -> None:
         return do()
 
     with disk.hooked(note):
-        assert holdfast.repair(copied, sources=[saved]).whole
+        assert holdfast.tools.repair(copied, sources=[saved]).whole
     assert written == {(str(s.file), s.begin, s.nbytes) for s in hit}
 
 
@@ -183,12 +183,12 @@ def test_a_place_that_the_disk_refuses(saved: Path, copied: Path) -> None:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         return do()
 
-    with disk.hooked(refuse), pytest.raises(holdfast.StorageError, match="read-only"):
-        holdfast.repair(copied, sources=[saved])
+    with disk.hooked(refuse), pytest.raises(holdfast.errors.StorageError, match="read-only"):
+        holdfast.tools.repair(copied, sources=[saved])
     number = spot.file.stat().st_ino
     written_anew = fail_only_in_place(fail, number)
     with disk.hooked(written_anew):
-        assert holdfast.repair(copied, sources=[saved]).whole
+        assert holdfast.tools.repair(copied, sources=[saved]).whole
     assert spot.file.stat().st_ino != number and contents_of(copied) == contents_of(saved)
 
 
@@ -205,7 +205,7 @@ def test_what_is_written_wrong_is_not_taken_for_mended(saved: Path, copied: Path
         return len(call.data) if call.verb == "write" else do()
 
     with disk.hooked(lie):
-        done = holdfast.repair(copied, sources=[saved])
+        done = holdfast.tools.repair(copied, sources=[saved])
     assert not done.whole and done.tensors == ("model/w",)
 
 
@@ -217,24 +217,24 @@ def test_stores_give_and_take(saved: Path, copied: Path) -> None:
     broken = StorePlace(Memory(), "x/step-1")
     for path, data in contents_of(copied).items():
         broken.store.put((broken / path).key, [data], len(data))
-    assert holdfast.repair(copied, sources=[store]).whole and contents_of(copied) == contents_of(saved)
-    assert not holdfast.repair(broken).whole
-    dry = holdfast.repair(broken, sources=[store], dry_run=True)
-    assert dry.whole and not holdfast.verify(broken, raises=False).whole
+    assert holdfast.tools.repair(copied, sources=[store]).whole and contents_of(copied) == contents_of(saved)
+    assert not holdfast.tools.repair(broken).whole
+    dry = holdfast.tools.repair(broken, sources=[store], dry_run=True)
+    assert dry.whole and not holdfast.tools.verify(broken, raises=False).whole
     broken.store.delete([next(p for p in broken.rglob("*") if "frozen" in p.key).key])
-    assert holdfast.repair(broken, sources=[store]).whole
+    assert holdfast.tools.repair(broken, sources=[store]).whole
     assert {p.key.partition("step-1/")[2]: p.read_bytes() for p in broken.rglob("*")} == contents_of(saved)
 
 
 def test_what_is_no_source_is_told(saved: Path, copied: Path, tmp_path: Path) -> None:
     flip(next((copied / "model").iterdir()), 5000)
-    with pytest.raises(holdfast.NotACheckpoint, match="no folder of checkpoints"):
-        holdfast.repair(copied, sources=[tmp_path / "nothing"])
-    with pytest.raises(holdfast.NotACheckpoint, match="rescue"):
-        holdfast.repair(tmp_path / "nothing", sources=[saved])
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="no folder of checkpoints"):
+        holdfast.tools.repair(copied, sources=[tmp_path / "nothing"])
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="rescue"):
+        holdfast.tools.repair(tmp_path / "nothing", sources=[saved])
     flip(copied / "manifest.json", 300)
-    with pytest.raises(holdfast.Damaged, match="rescue"):
-        holdfast.repair(copied, sources=[saved])
+    with pytest.raises(holdfast.errors.Damaged, match="rescue"):
+        holdfast.tools.repair(copied, sources=[saved])
 
 
 # A process that dies in its middle
@@ -270,7 +270,7 @@ def dies(folder: Path, source: Path, nth: int) -> bool:
         code = 1
         try:
             with disk.hooked(kill):
-                code = 0 if holdfast.repair(folder, sources=[source]).whole else 3
+                code = 0 if holdfast.tools.repair(folder, sources=[source]).whole else 3
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
@@ -294,12 +294,12 @@ def test_killed_in_its_middle_it_leaves_nothing_worse(saved: Path, copied: Path)
     deaths = 0
     before: set[tuple[str, str, int]] | None = None
     for deaths in killed_everywhere(copied, saved):
-        now = {(d.file, d.tensor or d.value, d.begin) for d in holdfast.verify(copied, raises=False).damages}
+        now = {(d.file, d.tensor or d.value, d.begin) for d in holdfast.tools.verify(copied, raises=False).damages}
         if before is None:
             before = now  # the first death is before anything was written
         # A header that is right again shows the blocks behind it, each of which was hit by it before.
         assert {(file, name) for file, name, _ in now} <= {(file, name) for file, name, _ in before}
-        assert holdfast.repair(copied, sources=[saved]).whole
+        assert holdfast.tools.repair(copied, sources=[saved]).whole
         there = {path: data for path, data in contents_of(copied).items() if not path.endswith(".tmp")}
         assert there == contents_of(saved)
     assert deaths >= 10

@@ -57,7 +57,7 @@ def alike(folder: Any, step: int) -> None:
 def test_from_headers_alone(run: Path) -> None:
     lost = read_manifest(run / "step-2")
     (run / "step-2" / "manifest.json").unlink()
-    done = holdfast.rescue(run / "step-2")
+    done = holdfast.tools.rescue(run / "step-2")
     assert (done.origin, done.save, done.step, done.tensors) == ("headers", lost.save, 2, len(lost.tensors))
     assert not done.damages and any("values" in text for text in done.lost)
     alike(run / "step-2", 2)
@@ -70,7 +70,7 @@ def test_from_headers_alone(run: Path) -> None:
 def test_a_neighbour_gives_values_and_what_was_tied(run: Path) -> None:
     lost = read_manifest(run / "step-2")
     (run / "step-2" / "manifest.json").unlink()
-    done = holdfast.rescue(run / "step-2", like=run / "step-1")
+    done = holdfast.tools.rescue(run / "step-2", like=run / "step-1")
     made = read_manifest(run / "step-2")
     for key in ("run", "step", "tensors", "containers", "aliases", "per_rank", "attachments", "world_size"):
         assert getattr(made, key) == getattr(lost, key), key
@@ -86,7 +86,7 @@ def test_a_copy_gives_all(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "step-2", tmp_path / "copy")
     flip(run / "step-2" / "manifest.json", 200)
     damaged = (run / "step-2" / "manifest.json").read_bytes()
-    done = holdfast.rescue(run / "step-2", like=tmp_path / "copy")
+    done = holdfast.tools.rescue(run / "step-2", like=tmp_path / "copy")
     assert done.origin == "copy"
     there = contents_of(run / "step-2")
     assert there.pop("manifest.json.damaged") == damaged
@@ -95,14 +95,14 @@ def test_a_copy_gives_all(run: Path, tmp_path: Path) -> None:
 
 def test_the_damaged_manifest_is_not_in_the_way_of_a_later_save(run: Path) -> None:
     flip(run / "step-1" / "manifest.json", 200)
-    holdfast.rescue(run / "step-1")
+    holdfast.tools.rescue(run / "step-1")
     steps = KeptSteps(run, "step-{step}")
     steps.clean(())
     assert (run / "step-1" / "manifest.json.damaged").exists()
     steps.prune(Keep(last=1).verdict({1: None, 2: None}), {1, 2})
     assert not (run / "step-1").exists()
     flip(run / "step-2" / "manifest.json", 200)
-    holdfast.rescue(run / "step-2")
+    holdfast.tools.rescue(run / "step-2")
     (run / "step-2" / "manifest.json").unlink()
     holdfast.save(state_of(2), run / "step-2", step=2)
     assert not (run / "step-2" / "manifest.json.damaged").exists()
@@ -110,13 +110,13 @@ def test_the_damaged_manifest_is_not_in_the_way_of_a_later_save(run: Path) -> No
 
 def test_a_good_manifest_is_left_alone(run: Path) -> None:
     before = contents_of(run)
-    with pytest.raises(holdfast.StorageError, match="needs no rescue"):
-        holdfast.rescue(run / "step-2")
+    with pytest.raises(holdfast.errors.StorageError, match="needs no rescue"):
+        holdfast.tools.rescue(run / "step-2")
     (run / "step-1" / "manifest.json").write_text('{"somebody": "else"}')
-    with pytest.raises(holdfast.NotACheckpoint, match="not written by holdfast"):
-        holdfast.rescue(run / "step-1")
-    with pytest.raises(holdfast.NotACheckpoint, match="nothing to rescue"):
-        holdfast.rescue(run / "nothing")
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="not written by holdfast"):
+        holdfast.tools.rescue(run / "step-1")
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="nothing to rescue"):
+        holdfast.tools.rescue(run / "nothing")
     before["step-1/manifest.json"] = b'{"somebody": "else"}'
     assert contents_of(run) == before
 
@@ -141,10 +141,10 @@ def test_pieces_of_many_ranks(tmp_path: Path) -> None:
         pool.run(3, save_on_ranks, str(tmp_path / f"step-{step}"), step)
     lost = read_manifest(tmp_path / "step-2")
     (tmp_path / "step-2" / "manifest.json").unlink()
-    with pytest.raises(holdfast.Mismatch, match="section few, has no file of 2 of 3 ranks.*like="):
-        holdfast.rescue(tmp_path / "step-2")
+    with pytest.raises(holdfast.errors.Mismatch, match="section few, has no file of 2 of 3 ranks.*like="):
+        holdfast.tools.rescue(tmp_path / "step-2")
     assert not (tmp_path / "step-2" / "manifest.json").exists()
-    done = holdfast.rescue(tmp_path / "step-2", like=tmp_path / "step-1")
+    done = holdfast.tools.rescue(tmp_path / "step-2", like=tmp_path / "step-1")
     made = read_manifest(tmp_path / "step-2")
     assert not done.damages and made.tensors.keys() == lost.tensors.keys()
     opened = holdfast.open(tmp_path / "step-2")
@@ -154,24 +154,24 @@ def test_pieces_of_many_ranks(tmp_path: Path) -> None:
     (tmp_path / "step-2" / "manifest.json").unlink()
     next((tmp_path / "step-2" / "model").glob("00001*")).unlink()
     for like in (None, tmp_path / "step-1"):
-        with pytest.raises(holdfast.Damaged, match=r"model/w of shape \[12, 5\] is not whole: 20 of 60"):
-            holdfast.rescue(tmp_path / "step-2", like=like)
+        with pytest.raises(holdfast.errors.Damaged, match=r"model/w of shape \[12, 5\] is not whole: 20 of 60"):
+            holdfast.tools.rescue(tmp_path / "step-2", like=like)
     assert not (tmp_path / "step-2" / "manifest.json").exists()
 
 
 def test_a_section_that_is_gone_is_seen_beside_a_neighbour(run: Path) -> None:
     (run / "step-2" / "manifest.json").unlink()
     shutil.rmtree(run / "step-2" / "optimizer")
-    with pytest.raises(holdfast.Damaged, match="optimizer/state/0/m, which the neighbour has"):
-        holdfast.rescue(run / "step-2", like=run / "step-1")
-    assert any("cannot be told" in text for text in holdfast.rescue(run / "step-2").lost)
+    with pytest.raises(holdfast.errors.Damaged, match="optimizer/state/0/m, which the neighbour has"):
+        holdfast.tools.rescue(run / "step-2", like=run / "step-1")
+    assert any("cannot be told" in text for text in holdfast.tools.rescue(run / "step-2").lost)
 
 
 def test_another_model_is_no_neighbour(run: Path, tmp_path: Path) -> None:
     holdfast.save({**state_of(3), "bias": torch.arange(4)}, tmp_path / "other")
     (run / "step-2" / "manifest.json").unlink()
-    with pytest.raises(holdfast.Mismatch, match=r"bias is int64 \[3\] here and int64 \[4\] there"):
-        holdfast.rescue(run / "step-2", like=tmp_path / "other")
+    with pytest.raises(holdfast.errors.Mismatch, match=r"bias is int64 \[3\] here and int64 \[4\] there"):
+        holdfast.tools.rescue(run / "step-2", like=tmp_path / "other")
 
 
 def test_saves_are_not_mixed(run: Path) -> None:
@@ -179,11 +179,11 @@ def test_saves_are_not_mixed(run: Path) -> None:
     for file in theirs.data_files:
         shutil.copy(run / "step-1" / file.path, run / "step-2" / file.path)
     (run / "step-2" / "manifest.json").unlink()
-    with pytest.raises(holdfast.Mismatch, match=f"files of saves .*{theirs.save}"):
-        holdfast.rescue(run / "step-2")
+    with pytest.raises(holdfast.errors.Mismatch, match=f"files of saves .*{theirs.save}"):
+        holdfast.tools.rescue(run / "step-2")
     # Half of one save does not become whole by the other.
     (run / "step-2" / ours.data_files[0].path).unlink()
-    done = holdfast.rescue(run / "step-2", like=run / "step-1")
+    done = holdfast.tools.rescue(run / "step-2", like=run / "step-1")
     assert done.save == theirs.save
     alike(run / "step-2", 1)
 
@@ -195,15 +195,15 @@ def test_headers_that_lie_are_found(run: Path) -> None:
     data = file.read_bytes()
     at = data.index(b'"sums":"') + 8
     file.write_bytes(data[:at] + b"0000" + data[at + 4 :])
-    done = holdfast.rescue(run / "step-2")
+    done = holdfast.tools.rescue(run / "step-2")
     assert done.damages and done.damages[0].tensor.startswith("model/")
     (run / "step-2" / "manifest.json").unlink()
     file.write_bytes(data.replace(b'"rank":"0"', b'"rank":"1"'))
-    with pytest.raises(holdfast.Damaged, match="its header says that it is of save, rank and section"):
-        holdfast.rescue(run / "step-2")
+    with pytest.raises(holdfast.errors.Damaged, match="its header says that it is of save, rank and section"):
+        holdfast.tools.rescue(run / "step-2")
     file.write_bytes(data[:-1])
-    with pytest.raises(holdfast.Damaged, match="cannot be used"):
-        holdfast.rescue(run / "step-2")
+    with pytest.raises(holdfast.errors.Damaged, match="cannot be used"):
+        holdfast.tools.rescue(run / "step-2")
 
 
 def test_what_the_first_rank_left(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_what_the_first_rank_left(tmp_path: Path) -> None:
     (path / "manifest.json").unlink()
     (path / "parts").mkdir()
     (path / part.file_name(0, lost.save)).write_bytes(part.encode(left))
-    done = holdfast.rescue(path)
+    done = holdfast.tools.rescue(path)
     assert done.origin == "parts" and not done.lost and read_manifest(path) == lost
     assert not (path / "parts").exists()
 
@@ -225,6 +225,6 @@ def test_in_a_store(run: Path) -> None:
     place = StorePlace(Memory(), "run/step-2")
     holdfast.copy(run / "step-2", place)
     place.store.delete([(place / "manifest.json").key])
-    done = holdfast.rescue(place, like=run / "step-1")
+    done = holdfast.tools.rescue(place, like=run / "step-1")
     assert done.step == 2
     alike(place, 2)

@@ -37,7 +37,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def found_in(path: Any) -> set[tuple[str, str, Any, int, int]]:
-    report = holdfast.verify(path, raises=False)
+    report = holdfast.tools.verify(path, raises=False)
     assert report.whole == (not report.damages)
     return {(d.file, d.tensor, d.box, d.begin, d.nbytes) for d in report.damages}
 
@@ -54,11 +54,11 @@ def test_exactly_what_was_damaged_is_told(data: st.DataObject, saved: Path, tmp_
         flip(spot.file, spot.begin + data.draw(st.integers(0, spot.nbytes - 1), "byte"))
     assert found_in(copied) == {(str(s.file), s.tensor, s.box, s.begin, s.nbytes) for s in hit}
     names = {s.tensor for s in hit if s.tensor}
-    told = holdfast.verify(copied, raises=False).tensors
+    told = holdfast.tools.verify(copied, raises=False).tensors
     assert set(told) == names | ({"model/tied"} if "model/small" in names else set())
     if hit:
-        with pytest.raises(holdfast.Damaged) as caught:
-            holdfast.verify(copied)
+        with pytest.raises(holdfast.errors.Damaged) as caught:
+            holdfast.tools.verify(copied)
         assert all(f"{s.tensor}{s.box}" in str(caught.value) for s in hit if s.tensor)
 
 
@@ -72,7 +72,7 @@ def test_a_file_that_is_no_good_hits_all_that_lies_in_it(how: str, deep: bool, c
         flip(file, 200)
     else:
         os.truncate(file, file.stat().st_size + (1 if how == "grown" else -1))
-    report = holdfast.verify(copied, deep=deep, raises=False)
+    report = holdfast.tools.verify(copied, deep=deep, raises=False)
     assert {d.tensor for d in report.damages} == {"model/w", "model/small", "model/n"}
     assert {d.file for d in report.damages} == {str(file)}
     assert set(report.tensors) == {"model/w", "model/small", "model/n", "model/tied"}
@@ -80,11 +80,11 @@ def test_a_file_that_is_no_good_hits_all_that_lies_in_it(how: str, deep: bool, c
 
 def test_shallow_looks_at_no_tensor_bytes(copied: Path) -> None:
     flip(next((copied / "model").iterdir()), 5000)
-    report = holdfast.verify(copied, deep=False)
+    report = holdfast.tools.verify(copied, deep=False)
     assert report.whole and not report.deep and report.nbytes < 5 * 4096
     (copied / "attachments" / "config").write_bytes(b"depth: 4")
-    with pytest.raises(holdfast.Damaged, match="config is altered"):
-        holdfast.verify(copied, deep=False)
+    with pytest.raises(holdfast.errors.Damaged, match="config is altered"):
+        holdfast.tools.verify(copied, deep=False)
 
 
 def test_a_value_of_a_rank_is_named(copied: Path) -> None:
@@ -92,11 +92,11 @@ def test_a_value_of_a_rank_is_named(copied: Path) -> None:
     assert len(spot) == 2, "the value and the tensor in it"
     for one in spot:
         flip(one.file, one.begin)
-    assert {d.value for d in holdfast.verify(copied, raises=False).damages} == {"rng@0"}
+    assert {d.value for d in holdfast.tools.verify(copied, raises=False).damages} == {"rng@0"}
 
 
 def test_a_whole_one_counts_every_byte(saved: Path) -> None:
-    report = holdfast.verify(saved)
+    report = holdfast.tools.verify(saved)
     files = list(saved.rglob("*.safetensors"))
     assert report.whole and report.nbytes == sum(p.stat().st_size for p in files) and not report.unverified
 
@@ -126,21 +126,21 @@ def test_a_block_is_of_the_stretch_in_which_it_begins(copied: Path) -> None:
 
 
 def verified(path: str) -> list[Any]:
-    report = holdfast.verify(path, raises=False, deadline=240)
+    report = holdfast.tools.verify(path, raises=False, deadline=240)
     return [report.nbytes, [(d.tensor, d.begin, d.what) for d in report.damages], report.tensors]
 
 
 def raising(path: str) -> None:
-    holdfast.verify(path, deadline=240)
+    holdfast.tools.verify(path, deadline=240)
 
 
 def test_ranks_share_the_work_and_the_verdict(copied: Path) -> None:
     assert len({str(one) for one in pool.run(3, verified, str(copied))}) == 1
-    assert pool.run(3, verified, str(copied))[0][0] == holdfast.verify(copied).nbytes
+    assert pool.run(3, verified, str(copied))[0][0] == holdfast.tools.verify(copied).nbytes
     for spot in list(spots(holdfast.open(copied)))[::2]:
         flip(spot.file, spot.begin)
     told = pool.run(3, verified, str(copied))
-    alone = holdfast.verify(copied, raises=False)
+    alone = holdfast.tools.verify(copied, raises=False)
     assert told[0] == told[1] == told[2]
     assert told[0][1] == [(d.tensor, d.begin, d.what) for d in alone.damages] and len(alone.damages) > 2
     errors = pool.attempt(3, raising, str(copied))
@@ -153,13 +153,15 @@ def test_ranks_share_the_work_and_the_verdict(copied: Path) -> None:
 def test_in_a_store(copied: Path) -> None:
     place = StorePlace(Memory(), "run/step-1")
     holdfast.copy(copied, place)
-    assert holdfast.verify(place).whole
+    assert holdfast.tools.verify(place).whole
     spot = next(s for s in spots(holdfast.open(copied)) if s.tensor == "model/w")
     flip(spot.file, spot.begin + 7)
     broken = StorePlace(Memory(), "run/step-1")
     for path, data in contents_of(copied).items():
         broken.store.put((broken / path).key, [data], len(data))
-    assert {(d.tensor, d.begin) for d in holdfast.verify(broken, raises=False).damages} == {("model/w", spot.begin)}
+    assert {(d.tensor, d.begin) for d in holdfast.tools.verify(broken, raises=False).damages} == {
+        ("model/w", spot.begin)
+    }
     assert home(copied) != broken
 
 
@@ -175,12 +177,12 @@ def test_a_bad_sector_is_damage_and_a_refusal_is_not(copied: Path) -> None:
         return do()
 
     with disk.hooked(fail):
-        report = holdfast.verify(copied, raises=False)
+        report = holdfast.tools.verify(copied, raises=False)
         assert {(d.tensor, d.begin, d.nbytes) for d in report.damages} == {("model/w", spot.begin, spot.nbytes)}
         assert "Input/output error" in report.damages[0].what
         number = errno.EMFILE
-        with pytest.raises(holdfast.StorageError, match="too many open files"):
-            holdfast.verify(copied)
+        with pytest.raises(holdfast.errors.StorageError, match="too many open files"):
+            holdfast.tools.verify(copied)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -194,5 +196,5 @@ def test_foreign_formats_are_shared_out_too(ranks: int, tmp_path: Path) -> None:
     parts = [holdfast.open(path).reader.examine(share=(r, ranks)) for r in range(ranks)]
     assert {d.tensor for part in parts for d in part.others} == {"model/t2", "model/t7"}
     assert sum(part.nbytes for part in parts) == sum(400 + 4 * n for n in range(9))
-    assert holdfast.verify(path, raises=False).tensors == ("model/t2", "model/t7")
-    assert holdfast.verify(path, deep=False).nbytes == 0
+    assert holdfast.tools.verify(path, raises=False).tensors == ("model/t2", "model/t7")
+    assert holdfast.tools.verify(path, deep=False).nbytes == 0

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import events
 from holdfast.report import clocks
+from holdfast.report.timeline import timeline
 
 SKEWED = 2
 """The rank whose clock is another."""
@@ -58,7 +59,7 @@ def _save_beside_training(folder: Path, worker: str) -> float:
 
     events.observe(hold_back)
     try:
-        with holdfast.timeline(folder / "timeline"), holdfast.Saver(worker=worker) as saver:
+        with timeline(folder / "timeline"), holdfast.Saver(worker=worker) as saver:
             saving = saver.save(state, folder / "a")
             train()
             saving.wait()

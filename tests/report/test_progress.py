@@ -113,6 +113,7 @@ class Hearing(progress.Hearing):
         (folder / "hears").touch()
 
 progress.Hearing = Hearing
+events.reached("gather", "x", 0)  # the first event installs them
 bars = next(one for one in events._listeners if isinstance(one, progress.Bars))
 
 def wait(event, until=time.monotonic() + 240):

@@ -165,7 +165,7 @@ def _parts_of(pid: int, folder: Path) -> list[Path]:
 
 
 def test_a_forked_process_has_a_part_of_its_own(tmp_path: Path) -> None:
-    with holdfast.timeline(tmp_path / "timeline"):
+    with timeline.timeline(tmp_path / "timeline"):
         holdfast.save(STATE, tmp_path / "parent")
         child = multiprocessing.get_context("fork").Process(target=_save_in_fork, args=(tmp_path,))
         child.start()
@@ -178,7 +178,7 @@ def test_a_forked_process_has_a_part_of_its_own(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
-    with caplog.at_level(logging.WARNING, "holdfast"), holdfast.timeline(tmp_path / "file" / "timeline"):
+    with caplog.at_level(logging.WARNING, "holdfast"), timeline.timeline(tmp_path / "file" / "timeline"):
         holdfast.save(STATE, tmp_path / "a")
         until = time.monotonic() + 240
         while not caplog.records and time.monotonic() < until:
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: p
 
 
 def test_a_path_that_is_no_text_ends_the_timeline_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with holdfast.timeline(tmp_path / "timeline"):
+    with timeline.timeline(tmp_path / "timeline"):
         events.begin("stage", "/\udcff", 0).end()
     assert "the timeline of this process ends" in caplog.text
     assert not events.observed() and not meetings
@@ -198,7 +198,7 @@ def test_a_path_that_is_no_text_ends_the_timeline_alone(tmp_path: Path, caplog: 
 
 def test_a_failed_save_says_why(tmp_path: Path) -> None:
     with (
-        holdfast.timeline(tmp_path / "timeline"),
+        timeline.timeline(tmp_path / "timeline"),
         holdfast.testing.faults("write", error="ENOSPC", under=tmp_path / "a"),
         pytest.raises(holdfast.SaveFailed),
     ):
@@ -208,7 +208,7 @@ def test_a_failed_save_says_why(tmp_path: Path) -> None:
 
 
 def test_nothing_is_recorded_after_the_block(tmp_path: Path) -> None:
-    with holdfast.timeline(tmp_path / "timeline"):
+    with timeline.timeline(tmp_path / "timeline"):
         holdfast.save(STATE, tmp_path / "a")
     holdfast.save(STATE, tmp_path / "b")
     assert not events.observed()

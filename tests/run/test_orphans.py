@@ -52,7 +52,7 @@ def test_a_dead_save_goes_and_a_living_one_stays(root: Path) -> None:
     assert told.orphans[0].files == 1 and told.nbytes == file.stat().st_size
     assert collect(root, dry_run=False).orphans == told.orphans and not folder.exists()
     for step in (1, 2):
-        holdfast.verify(root / f"step-{step}")
+        holdfast.tools.verify(root / f"step-{step}")
 
 
 def test_strays_beside_a_checkpoint(root: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_finished_save_is_not_an_orphan(root: Path) -> None:
     assert (root / "step-4" / "parts").is_dir() and not (root / "step-4" / "manifest.json").exists()
     done = collect(root, dry_run=False)
     assert not done.orphans and "holdfast rescue" in done.spared[0].why
-    holdfast.rescue(root / "step-4")
+    holdfast.tools.rescue(root / "step-4")
     assert not collect(root).orphans
 
 
@@ -131,7 +131,7 @@ def test_cited_files_are_no_orphans(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     holdfast.save(state, tmp_path / "step-2", base=first)
     (tmp_path / "step-1" / "manifest.json").unlink()
     assert collect(tmp_path, dry_run=False).orphans[0].files == 1
-    holdfast.verify(tmp_path / "step-2")
+    holdfast.tools.verify(tmp_path / "step-2")
 
 
 def test_in_a_store_what_is_young_stays() -> None:
@@ -152,7 +152,7 @@ def _collects(folder: Path) -> None:
 
 
 def _saves(folder: Path) -> None:
-    with pytest.raises(holdfast.StorageError, match="just committed"):
+    with pytest.raises(holdfast.errors.StorageError, match="just committed"):
         folders.prepare(folder, overwrite=False)
 
 
@@ -172,14 +172,14 @@ def test_a_save_that_commits_while_somebody_looks_stays(
     monkeypatch.setattr(LocalPlace, "living", commits)
     do(root / "step-2")
     monkeypatch.undo()
-    holdfast.verify(root / "step-2")
+    holdfast.tools.verify(root / "step-2")
 
 
 def test_a_save_that_replaces_one_while_somebody_sweeps_stays(root: Path) -> None:
     before = read_manifest(root / "step-2")
     holdfast.save({"model": {"w": torch.ones(9000)}}, root / "step-2", step=2, overwrite=True)
     assert not folders.sweep_beside(root / "step-2", before)
-    holdfast.verify(root / "step-2")
+    holdfast.tools.verify(root / "step-2")
 
 
 def test_without_locks_only_what_is_old_is_dead(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,4 +240,4 @@ def test_what_a_swept_step_has_lent_is_no_save_under_way() -> None:
     for place in (root, root / "step-1"):
         done = collect(place)
         assert not done.orphans and ["step-2 borrows them" in one.why for one in done.spared] == [True]
-    holdfast.verify(root / "step-2")
+    holdfast.tools.verify(root / "step-2")

@@ -59,7 +59,7 @@ def test_what_is_told_is_what_happens(
     left = {fate.name for fate in told.steps if fate.goes != "all"}
     assert {path.name for path in root.iterdir()} == left
     for name in left:
-        holdfast.verify(root / name)
+        holdfast.tools.verify(root / name)
     assert "optim/m" in holdfast.open(root / "step-6").tensors
 
 
@@ -71,7 +71,7 @@ def test_the_newest_whole_step_stays_whatever_the_rules(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-4"}
     assert [fate.why[0] for fate in told.steps][1] == "newest whole step"
     assert "missing" in told.steps[3].why[-1]
-    holdfast.verify(tmp_path / "step-2")
+    holdfast.tools.verify(tmp_path / "step-2")
 
 
 def test_cited_files_stay_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_cited_files_stay_where_there_are_no_links(tmp_path: Path, monkeypatch: 
     assert "../" in (tmp_path / "step-3" / "manifest.json").read_text()
     told = prune(tmp_path, Keep(last=1), dry_run=False)
     assert told.steps[0].lent > 0 and not (tmp_path / "step-1" / "manifest.json").exists()
-    holdfast.verify(tmp_path / "step-3")
+    holdfast.tools.verify(tmp_path / "step-3")
     _run(tmp_path, range(4, 5))
     again = prune(tmp_path, Keep(last=1))
     before = _free_bytes(tmp_path)
@@ -120,7 +120,7 @@ def test_a_step_that_is_committed_meanwhile_stays(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(KeptSteps, "prune", commits)
     prune(root, Keep(last=1), dry_run=False)
     assert sorted(path.name for path in root.iterdir()) == ["step-3", "step-4"]
-    holdfast.verify(root / "step-4")
+    holdfast.tools.verify(root / "step-4")
 
 
 def test_what_a_swept_step_has_lent_is_freed_with_the_last_that_borrows_it(tmp_path: Path) -> None:

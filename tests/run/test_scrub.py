@@ -163,7 +163,7 @@ def test_a_section_that_is_dropped_meanwhile_is_not_called_damaged(
     def drop(call: disk.Call, do: Any) -> Any:
         if call.verb == "open" and "step-3/frozen" in call.path and not dropped:
             dropped.append(1)
-            holdfast.drop(root / "step-3", "frozen")
+            holdfast.tools.drop(root / "step-3", "frozen")
         return do()
 
     with managed(root) as manager, disk.hooked(drop), caplog.at_level(logging.WARNING, "holdfast"):
@@ -180,7 +180,7 @@ def test_a_manifest_that_rots_is_told(root: Path) -> None:
 
 
 def test_steps_in_a_store_behind_a_fast_tier(tmp_path: Path) -> None:
-    with managed(tmp_path / "store", fast=tmp_path / "fast", upload=holdfast.Upload(every=1)) as manager:
+    with managed(tmp_path / "store", fast=tmp_path / "fast", upload=holdfast.storage.Upload(every=1)) as manager:
         for step in (1, 2):
             manager.step(step, state_of(step))
     file = data_of(tmp_path / "store", 2, "model")

@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import CheckpointManager, Keep
-from holdfast.run.keep import Upload
+from holdfast.run.keep import is_due, next_upload
 from holdfast.run.tiers import outage, uploader
 from holdfast.run.tiers.home import Durability
+from holdfast.storage import Upload
 from holdfast.storage.local.local import Local
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.storage import JOURNAL
@@ -137,14 +138,14 @@ def _train(manager: CheckpointManager, *steps: int) -> None:
 def test_what_goes_next(
     upload: Upload, lacking: list[int], stored: list[int], was_due: bool, expected: int | None
 ) -> None:
-    assert upload.next(lacking, stored, Keep(last=99), was_due=was_due) == expected
+    assert next_upload(upload, lacking, stored, Keep(last=99), was_due=was_due) == expected
 
 
 def test_what_the_store_would_not_keep_is_not_due() -> None:
     upload = Upload(every=10)
-    assert not upload.due(10, [20, 30], Keep(last=2)) and upload.due(10, [20, 30], Keep(last=2, every=10))
-    assert upload.due(10, [20, 30], Keep(last=2, best=1)), "it may be the best"
-    assert not upload.due(15, [], Keep()) and not Upload().due(10, [], Keep())
+    assert not is_due(upload, 10, [20, 30], Keep(last=2)) and is_due(upload, 10, [20, 30], Keep(last=2, every=10))
+    assert is_due(upload, 10, [20, 30], Keep(last=2, best=1)), "it may be the best"
+    assert not is_due(upload, 15, [], Keep()) and not is_due(Upload(), 10, [], Keep())
 
 
 @pytest.mark.parametrize("bad", [{"every": 0}, {"newest": False}, {"bandwidth": 0}, {"bandwidth": -1.0}])
@@ -456,7 +457,7 @@ def test_a_store_that_is_down_at_the_restart(tmp_path: Path, caplog: pytest.LogC
     manager.close()
     shutil.rmtree(fast)
     manager = _manager(root, fast)
-    with pytest.raises(holdfast.StorageError, match="the store is down"):
+    with pytest.raises(holdfast.errors.StorageError, match="the store is down"):
         manager.restore(_state())  # never: afresh, because nobody answers
     manager._home.leave()
     manager.close()
@@ -510,7 +511,7 @@ def test_everything_is_damaged(tmp_path: Path) -> None:
     data[-1] ^= 1
     store.put(key, [data], len(data))
     manager = _manager(root, fast)
-    with pytest.raises(holdfast.NotACheckpoint, match="can be restored"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="can be restored"):
         manager.restore(_state())
     manager.close()
 
@@ -550,12 +551,12 @@ def test_another_run_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_a_fast_folder_belongs_to_one_root(tmp_path: Path) -> None:
     store = Moody()
     _run(StorePlace(store, "one"), tmp_path / "fast", 1)
-    with pytest.raises(holdfast.Mismatch, match="belongs to memory://.*/one"):
+    with pytest.raises(holdfast.errors.Mismatch, match="belongs to memory://.*/one"):
         _manager(StorePlace(store, "two"), tmp_path / "fast")
     for fast in ("s3://bucket/fast", "run", "run/fast", "."):
         with pytest.raises(ValueError, match="fast="):
             _manager(tmp_path / "run", fast if "://" in fast else tmp_path / fast)
-    with pytest.raises(holdfast.StorageError):
+    with pytest.raises(holdfast.errors.StorageError):
         (tmp_path / "file").write_text("")
         _manager(StorePlace(store, "two"), tmp_path / "file" / "fast")
 

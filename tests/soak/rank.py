@@ -97,7 +97,7 @@ class Rank:
         manager.prepare(state.tree)
         try:
             loaded = manager.restore(state.tree)
-        except holdfast.RankLost as error:
+        except holdfast.errors.RankLost as error:
             self.tell("lost", "restore", str(error))
             return LOST
         if loaded is None:
@@ -171,7 +171,7 @@ class Rank:
         """Whether the failure is that a rank was killed: then training ends, as its collectives would."""
         fault = self.episode.fault
         kills = fault.kind == "kill" or (fault.kind == "freeze" and fault.then == "kill")
-        return isinstance(error, holdfast.RankLost) and kills
+        return isinstance(error, holdfast.errors.RankLost) and kills
 
     def _save_last(self, manager: holdfast.CheckpointManager, state: State, step: int) -> int | None:
         """Every fault is over: this save succeeds, unless a rank is gone."""
@@ -185,7 +185,7 @@ class Rank:
             except holdfast.SaveFailed as error:
                 self.tell("failed", step, _failure(error))
                 if self._is_gone(error) or attempt == ATTEMPTS - 1:
-                    if not isinstance(error, holdfast.RankLost):
+                    if not isinstance(error, holdfast.errors.RankLost):
                         raise
                     return None
         return None
@@ -193,7 +193,7 @@ class Rank:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     return {
-        "lost": isinstance(error, holdfast.RankLost), "settled": getattr(error, "settled", True),
+        "lost": isinstance(error, holdfast.errors.RankLost), "settled": getattr(error, "settled", True),
         "text": str(error)[:600],
     }  # fmt: skip
 

@@ -23,7 +23,7 @@ def test_a_freed_tensor_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(holdfast.SaveFailed, match="t has no memory: its storage was freed"):
             holdfast.save({"t": value}, tmp_path / "c")
     holdfast.save({"t": torch.ones(3), "empty": torch.ones(0)}, tmp_path / "c")
-    with pytest.raises(holdfast.Unsupported, match="t has no memory"):
+    with pytest.raises(holdfast.errors.Unsupported, match="t has no memory"):
         holdfast.load(tmp_path / "c", {"t": start, "empty": torch.ones(0)})
 
 

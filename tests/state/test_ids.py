@@ -57,7 +57,7 @@ def _untrained(*groups: list[int]) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_other_groups_are_refused(saved: Path) -> None:
     model, optimizer = _untrained([5, 0], [2, 4, 1])
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(holdfast.Mismatch, match=r"groups of \[3, 2\].*groups of \[2, 3\]"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"groups of \[3, 2\].*groups of \[2, 3\]"):
         holdfast.load(saved, {"model": model, "optimizer": optimizer})
     assert all(map(torch.equal, model.parameters(), before))
 

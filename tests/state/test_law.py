@@ -390,7 +390,7 @@ def test_entries_that_nothing_takes_back(tmp_path: Path) -> None:
     loaded = holdfast.load(tmp_path / "c", {"m": into})
     assert into.scale == 7.0 and "m/scale" in loaded.restored and "m/sum" not in loaded.restored
     before = copy.deepcopy(other := Longer(2, 2))
-    with pytest.raises(holdfast.Mismatch, match="m/sum: saved with another value .* nothing takes it back"):
+    with pytest.raises(holdfast.errors.Mismatch, match="m/sum: saved with another value .* nothing takes it back"):
         holdfast.load(tmp_path / "c", {"m": other})
     assert torch.equal(before.weight, other.weight) and other.scale == 1.0
 
@@ -457,7 +457,7 @@ def test_untied_into_tied(tmp_path: Path) -> None:
     untied, tied = Tied(False), Tied(True)
     holdfast.save({"m": untied}, tmp_path / "c")
     before = tied.tok.weight.clone()
-    with pytest.raises(holdfast.Mismatch, match=r"m/head.weight: saved as another tensor than m/tok.weight"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"m/head.weight: saved as another tensor than m/tok.weight"):
         holdfast.load(tmp_path / "c", {"m": tied})
     assert torch.equal(tied.tok.weight, before)
     with torch.no_grad():
@@ -470,7 +470,7 @@ def test_untied_into_tied(tmp_path: Path) -> None:
 def test_an_expanded_tensor_is_refused_by_name(tmp_path: Path) -> None:
     holdfast.save({"t": torch.ones(3, 2), "u": torch.ones(1)}, tmp_path / "c")
     u = torch.zeros(1)
-    with pytest.raises(holdfast.Mismatch, match="t: is an expanded tensor here"):
+    with pytest.raises(holdfast.errors.Mismatch, match="t: is an expanded tensor here"):
         holdfast.load(tmp_path / "c", {"t": torch.zeros(1, 2).expand(3, 2), "u": u})
     assert u.item() == 0
 
@@ -497,7 +497,7 @@ def test_an_object_that_refuses_its_state_leaves_all_as_it_was(tmp_path: Path) -
     into = {**one(torch.optim.Adam)(2), "first": Refusing(1), "r": Refusing(2)}
     into["first"].n = 5
     before = copy.deepcopy(into["m"].state_dict())
-    with pytest.raises(holdfast.Mismatch, match="r refused what was saved of it .*another version"):
+    with pytest.raises(holdfast.errors.Mismatch, match="r refused what was saved of it .*another version"):
         holdfast.load(tmp_path / "c", into)
     assert_same(list(before.values()), list(into["m"].state_dict().values()))
     assert into["first"].n == 5 and into["r"].n == 2 and not into["o"].state
@@ -510,7 +510,7 @@ def test_a_hook_after_the_load_that_fails_is_named(tmp_path: Path) -> None:
     holdfast.save({"m": net(1, 3, 2)}, tmp_path / "c")
     into = {"m": net(2, 3, 2)}
     into["m"][0].register_load_state_dict_post_hook(fail)
-    with pytest.raises(holdfast.Mismatch, match="m/0: a hook that .* no cache here.* had been filled in"):
+    with pytest.raises(holdfast.errors.Mismatch, match="m/0: a hook that .* no cache here.* had been filled in"):
         holdfast.load(tmp_path / "c", into)
 
 

@@ -189,7 +189,7 @@ def refuses_on_one_rank(path: str) -> tuple[str, bool, int]:
     before = copy.deepcopy(weights(into))
     try:
         holdfast.load(path, into)
-    except holdfast.Mismatch as error:
+    except holdfast.errors.Mismatch as error:
         return str(error), all(map(torch.equal, before, weights(into))), into["loader"].n
     return "", False, 0
 

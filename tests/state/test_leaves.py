@@ -152,7 +152,7 @@ class Colour(enum.IntEnum):
 )
 def test_refused_by_name(value: Any, says: str, tmp_path: Path) -> None:
     for state in ({"a": {"bad": [value]}}, {"a": {"bad": [value, torch.ones(1)]}}):
-        with pytest.raises(holdfast.Unsupported, match="a/bad/0") as caught:
+        with pytest.raises(holdfast.errors.Unsupported, match="a/bad/0") as caught:
             holdfast.save(state, tmp_path / "c")
         assert says in str(caught.value)
         assert isinstance(caught.value, (holdfast.SaveFailed, TypeError))
@@ -160,18 +160,18 @@ def test_refused_by_name(value: Any, says: str, tmp_path: Path) -> None:
 
 
 def test_a_state_is_a_dict(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.Unsupported, match="dict of names"):
+    with pytest.raises(holdfast.errors.Unsupported, match="dict of names"):
         holdfast.save([torch.ones(1)], tmp_path / "c")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", ["", "manifest.json"])
 def test_impossible_sections(key: str, tmp_path: Path) -> None:
-    with pytest.raises(holdfast.Unsupported, match="rename"):
+    with pytest.raises(holdfast.errors.Unsupported, match="rename"):
         holdfast.save({key: {"t": torch.ones(1)}}, tmp_path / "c")
 
 
 def test_top_level_tensor_beside_section_state(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.Unsupported, match="same key"):
+    with pytest.raises(holdfast.errors.Unsupported, match="same key"):
         holdfast.save({"x": torch.ones(1), "state": {"x": torch.zeros(1)}}, tmp_path / "c")
 
 
@@ -206,7 +206,7 @@ def test_subclass_that_flattens(tmp_path: Path) -> None:
 
 
 def test_unknown_subclass(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.Unsupported, match="a/x is a .*Opaque"):
+    with pytest.raises(holdfast.errors.Unsupported, match="a/x is a .*Opaque"):
         holdfast.save({"a": {"x": torch.ones(2).as_subclass(Opaque)}}, tmp_path / "c")
 
 
@@ -355,9 +355,9 @@ def test_attachments(tmp_path: Path) -> None:
     assert again.attachment("config.yaml") == b"lr: 2" and list(again.attachments) == ["config.yaml"]
     assert not list((tmp_path / "c").rglob("merges.txt"))
     for bad in ("../up", "/abs", "a/../b", ""):
-        with pytest.raises(holdfast.Unsupported, match="attachment"):
+        with pytest.raises(holdfast.errors.Unsupported, match="attachment"):
             holdfast.save(state, tmp_path / "d", files={bad: b""})
-    with pytest.raises(holdfast.StorageError, match="missing.txt"):
+    with pytest.raises(holdfast.errors.StorageError, match="missing.txt"):
         holdfast.save(state, tmp_path / "d", files={"a": tmp_path / "missing.txt"})
 
 
@@ -372,12 +372,12 @@ def test_integer_keys_never_collide_with_texts(tmp_path: Path) -> None:
     found = holdfast.open(tmp_path / "c").state_dict()
     assert found["x"] == state["x"] and torch.equal(found["y"][1], torch.ones(2)) and list(found["y"]) == [1, "1"]
     assert list(holdfast.open(tmp_path / "c").tensors) == ["y/1~", "y/1"]
-    with pytest.raises(holdfast.Unsupported, match="keys are strings"):
+    with pytest.raises(holdfast.errors.Unsupported, match="keys are strings"):
         holdfast.save({1: {"a": 2}}, tmp_path / "c")  # type: ignore[dict-item]
 
 
 def test_a_value_of_each_rank_without_plain_bytes_is_refused_by_name(tmp_path: Path) -> None:
     bad = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(holdfast.Unsupported, match=r"a/in/1: it is quantized \(torch.qint8\); save int_repr"):
+    with pytest.raises(holdfast.errors.Unsupported, match=r"a/in/1: it is quantized \(torch.qint8\); save int_repr"):
         holdfast.save({"a": holdfast.PerRank({"in": [1, bad]})}, tmp_path / "c")
     assert not (tmp_path / "c").exists()

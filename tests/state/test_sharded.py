@@ -307,7 +307,7 @@ def on_a_subgroup(path: str) -> str:
         return f"{into['x'].sum().item()}"
     try:
         holdfast.save({"x": torch.ones(1)}, path + "-no", group=group)
-    except holdfast.Mismatch as error:
+    except holdfast.errors.Mismatch as error:
         return str(error)
     return "saved outside of the group"
 
@@ -365,7 +365,7 @@ def wrong_width(path: str) -> str:
     into = make(4)
     try:
         holdfast.load(path, into)
-    except holdfast.Mismatch as error:
+    except holdfast.errors.Mismatch as error:
         return f"{error} {len(into['optimizer'].state)}"
     return "loaded"
 

@@ -163,7 +163,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
 def test_a_key_that_is_none_is_refused_however_long_its_dict_is(key: Any, tmp_path: Path) -> None:
     for more in (0, LONG):
         state = {"x": {"a": {key: 1, **dict.fromkeys(range(more))}}}
-        with pytest.raises(holdfast.Unsupported, match=r"x/a: the key .* is not kept; a key is a text|Unicode"):
+        with pytest.raises(holdfast.errors.Unsupported, match=r"x/a: the key .* is not kept; a key is a text|Unicode"):
             holdfast.save(state, tmp_path / "c")
 
 
@@ -196,9 +196,11 @@ def test_an_array_without_numpy_is_an_error_that_says_so(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "numpy", None)
     checkpoint = holdfast.open(tmp_path / "c")
     assert checkpoint.value("a/n") == 1
-    with pytest.raises(holdfast.Unsupported, match=r"manifest.json: a/x: it is a NumPy array.*pip install numpy"):
+    with pytest.raises(
+        holdfast.errors.Unsupported, match=r"manifest.json: a/x: it is a NumPy array.*pip install numpy"
+    ):
         checkpoint.value("a/x")
-    with pytest.raises(holdfast.Unsupported, match="b@0: it is a NumPy array"):
+    with pytest.raises(holdfast.errors.Unsupported, match="b@0: it is a NumPy array"):
         checkpoint.per_rank("b", 0)
 
 
@@ -288,7 +290,7 @@ def test_a_part_with_such_a_manifest_has_a_version_of_its_own(tmp_path: Path, mo
     lie = json.loads(left[1])
     lie.pop("digest")
     lie["version"] = 1
-    with pytest.raises(holdfast.Damaged, match="another version"):
+    with pytest.raises(holdfast.errors.Damaged, match="another version"):
         part.decode(part.seal(json.dumps(lie, separators=(",", ":")).encode()), "here")
 
 

@@ -37,7 +37,7 @@ def _shown(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("url", URLS)
-@pytest.mark.parametrize("use", [location, holdfast.at, holdfast.open], ids=["location", "at", "open"])
+@pytest.mark.parametrize("use", [location, holdfast.storage.at, holdfast.open], ids=["location", "at", "open"])
 def test_a_url_with_a_secret_is_told_without_it(
     url: str, use: Callable[[str], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +55,7 @@ def test_a_url_with_a_secret_is_told_without_it(
 
 
 def _missing(folder: Any) -> Any:
-    raise holdfast.NotACheckpoint(f"there is no {folder}")
+    raise holdfast.errors.NotACheckpoint(f"there is no {folder}")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def _missing(folder: Any) -> Any:
 def test_options_are_never_shown(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     try:
-        place = holdfast.at("s3://bucket/run", options)
+        place = holdfast.storage.at("s3://bucket/run", options)
         shown = f"{place!r} {place} {place.store!r} {place.store.url} {vars(place)!r}"
     except (ValueError, TypeError) as error:
         shown = _shown(error)

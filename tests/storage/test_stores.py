@@ -56,7 +56,7 @@ def asked(bucket: Bucket) -> Counter[str]:
 
 
 def test_there_and_back(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By URL alone, with all else in the environment, and by `holdfast.at`: the same checkpoint."""
+    """By URL alone, with all else in the environment, and by `holdfast.storage.at`: the same checkpoint."""
     options = bucket.options()
     monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint_url"])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["access_key_id"])
@@ -140,8 +140,8 @@ def test_a_commit_that_is_refused_leaves_nothing(bucket: Bucket) -> None:
         with pytest.raises(holdfast.SaveFailed, match="access denied.*Nothing was committed"):
             saving.wait()
     assert bucket.files("c") == {}
-    with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
-        holdfast.recover(bucket.at("c"))
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="there is nothing at"):
+        holdfast.tools.recover(bucket.at("c"))
 
 
 # Ranks
@@ -159,17 +159,17 @@ def _sharded(seed: int) -> dict[str, Any]:
 
 
 def save_sharded(url: str, options: Mapping[str, Any]) -> None:
-    holdfast.save(_sharded(5), holdfast.at(url, options))
+    holdfast.save(_sharded(5), holdfast.storage.at(url, options))
 
 
 def save_sharded_aside(url: str, options: Mapping[str, Any]) -> None:
     with holdfast.Saver() as saver:
-        saver.save(_sharded(5), holdfast.at(url, options)).wait()
+        saver.save(_sharded(5), holdfast.storage.at(url, options)).wait()
 
 
 def load_sharded(url: str, options: Mapping[str, Any]) -> tuple[int, int, bool]:
     into = _sharded(0)
-    loaded = holdfast.load(holdfast.at(url, options), into, only="model")
+    loaded = holdfast.load(holdfast.storage.at(url, options), into, only="model")
     same = all(torch.equal(into["model"][k].to_local(), v.to_local()) for k, v in _sharded(5)["model"].items())
     untouched = torch.equal(into["optim"]["m"].to_local(), _sharded(0)["optim"]["m"].to_local()) and not into["step"]
     return loaded.bytes_needed, loaded.bytes_read, same and untouched
@@ -203,7 +203,7 @@ def test_ranks_save_on_4_and_load_on_2_and_1(bucket: Bucket) -> None:
 
 def _load_alone(url: str, options: Mapping[str, Any]) -> tuple[int, int, bool]:
     into: dict[str, Any] = {"model": {f"w{i}": torch.zeros(1025, 1024) for i in range(2)}}
-    loaded = holdfast.load(holdfast.at(url, options), into, only="model")
+    loaded = holdfast.load(holdfast.storage.at(url, options), into, only="model")
     whole = torch.arange(1025 * 1024.0).reshape(1025, 1024)
     return (
         loaded.bytes_needed,
@@ -311,9 +311,9 @@ def test_from_a_web_server(nginx: Server) -> None:
     state = state_of(6, rows=9000)
     holdfast.save(state, nginx.folder / folder / "c", files={"note": b"n"})
     url = nginx.url(folder, "c")
-    is_whole(holdfast.at(url), state)
+    is_whole(holdfast.storage.at(url), state)
     assert holdfast.open(url).attachment("note") == b"n"
-    with pytest.raises(holdfast.NotACheckpoint, match="there is no .*manifest.json"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="there is no .*manifest.json"):
         holdfast.open(nginx.url(folder, "absent"))
     with pytest.raises(holdfast.SaveFailed, match="web server"):
         holdfast.save(state, nginx.url(folder, "new"))
@@ -323,32 +323,34 @@ def test_from_a_web_server(nginx: Server) -> None:
 
 
 def test_a_bucket_that_is_not_there(bucket: Bucket) -> None:
-    place = holdfast.at("s3://holdfast-nobody-made-this/run", bucket.options())
+    place = holdfast.storage.at("s3://holdfast-nobody-made-this/run", bucket.options())
     with pytest.raises(holdfast.SaveFailed, match="there is no bucket 'holdfast-nobody-made-this'") as caught:
         holdfast.save(state_of(1), place)
-    assert isinstance(caught.value, holdfast.StorageError) and caught.value.phase == "plan"
-    for ask in (holdfast.open, holdfast.recover, lambda path: holdfast.load(path, {})):
-        with pytest.raises(holdfast.StorageError, match="there is no bucket 'holdfast-nobody-made-this'"):
+    assert isinstance(caught.value, holdfast.errors.StorageError) and caught.value.phase == "plan"
+    for ask in (holdfast.open, holdfast.tools.recover, lambda path: holdfast.load(path, {})):
+        with pytest.raises(holdfast.errors.StorageError, match="there is no bucket 'holdfast-nobody-made-this'"):
             ask(place)
-    with pytest.raises(holdfast.StorageError, match="there is no bucket"):
+    with pytest.raises(holdfast.errors.StorageError, match="there is no bucket"):
         holdfast.CheckpointManager(place, every=1, worker="none").restore(state_of(1))
 
 
 def test_a_path_that_is_wrong(bucket: Bucket) -> None:
     for step in (1, 2):
         holdfast.save(state_of(step), bucket.at(f"run/step-{step}"))
-    with pytest.raises(holdfast.NotACheckpoint, match="holds checkpoints but is none itself.* step-1, step-2"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="holds checkpoints but is none itself.* step-1, step-2"):
         holdfast.open(bucket.at("run"))
-    with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at .*run/step-3; beside it are step-1, step-2"):
+    with pytest.raises(
+        holdfast.errors.NotACheckpoint, match="there is nothing at .*run/step-3; beside it are step-1, step-2"
+    ):
         holdfast.load(bucket.at("run/step-3"), {})
-    with pytest.raises(holdfast.NotACheckpoint, match="there is nothing at"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="there is nothing at"):
         holdfast.open(bucket.at("elsewhere"))
     bucket.direct("mine").store.put("mine/thesis.tex", [b"years of work"], 13)
     for overwrite in (False, True):
         with pytest.raises(holdfast.SaveFailed, match=r"holds other files \(thesis.tex\)"):
             holdfast.save(state_of(1), bucket.at("mine"), overwrite=overwrite)
     assert bucket.files("mine") == {"thesis.tex": 13}
-    with pytest.raises(holdfast.NotACheckpoint, match="no checkpoint of a format that holdfast reads"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="no checkpoint of a format that holdfast reads"):
         holdfast.open(bucket.at("mine"))
 
 
@@ -381,7 +383,7 @@ def test_a_script_ends_by_itself(how: str, what: str) -> None:
     }  # fmt: skip
     code = f"""
 import sys, json, torch, holdfast
-place = holdfast.at("s3://bucket/c", json.loads(sys.argv[1]))
+place = holdfast.storage.at("s3://bucket/c", json.loads(sys.argv[1]))
 state = {{"w": torch.ones(1000)}}
 try:
     if {how!r} == "save":

@@ -253,7 +253,7 @@ def test_without_the_client_library_a_url_says_what_to_install() -> None:
         "from holdfast.errors import Unsupported\n"
         "location('/tmp')\n"
         "try: location('s3://bucket/run')\n"
-        "except Unsupported as error: assert 'pip install \"holdfast[cloud]\"' in str(error), error\n"
+        "except Unsupported as error: assert 'pip install \"holdfast-torch[cloud]\"' in str(error), error\n"
         "else: raise AssertionError\n"
     )
     subprocess.run([sys.executable, "-c", code], timeout=240, check=True)

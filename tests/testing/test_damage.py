@@ -31,7 +31,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def refused(path: Path, damage: Damage) -> None:
-    with pytest.raises(holdfast.Damaged) as caught:
+    with pytest.raises(holdfast.errors.Damaged) as caught:
         holdfast.open(path).verify()
     assert damage.file in str(caught.value)
     if damage.tensor is not None:
@@ -98,7 +98,7 @@ def test_what_cannot_be_damaged_is_said(saved: Path) -> None:
         truncate(saved, size=1 << 40)
     with pytest.raises(ValueError, match="no byte"):
         flip_bit(saved, offset=1 << 40)
-    with pytest.raises(holdfast.NotACheckpoint):
+    with pytest.raises(holdfast.errors.NotACheckpoint):
         corrupt_block(saved.parent)
     assert flip_bit(_loose(saved.parent)).part == "other"
 

@@ -113,7 +113,7 @@ def test_a_bit_that_flips_on_its_way_is_found(tmp_path_factory: pytest.TempPathF
     with flip("write", nth=1 + nth // 3, seed=seed, under=path) as met:
         holdfast.save(state_of(1), path)
     assert len(met.hits) == 1
-    with pytest.raises(holdfast.Damaged):
+    with pytest.raises(holdfast.errors.Damaged):
         holdfast.open(path).verify()
     holdfast.save(state_of(2), path, overwrite=True)
     with flip("read", nth=nth, seed=seed, under=path) as met, pytest.raises(holdfast.HoldfastError):

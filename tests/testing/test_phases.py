@@ -25,7 +25,7 @@ def state_of(step: int) -> dict[str, Any]:
 def phases_of(path: str, kind: str) -> list[tuple[str, int]]:
     """What a rank comes to in a save and a load."""
     told: list[Event] = []
-    with holdfast.listen(told.append):
+    with holdfast.events.listen(told.append):
         if kind == "save":
             holdfast.save(state_of(1), path)
         else:

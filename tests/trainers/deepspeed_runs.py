@@ -142,7 +142,7 @@ def refusals(stage: int, settings: list[tuple[str, str, Any]]) -> list[str]:
         try:
             engine_state(engine)
             said.append("")
-        except holdfast.Unsupported as error:
+        except holdfast.errors.Unsupported as error:
             said.append(str(error))
         finally:
             object.__setattr__(parts[part], name, kept)
@@ -156,6 +156,6 @@ def one_bit() -> str:
     engine.optimizer.__class__ = type("OnebitAdam", (torch.optim.AdamW,), {})
     try:
         engine_state(engine)
-    except holdfast.Unsupported as error:
+    except holdfast.errors.Unsupported as error:
         return str(error)
     return ""

@@ -191,6 +191,6 @@ def refused() -> str:
     model.set_requires_gradient_sync(False)
     try:
         Gradients(model).state_dict()
-    except holdfast.Unsupported as error:
+    except holdfast.errors.Unsupported as error:
         return str(error)
     return ""

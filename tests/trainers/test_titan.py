@@ -99,9 +99,9 @@ def test_a_step_that_is_named_is_loaded_and_gone_on_from(tmp_path: Path) -> None
     assert same(again.weights, second) and again.counts == (2, 20, 200)
     again.train(2).manager.close()  # step 4 was there already, and so is 6
     last = Run(tmp_path, 2)
-    with pytest.raises(holdfast.NotACheckpoint, match="step-3"):
+    with pytest.raises(holdfast.errors.NotACheckpoint, match="step-3"):
         last.manager.load(step=3)
-    with pytest.raises(holdfast.Mismatch, match=r"steps of two runs.*load\(step=…\)"):
+    with pytest.raises(holdfast.errors.Mismatch, match=r"steps of two runs.*load\(step=…\)"):
         last.manager.load()  # which of both is meant, is to be said
     assert last.manager.load(step=4) and same(last.weights, fourth) and last.counts == (4, 40, 400)
     last.train(2).manager.close()
@@ -180,7 +180,7 @@ def test_what_is_not_asked_for_is_not_done(tmp_path: Path) -> None:
     assert not off.manager.load() and not (tmp_path / "off").exists()
     with pytest.raises(ValueError, match="last_save_in_hf is True, but sd_adapter is not provided"):
         Run(tmp_path, 0, last_save_in_hf=True)
-    with pytest.raises(holdfast.Unsupported, match="ft_manager"):
+    with pytest.raises(holdfast.errors.Unsupported, match="ft_manager"):
         manager_of(off, tmp_path / "ft", SimpleNamespace(), ft_manager=SimpleNamespace(enabled=True))
 
 

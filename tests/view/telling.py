@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from holdfast.journal import Entry, Now
+from holdfast.run.journal import Entry, Now
 from holdfast.run.journaling import Journal
 
 HOSTILE = "</script><script>document.title='owned'</script>\u202e<img src=x onerror=alert(1)>"

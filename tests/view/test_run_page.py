@@ -15,7 +15,7 @@ import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast.cli.app import run
 from holdfast.cli.errors import Code
-from holdfast.journal import Now
+from holdfast.run.journal import Now
 from holdfast.run.journaling import Journal
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory

@@ -117,7 +117,7 @@ def test_statistics_on_demand(tab: Callable[..., Tab], served: Served) -> None:
     page.wait_for_selector(".statistics")
     assert "Max99" in page.text_content(".statistics")
     assert {url.split("?")[0] for url in one.network()} == {served.url, f"{served.url}statistics"}
-    served.routes["statistics"] = lambda name: (_ for _ in ()).throw(holdfast.Damaged(f"{name} is altered <b>"))
+    served.routes["statistics"] = lambda name: (_ for _ in ()).throw(holdfast.errors.Damaged(f"{name} is altered <b>"))
     page.fill("#filter", "bad")
     page.keyboard.press("Enter")
     page.keyboard.press("Enter")

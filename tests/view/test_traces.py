@@ -13,6 +13,7 @@ import torch
 
 import holdfast
 from holdfast.errors import NotACheckpoint
+from holdfast.report.timeline import timeline
 from holdfast.view import traces
 from holdfast.view.checkpoint import checkpoint_page
 from holdfast.view.traces import read_timeline
@@ -24,7 +25,7 @@ def event(name: str, pid: object, ts: object, dur: object, **more: Any) -> dict[
 
 
 def test_what_holdfast_wrote_is_shown(tab: Callable[..., Tab], tmp_path: Path) -> None:
-    with holdfast.timeline(tmp_path / "trace"):
+    with timeline(tmp_path / "trace"):
         saved = holdfast.save({"model": {"w": torch.ones(1000)}}, tmp_path / "c")
     assert read_timeline(tmp_path / "trace", of="another").window is None
     told = read_timeline(tmp_path / "trace", of="c")
@@ -83,10 +84,10 @@ def test_hostile_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert {told.names[span[1]] for span in told.spans} == {"a", "d", ""} and all(span[3] >= 0 for span in told.spans)
     monkeypatch.setattr(traces, "LARGEST", 1000)
     path.write_bytes(b" " * 2000)
-    with pytest.raises(holdfast.StorageError, match="more than"):
+    with pytest.raises(holdfast.errors.StorageError, match="more than"):
         read_timeline(path)
     path.write_bytes(gzip.compress(b" " * 1_000_000))
-    with pytest.raises(holdfast.StorageError, match="more than"):
+    with pytest.raises(holdfast.errors.StorageError, match="more than"):
         read_timeline(path)
 
 

@@ -53,11 +53,11 @@ def test_wrong_calls_say_what_to_do(run: Any, saved: Path, tmp_path: Path) -> No
 
 
 def test_a_signature_is_told(run: Any, saved: Path, tmp_path: Path) -> None:
-    public = holdfast.signing.generate(tmp_path / "key")
-    holdfast.sign(saved, tmp_path / "key")
+    public = holdfast.tools.signing.generate(tmp_path / "key")
+    holdfast.tools.sign(saved, tmp_path / "key")
     assert "signed, not checked" in run("view", saved, "-o", "-")[1]
     assert "by the key" in run("view", saved, "-o", "-", "--require", public)[1]
-    holdfast.signing.generate(tmp_path / "other")
+    holdfast.tools.signing.generate(tmp_path / "other")
     code, _, err = run("view", saved, "-o", "-", "--require", tmp_path / "other.pub")
     assert code != Code.FINE and "which is none of those required" in err
 

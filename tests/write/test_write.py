@@ -117,7 +117,7 @@ def test_failing_sync_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(holdfast.SaveFailed):
             holdfast.save({"m": {"t": torch.ones(3)}}, tmp_path / f"c{nth}" / "step")
         monkeypatch.setattr(os, "fsync", real)
-        with pytest.raises(holdfast.NotACheckpoint):
+        with pytest.raises(holdfast.errors.NotACheckpoint):
             holdfast.open(tmp_path / f"c{nth}" / "step")
         holdfast.save({"m": {"t": torch.ones(3)}}, tmp_path / f"c{nth}" / "step")
         holdfast.open(tmp_path / f"c{nth}" / "step").verify()

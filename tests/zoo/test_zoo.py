@@ -110,7 +110,7 @@ def test_a_number_that_is_another_type_in_the_optimizer_is_wrong(
 
 def test_a_refusal_after_a_change_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(into: dict[str, Any], loaded: Any) -> None:
-        raise holdfast.Mismatch("model/weight does not fit")
+        raise holdfast.errors.Mismatch("model/weight does not fit")
 
     _break_load(monkeypatch, refuse)
     cells = _judged(Case("adam", "", _adam), tmp_path)
@@ -127,7 +127,7 @@ def test_a_refusal_that_names_a_leaf_and_changes_nothing_is_lawful(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise holdfast.Mismatch("model/weight does not fit")
+        raise holdfast.errors.Mismatch("model/weight does not fit")
 
     monkeypatch.setattr(holdfast, "load", refuse)
     cells = _judged(Case("adam", "", _adam), tmp_path)

@@ -30,7 +30,7 @@ def ed25519() -> Any:
     try:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise Unsupported("signatures need the package cryptography: pip install 'holdfast[sign]'") from None
+        raise Unsupported("signatures need the package cryptography: pip install 'holdfast-torch[sign]'") from None
     return ed25519
 
 
@@ -149,7 +149,7 @@ def read_signature(folder: Place, record: Manifest, require: Keys) -> Signature:
     except FileNotFoundError:
         raise Untrusted(
             f"{folder} is not signed: there is no {target}. Load it without require= if you trust where it comes from, "
-            "or have its maker sign it (holdfast.sign)"
+            "or have its maker sign it (holdfast.tools.sign)"
         ) from None
     return checked(data, str(target), record, keys)
 

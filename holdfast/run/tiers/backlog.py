@@ -12,8 +12,9 @@ from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk.manifest import Manifest
-from holdfast.run.keep import Keep, Upload
+from holdfast.run.keep import Keep, is_due, next_upload
 from holdfast.run.steps import Steps
+from holdfast.storage.uploads import Upload
 
 
 class _Brief(NamedTuple):
@@ -55,7 +56,7 @@ class Backlog:
                 lacking.append(step)
         self.waiting = len(lacking)
         there = [step for step in stored if step not in lacking]
-        return self._upload.next(lacking, there, self._keep, was_due=self._was_due)
+        return next_upload(self._upload, lacking, there, self._keep, was_due=self._was_due)
 
     def look(self) -> dict[int, _Brief | None]:
         """The steps of the store, which is asked but once. Raises StorageError."""
@@ -117,7 +118,9 @@ class Backlog:
     def held(self, steps: Iterable[int]) -> set[int]:
         """Those of ``steps`` that have to stay on the fast tier: due and not in the store."""
         stored, hopeless = self._stored or {}, set(self._given_up.values())
-        due = {step for step in steps if step not in stored and self._upload.due(step, stored, self._keep)} - hopeless
+        due = {
+            step for step in steps if step not in stored and is_due(self._upload, step, stored, self._keep)
+        } - hopeless
         return {step for step in due if self._fast.path(step).name not in self._fast.broken}
 
     def unsafe(self) -> list[int]:
@@ -125,4 +128,4 @@ class Backlog:
         committed, stored = self._fast.committed(), self._stored or {}
         lacking = [step for step in committed if step not in stored]
         newest = {max(committed)} if self._upload.newest and committed and max(committed) in lacking else set()
-        return sorted(newest | {step for step in lacking if self._upload.due(step, stored, self._keep)})
+        return sorted(newest | {step for step in lacking if is_due(self._upload, step, stored, self._keep)})

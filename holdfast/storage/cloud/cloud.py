@@ -47,7 +47,7 @@ def obstore() -> ModuleType:
         import obstore as library
         import obstore.store
     except ImportError as error:
-        raise Unsupported(f'URLs need obstore: pip install "holdfast[cloud]" ({error})') from None
+        raise Unsupported(f'URLs need obstore: pip install "holdfast-torch[cloud]" ({error})') from None
     return library
 
 
@@ -63,7 +63,7 @@ class Cloud:
     """The files of one bucket (or container, or web server). Made of plain data; connects when it is first used.
 
     ``scheme`` is one of s3, r2, weka, gs, az, http, https, ``bucket`` a host for the last two, ``options`` those of
-    `holdfast.at`. Web servers can be read only, and cannot be listed.
+    `holdfast.storage.at`. Web servers can be read only, and cannot be listed.
     """
 
     def __init__(self, scheme: str, bucket: str, options: Mapping[str, Any] | None = None) -> None:

@@ -83,24 +83,24 @@ def test_a_signed_save_loads_where_its_key_is_required(tmp_path: Path) -> None:
 @pytest.mark.parametrize("require", [STRANGER, [STRANGER]])
 def test_another_key_is_refused(require: Any, tmp_path: Path) -> None:
     path, target = _save(tmp_path / "c"), _state(2)
-    with pytest.raises(holdfast.Untrusted, match="none of those required"):
+    with pytest.raises(holdfast.errors.Untrusted, match="none of those required"):
         holdfast.load(path, target, require=require)
     assert torch.equal(target["model"]["big"], _state(2)["model"]["big"])
 
 
 def test_no_signature_is_refused(tmp_path: Path) -> None:
     holdfast.save(_state(), tmp_path / "c")
-    with pytest.raises(holdfast.Untrusted, match="is not signed"):
+    with pytest.raises(holdfast.errors.Untrusted, match="is not signed"):
         holdfast.open(tmp_path / "c", require=PUBLIC)
     with pytest.raises(PermissionError):
         holdfast.load(tmp_path / "c", _state(2), require=PUBLIC)
     torch.save({"w": torch.ones(3)}, tmp_path / "w.pt")
-    with pytest.raises(holdfast.Untrusted, match="cannot be signed"):
+    with pytest.raises(holdfast.errors.Untrusted, match="cannot be signed"):
         holdfast.open(tmp_path / "w.pt", require=PUBLIC)
-    with pytest.raises(holdfast.NotACheckpoint):
+    with pytest.raises(holdfast.errors.NotACheckpoint):
         holdfast.open(tmp_path / "nothing", require=PUBLIC)
-    with pytest.raises(holdfast.Unsupported, match="cannot be signed"):
-        holdfast.sign(tmp_path / "w.pt", KEY)
+    with pytest.raises(holdfast.errors.Unsupported, match="cannot be signed"):
+        holdfast.tools.sign(tmp_path / "w.pt", KEY)
 
 
 def test_verification_cannot_be_switched_off(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def test_what_is_forged_is_refused(what: str, resigned: str, tmp_path: Path) -> 
         record = manifest.decode((path / "manifest.json").read_bytes(), "")
         old.rename(path / signature.file_name(record))
     elif resigned == "by a stranger":
-        holdfast.sign(path, OTHER)
+        holdfast.tools.sign(path, OTHER)
         holdfast.open(path, require=STRANGER).verify()
-    with pytest.raises(holdfast.Untrusted):
+    with pytest.raises(holdfast.errors.Untrusted):
         holdfast.open(path, require=PUBLIC)
 
 
@@ -197,7 +197,7 @@ def test_blocks_that_are_swapped_under_an_honest_manifest_are_found(tmp_path: Pa
         lambda opened: opened.verify(),
         lambda opened: holdfast.load(path, {"model": _state(2)["model"]}, only="model", require=PUBLIC),
     ):
-        with pytest.raises(holdfast.Damaged, match="have another sum"):
+        with pytest.raises(holdfast.errors.Damaged, match="have another sum"):
             use(holdfast.open(path, require=PUBLIC))
 
 
@@ -207,7 +207,7 @@ def test_a_header_with_another_digest_behind_the_same_weak_one_is_found(tmp_path
     files = opened.files
     assert isinstance(files, DataFiles)
     monkeypatch.setattr(blocks, "strong_sum", lambda data: "0" * 64)
-    with pytest.raises(holdfast.Damaged, match="not the one that was signed"):
+    with pytest.raises(holdfast.errors.Damaged, match="not the one that was signed"):
         files.header(0, ReadStats())
 
 
@@ -217,7 +217,7 @@ def test_an_attachment_behind_the_same_weak_digest_is_found(tmp_path: Path, monk
     ((_, _, digest),) = opened.manifest.attachments
     (path / "attachments" / "config.json").write_bytes(b"[]")
     monkeypatch.setattr(blocks, "digest", lambda data: digest)
-    with pytest.raises(holdfast.Damaged, match="not what was signed"):
+    with pytest.raises(holdfast.errors.Damaged, match="not what was signed"):
         opened.attachment("config.json")
 
 
@@ -227,7 +227,7 @@ def test_a_signature_that_is_cut_or_altered_is_refused(cut: int, tmp_path: Path)
     data = _signature(path).read_bytes()
     for altered in (data[:cut], data[:cut] + bytes([data[cut] ^ 1]) + data[cut:][1:]):
         _signature(path).write_bytes(altered)
-        with pytest.raises(holdfast.Untrusted):
+        with pytest.raises(holdfast.errors.Untrusted):
             holdfast.open(path, require=PUBLIC)
 
 
@@ -239,7 +239,7 @@ def test_every_byte_of_the_signature_counts(tmp_path: Path) -> None:
         altered = bytearray(data)
         altered[at] ^= 1 << at % 8
         target.write_bytes(altered)
-        with pytest.raises(holdfast.Untrusted):
+        with pytest.raises(holdfast.errors.Untrusted):
             holdfast.open(path, require=PUBLIC)
 
 
@@ -253,18 +253,18 @@ def test_a_checkpoint_that_is_there_is_signed(tmp_path: Path) -> None:
     state["step"] = 2
     holdfast.save(state, tmp_path / "2", base=tmp_path / "1", files={"config.json": b"{}"})  # borrows
     for name in ("1", "2"):
-        assert holdfast.sign(tmp_path / name, KEY).signed_by == PUBLIC.public_bytes_raw().hex()
+        assert holdfast.tools.sign(tmp_path / name, KEY).signed_by == PUBLIC.public_bytes_raw().hex()
         _everything(tmp_path / name)
     _save(tmp_path / "3")
-    holdfast.sign(tmp_path / "3", OTHER)  # has sums of its own: none is stored twice
+    holdfast.tools.sign(tmp_path / "3", OTHER)  # has sums of its own: none is stored twice
     assert len(json.loads(_signature(tmp_path / "3").read_bytes())["files"][0]) == 2
     assert json.loads(_signature(tmp_path / "3").read_bytes())["files"][0][1] is None
-    with pytest.raises(holdfast.Untrusted):
+    with pytest.raises(holdfast.errors.Untrusted):
         holdfast.open(tmp_path / "3", require=PUBLIC)
     (file,) = (tmp_path / "1" / "optimizer").glob("*")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(holdfast.Damaged):
-        holdfast.sign(tmp_path / "1", KEY)
+    with pytest.raises(holdfast.errors.Damaged):
+        holdfast.tools.sign(tmp_path / "1", KEY)
 
 
 def test_it_goes_where_a_copy_goes(tmp_path: Path) -> None:
@@ -314,18 +314,18 @@ def test_an_overwrite_leaves_one_signature_and_a_delete_none(tmp_path: Path) -> 
 def test_a_drop_signs_anew_or_says_that_it_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in "abc":
         _save(tmp_path / name)
-    assert holdfast.drop(tmp_path / "a", "optimizer", sign=KEY).sections == ("optimizer",)
+    assert holdfast.tools.drop(tmp_path / "a", "optimizer", sign=KEY).sections == ("optimizer",)
     _everything(tmp_path / "a")
     assert "optimizer" not in holdfast.open(tmp_path / "a", require=PUBLIC).state_dict()
     with caplog.at_level(logging.WARNING, "holdfast"):
-        holdfast.drop(tmp_path / "b", "optimizer")
+        holdfast.tools.drop(tmp_path / "b", "optimizer")
     assert "not signed any more" in caplog.text and not list((tmp_path / "b").glob("*.sig"))
-    with pytest.raises(holdfast.Untrusted):  # no oracle: only what this key signed is signed by it again
-        holdfast.drop(tmp_path / "c", "optimizer", sign=OTHER)
+    with pytest.raises(holdfast.errors.Untrusted):  # no oracle: only what this key signed is signed by it again
+        holdfast.tools.drop(tmp_path / "c", "optimizer", sign=OTHER)
     _everything(tmp_path / "c")
     _forge_value(tmp_path / "c")
-    with pytest.raises(holdfast.Untrusted):
-        holdfast.drop(tmp_path / "c", "optimizer", sign=KEY)
+    with pytest.raises(holdfast.errors.Untrusted):
+        holdfast.tools.drop(tmp_path / "c", "optimizer", sign=KEY)
 
 
 def test_a_base_and_a_signature_exclude_each_other(tmp_path: Path) -> None:
@@ -340,17 +340,17 @@ def test_a_base_and_a_signature_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_keys_of_every_form(tmp_path: Path) -> None:
-    public = holdfast.signing.generate(tmp_path / "key")
+    public = holdfast.tools.signing.generate(tmp_path / "key")
     private = tmp_path / "key"
     assert private.stat().st_mode & 0o077 == 0
     with pytest.raises(FileExistsError):
-        holdfast.signing.generate(private)
+        holdfast.tools.signing.generate(private)
     forms = [
         private,
         str(private),
         private.read_bytes(),
         private.read_text(),
-        holdfast.signing.load_key(private, private=True),
+        holdfast.tools.signing.load_key(private, private=True),
     ]
     raw = forms[-1].private_bytes_raw()
     (tmp_path / "raw").write_bytes(raw)
@@ -358,7 +358,7 @@ def test_keys_of_every_form(tmp_path: Path) -> None:
     assert expected is not None
     assert {signer(form).public for form in [*forms, tmp_path / "raw"]} == {expected.public}
     holdfast.save({"w": torch.ones(2)}, tmp_path / "c", sign=private)
-    opened = holdfast.signing.load_key(public)
+    opened = holdfast.tools.signing.load_key(public)
     assert isinstance(opened, Ed25519PublicKey)
     for form in (public, str(public), public.read_bytes(), public.read_text(), opened, opened.public_bytes_raw()):
         holdfast.open(tmp_path / "c", require=form)
@@ -456,7 +456,7 @@ def test_a_manager_passes_over_what_is_not_signed(tmp_path: Path, caplog: pytest
     with _manager(tmp_path) as manager, caplog.at_level(logging.WARNING, "holdfast"):
         loaded = manager.restore(state, require=PUBLIC)
     assert loaded is not None and loaded.step == 2 and state["step"] == 2 and "is not signed" in caplog.text
-    with _manager(tmp_path) as manager, pytest.raises(holdfast.Untrusted):
+    with _manager(tmp_path) as manager, pytest.raises(holdfast.errors.Untrusted):
         manager.restore(_state(9), require=STRANGER)
 
 
@@ -494,7 +494,10 @@ def test_without_the_package_that_signs_it_is_said_which_one_it_is(
     for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    for work in (lambda: holdfast.signing.generate(tmp_path / "key"), lambda: holdfast.signing.load_key(bytes(32))):
-        with pytest.raises(holdfast.Unsupported, match=r"holdfast\[sign\]"):
+    for work in (
+        lambda: holdfast.tools.signing.generate(tmp_path / "key"),
+        lambda: holdfast.tools.signing.load_key(bytes(32)),
+    ):
+        with pytest.raises(holdfast.errors.Unsupported, match=r"holdfast\[sign\]"):
             work()
     assert not list(tmp_path.iterdir())

@@ -59,5 +59,5 @@ def test_a_folder_that_others_may_use_is_not_used(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / f"holdfast-scratch-{os.geteuid()}").mkdir(mode=0o777)
     (tmp_path / f"holdfast-scratch-{os.geteuid()}").chmod(0o777)
-    with pytest.raises(holdfast.StorageError, match="only this user"):
+    with pytest.raises(holdfast.errors.StorageError, match="only this user"):
         local_place.private_folder("scratch")

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import CheckpointManager, Keep, events, journal
-from holdfast.journal import Entry, Now, Reader, read
-from holdfast.run import journaling
+from holdfast import CheckpointManager, Keep, events
+from holdfast.run import journal, journaling
+from holdfast.run.journal import Entry, Now, Reader, read
 from holdfast.run.journaling import Journal, thin, thinned
 from holdfast.run.retention import KeptSteps
 from holdfast.storage.local import disk
@@ -146,7 +146,7 @@ def test_a_killed_run_leaves_what_was_written(tmp_path: Path) -> None:
 
 def test_the_backlog_of_uploads(tmp_path: Path) -> None:
     store = StorePlace(Memory(), "run")
-    upload = holdfast.Upload(newest=False, every=100)
+    upload = holdfast.storage.Upload(newest=False, every=100)
     with CheckpointManager(store, fast=tmp_path, every=1, upload=upload, worker="none") as manager:
         manager.step(1, state_of(1))
     assert [(e.step, e.backlog) for e in read(store)] == [(1, 0)] and not (tmp_path / JOURNAL).exists()
@@ -166,7 +166,7 @@ def test_nobody_takes_it_for_a_step(kind: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in steps.folders()) == ["step-000000002", "step-000000003"] and steps._others == []
     steps.clean(())
     assert len(read(root)) == 3
-    with pytest.raises(holdfast.NotACheckpoint):
+    with pytest.raises(holdfast.errors.NotACheckpoint):
         holdfast.open(root / JOURNAL)
     if kind == "store":
         copied = holdfast.copy(root, tmp_path / "copy")
@@ -398,7 +398,7 @@ def test_what_is_read_is_bounded_and_harmless(kept: Path, monkeypatch: pytest.Mo
     os.mkfifo(kept.parent / "now.pipe")
     (kept.parent / "now.json").unlink()
     os.mkfifo(kept.parent / "now.json")
-    with pytest.raises(holdfast.StorageError):  # and nobody waits for what comes out of a pipe
+    with pytest.raises(holdfast.errors.StorageError):  # and nobody waits for what comes out of a pipe
         read(kept.parent.parent)
 
 
@@ -459,7 +459,7 @@ def test_thinning_that_dies_in_its_middle_loses_nothing(tmp_path: Path, monkeypa
         with disk_faults.faults("change", nth=nth, under=folder):
             try:
                 thin(folder)
-            except holdfast.StorageError:
+            except holdfast.errors.StorageError:
                 died = True
         assert [e.step for e in read(tmp_path)] == [0, 1, 2, 3]
         nth += 1
