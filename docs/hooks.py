@@ -19,23 +19,15 @@ _HIDDEN = re.compile(r"^[ ]*<!-- *(?:before\b.*?|(?:not run|raises|prints)\b[^\n
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
-LATER = {
-    "How-to": ("inspect.md", "view*.md", "watch.md", "observe.md", "trainers*.md"),
-    "Reference": ("cli.md",),
-    "Coming from": ("coming-from*.md",),
+BOOST = {
+    "resume.md": 4,
+    "troubleshooting.md": 2,
+    "keep.md": 2,
+    "api/index.md": 0.5,
+    "api/tools.md": 0.5,
+    "api/adapters.md": 0.5,
 }
-"""Pages that take their place in these sections as soon as they are there."""
-
-
-def on_config(config: Any) -> Any:
-    """Put pages that are there and have no place yet into the section of their kind."""
-    named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
-    for section in config.nav:
-        [(title, pages)] = section.items()
-        for pattern in LATER.get(title, ()):
-            found = sorted(path.name for path in (ROOT / "docs").glob(pattern))
-            pages.extend(name for name in found if name not in named)
-    return config
+"""Weights of pages in the search; 1 for the others."""
 
 
 def on_files(files: Files, *, config: Any) -> Files:
@@ -49,6 +41,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
     """Take out what is there for the tests, and turn links out of the folder of pages to the copies in the site."""
+    page.meta.setdefault("search", {"boost": BOOST.get(page.file.src_uri, 1)})
     up = "../" * page.file.src_uri.count("/")
     if page.file.src_uri == "troubleshooting.md":  # every message that can be raised, so that the search finds it
         markdown = runpy.run_path(str(ROOT / "docs/messages.py"))["with_messages"](markdown)

@@ -1,4 +1,4 @@
-"""The warm process that pages run in: started once for each process of pytest that runs a page."""
+"""The warm process that pages run in, and the site: made once for each process of pytest that asks for them."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     yield environment
     running.stdin.close()
     running.wait()
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; building it may give no warning."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0 and "WARNING" not in built.stderr, built.stderr
+    return folder
