@@ -2,47 +2,62 @@
 
 `layers.with_cache` puts it around the store of a `load` or an `open`. Never serves bytes that may have changed in the
 store, and never fails because of the disk: then it reads from the store.
+
+    <folder>/usage               bytes taken, as 8 bytes; its lock is held to change it and to evict
+    <folder>/<object>/<number>   a chunk of a file: bytes of the whole file, a sum, and the chunk's own bytes
+    <folder>/<object>/lock       byte n is locked while chunk n is fetched; the kernel unlocks it when a process dies
+
+A chunk is written under another name first, and its sum covers url, key, version and number, so a crash at any moment
+leaves chunks that are whole or not there. A lock only saves work: two processes that write one chunk write the same.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
+import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+
+import xxhash
 
 from holdfast.errors import StorageError
 from holdfast.events import log
 from holdfast.storage.local import disk
-from holdfast.storage.store import Buffer, Entry, Got, Listing, Store
-from holdfast.storage.wrappers.eviction import CacheFolder
-from holdfast.storage.wrappers.extents import EXTENT, PAGE, PAGES, DiskFault, Extent, Run, Version, runs
+from holdfast.storage.store import Buffer, Got, Listing, Store
 from holdfast.storage.wrappers.retrying import transient
 from holdfast.storage.wrappers.wrapper import Wrapper
 
-PAUSE = 0.005
-PATIENCE = 30.0
-"""Seconds to wait for bytes that another process is fetching, before they are fetched here as well."""
+CHUNK = 256 << 10
+"""Bytes of a chunk. Reads are rounded to chunks: at most two are fetched that nobody asked for."""
 
-REST = 60.0
-"""Seconds without the cache after an error of its disk: processes would wait in turn for bytes that are not kept."""
-
-SLICE = 64 << 20
-"""Bytes of one read: a larger one is split, so that it opens no more files of the cache."""
-
-SMALL = 1 << 20
+LARGE = 1 << 20
 """Files of other formats are cached from so many bytes on."""
+
+LEAST, LIMIT, SHARE = 16 << 20, 100 << 30, 0.8
+"""The smallest limit; and the default one, or that share of what the disk has free and the cache has, if it is less."""
+
+PAUSE, PATIENCE, REST = 0.005, 30.0, 60.0
+"""Seconds between two looks for what another process is fetching; until it is fetched here as well; and without the
+cache after an error of its disk, since processes would wait in turn for bytes that are not kept."""
+
+_HEAD, _FLOCK = struct.Struct("<Q8s"), struct.Struct("hhqqi4x")
+_OBJECT, _CHUNK_FILE = re.compile(r"[0-9a-f]{32}"), re.compile(r"\d+(\.\d+\.tmp)?")
 
 
 class Cached(Wrapper):
     """``store`` with a cache in ``folder`` on local disk, which other stores and any number of processes may share.
 
-    Data files of holdfast never change: they are kept in pages of 64 KiB, and exactly one process fetches a page.
-    Large files of other formats are kept under the size and time of the last listing through this object, so use a
-    `Cached` for one reading. Everything else, manifests above all, always comes from the store.
+    Data files of holdfast never change, and exactly one process fetches each chunk of them. Large files of other
+    formats are kept under the size and time of the last listing through this object, so use a `Cached` for one reading.
+    Everything else, manifests above all, always comes from the store.
 
     ``limit``: bytes on disk, for the whole folder; what was used longest ago goes first. By default 100 GiB, or 80 %
     of what is free and of what the cache has already, if that is less. Raises StorageError if the folder cannot be
@@ -52,28 +67,28 @@ class Cached(Wrapper):
     def __init__(
         self, store: Store, folder: str | os.PathLike[str], *, limit: int | None = None, patience: float = PATIENCE
     ) -> None:
-        if limit is not None and limit < 2 * EXTENT:
-            raise ValueError(f"a cache of {limit} bytes is too small to be of use: give {2 * EXTENT} at least")
+        if limit is not None and limit < LEAST:
+            raise ValueError(f"a cache of {limit} bytes is too small to be of use: give {LEAST} at least")
         super().__init__(store)
-        self.fetched = 0
-        """Bytes of files that were read from the store."""
-        self.served = 0
-        """Bytes of files that were read from the disk."""
-        self._folder, self._patience = Path(os.path.abspath(os.path.expanduser(os.fspath(folder)))), patience
-        _make(self._folder)
-        self._files = CacheFolder(self._folder, limit, patience)
+        self.fetched = self.served = 0
+        """Bytes of files that were read from the store, and from the disk."""
+        self._folder = Path(os.path.abspath(os.path.expanduser(os.fspath(folder))))
+        self._limit, self._patience = limit, patience
         self._listed: dict[str, str] = {}
-        self._resting = 0.0
-        self._warned = False
-        self._lock = threading.Lock()
-
-    # Verbs of the store
+        self._resting, self._warned, self._uncounted = 0.0, False, 0
+        self._lock, self._space = threading.Lock(), threading.Lock()
+        try:
+            disk.make_folders(self._folder, 0o700)
+        except OSError as error:
+            refused = StorageError(f"cannot make {self._folder} for a cache: {error}; give a folder on local disk")
+            refused.errno, refused.file = error.errno, str(self._folder)
+            raise refused from error
 
     def list(self, prefix: str, *, deep: bool) -> Listing:
         listing = self.store.list(prefix, deep=deep)
-        self._listed.update(
-            (entry.key, f"{entry.nbytes} {entry.modified!r}") for entry in listing.files if _large(entry)
-        )
+        for key, nbytes, modified in listing.files:
+            if nbytes >= LARGE and key.rpartition("/")[2] != "manifest.json":
+                self._listed[key] = f"{nbytes} {modified!r}"
         return listing
 
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
@@ -90,28 +105,31 @@ class Cached(Wrapper):
         if begin == 0 and end is None:
             self._listed.pop(key, None)
         try:
-            self._files.drop(Version(self.url, key, ""), begin, end)
-        except DiskFault as fault:
-            self._rest(fault)
-
-    # Reading
+            for entry in _entries(self._file(key, "").folder):
+                first = int(entry.name) * CHUNK if entry.name.isdecimal() else -CHUNK
+                if first + CHUNK > begin and (end is None or first < end):
+                    _delete(entry.path)
+        except OSError as error:
+            self._rest(error)
 
     def get(self, key: str, begin: int = 0, end: int | None = None) -> Got:
         version = self._version(key)
-        if version is not None and time.monotonic() >= self._resting and (end is None or begin < end):
-            try:
-                return self._get(Version(self.url, key, version), begin, end)
-            except DiskFault as fault:
-                self._rest(fault)
-        return self._from_store(key, begin, end)
+        if version is None or time.monotonic() < self._resting or (end is not None and begin >= end):
+            return self._from_store(key, begin, end)
+        file = self._file(key, version)
+        if end is None:  # how long the file is shows with its first chunk
+            end = max(self._read(file, begin, begin + 1).nbytes, begin)
+        return self._read(file, begin, end)
 
     def _version(self, key: str) -> str | None:
-        """What identifies the content of a file, of those it may have had; None if that is not known."""
+        """What tells the content of a file from what it may have had before; None if that is not known."""
         from holdfast.ondisk import datafile  # brings torch with it
 
-        if datafile.save_of("/".join(key.split("/")[-2:])) is not None:
-            return ""
-        return self._listed.get(key)
+        return "" if datafile.save_of("/".join(key.split("/")[-2:])) is not None else self._listed.get(key)
+
+    def _file(self, key: str, version: str) -> _File:
+        name = xxhash.xxh3_128_hexdigest(f"{self.url}\0{key}".encode())
+        return _File(key, self._folder / name, f"{self.url}\0{key}\0{version}".encode())
 
     def _from_store(self, key: str, begin: int, end: int | None) -> Got:
         answer = self.store.get(key, begin, end)
@@ -119,165 +137,214 @@ class Cached(Wrapper):
             self.fetched += memoryview(answer.data).nbytes
         return answer
 
-    def _rest(self, fault: DiskFault) -> None:
+    def _rest(self, fault: OSError) -> None:
         with self._lock:
             self._resting = time.monotonic() + REST
             warned, self._warned = self._warned, True
         text = "the cache in %s cannot be used for now (%s); what is read comes from %s"
         (log.debug if warned else log.warning)(text, self._folder, fault, self.url)
 
-    def _get(self, version: Version, begin: int, end: int | None) -> Got:
-        # How long the file is may be known only after a first read; a whole extent of it is more than most ask for.
-        stop = (begin // EXTENT + 1) * EXTENT if end is None else min(begin + SLICE, end)
-        answer = self._slice(version, begin, stop)
-        end = answer.nbytes if end is None else min(end, answer.nbytes)
-        if stop >= end:
-            return answer
-        whole = memoryview(bytearray(end - begin))
-        whole[: stop - begin] = memoryview(answer.data)
-        while stop < end:
-            at, stop = stop, min(stop + SLICE, end)
-            whole[at - begin : stop - begin] = memoryview(self._slice(version, at, stop).data)
-        return Got(whole, answer.nbytes)
+    def _read(self, file: _File, begin: int, end: int) -> Got:
+        """Bytes of a file in chunks, those that are on disk from there; waits for what others are fetching."""
+        first, stop, until = begin // CHUNK, -(-end // CHUNK), 0.0
+        nbytes: int | None = None
+        whole, there = memoryview(bytearray((stop - first) * CHUNK)), set[int]()
 
-    def _slice(self, version: Version, begin: int, end: int) -> Got:
-        with _Reading(self._files, version, begin, end) as reading:
-            until = 0.0
-            while todo := reading.read(reading.missing()):
-                mine = reading.lock(todo)
+        def add(numbers: Sequence[int], data: memoryview) -> None:
+            nonlocal stop
+            whole[(numbers[0] - first) * CHUNK :][: len(data)] = data
+            there.update(numbers)
+            stop = min(stop, -(-(nbytes or 0) // CHUNK))
+
+        def look(numbers: Iterable[int]) -> list[int]:
+            """Read chunks from the disk; which are not there."""
+            nonlocal nbytes
+            missing = []
+            for number in numbers:
+                try:
+                    nbytes, part = file.read(number)
+                except OSError as error:
+                    if not isinstance(error, FileNotFoundError):
+                        self._rest(error)
+                    missing.append(number)
+                    continue
+                add([number], part)
+                with self._lock:
+                    self.served += len(part)
+            return [number for number in missing if number < stop]
+
+        with _locks(file.folder, self._rest) as take:
+            while missing := look(number for number in range(first, stop) if number not in there):
+                mine = [number for number in missing if take(number)]
                 if not mine:
                     until = until or time.monotonic() + self._patience
                     if time.monotonic() < until:
                         time.sleep(PAUSE)
                         continue
                 # What another process has fetched meanwhile is not fetched again. A hanging process is not waited for.
-                for run in reading.read(mine or todo):
-                    self._fetch(reading, run)
-                reading.unlock()
-            with self._lock:
-                self.served += reading.served
-            return reading.result()
+                for _, pairs in groupby(enumerate(look(mine or missing)), lambda pair: pair[1] - pair[0]):
+                    run = [number for _, number in pairs]
+                    data, nbytes = self._fetch(file, run, nbytes)
+                    add(run, data)
+        return Got(whole[begin - first * CHUNK : max(min(end, nbytes or 0) - first * CHUNK, 0)], nbytes or 0)
 
-    def _fetch(self, reading: _Reading, run: Run) -> None:
-        key, known = reading.version.key, reading.nbytes
-        answer = self._from_store(key, run[0] * PAGE, run[1] * PAGE)
+    def _fetch(self, file: _File, run: Sequence[int], known: int | None) -> tuple[memoryview, int]:
+        """Neighbouring chunks from the store, which are kept as well, and how long all of the file is."""
+        begin, end = run[0] * CHUNK, (run[-1] + 1) * CHUNK
+        answer = self._from_store(file.key, begin, end)
         data = memoryview(answer.data).cast("B")
-        if known not in (None, answer.nbytes) or len(data) != max(min(run[1] * PAGE, answer.nbytes) - run[0] * PAGE, 0):
-            self.forget(key)
-            raise _changed(f"{self.url}/{key}", run, len(data), answer.nbytes, known)
-        reading.nbytes = answer.nbytes
-        reading.add(run, data)
+        if known not in (None, answer.nbytes) or len(data) != max(min(end, answer.nbytes) - begin, 0):
+            self.forget(file.key)
+            before = "" if known is None else f", it had {known} before"
+            received = f"{len(data)} bytes were received from byte {begin} on, of {answer.nbytes} in all{before}"
+            raise transient(OSError(errno.EIO, f"{self.url}/{file.key} changes while it is read: {received}"))
         try:
-            self._files.reserve(len(data) + PAGE)
-            reading.keep(run, data)
-        except DiskFault as fault:
-            self._rest(fault)
+            for number in run:
+                if not (part := data[number * CHUNK - begin :][:CHUNK]):
+                    break  # the file ends before it
+                self._reserve(-(-(len(part) + _HEAD.size) // 4096) * 4096)
+                file.write(number, part, answer.nbytes)
+        except OSError as error:
+            self._rest(error)
+        return data, answer.nbytes
+
+    def _reserve(self, nbytes: int) -> None:
+        """Count bytes that will be written; what was used longest ago goes if that is too much."""
+        path = self._folder / "usage"
+        with self._space:
+            self._uncounted += nbytes
+            fd = disk.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                if not _taken(lambda: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)):
+                    return  # another process counts now: these bytes are counted with the next ones
+                noted = disk.read_bytes(fd, 8, 0, path)
+                # A process that dies between counting and writing makes it too high; then it is counted again.
+                taken = int.from_bytes(noted, "little") if len(noted) == 8 else sum(size for _, size, _ in self._scan())
+                free = os.statvfs(self._folder)
+                limit = self._limit or min(LIMIT, int(SHARE * (free.f_bavail * free.f_frsize + taken)))
+                if taken + self._uncounted > limit:
+                    taken = self._evict(limit - limit // 10 - self._uncounted)
+                disk.write_all(fd, (taken + self._uncounted).to_bytes(8, "little"), 0, path)
+                self._uncounted = 0
+            finally:
+                os.close(fd)
+
+    def _evict(self, target: int) -> int:
+        """Delete what was used longest ago until no more than ``target`` bytes are taken; how many are then."""
+        chunks = sorted(self._scan())
+        taken = sum(size for _, size, _ in chunks)
+        for _, size, path in chunks:
+            if taken <= target:
+                break
+            _delete(path)
+            taken -= size
+        log.debug("the cache %s now holds %d bytes", self._folder, taken)
+        return taken
+
+    def _scan(self) -> Iterator[tuple[int, int, str]]:
+        """When it was used last, bytes and path of every chunk; anything else in the folder is none of ours."""
+        for folder in _entries(self._folder):
+            if _OBJECT.fullmatch(folder.name) and folder.is_dir(follow_symlinks=False):
+                for entry in _entries(folder.path):
+                    if _CHUNK_FILE.fullmatch(entry.name):
+                        with suppress(FileNotFoundError):
+                            status = entry.stat(follow_symlinks=False)
+                            yield status.st_mtime_ns, status.st_blocks * 512, entry.path
 
 
-class _Reading:
-    """Bytes ``begin:end`` of a file on their way to memory, in pages, and the extents that these lie in."""
+@dataclass(frozen=True)
+class _File:
+    """A file of a store in one version, which never changes, and the folder of its chunks."""
 
-    def __init__(self, files: CacheFolder, version: Version, begin: int, end: int) -> None:
-        self.version, self.served = version, 0
-        self.nbytes: int | None = None
-        self._begin, self._end = begin, end
-        self._first, self._last = begin // PAGE, -(-end // PAGE)
-        self._there = bytearray(self._last - self._first)
-        self._memory: memoryview | None = None
-        self._extents: dict[int, Extent] = {}
-        with ExitStack() as stack:
-            for number in range(self._first // PAGES, -(-self._last // PAGES)):
-                self._extents[number] = extent = files.opened(version, number)
-                stack.callback(extent.close)
-                self.nbytes = self.nbytes or extent.nbytes
-                if self.nbytes is not None and self.nbytes <= extent.last * PAGE:
-                    break  # the file ends here
-            self._stack = stack.pop_all()
+    key: str
+    folder: Path
+    identity: bytes
 
-    def __enter__(self) -> _Reading:
-        return self
+    def read(self, number: int) -> tuple[int, memoryview]:
+        """How long all of the file is, and the bytes of a chunk. Raises FileNotFoundError if it is not there whole."""
+        path = self.folder / str(number)
+        fd = disk.open(path, os.O_RDONLY)
+        try:
+            data = disk.read_bytes(fd, _HEAD.size + CHUNK, 0, path)
+            os.utime(fd)
+        finally:
+            os.close(fd)
+        part = memoryview(data)[_HEAD.size :]
+        nbytes, total = _HEAD.unpack(data[: _HEAD.size]) if part else (0, b"")
+        if total == self._sum(number, part, nbytes):
+            return nbytes, part
+        log.warning("%s in the cache is damaged or of another file; it is fetched again", path)
+        _delete(path)
+        raise FileNotFoundError(path)
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def write(self, number: int, part: memoryview, nbytes: int) -> None:
+        """Keep a chunk of this file of ``nbytes``."""
+        half = self.folder / f"{number}.{threading.get_native_id()}.tmp"
+        fd = disk.open(half, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            disk.write_all(fd, _HEAD.pack(nbytes, self._sum(number, part, nbytes)), 0, half)
+            disk.write_all(fd, part, _HEAD.size, half)
+            disk.replace(half, self.folder / str(number))
+        except BaseException:
+            _delete(half)
+            raise
+        finally:
+            os.close(fd)
 
-    def _pieces(self, parts: Iterable[Run]) -> Iterator[tuple[Extent, Run]]:
-        for first, last in parts:
-            while first < last:
-                extent = self._extents[first // PAGES]
-                yield extent, (first, min(last, extent.last))
-                first = extent.last
-
-    def missing(self) -> list[Run]:
-        """Pages that are still to be read."""
-        return runs(page for page in range(self._first, self._until) if not self._there[page - self._first])
-
-    @property
-    def _until(self) -> int:
-        return self._last if self.nbytes is None else min(self._last, -(-self.nbytes // PAGE))
-
-    def read(self, parts: Iterable[Run]) -> list[Run]:
-        """Read what is on disk; what is not."""
-        absent: list[int] = []
-        for extent, run in self._pieces(parts):
-            lacking = extent.read(run, self.memory)
-            self.nbytes = self.nbytes or extent.nbytes
-            absent += lacking
-            for page in {*range(*run)}.difference(lacking):
-                self._there[page - self._first] = True
-                self.served += min(PAGE, (self.nbytes or 0) - page * PAGE)
-        return runs(absent)
-
-    def lock(self, parts: Iterable[Run]) -> list[Run]:
-        """Lock those of these pages that no other process is fetching."""
-        return runs(page for extent, run in self._pieces(parts) for held in extent.lock(run) for page in range(*held))
-
-    def unlock(self) -> None:
-        for extent in self._extents.values():
-            extent.unlock()
-
-    def memory(self, run: Run) -> memoryview:
-        """Where these pages go."""
-        if self._memory is None:
-            self._memory = memoryview(bytearray((self._last - self._first) * PAGE))
-        return self._memory[(run[0] - self._first) * PAGE : (run[1] - self._first) * PAGE]
-
-    def add(self, run: Run, data: memoryview) -> None:
-        """Add pages that were fetched; without a copy if they are all."""
-        if self._memory is None and run[0] == self._first and run[1] >= self._until:
-            self._memory = data
-        else:
-            self.memory(run)[: len(data)] = data
-        for page in range(*run):
-            self._there[page - self._first] = True
-
-    def keep(self, run: Run, data: memoryview) -> None:
-        """Write what was fetched to disk."""
-        assert self.nbytes is not None
-        at = 0
-        for extent, (first, last) in self._pieces([run]):
-            extent.write((first, last), data[at : at + (last - first) * PAGE], self.nbytes)
-            at += (last - first) * PAGE
-
-    def result(self) -> Got:
-        nbytes = self.nbytes or 0
-        end, origin = max(min(self._end, nbytes), self._begin), self._first * PAGE
-        return Got(self.memory((self._first, self._last))[self._begin - origin : end - origin], nbytes)
+    def _sum(self, number: int, part: memoryview, nbytes: int) -> bytes:
+        total = xxhash.xxh3_64(self.identity + b"\0%d\0%d\0" % (number, nbytes))
+        total.update(part)
+        return total.digest()
 
 
-def _large(entry: Entry) -> bool:
-    return entry.nbytes >= SMALL and entry.key.rpartition("/")[2] != "manifest.json"
+@contextmanager
+def _locks(folder: Path, failed: Callable[[OSError], None]) -> Iterator[Callable[[int], bool]]:
+    """A function that locks a chunk until the block ends, unless another thread or process has it; never waits.
 
+    If the disk fails, ``failed`` is called, and the chunk counts as locked.
+    """
+    fds: list[int] = []
 
-def _make(folder: Path) -> None:
+    def take(number: int) -> bool:
+        lock = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+        try:
+            if not fds:
+                disk.make_folders(folder, 0o700)
+                fds.append(disk.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600))
+            # Of the open file description: so it keeps threads apart too.
+            return _taken(lambda: fcntl.fcntl(fds[0], fcntl.F_OFD_SETLK, lock))
+        except OSError as error:
+            failed(error)
+            return True
+
     try:
-        disk.make_folders(folder, 0o700)
+        yield take
+    finally:
+        for fd in fds:
+            with suppress(OSError):  # not left to closing it: a child that was forked meanwhile has it open too
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+            os.close(fd)
+
+
+def _taken(lock: Callable[[], object]) -> bool:
+    """Whether a lock could be had at once; a file system without locks counts as one that gives it."""
+    try:
+        lock()
     except OSError as error:
-        refused = StorageError(f"cannot make {folder} for a cache: {error}; give a folder on local disk")
-        refused.errno, refused.file = error.errno, str(folder)
-        raise refused from error
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        if error.errno not in (errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return True
 
 
-def _changed(file: str, run: Run, length: int, nbytes: int, known: int | None) -> OSError:
-    before = "" if known is None else f", it had {known} before"
-    received = f"{length} bytes were received from byte {run[0] * PAGE} on, of {nbytes} in all"
-    return transient(OSError(errno.EIO, f"{file} changes while it is read: {received}{before}"))
+def _delete(path: str | Path) -> None:
+    with suppress(FileNotFoundError):
+        disk.delete(path)
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        return disk.listed(folder)
+    except FileNotFoundError:
+        return []
