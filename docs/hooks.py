@@ -16,6 +16,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 
 _HIDDEN = re.compile(r"^[ ]*<!-- *(?:before\b.*?|(?:not run|raises|prints)\b[^\n]*?)-->\n", re.MULTILINE | re.DOTALL)
+_ENTRY = re.compile(r"^::: (?P<home>[\w.]+)(?: as (?P<name>[\w.]+))?\n(?:    options:\n)?", re.MULTILINE)
+"""An entry of the reference: where an object is defined, and the name by which users import it, if that is another."""
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
@@ -50,7 +52,12 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         name = _target(page.file.src_uri, link[1])
         return f"{up}repository/{name}.txt" if name else link[1]
 
-    return _LINK.sub(turned, _HIDDEN.sub("", markdown))
+    return _LINK.sub(turned, _ENTRY.sub(_entry, _HIDDEN.sub("", markdown)))
+
+
+def _entry(entry: re.Match[str]) -> str:
+    name = entry["name"] or entry["home"]
+    return f"::: {entry['home']}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
 
 
 def _outside(files: Files) -> set[str]:
