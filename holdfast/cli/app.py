@@ -1,6 +1,7 @@
-"""The command line: the list of commands, and what becomes of their errors.
+"""The program `holdfast`: the list of its commands, how its arguments are read, and what becomes of errors.
 
 `main` is the console script. It shows no traceback for an error that a user can cause, unless ``--debug`` is given.
+Help and TAB import neither torch nor the rest of the package.
 """
 
 from __future__ import annotations
@@ -8,61 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
+from itertools import takewhile
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
 
-from holdfast.cli import (
-    bench,
-    convert,
-    copy,
-    diff,
-    doctor,
-    du,
-    errors,
-    ls,
-    mend,
-    output,
-    plan,
-    prune,
-    show,
-    timeline,
-    view,
-    watch,
-)
+from holdfast.cli import commands, errors, old_words, output
 from holdfast.cli.errors import Code
 from holdfast.ondisk.version import __version__
-from holdfast.report import progress
 from holdfast.storage.local import disk
 
-LOOK, CHECK, CHANGE, RUN = "Look", "Check and mend", "Change", "Runs and machines"
-
-_COMMANDS: tuple[tuple[str, Callable[..., None]], ...] = (
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     # Help lists them in this order, each under the name of its function.
-    (LOOK, ls.ls),
-    (LOOK, show.show),
-    (LOOK, diff.diff),
-    (LOOK, du.du),
-    (LOOK, plan.plan),
-    (LOOK, view.view),
-    (CHECK, mend.verify),
-    (CHECK, doctor.doctor),
-    (CHECK, mend.repair),
-    (CHECK, mend.rescue),
-    (CHANGE, convert.convert),
-    (CHANGE, convert.unshard),
-    (CHANGE, copy.copy),
-    (CHANGE, prune.prune),
-    (CHANGE, prune.gc),
-    (RUN, watch.watch),
-    (RUN, bench.bench),
-    (RUN, timeline.timeline),
-)
+    "Look": (commands.ls, commands.show, commands.diff, commands.view, commands.watch),
+    "Check and repair": (commands.verify, commands.doctor, commands.repair, commands.rescue),
+    "Convert, copy and delete": (commands.convert, commands.copy, commands.prune),
+}
 
 _EVERYWHERE = ("--debug", "--quiet")
 """Options of the program that may stand behind a command too."""
@@ -70,11 +34,12 @@ _EVERYWHERE = ("--debug", "--quiet")
 app = typer.Typer(
     name="holdfast", pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Paths may be URLs: s3://, gs://, az://, https://. Every command takes --json. holdfast COMMAND --help "
-    "tells more; docs/cli.md has an example of each.",
+    epilog="Paths may be URLs: s3://, gs://, az://, https://. Every command takes --json. `holdfast COMMAND --help` "
+    "lists its options; docs/cli.md has an example of each command.",
 )  # fmt: skip
-for _panel, _command in _COMMANDS:
-    app.command(_command.__name__, rich_help_panel=_panel)(_command)
+for _panel, _functions in _COMMANDS.items():
+    for _function in _functions:
+        app.command(_function.__name__, rich_help_panel=_panel)(_function)
 
 
 def _version(wanted: bool) -> None:
@@ -86,28 +51,23 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def common(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Log more, and show where errors come from.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing but errors; --json is still answered.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Log more, and show where an error comes from.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print errors only; --json still prints its object.")] = False,
 ) -> None:
-    """Look at checkpoints, check them, change them, and watch over the runs that write them."""
+    """Look at checkpoints, check and repair them, convert and copy them, and watch the runs that write them."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
     output.be_quiet(quiet)
     if quiet:
-        context.with_resource(_no_bars())
-    console = Console(stderr=True)
-    handler = RichHandler(console=console, show_time=False, show_path=debug, markup=False, highlighter=None)
+        context.with_resource(output.no_bars())
+    handler = RichHandler(
+        console=Console(stderr=True), show_time=False, show_path=debug, markup=False, highlighter=None
+    )
     logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, format="%(message)s", handlers=[handler])
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    before = {name: os.environ[name] for name in (progress.VARIABLE,) if name in os.environ}
-    os.environ[progress.VARIABLE] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[progress.VARIABLE]
-        os.environ.update(before)
 
 
 def main() -> None:
@@ -127,15 +87,18 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run the command that ``arguments`` name, and return the exit code of the program."""
     try:
-        return _run(arguments, _in_front(arguments))
+        return _run(arguments)
     except BrokenPipeError:
         return _closed()
 
 
-def _run(arguments: Sequence[str], given: list[str]) -> int:
+def _run(arguments: Sequence[str]) -> int:
+    words, notice = old_words.renamed(_in_order(arguments))
+    if notice and "--quiet" not in words:
+        sys.stderr.write(f"{notice}\n")
     try:
         # The standalone mode has exit codes of its own for usage errors, interrupts and closed pipes.
-        code: Any = app(given or ["--help"], prog_name="holdfast", standalone_mode=False)
+        code: Any = app(words or ["--help"], prog_name="holdfast", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -144,18 +107,41 @@ def _run(arguments: Sequence[str], given: list[str]) -> int:
             raise BrokenPipeError from None
         return int(ended.code or 0)  # shell completion exits
     except (Exception, KeyboardInterrupt) as error:
-        failure = errors.failure_of(error, given, _places(given))
-        if failure is None or "--debug" in arguments:
+        failure = errors.failure_of(error, words, _places(words))
+        if failure is None or "--debug" in words:
             raise
-        return _failed(failure, arguments)
+        return _failed(failure, words)
     if code == Code.INTERRUPTED:  # newer versions of typer return it
-        return _failed(errors.INTERRUPTED, arguments)
+        return _failed(errors.INTERRUPTED, words)
     return int(code or Code.FINE)
 
 
-def _failed(failure: errors.Failure, arguments: Sequence[str]) -> int:
+def _in_order(arguments: Sequence[str]) -> list[str]:
+    """The options of the program in front of the command, and a ``--json`` that stands there behind it."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    words = [word for word in arguments[:end] if word not in _EVERYWHERE]
+    front = list(takewhile(lambda word: word.startswith("-"), words))
+    if "--json" in front and len(front) < len(words):
+        front.remove("--json")
+        words = [*front, words[len(front) + 1], "--json", *words[len(front) + 2 :]]
+    return [*(word for word in arguments[:end] if word in _EVERYWHERE), *words, *arguments[end:]]
+
+
+def _places(words: Sequence[str]) -> list[str]:
+    """The arguments of the command without options and their values: the paths that it is about."""
+    commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
+    words = [word for word in words if word not in _EVERYWHERE]
+    command = commands.get(words[0]) if words else None
+    if command is None:
+        return []
+    with command.make_context(words[0], words[1:], resilient_parsing=True) as context:
+        values = [context.params.get(one.name) for one in command.params if one.param_type_name == "argument"]
+    return [str(value) for value in values if value]
+
+
+def _failed(failure: errors.Failure, words: Sequence[str]) -> int:
     try:
-        output.fail(failure, as_json="--json" in arguments)
+        output.fail(failure, as_json="--json" in words)
         sys.stderr.flush()
     except SystemExit:  # rich again
         raise BrokenPipeError from None
@@ -171,21 +157,3 @@ def _closed() -> int:
         except BrokenPipeError:
             os.dup2(nowhere, number)
     return Code.CLOSED
-
-
-def _places(given: Sequence[str]) -> list[str]:
-    """The arguments of the command without options and their values: the paths that it is about."""
-    commands: dict[str, Any] = getattr(typer.main.get_command(app), "commands", {})
-    words = [word for word in given if word not in _EVERYWHERE]
-    command = commands.get(words[0]) if words else None
-    if command is None:
-        return []
-    with command.make_context(words[0], words[1:], resilient_parsing=True) as context:
-        values = [context.params.get(one.name) for one in command.params if one.param_type_name == "argument"]
-    return [str(value) for value in values if value]
-
-
-def _in_front(arguments: Sequence[str]) -> list[str]:
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    moved = [word for word in arguments[:end] if word in _EVERYWHERE]
-    return [*moved, *(word for word in arguments[:end] if word not in _EVERYWHERE), *arguments[end:]]

@@ -1,31 +1,17 @@
 """``holdfast copy``: copy checkpoints from one place to another, and check every block on the way.
 
-`app` calls it. It never changes the source.
+`commands` calls it. It never changes the source.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 import holdfast
 from holdfast.cli import output
-from holdfast.cli.convert import bytes_of
-from holdfast.cli.options import Json
+from holdfast.cli.options import bytes_of
 from holdfast.copy import Copied
 
 
-def copy(
-    source: Annotated[str, typer.Argument(help="A checkpoint of holdfast, or the folder of a run: a path or a URL.")],
-    target: Annotated[str, typer.Argument(help="Where the copy is to be: a path or a URL.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another checkpoint that is there.")] = False,
-    bandwidth: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="SIZE", help="At most so many bytes a second: 200MB.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Copy a checkpoint, or all steps of a run; the same command goes on from where one was interrupted."""
+def copy(*, source: str, target: str, overwrite: bool, bandwidth: str | None, json: bool) -> None:
     limit = None if bandwidth is None else float(bytes_of(bandwidth))
     done = holdfast.copy(source, target, overwrite=overwrite, bandwidth=limit)
     steps = {name: _plain(step) for name, step in done.steps.items()}
@@ -37,14 +23,12 @@ def _show(done: Copied) -> None:
         ("step", "copied", "were there", ""),
         (
             (
-                name,
-                output.size(step.stats.nbytes),
-                step.stats.skipped,
+                name, output.size(step.stats.nbytes), step.stats.skipped,
                 "new" if step.committed else "the same was there",
             )
             for name, step in done.steps.items()
         ),
-    )
+    )  # fmt: skip
     stats = done.stats
     there = f", {stats.skipped} files were there" if stats.skipped else ""
     what = f"{len(done.steps)} steps" if done.steps else "copied" if done.committed else "the same checkpoint was there"

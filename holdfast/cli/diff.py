@@ -1,6 +1,6 @@
 """``holdfast diff``: what differs between two checkpoints of any formats.
 
-`app` calls it. It changes nothing, and ends with 0 if they are the same and with 1 if they differ, as `diff` does.
+`commands` calls it. It changes nothing. Its exit code is 0 if they are the same, else 1, as that of `diff`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
 
 import typer
 
@@ -17,36 +16,27 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.cli.errors import Code
-from holdfast.cli.options import Json, Source
 from holdfast.cli.show import brief, typed
 from holdfast.inspect.compare import Difference, compare, compare_names
 
 _ORDER = ("only in a", "only in b", "shape", "dtype", "changed")
 
 
-def diff(
-    a: Source,
-    b: Annotated[str, typer.Argument(help="Another one, of any format.")],
-    tensors: Annotated[str, typer.Option("--tensors", metavar="GLOB", help="Only names that fit.")] = "*",
-    names_only: Annotated[
-        bool, typer.Option("--names-only", help="Names, shapes and dtypes; reads no tensor.")
-    ] = False,
-    top: Annotated[int, typer.Option("--top", min=0, help="How many to show, the largest first; 0: all.")] = 50,
-    json: Json = False,
-) -> None:
-    """Compare names, shapes, dtypes and values; exit code 0 if all is the same, 1 if anything differs."""
+def diff(*, a: str, b: str, tensors: str, names_only: bool, top: int, json: bool) -> None:
     left, right = holdfast.open(a), holdfast.open(b)
     every = list(compare_names(left, right, only=tensors) if names_only else compare(left, right, only=tensors))
     differences = sorted((d for d in every if d.status != "same"), key=_by_size)
     counts = Counter[str](d.status for d in every)
+    of_tensors, of_values = _lines(left, right, differences)
+    shown = of_tensors[: top or None], of_values[: top or None]
     if json:
-        shown = [output.fields(d, "relative") for d in (differences[:top] if top else differences)]
-        output.as_json({"a": a, "b": b, "same": not differences, "counts": counts, "differences": shown})
+        rows = [output.fields(d, "relative") for lines in shown for line in lines for d in line]
+        output.as_json({"a": a, "b": b, "same": not differences, "counts": counts, "differences": rows})
     else:
-        lines = _lines(left, right, differences)
-        _show(left, right, lines[:top] if top else lines)
-        if top and len(lines) > top:
-            output.say(f"… and {sum(map(len, lines[top:]))} more (--top 0 shows all)")
+        _show(left, right, *shown)
+        more = len(differences) - sum(len(line) for lines in shown for line in lines)
+        if more:
+            output.say(f"… and {more} more (--top 0 shows all)")
         output.say(_summary(counts, names_only=names_only))
     raise typer.Exit(Code.DIFFERENT if differences else Code.FINE)
 
@@ -63,15 +53,18 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(len(part) if at % 2 else 0, part) for at, part in enumerate(parts)]
 
 
-def _lines(a: Checkpoint, b: Checkpoint, differences: list[Difference]) -> list[list[Difference]]:
-    """The differences of each line. Items of one list share a line if one checkpoint lacks them."""
-    lines: dict[tuple[str, str], list[Difference]] = {}
+def _lines(a: Checkpoint, b: Checkpoint, differences: list[Difference]) -> tuple[list[list[Difference]], ...]:
+    """The differences of each line, of tensors and of values; items of a list that one lacks share a line."""
+    of_tensors: list[list[Difference]] = []
+    of_values: dict[tuple[str, str], list[Difference]] = {}
     for d in differences:
         parent, _, last = d.name.rpartition("/")
-        is_value = d.name not in a.records and d.name not in b.records
-        is_item = is_value and d.status in ("only in a", "only in b") and last.isdigit()
-        lines.setdefault((d.status, f"{parent}/" if is_item else d.name), []).append(d)
-    return list(lines.values())
+        if d.name in a.records or d.name in b.records:
+            of_tensors.append([d])
+        else:
+            is_item = d.status in ("only in a", "only in b") and last.isdigit()
+            of_values.setdefault((d.status, f"{parent}/" if is_item else d.name), []).append(d)
+    return of_tensors, list(of_values.values())
 
 
 def _summary(counts: Counter[str], *, names_only: bool) -> str:
@@ -87,9 +80,10 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _show(a: Checkpoint, b: Checkpoint, lines: list[list[Difference]]) -> None:
-    values = [line for line in lines if line[0].name not in a.records and line[0].name not in b.records]
-    tensors = [line[0] for line in lines if line[0].name in a.records or line[0].name in b.records]
+def _show(
+    a: Checkpoint, b: Checkpoint, of_tensors: list[list[Difference]], values: list[list[Difference]]
+) -> None:  # fmt: skip
+    tensors = [line[0] for line in of_tensors]
     names = [d for d in tensors if d.status != "changed"]
     output.table(
         ("name", "is", "first", "second"),
@@ -108,12 +102,8 @@ def _show(a: Checkpoint, b: Checkpoint, lines: list[list[Difference]]) -> None:
     }
     if not any(d.nonfinite for d in numbers):
         del columns["NaN or Inf"]
-    if names and numbers:
-        output.say("")
-    output.table(tuple(columns), ([cell(d) for cell in columns.values()] for d in numbers))
-    if tensors and values:
-        output.say("")
-    output.table(("value", "first", "second"), map(partial(_value, a, b), values))
+    output.table(tuple(columns), ([cell(d) for cell in columns.values()] for d in numbers), gap=bool(names))
+    output.table(("value", "first", "second"), map(partial(_value, a, b), values), gap=bool(tensors))
 
 
 def _value(a: Checkpoint, b: Checkpoint, line: list[Difference]) -> tuple[str, str, str]:

@@ -1,6 +1,6 @@
 """What an error means to a caller: an exit code, a kind, and what to do next.
 
-`app` calls `failure_of` with the exception of a command. It looks at the disk again only where a local path holds no
+`app` calls `failure_of` with the exception of a command. It looks at the disk again only if a local path holds no
 checkpoint, and changes nothing.
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 
 import typer
 
-from holdfast.doctor.checkpoints import advice
 from holdfast.errors import (
     Damaged,
     HoldfastError,
@@ -32,11 +31,11 @@ from holdfast.errors import (
 
 
 class Code(IntEnum):
-    """The exit codes of all commands. docs/cli.md documents them, and they never change their meaning."""
+    """The exit codes of all commands. docs/cli.md documents them; their meaning never changes."""
 
     FINE = 0
     DAMAGED = 1
-    DIFFERENT = 1  # of `holdfast diff`, as of `diff`; a damaged checkpoint is reported on standard error
+    DIFFERENT = 1  # of `holdfast diff`, as of `diff`; damage, which has the same code, is an error on standard error
     USAGE = 2
     NOT_A_CHECKPOINT = 3
     STORAGE = 4
@@ -56,7 +55,7 @@ _BY_KIND: tuple[tuple[type[BaseException], Code], ...] = (
 
 
 def code_of(error: BaseException) -> Code | None:
-    """The code for an error that a user can cause; None for any other, which is a fault of holdfast."""
+    """The code of an error that a user can cause; None for any other, which is a bug of holdfast."""
     return next((code for kind, code in _BY_KIND if isinstance(error, kind)), None)
 
 
@@ -77,7 +76,7 @@ _USAGE: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__n
 
 
 def failure_of(error: BaseException, arguments: Sequence[str] = (), places: Sequence[str] = ()) -> Failure | None:
-    """The failure that a user sees; None for an error that no user can cause: a fault of holdfast.
+    """The failure that a user sees; None for an error that no user can cause, which is a bug of holdfast.
 
     ``arguments`` are those of the program. ``places`` are those of them that are neither options nor values of options:
     the hint names the one that the error is about.
@@ -91,10 +90,23 @@ def failure_of(error: BaseException, arguments: Sequence[str] = (), places: Sequ
         return None
     # A command is one process, so the rank and the host are left out.
     cause = getattr(error, "cause", None) if not isinstance(error, SaveFailed) else None
-    text = cause or str(error) or type(error).__name__
+    text = in_options(cause or str(error) or type(error).__name__)
     command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
     kind, hint = _kind(error, _subject(error, arguments, places), command, arguments)
     return Failure(code, kind, text, hint)
+
+
+_SAME = ("bandwidth", "dtype", "extras", "like", "only", "overwrite", "rename", "require", "save", "step", "to")
+_OPTIONS = {name: f"--{name}" for name in _SAME} | {"max_shard_bytes": "--max-shard-size", "sources": "--from"}
+"""Arguments of Python that errors of the library name, and the options of the commands that set them."""
+_ARGUMENT = re.compile(rf"(?<![\w/?&.=-])({'|'.join(_OPTIONS)})=(?:True\b)?(?=([\w'\"\[]?))")
+_FUNCTION = re.compile(r"\bholdfast\.(?:tools\.)?(convert|copy|repair|rescue|recover|verify)\b")
+
+
+def in_options(text: str) -> str:
+    """The text of an error with the options of commands in the place of Python's arguments and functions."""
+    words = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]] + (" " if found[2] else ""), text)
+    return _FUNCTION.sub(lambda found: f"holdfast {found[1].replace('recover', 'rescue')}", words)
 
 
 _SECRET = re.compile(r"://[^/]*@|[?&][^=&]*(key|secret|token|sas|sig|password)[^=&]*=", re.IGNORECASE)
@@ -104,7 +116,7 @@ _SECRET = re.compile(r"://[^/]*@|[?&][^=&]*(key|secret|token|sas|sig|password)[^
 def _usage(error: Any) -> Failure:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "holdfast"
-    text = error.format_message()
+    text = error.format_message().removeprefix("Invalid value: ")
     hint = "--to huggingface writes safetensors" if "'safetensors' is not one of" in text else f"{path} --help"
     return Failure(Code.USAGE, "usage", text, hint)
 
@@ -121,25 +133,27 @@ def _subject(error: BaseException, arguments: Sequence[str], places: Sequence[st
 
 
 def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str]) -> tuple[str, str]:
+    from holdfast.doctor.checkpoints import advice
+
     text, quoted = str(error), shlex.quote(path)
     if isinstance(error, Untrusted):
         return "not trusted", "check whose key it should be: docs/security.md"
     if isinstance(error, Damaged):
         if "cannot be rescued" in text:
             return "damaged", "take an older step of the run, or a copy of this one"
-        return "damaged", advice(path) or f"holdfast verify {quoted} lists all that is hit"
+        return "damaged", advice(path) or f"holdfast verify {quoted} lists all damage"
     if isinstance(error, NotACheckpoint):
-        return "no checkpoint", advice(path) or f"holdfast doctor {quoted} tells what is there"
+        return "no checkpoint", advice(path) or f"holdfast doctor {quoted} says what is there"
     if isinstance(error, Unsupported):
         if install := re.search(r"pip install ['\"]?[\w\[\]=<>.-]+['\"]?", text):
             return "missing package", install[0]
         return "unsupported", "docs/formats.md lists what can be read, docs/troubleshooting.md explains this text"
     if isinstance(error, Mismatch):
         if command == "rescue" and "--like" not in arguments:
-            return "mismatch", advice(path) or f"holdfast doctor {quoted} tells what is there"
-        return "mismatch", f"holdfast show {quoted} lists the names that there are"
+            return "mismatch", advice(path) or f"holdfast doctor {quoted} says what is there"
+        return "mismatch", f"holdfast show {quoted} lists the names in it"
     if isinstance(error, RankLost):
-        return "rank lost", "look at that rank's log; docs/crash-safety.md"
+        return "rank lost", "look at the log of that rank; docs/crash-safety.md"
     if isinstance(error, SaveFailed):
         return "failed", "docs/troubleshooting.md explains this text"
     if isinstance(error, OSError):
@@ -148,8 +162,8 @@ def _kind(error: BaseException, path: str, command: str, arguments: Sequence[str
         if run := re.search(r"give the folder of its run, (.+)$", text):
             return "usage", f"holdfast {command} {shlex.quote(run[1])}"
         if "://" in text:
-            return "usage", "docs/stores.md tells how places in stores are written"
-        return "usage", f"holdfast {command} --help tells what can be given"
+            return "usage", "docs/stores.md says how to write the URL of a store"
+        return "usage", f"holdfast {command} --help lists the options"
     return "failed", "docs/troubleshooting.md explains this text"
 
 
@@ -158,15 +172,15 @@ def _of_system(error: OSError, path: str, command: str) -> tuple[str, str]:
     if "needs no rescue" in text:
         return "taken", f"nothing, if it opens: holdfast verify {path} reads every byte"
     if "credentials" in text and error.errno == errno.EACCES:
-        return "no credentials", f"holdfast doctor {path} tells whose credentials are used; docs/stores.md"
+        return "no credentials", f"holdfast doctor {path} says which credentials are used; docs/stores.md"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "no rights", f"holdfast doctor {path} tells which rights are lacking"
+        return "no rights", f"holdfast doctor {path} says which rights are missing"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "no space", "free some: holdfast prune RUN and holdfast gc RUN tell what could go"
+        return "no space", "holdfast prune RUN, and the same with --orphans, list what can be deleted"
     if error.errno == errno.EEXIST:
         if "another process" in text or "another save" in text:
-            return "busy", "wait until it has ended, and give the same command again"
-        return "taken", "give a target that is free" + (", or --overwrite" if "holds other" not in text else "")
+            return "busy", "wait until it has ended, and run the same command again"
+        return "taken", "choose a target that is free" + (", or --overwrite" if "holds other" not in text else "")
     if command == "doctor":
-        return "storage", "see that the path, the server and the network are there, and give the same command again"
-    return "storage", f"holdfast doctor {path} tells what is wrong there"
+        return "storage", "check the path, the server and the network, and run the same command again"
+    return "storage", f"holdfast doctor {path} says what is wrong there"

@@ -1,42 +1,63 @@
-"""``holdfast ls``: the checkpoints of a root, their age, size and health.
+"""``holdfast ls``: the checkpoints of a run with their age, size and health, or the runs of a folder.
 
-`app` calls it. It reads no tensor, and changes nothing.
+`commands` calls it. It reads no tensor, and changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from typing import Annotated
 
 import typer
 
 from holdfast.cli import output
-from holdfast.cli.options import Json
+from holdfast.cli.sizes import show_sizes
+from holdfast.errors import NotACheckpoint
+from holdfast.inspect.runs import Run, runs_in
 from holdfast.inspect.survey import Step, survey
 
 
-def ls(
-    root: Annotated[str, typer.Argument(help="A folder or URL with checkpoints in it, or one checkpoint.")],
-    fast: Annotated[str | None, typer.Option("--fast", help="The fast tier of the same run, a local folder.")] = None,
-    headers: Annotated[bool, typer.Option("--headers", help="Check the header of every data file too.")] = False,
-    json: Json = False,
-) -> None:
-    """List checkpoints: step, age, size, health, and on which tier, of which run, with which metric if that is told."""
-    steps = survey(root, fast=fast, headers=headers)
-    output.answer({"root": root, "checkpoints": steps}, lambda: _show(steps), json=json)
+def ls(*, root: str, sizes: bool, fast: str | None, headers: bool, json: bool) -> None:
+    if sizes:
+        if fast or headers:
+            raise typer.BadParameter("--sizes goes without --fast and --headers")
+        show_sizes(root, json=json)
+        return
+    try:
+        steps = survey(root, fast=fast, headers=headers)
+    except NotACheckpoint:
+        runs = runs_in(root)
+        if not runs:
+            raise
+        output.answer({"root": root, "runs": runs}, lambda: _show_runs(runs), json=json)
+        return
+    output.answer({"root": root, "checkpoints": steps}, lambda: _show_steps(steps), json=json)
 
 
-def _show(steps: Sequence[Step]) -> None:
+def _show_runs(runs: Sequence[Run]) -> None:
+    now = datetime.now(timezone.utc)
+    output.table(
+        ("run", "steps", "newest", "age", "bytes", "health of the newest"),
+        (
+            (
+                run.name, run.steps, run.newest.name if run.newest else "",
+                age(run.newest.created, now) if run.newest else "", output.size(run.nbytes),
+                health(run.newest) if run.newest else run.fault,
+            )
+            for run in runs
+        ),
+    )  # fmt: skip
+
+
+def _show_steps(steps: Sequence[Step]) -> None:
     now = datetime.now(timezone.utc)
     # Columns that are empty or the same for all of them are left out.
     columns = ["step", "name", "age", "bytes"]
-    runs = {step.run for step in steps if step.run}
     extra = {
         "own": any(step.own != step.nbytes for step in steps),
         "ranks": any(step.world_size for step in steps),
         "metric": any(step.metric is not None for step in steps),
-        "run": len(runs) > 1,
+        "run": len({step.run for step in steps if step.run}) > 1,
         "tier": any(step.tier for step in steps),
         "format": any(step.format != "holdfast" for step in steps),
     }
@@ -62,14 +83,9 @@ def health(step: Step) -> str:
 
 
 def age(created: str | None, now: datetime) -> str:
-    """How long ago that was, in one unit; empty if it is unknown."""
-    if created is None:
-        return ""
+    """How long ago that was; empty if it is unknown."""
     try:
-        seconds = (now - datetime.fromisoformat(created.replace("Z", "+00:00"))).total_seconds()
+        seconds = (now - datetime.fromisoformat((created or "").replace("Z", "+00:00"))).total_seconds()
     except (ValueError, TypeError):  # a manifest may say anything here
         return ""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+    return output.span(max(seconds, 1.0))

@@ -1,35 +1,55 @@
-"""``holdfast verify``, ``repair`` and ``rescue``: check a checkpoint, mend it, make its lost manifest again.
+"""``holdfast verify``, ``repair`` and ``rescue``: check checkpoints, repair data, make a lost manifest again.
 
-`app` calls them. They list what was not checked, what could not be mended, and what is lost.
+`commands` calls them. They list what was not checked, what could not be repaired, and what is lost.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-import holdfast
+from holdfast import tools
 from holdfast.cli import output
-from holdfast.cli.errors import Code
-from holdfast.cli.options import Json, Source
-from holdfast.doctor.mending import mending, not_by_headers
-from holdfast.errors import Mismatch
+from holdfast.cli.errors import Code, code_of
+from holdfast.doctor.mending import mending, not_by_headers, steps_in
+from holdfast.errors import HoldfastError, Mismatch
+from holdfast.inspect.runs import run_at
 from holdfast.read.damage import Damage, Verified
 from holdfast.repair.repair import Repaired
 from holdfast.repair.rescue import Rescued
+from holdfast.storage.place import Place
 
 
-def verify(
-    path: Source,
-    shallow: Annotated[bool, typer.Option("--shallow", help="Headers, sizes and attachments only.")] = False,
-    json: Json = False,
-) -> None:
-    """Check every byte of a checkpoint; exit code 1 if any is not what was written."""
-    report = holdfast.tools.verify(path, deep=not shallow, raises=False)
-    hint = "" if report.whole else mending(path)
-    output.answer(output.fields(report, "whole") | {"next": hint}, lambda: _show_verified(report, hint), json=json)
-    raise typer.Exit(Code.FINE if report.whole else Code.DAMAGED)
+def verify(*, path: str, shallow: bool, json: bool) -> None:
+    run = run_at(path)
+    steps = [] if run is None else steps_in(run)
+    if not steps:
+        result, code = _verified(path, shallow=shallow, json=json)
+        if json:
+            output.as_json(result)
+        raise typer.Exit(code)
+    results, codes = [], []
+    for step in steps:
+        try:
+            result, code = _verified(step, shallow=shallow, json=json)
+        except HoldfastError as error:  # the other steps are checked all the same
+            result, code = {"path": str(step), "whole": False, "error": str(error)}, code_of(error) or Code.FAILED
+            if not json:
+                output.say(f"{step} cannot be checked: {error}")
+        results.append(result)
+        codes.append(code)
+    whole = codes.count(Code.FINE)
+    summary = {"path": path, "whole": whole == len(steps), "steps": results}
+    output.answer(summary, lambda: output.say(f"{whole} of {len(steps)} steps are whole"), json=json)
+    raise typer.Exit(next((code for code in codes if code), Code.FINE))
+
+
+def _verified(path: str | Place, *, shallow: bool, json: bool) -> tuple[dict[str, object], Code]:
+    """Check one checkpoint and print what was found, unless it is wanted as JSON; the result and its exit code."""
+    report = tools.verify(path, deep=not shallow, raises=False)
+    hint = "" if report.whole else mending(str(path))
+    if not json:
+        _show_verified(report, hint)
+    return output.fields(report, "whole") | {"next": hint}, Code.FINE if report.whole else Code.DAMAGED
 
 
 def _show_verified(report: Verified, hint: str) -> None:
@@ -62,17 +82,8 @@ def _show_next(hint: str) -> None:
         output.say(f"next: {hint}")
 
 
-def repair(
-    path: Annotated[str, typer.Argument(help="A checkpoint of holdfast: a path or a URL.")],
-    source: Annotated[
-        list[str] | None,
-        typer.Option("--from", metavar="SOURCE", help="A checkpoint, or a folder of checkpoints. May come again."),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing, say what could be mended.")] = False,
-    json: Json = False,
-) -> None:
-    """Put right what is damaged, from the checkpoint itself and the sources; exit code 1 if anything stays damaged."""
-    done = holdfast.tools.repair(path, sources=source or (), dry_run=dry_run)
+def repair(*, path: str, source: list[str] | None, dry_run: bool, json: bool) -> None:
+    done = tools.repair(path, sources=source or (), dry_run=dry_run)
     hint = "" if done.whole else mending(path, source or ())
     result = output.fields(done, "whole") | {"mended": [one._asdict() for one in done.mended], "next": hint}
     output.answer(result, lambda: _show_repaired(done, hint, dry_run=dry_run), json=json)
@@ -92,19 +103,10 @@ def _show_repaired(done: Repaired, hint: str, *, dry_run: bool) -> None:
     _show_next(hint)
 
 
-def rescue(
-    folder: Annotated[str, typer.Argument(help="A folder with data files of holdfast: a path or a URL.")],
-    like: Annotated[
-        str | None, typer.Option("--like", metavar="STEP", help="A copy, or a step of the same run: values from there.")
-    ] = None,
-    save: Annotated[str | None, typer.Option("--save", help="Which save, if the folder has files of several.")] = None,
-    step: Annotated[int | None, typer.Option("--step", help="The step to be noted.")] = None,
-    json: Json = False,
-) -> None:
-    """Make the manifest of a checkpoint anew from its data files; exit code 1 if bytes are damaged."""
+def rescue(*, folder: str, like: str | None, save: str | None, step: int | None, json: bool) -> None:
     if like is None and save is None and (why := not_by_headers(folder)):
-        raise Mismatch(f"{why}, or the save with --save to do without")
-    done = holdfast.tools.rescue(folder, like=like, save=save, step=step)
+        raise Mismatch(f"{why}, or name the save with --save to do without it")
+    done = tools.rescue(folder, like=like, save=save, step=step)
     output.answer(done, lambda: _show_rescued(done), json=json)
     raise typer.Exit(Code.DAMAGED if done.damages else Code.FINE)
 

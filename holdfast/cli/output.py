@@ -7,8 +7,10 @@ code, and never lets a name or a path move a terminal's cursor.
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -25,9 +27,24 @@ _quiet = False
 
 
 def be_quiet(quiet: bool) -> None:
-    """From now on print errors and JSON alone, or everything again."""
+    """From now on print errors and JSON only, or everything again."""
     global _quiet
     _quiet = quiet
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Inside the block no command shows a progress bar."""
+    from holdfast.report.progress import VARIABLE
+
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 def answer(value: object, show: Callable[[], None], *, json: bool) -> None:
@@ -98,14 +115,18 @@ def show(picture: RenderableType) -> None:
         _console().print(picture)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print rows under their headings; nothing if there are no rows."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, gap: bool = False) -> None:
+    """Print rows under their headings, with ``gap`` below a blank line; nothing if there are no rows."""
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         drawn.add_column(Text(visible(column)), overflow="fold")
     for row in rows:
         drawn.add_row(*(Text(visible(str(cell))) for cell in row))
-    if drawn.rows and not _quiet:
+    if not drawn.rows:
+        return
+    if gap:
+        say("")
+    if not _quiet:
         # In a pipe, a table is as wide as its cells need: other programs search and cut it.
         _console(width=None if sys.stdout.isatty() else _WIDEST).print(drawn)
 
@@ -122,3 +143,26 @@ def size(nbytes: int) -> str:
             break
         amount /= 1000
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def span(seconds: float | None) -> str:
+    """A length of time, such as 1 h 20 min."""
+    if seconds is None:
+        return "–"
+    if seconds < 0.00095:
+        return f"{seconds * 1e6:.0f} µs"
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.{0 if seconds >= 0.00995 else 1}f} ms"
+    if seconds < 99.5:
+        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f} s"
+    for unit, name, below, small in ((60, "min", 60, "s"), (3600, "h", 48, "min")):
+        if seconds < unit * below:
+            whole, rest = divmod(seconds, unit)
+            part = int(rest / (1 if small == "s" else 60))
+            return f"{whole:.0f} {name} {part} {small}" if part and whole < 10 else f"{whole:.0f} {name}"
+    return f"{seconds / 86400:.1f} days"
+
+
+def ago(seconds: float | None) -> str:
+    """How long ago something was."""
+    return "a while ago" if seconds is None else "just now" if seconds < 1 else f"{span(seconds)} ago"

@@ -1,20 +1,21 @@
 """``holdfast show``: what a checkpoint holds, from the manifest alone; with ``--stats`` its numbers too.
 
-`app` calls it. It changes nothing.
+`commands` calls it. It changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
-from holdfast.cli.options import Json, Source
+from holdfast.cli.mesh import show_plan
+from holdfast.cli.sizes import show_sizes
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import HoldfastError
 from holdfast.inspect.layout import Layouts
@@ -33,17 +34,27 @@ RANKS = 64
 
 
 def show(
-    path: Source,
-    tensors: Annotated[
-        str | None, typer.Option("--tensors", metavar="GLOB", help="List these tensors, one on each line.")
-    ] = None,
-    depth: Annotated[int | None, typer.Option("--depth", min=1, help="How many levels of modules to show.")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Read the tensors: min, max, mean, NaN. Lists them.")] = False,
-    layout: Annotated[bool, typer.Option("--layout", help="List each cell of the tensors with its file.")] = False,
-    values: Annotated[bool, typer.Option("--values", help="All values, and those that differ by rank.")] = False,
-    json: Json = False,
+    *, path: str, tensors: str | None, depth: int | None, stats: bool, layout: bool, values: bool, sizes: bool,
+    mesh: str | None, ranks: int | None, shard: list[str] | None, node_size: int, alone: bool, json: bool,
+) -> None:  # fmt: skip
+    planned = mesh is not None or ranks is not None or bool(shard) or alone
+    if sizes + planned + (stats or layout or values) > 1:
+        raise typer.BadParameter("ask one at a time: --sizes, --mesh, or --stats, --layout and --values")
+    if sizes:
+        show_sizes(path, tensors=tensors or "*", depth=depth, json=json)
+    elif planned:
+        show_plan(
+            path, mesh=mesh or "", ranks=ranks, rules=shard or [], tensors=tensors or "*", node_size=node_size,
+            share=not alone, json=json,
+        )  # fmt: skip
+    else:
+        _show_contents(path, tensors=tensors, depth=depth, stats=stats, layout=layout, values=values, json=json)
+
+
+def _show_contents(
+    path: str, *, tensors: str | None, depth: int | None, stats: bool, layout: bool, values: bool, json: bool
 ) -> None:
-    """Show what a checkpoint holds: modules, tensors, shapes, dtypes, bytes, cuts, values, attached files."""
+    """Print the modules of a checkpoint, or the tensors that are asked for, and the rest of what it holds."""
     checkpoint = holdfast.open(path)
     only = "*" if tensors is None else tensors
     wanted = selector(only, checkpoint.records, checkpoint.path, said="", what=TENSOR)
@@ -132,26 +143,17 @@ def _show_tensors(
 
 def _show_rest(checkpoint: Checkpoint, *, everything: bool) -> None:
     record = checkpoint.manifest
-    if record.aliases:
-        output.say("")
-        output.table(("tied", "to"), record.aliases.items())
+    output.table(("tied", "to"), record.aliases.items(), gap=True)
     paths = list(record.values)
-    if paths:
-        output.say("")
-        shown = paths if everything else _first(paths)
-        output.table(("value", "is"), ((path, brief(checkpoint.value(path), everything)) for path in shown))
-        if len(shown) < len(paths):
-            output.say(f"… and {len(paths) - len(shown)} more values (--values shows all)")
-    if checkpoint.differing:
-        output.say("")
-        rows = ((path, _by_rank(checkpoint, path) if everything else "") for path in checkpoint.differing)
-        output.table(("value of each rank", f"{checkpoint.world_size} ranks"), rows)
-    if checkpoint.attachments:
-        output.say("")
-        output.table(("attached", "bytes"), ((name, output.size(n)) for name, n in checkpoint.attachments.items()))
-    if checkpoint.left_out:
-        output.say("")
-        output.table(("left out", "why"), checkpoint.left_out.items())
+    shown = paths if everything else _first(paths)
+    output.table(("value", "is"), ((path, brief(checkpoint.value(path), everything)) for path in shown), gap=True)
+    if len(shown) < len(paths):
+        output.say(f"… and {len(paths) - len(shown)} more values (--values shows all)")
+    by_rank = ((path, _by_rank(checkpoint, path) if everything else "") for path in checkpoint.differing)
+    output.table(("value of each rank", f"{checkpoint.world_size} ranks"), by_rank, gap=True)
+    attached = ((name, output.size(nbytes)) for name, nbytes in checkpoint.attachments.items())
+    output.table(("attached", "bytes"), attached, gap=True)
+    output.table(("left out", "why"), checkpoint.left_out.items(), gap=True)
 
 
 def _first(paths: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
-"""``holdfast view``: an HTML page, written as one file or served to the browser of this machine.
+"""``holdfast view``: an HTML page, written as one file or served to the browser of this machine; or a trace.
 
-`app` calls it. It overwrites no file but pages of holdfast, and serves on loopback alone.
+`commands` calls it. It overwrites no file but pages of holdfast, and serves on loopback alone.
 """
 
 from __future__ import annotations
@@ -9,73 +9,52 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import holdfast
+from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
-from holdfast.cli.options import Json
-from holdfast.errors import StorageError
-from holdfast.events import log
-from holdfast.ranks.ranks import DEADLINE
+from holdfast.errors import HoldfastError, NotACheckpoint
+from holdfast.inspect.runs import run_at
+from holdfast.report.slowest import Phase
+from holdfast.report.timeline import merge
+from holdfast.report.trace import Trace
 from holdfast.storage.local.local_place import LocalPlace
-from holdfast.storage.urls import location
-from holdfast.storage.wrappers.layers import with_default_deadline
-
-if TYPE_CHECKING:
-    from holdfast.checkpoint import Checkpoint
-    from holdfast.view.traces import Timeline
+from holdfast.view.checkpoint import checkpoint_page, figures
+from holdfast.view.diff import diff_page
+from holdfast.view.run import run_page
+from holdfast.view.server import Served
+from holdfast.view.traces import Timeline, read_timeline
 
 _OURS = b'<meta name="generator" content="holdfast '
 
 
 def view(
-    path: Annotated[str, typer.Argument(help="A checkpoint of any format, or the root of a run: a path or a URL.")],
-    out: Annotated[
-        str | None, typer.Option("--output", "-o", help="The page; - for standard output, NAME.html by default.")
-    ] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Serve it on loopback, statistics on demand.")] = False,
-    port: Annotated[int, typer.Option("--port", help="Of the server; 0 is any free one.", min=0, max=65535)] = 0,
-    stats: Annotated[
-        list[str] | None, typer.Option("--stats", help="Read these tensors and show statistics: a name or a glob.")
-    ] = None,
-    timeline: Annotated[Path | None, typer.Option("--timeline", help="What holdfast.timeline wrote of saves.")] = None,
-    require: Annotated[
-        list[str] | None, typer.Option("--require", help="A public key that must have signed it, as a file.")
-    ] = None,
-    check: Annotated[
-        bool | None, typer.Option("--check/--no-check", help="Look at headers and sizes. [default: if they are few]")
-    ] = None,
-    against: Annotated[str | None, typer.Option("--against", help="Another one: how far the two are apart.")] = None,
-    browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
-    json: Json = False,
+    *, path: str, out: str | None, serve: bool, port: int, stats: list[str] | None, timeline: Path | None,
+    require: list[str] | None, check: bool | None, against: str | None, browser: bool, json: bool,
 ) -> None:  # fmt: skip
-    """Make a page of a checkpoint, of a run, or of what is between two checkpoints; it needs no network to be shown."""
     if serve and (out or stats):
-        raise ValueError(
-            "--serve computes statistics as they are asked for and writes no file: leave out -o and --stats"
-        )
+        raise typer.BadParameter("--serve writes no file and computes statistics on demand: leave out -o and --stats")
     trusted = [Path(key) for key in require] if require else None
-    of_run = against is None and is_root(path)
-    if (of_run or against is not None) and (serve or stats or timeline or check is not None or (of_run and trusted)):
-        raise ValueError(
+    of_run = against is None and run_at(path) is not None
+    of_one = serve or stats or timeline or check is not None
+    if (of_run or against is not None) and (of_one or (of_run and trusted)):
+        raise typer.BadParameter(
             "--serve, --stats, --timeline and --check are for the page of one checkpoint"
             + (f", and so is --require; {path} is a run" if of_run else ": leave out --against")
         )
     if of_run:
-        from holdfast.view.run import run_page
-
         text = run_page(path)
     elif against is not None:
-        from holdfast.view.diff import diff_page
-
         text = diff_page(holdfast.open(path, require=trusted), holdfast.open(against, require=trusted))
     else:
-        from holdfast.view.checkpoint import checkpoint_page
-        from holdfast.view.traces import read_timeline
-
-        checkpoint = holdfast.open(path, require=trusted)
+        try:
+            checkpoint = holdfast.open(path, require=trusted)
+        except NotACheckpoint:
+            if of_one or trusted or not _write_trace(path, out, json=json):
+                raise
+            return
         spans = read_timeline(LocalPlace(timeline), of=_name(path)) if timeline else None
         if serve:
             _serve(checkpoint, spans, port=port, check=check, browser=browser, json=json)
@@ -97,9 +76,6 @@ def view(
 def _serve(
     checkpoint: Checkpoint, spans: Timeline | None, *, port: int, check: bool | None, browser: bool, json: bool
 ) -> None:
-    from holdfast.view.checkpoint import checkpoint_page, figures
-    from holdfast.view.server import Served
-
     try:
         served = Served(
             lambda: checkpoint_page(checkpoint, timeline=spans, look=check, served=True),
@@ -109,7 +85,7 @@ def _serve(
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        raise ValueError(f"port {port} cannot be had ({error.strerror}): leave out --port, or name another") from None
+        raise ValueError(f"port {port} is not free ({error.strerror}): leave out --port, or name another") from None
     with served:
         if json:
             output.as_json({"url": served.url})
@@ -124,29 +100,19 @@ def _serve(
             return
 
 
-def is_root(path: str) -> bool:
-    """Whether a path is the root of a run; a checkpoint is none, nor is a path of a server that cannot list."""
-    from holdfast.view.run import is_run
-
-    try:
-        return is_run(with_default_deadline(location(path), DEADLINE))
-    except StorageError as error:  # opening it says what is wrong
-        log.debug("%s: %s", path, error)
-        return False
-
-
 def _name(path: str) -> str:
     text = path.partition("?")[0] if "://" in path else os.path.abspath(path)  # also of "." and ".."
     return text.rstrip("/").rpartition("/")[2].replace("{", "").replace("}", "") or "checkpoint"
 
 
 def _write(page: LocalPlace, data: bytes) -> None:
+    """Write a page, in the place of an older page at most. Raises ValueError for any other file."""
     try:
         start = page.read_start(4096)[0]
     except FileNotFoundError:
         start = _OURS
     if _OURS not in start:
-        raise ValueError(f"{page} is there, and is no page of holdfast: name another file with -o")
+        raise ValueError(f"{page} exists and is not a page of holdfast: name another file with -o")
     if not page.parent.is_dir():
         raise ValueError(f"there is no folder {page.parent}: make it, or name another file with -o")
     page.write_small(data)
@@ -156,4 +122,41 @@ def _browse(url: str) -> None:
     import webbrowser
 
     if not webbrowser.open(url):
-        output.say("no browser was found here: open the address yourself")
+        output.say("there is no browser here: open the address yourself")
+
+
+# Timelines
+
+
+def _write_trace(path: str, to: str | None, *, json: bool) -> bool:
+    """Join timelines into a trace and print the slowest rank of each phase. False if there are none at ``path``."""
+    try:
+        trace = merge(path)
+    except (HoldfastError, OSError):
+        return False
+    if to == "-":
+        raise typer.BadParameter("a trace is a file: name one with -o, or leave it out")
+    target = Path(to or f"{path}/trace.json")
+    trace.write(target)
+    names = ("began", "processes", "spans", "unfinished", "unread", "phases")
+    result = {"trace": str(target)} | {name: getattr(trace, name) for name in names}
+    output.answer(result, lambda: _show_trace(trace, target), json=json)
+    return True
+
+
+def _show_trace(trace: Trace, target: Path) -> None:
+    output.table(
+        ("of", "phase", "times", "median", "longest", "by", "in", "most often"), (_row(phase) for phase in trace.phases)
+    )
+    broken = f", {trace.unfinished} of them unfinished" if trace.unfinished else ""
+    unread = f"; {trace.unread} lines could not be read" if trace.unread else ""
+    processes = "1 process" if trace.processes == 1 else f"{trace.processes} processes"
+    output.say(f"{target}: {trace.spans} spans of {processes} from {trace.began} on{broken}{unread}")
+    output.say("open it in https://ui.perfetto.dev or chrome://tracing")
+
+
+def _row(phase: Phase) -> tuple[str, ...]:
+    by = phase.host if phase.rank is None else f"rank {phase.rank} ({phase.host})"
+    often = "" if phase.often is None else f"rank {phase.often}"
+    spans = output.span(phase.median), output.span(phase.longest)
+    return phase.of, phase.name, str(phase.times), *spans, by, phase.path, often

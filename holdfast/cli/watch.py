@@ -1,6 +1,6 @@
 """``holdfast watch``: how a running job saves, shown again and again, on its machine or another.
 
-`app` calls it. It reads the journal of the run and the manifests of its steps, no data file, and changes nothing.
+`commands` calls it. It reads the journal of the run and the manifests of its steps, no data file, and changes nothing.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
 
-import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from holdfast.cli import output
+from holdfast.cli.output import ago, size, span
 from holdfast.errors import NotACheckpoint, StorageError
 from holdfast.inspect.history import History, Past, ends_with
 from holdfast.inspect.standing import Save, Standing, rate_of, standing
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.text import Text
 
 ROWS = 8
 """Saves that are listed."""
@@ -30,13 +29,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"running": "green", "saving": "cyan", "ended": "blue", "silent": "red", "unknown": "yellow"}
 
 
-def watch(
-    root: Annotated[str, typer.Argument(help="The root of a run: a path or a URL.")],
-    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
-    every: Annotated[float, typer.Option("--every", help="Seconds between two looks.", min=0.1)] = 2.0,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a look, each on a line of its own.")] = False,
-) -> None:
-    """Watch a running job: its last save and next one, stalls, rates, failures, what is still to be uploaded."""
+def watch(*, root: str, once: bool, every: float, json: bool) -> None:
     past = Past(root)
     history = past.look()
     if json:
@@ -68,9 +61,6 @@ def _next(past: Past, every: float) -> History | None:
 
 
 def _live(root: str, past: Past, history: History, every: float) -> None:
-    from rich.console import Console
-    from rich.live import Live
-
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
             # Ages grow while the root cannot be read.
@@ -87,7 +77,7 @@ def _tail(past: Past, history: History, every: float) -> None:
             if (entry.step, entry.began) not in printed:
                 printed.add((entry.step, entry.began))
                 when = datetime.fromtimestamp(entry.began).strftime("%Y-%m-%d %H:%M:%S")
-                output.say(f"{when} step {entry.step} {entry.outcome}: {entry.error or output.size(entry.bytes)}")
+                output.say(f"{when} step {entry.step} {entry.outcome}: {entry.error or size(entry.bytes)}")
                 sys.stdout.flush()
         history = _next(past, every) or history
 
@@ -97,10 +87,6 @@ def _tail(past: Past, history: History, every: float) -> None:
 
 def picture(now: Standing, history: History, *, stale: float | None = None) -> RenderableType:
     """What `watch` shows of a look."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     colour = _COLOURS[now.state]
     head = Text.assemble(
         ("● ", colour), (_state(now), f"bold {colour}"), ("   " + now.root, "dim"), overflow="ellipsis"
@@ -133,8 +119,6 @@ def _state(now: Standing) -> str:
 
 
 def _lines(now: Standing) -> list[tuple[str, str | Text]]:
-    from rich.text import Text
-
     lines: list[tuple[str, str | Text]] = []
     if now.fast_of is not None:
         lines.append(("root", f"{now.fast_of}: holdfast watch {quote(now.fast_of)}"))
@@ -179,13 +163,10 @@ def _last(last: Save) -> str:
     took = "" if last.seconds is None else f" in {span(last.seconds)}"
     rate = "" if last.rate is None else f" ({_rate(last.rate)})"
     stall = "" if last.stall is None else f", training waited {span(last.stall)}"
-    return f"step {last.step:,}, {ago(last.age)}: {output.size(last.bytes)}{took}{rate}{stall}"
+    return f"step {last.step:,}, {ago(last.age)}: {size(last.bytes)}{took}{rate}{stall}"
 
 
 def _saves(history: History) -> RenderableType:
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False, header_style="dim")
     rated = any(entry.metric is not None for entry in history.entries[-ROWS:])
     newest = {id(entry) for entry in history.saved}
@@ -199,7 +180,7 @@ def _saves(history: History) -> RenderableType:
         style = "" if saved else "red" if entry.outcome == "failed" else "yellow"
         cells = [
             f"{entry.step:,}", span(max(history.at - entry.began, 0.0)), span(entry.seconds) if timed else "–",
-            span(entry.stall) if timed else "–", output.size(entry.bytes), "–" if rate is None else _rate(rate),
+            span(entry.stall) if timed else "–", size(entry.bytes), "–" if rate is None else _rate(rate),
             *([] if not rated else ["–" if entry.metric is None else f"{entry.metric:.5g}"]),
         ]  # fmt: skip
         table.add_row(*cells, Text(words, style, overflow="ellipsis", no_wrap=True))
@@ -211,9 +192,6 @@ def _fate(step: int, history: History) -> str:
     if step in history.there:
         return ""
     return ", unreadable" if any(ends_with(name, step) for name in history.unreadable) else ", swept"
-
-
-# Words
 
 
 def spark(values: Sequence[float | None]) -> str:
@@ -234,27 +212,4 @@ def _range(words: list[str]) -> str:
 
 
 def _rate(rate: float) -> str:
-    return f"{output.size(round(rate))}/s"
-
-
-def span(seconds: float | None) -> str:
-    """A length of time, such as 1 h 20 min."""
-    if seconds is None:
-        return "–"
-    if seconds < 0.00095:
-        return f"{seconds * 1e6:.0f} µs"
-    if seconds < 0.0995:
-        return f"{seconds * 1000:.{0 if seconds >= 0.00995 else 1}f} ms"
-    if seconds < 99.5:
-        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 9.95 else 0}f} s"
-    for unit, name, below, small in ((60, "min", 60, "s"), (3600, "h", 48, "min")):
-        if seconds < unit * below:
-            whole, rest = divmod(seconds, unit)
-            part = int(rest / (1 if small == "s" else 60))
-            return f"{whole:.0f} {name} {part} {small}" if part and whole < 10 else f"{whole:.0f} {name}"
-    return f"{seconds / 86400:.1f} days"
-
-
-def ago(seconds: float | None) -> str:
-    """How long ago something was."""
-    return "a while ago" if seconds is None else "just now" if seconds < 1 else f"{span(seconds)} ago"
+    return f"{size(round(rate))}/s"

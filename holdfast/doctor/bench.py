@@ -1,6 +1,6 @@
 """What a disk or a store can do, bare and through holdfast; and how often to save on it.
 
-``holdfast bench`` calls it. Never leaves anything behind; if it is killed outright, `orphans` knows its folder.
+``holdfast doctor --bench`` calls it. Leaves nothing behind; if it is killed, `orphans` knows its folder.
 """
 
 from __future__ import annotations

@@ -58,6 +58,8 @@ def diagnose(path: str | os.PathLike[str] | Place) -> list[Finding]:
         return _before_the_first(place, begun)
     if not files and not _is_file(place):
         return [_empty(place)]
+    if not _is_file(place) and any(steps_in(place / name) for name in place.folder_names()):
+        return [Finding(NAME, "ok", f"{place} is a folder of runs", f"{command('ls', place)} lists them")]
     return _foreign(place, files)
 
 
@@ -93,9 +95,8 @@ def _nothing_at(place: Place) -> Finding:
     partial = place.with_name(f"{place.name}.partial")
     if partial.is_dir():
         text = f"there is nothing at {place} yet: a conversion to it is under way, or broke off"
-        return _missing(
-            text, f"give the same command again, which goes on from there; or {command('gc', place.parent)}"
-        )
+        clean = command("prune", "--orphans", place.parent)
+        return _missing(text, f"run the same command again, which goes on from there; or {clean}")
     above = next(path for path in place.parents if path.exists())
     first = place.relative_to(above).parts[0]
     kin = sorted(path.name for path in above.iterdir()) if above.is_dir() else []
@@ -116,7 +117,7 @@ def _ours(place: Place) -> list[Finding]:
     except Damaged as error:
         return [_damaged(str(error), _rescue(place)[1])]
     except Unsupported as error:
-        return [Finding(NAME, "fail", str(error), "pip install --upgrade holdfast", "damaged")]
+        return [Finding(NAME, "fail", str(error), "pip install --upgrade holdfast-torch", "damaged")]
     except NotACheckpoint:
         return _foreign(place, place.files_below())
     advised = mend(place)
@@ -136,7 +137,8 @@ def _ours(place: Place) -> list[Finding]:
     files = place.files_below()
     named = {file.path for file in record.data_files}
     if may_hold_leavings([path for path in files if path not in named or path == manifest.FILE_NAME]):
-        findings.append(Finding(NAME, "warn", "files lie beside it that it does not name", command("gc", place)))
+        text = "files lie beside it that it does not name"
+        findings.append(Finding(NAME, "warn", text, command("prune", "--orphans", place)))
     return findings
 
 
@@ -215,7 +217,7 @@ def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
                 "files of several saves, and no manifest.json to say which belong together: a save that died, or one "
                 "that borrowed from older steps and whose manifest was deleted"
             )
-        mend += f"; {command('gc', place)} shows what can be deleted"
+        mend += f"; {command('prune', '--orphans', place)} shows what can be deleted"
     return _missing(f"{place}: {text}", mend)
 
 

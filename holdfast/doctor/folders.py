@@ -72,7 +72,7 @@ def _room(folder: Place) -> Finding:
     found = os.statvfs(folder)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     told = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB"
-    clear = f"holdfast prune {folder} and holdfast gc {folder} tell what could go"
+    clear = f"holdfast prune {folder}, and the same with --orphans, list what can be deleted"
     if total and free < 0.02 * total:
         return Finding("free space", "warn", told, clear, "storage")
     if found.f_files and found.f_favail < 1000:

@@ -63,7 +63,7 @@ def _extra(package: str, extra: str, serves: str) -> Finding:
     try:
         return Finding(package, "ok", metadata.version(package))
     except metadata.PackageNotFoundError:
-        return Finding(package, "warn", f"not installed: needed for {serves}", f'pip install "holdfast[{extra}]"')
+        return Finding(package, "warn", f"not installed: needed for {serves}", f'pip install "holdfast-torch[{extra}]"')
 
 
 def _device() -> Finding:

@@ -1,6 +1,6 @@
 """What a load on some mesh would read, rank by rank, planned by the reader's own code without ranks or a GPU.
 
-`holdfast plan` calls it. Reads headers of data files, which say where pieces lie; never a tensor.
+`holdfast show --mesh` calls it. Reads headers of data files, which say where pieces lie; never a tensor.
 """
 
 from __future__ import annotations

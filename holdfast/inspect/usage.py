@@ -1,6 +1,6 @@
 """Disk usage: of one checkpoint by section, module and dtype; of a root, with files that steps share counted once.
 
-`holdfast du` calls it. Reads manifests and lists files. Never deletes anything; it says what deleting would free.
+`--sizes` of `holdfast ls` and `show` calls it. Reads manifests and lists files. Never deletes anything.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Timelines: what every rank did when, written down while it happens and joined into one trace afterwards.
 
-Users call `timeline`, or set HOLDFAST_TIMELINE; `merge` and ``holdfast timeline`` join the parts. Costs nothing until
+Users call `timeline`, or set HOLDFAST_TIMELINE; `merge` and ``holdfast view`` join the parts. Costs nothing until
 it is asked for: what records and what joins is imported then.
 """
 

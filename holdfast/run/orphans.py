@@ -1,7 +1,7 @@
 """What dead saves, copies, conversions and benchmarks left behind: listed, and deleted on request.
 
-``holdfast gc`` calls it. Goes by the rules of the manager's own sweep: never deletes what a living process may still
-need, what a checkpoint names or cites, or what holdfast did not write.
+``holdfast prune --orphans`` calls it. It has the rules of the manager's own sweep: it never deletes what a living
+process may still need, what a checkpoint names or cites, or what holdfast did not write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEADLINE = 600.0
 """Seconds to wait for any one answer of a store."""
 
 BENCH = ".holdfast-bench-"
-"""What folders of ``holdfast bench`` begin with; each holds a file ``lock``, which a living one has locked."""
+"""What folders of ``holdfast doctor --bench`` begin with; each holds a file ``lock``, which a living one has locked."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ from holdfast.errors import NotACheckpoint
 from holdfast.inspect.history import History, Past
 from holdfast.inspect.standing import rate_of, standing
 from holdfast.inspect.survey import Step, survey
-from holdfast.ondisk import manifest
 from holdfast.run.journal import Entry
-from holdfast.storage import storage
 from holdfast.storage.place import Place
 from holdfast.view.page import page
 
@@ -32,14 +30,6 @@ _KINDS = {
     "lent": "",
     "unfinished": "warn",
 }
-
-
-def is_run(root: Place) -> bool:
-    """Whether this is a folder of steps, and not a checkpoint itself. Raises StorageError."""
-    if (root / manifest.FILE_NAME).is_file():
-        return False
-    names = root.folder_names()
-    return storage.JOURNAL in names or any((root / name / manifest.FILE_NAME).is_file() for name in names)
 
 
 def run_page(root: str | os.PathLike[str] | Place) -> str:

@@ -36,42 +36,49 @@ def test_convert(steps: Path, run: Run) -> None:
     assert run("convert", GOLDEN / "dcp_fsdp2_4r" / "ckpt", target / "foreign", "--to", "dcp")[0] == Code.FINE
 
 
-def test_unshard_takes_weights_alone(steps: Path, run: Run) -> None:
+def test_the_suffix_of_the_target_is_the_format(steps: Path, run: Run) -> None:
     source, target = steps / "step-000000200", steps.parent
-    assert run("unshard", source, target / "model.pt")[0] == Code.FINE
+    for name, to in (("x.pt", "torch"), ("x.ckpt", "torch"), ("folder", "holdfast")):
+        assert json.loads(run("convert", source, target / name, "--json")[1])["to"] == to
+    assert json.loads(run("convert", source, target / "y.pt", "--to", "hf", "--json")[1])["to"] == "huggingface"
+    assert torch.load(target / "x.pt", weights_only=True)["step"] == 200
+
+
+def test_the_model_alone(steps: Path, run: Run) -> None:
+    source, target = steps / "step-000000200", steps.parent
+    code, out, _ = run("convert", source, target / "model.pt", "--model-only")
+    assert code == Code.FINE and "the tensors of 'model'" in out
     expected = state_of(200)["model"]
     found = torch.load(target / "model.pt", weights_only=True)
     assert set(found) == {"frozen", "w"} and torch.equal(found["w"], expected["w"])  # type: ignore[index]
-    code, out, _ = run("unshard", source, target / "all.pt", "--all", "--json")
-    assert code == Code.FINE and json.loads(out)["skipped"] == []
-    assert torch.load(target / "all.pt", weights_only=True)["step"] == 200
-    assert run("unshard", source, target / "hf", "--dtype", "float16")[0] == Code.FINE
+    assert run("convert", source, target / "hf", "--model-only", "--dtype", "float16")[0] == Code.FINE
     assert load_file(target / "hf" / "model.safetensors")["w"].dtype == torch.float16
-    assert run("unshard", source, target / "optimizer.pt", "--section", "optimizer")[0] == Code.FINE
+    assert run("convert", source, target / "optimizer.pt", "--model-only", "--only", "optimizer")[0] == Code.FINE
     assert set(torch.load(target / "optimizer.pt", weights_only=True)) == {"m"}
-    assert run("unshard", source, target / "hf2", "--all")[0] == Code.USAGE
     for name in ("hf2", "optim.pt"):
-        code, _, err = run("unshard", source, target / name, "--section", "optimiser")
-        assert code == Code.MISMATCH and "no tensor that fits --section 'optimiser' (did you mean optimizer?)" in err
+        code, _, err = run("convert", source, target / name, "--model-only", "--only", "optimiser")
+        assert code == Code.MISMATCH and "no tensor that fits --only 'optimiser' (did you mean optimizer?)" in err
         assert not (target / name).exists()
+    for more in (["--rename", "w=v"], ["--only", "model", "--only", "step"]):
+        assert run("convert", source, target / "two.pt", "--model-only", *more)[0] == Code.USAGE
 
 
-def test_unshard_to_a_url(steps: Path, run: Run) -> None:
+def test_the_suffix_of_a_url(steps: Path, run: Run) -> None:
     target = steps.parent / "model.pt"
-    assert run("unshard", steps / "step-000000200", f"file://{target}?a=b", "--json")[0] == Code.FINE
+    assert run("convert", steps / "step-000000200", f"file://{target}?a=b", "--json")[0] == Code.FINE
     assert (steps.parent / "model.pt?a=b").is_file(), "a file for torch, as its name says, whatever the options are"
 
 
 def test_no_path_is_no_working_directory(steps: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(steps)
-    for command in (["prune"], ["gc"], ["ls"], ["copy", "out"], ["convert", "out"]):
+    for command in (["prune"], ["prune", "--orphans"], ["ls"], ["verify"], ["copy", "out"], ["convert", "out"]):
         assert run(command[0], "", *command[1:])[0] == Code.USAGE
 
 
-def test_unshard_of_other_formats_fits_the_model(tmp_path: Path, run: Run) -> None:
+def test_the_model_of_other_formats_alone(tmp_path: Path, run: Run) -> None:
     for name in ("dcp_fsdp2_4r", "ds_zero3_fp32_2r", "composer_pt"):
         source = GOLDEN / name / "ckpt"
-        code, _, err = run("unshard", source, tmp_path / f"{name}.pt")
+        code, _, err = run("convert", source, tmp_path / f"{name}.pt", "--model-only")
         assert code == Code.FINE, err
         found = torch.load(tmp_path / f"{name}.pt", weights_only=True)
         names = {tensor for tensor in holdfast.open(source).tensors if tensor.startswith("model/")}
@@ -104,13 +111,15 @@ def test_prune(steps: Path, run: Run) -> None:
     holdfast.tools.verify(steps / "step-000000500")
 
 
-def test_gc(steps: Path, run: Run) -> None:
-    assert "no leavings" in run("gc", steps)[1]
+def test_orphans(steps: Path, run: Run) -> None:
+    assert "no orphans" in run("prune", steps, "--orphans")[1]
+    code, _, err = run("prune", steps, "--orphans", "--keep-last", 1)
+    assert code == Code.USAGE and "--orphans deletes no step" in err
     (steps / "step-000000500" / "manifest.json").unlink()
-    code, out, _ = run("gc", steps)
+    code, out, _ = run("prune", steps, "--orphans")
     assert code == Code.FINE and "never committed" in out and "--yes" in out
     assert any((steps / "step-000000500").iterdir())
-    code, out, _ = run("gc", steps, "--yes", "--json")
+    code, out, _ = run("prune", steps, "--orphans", "--yes", "--json")
     told = json.loads(out)
     assert code == Code.FINE and told["done"] and told["leavings"][0]["files"] == 4
     assert not (steps / "step-000000500").exists()
@@ -119,8 +128,8 @@ def test_gc(steps: Path, run: Run) -> None:
 
 def test_a_folder_is_not_called_like_a_file(steps: Path, run: Run) -> None:
     source, target = steps / "step-000000200", steps.parent / "w.safetensors"
-    for command, *options in (("unshard",), ("convert", "--to", "huggingface")):
-        code, _, err = run(command, source, target, *options)
+    for options in ([], ["--model-only"], ["--to", "huggingface"]):
+        code, _, err = run("convert", source, target, *options)
         assert code == Code.USAGE and f"{steps.parent / 'w' / 'model.safetensors'}" in err and not target.exists()
     code, _, err = run("convert", source, target, "--to", "safetensors")
     assert code == Code.USAGE and "--to huggingface writes safetensors" in err
@@ -128,5 +137,5 @@ def test_a_folder_is_not_called_like_a_file(steps: Path, run: Run) -> None:
 
 def test_the_note_of_a_manager_is_not_exported(steps: Path, run: Run) -> None:
     target = steps.parent / "hf"
-    assert json.loads(run("unshard", steps / "step-000000200", target, "--json")[1])["beside"] == []
+    assert json.loads(run("convert", steps / "step-000000200", target, "--to", "hf", "--json")[1])["beside"] == []
     assert [path.name for path in target.iterdir()] == ["model.safetensors"]

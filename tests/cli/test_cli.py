@@ -17,6 +17,7 @@ import holdfast
 from holdfast.cli import app as application
 from holdfast.cli.errors import Code, code_of
 from holdfast.ondisk import datafile
+from tests.cli.test_commands import VERBS
 from tests.damaging import contents_of, flip
 
 
@@ -81,6 +82,28 @@ def test_damage_is_found_and_repaired(run: Any, saved: Path) -> None:
     assert "nothing to repair" in run("repair", saved)[1]
 
 
+def test_a_run_is_verified_step_by_step(run: Any, tmp_path: Path) -> None:
+    for step in (1, 2, 3, 10):
+        holdfast.save({"model": {"w": torch.full((2000,), float(step))}}, tmp_path / f"step-{step}", step=step)
+    code, out, _ = run("verify", tmp_path)
+    assert code == Code.FINE and out.splitlines()[-1] == "4 of 4 steps are whole"
+    assert [line.split()[0].rpartition("/")[2] for line in out.splitlines()[:4]] == [
+        "step-1",
+        "step-2",
+        "step-3",
+        "step-10",
+    ]
+    flip(next((tmp_path / "step-1" / "model").iterdir()), 5000)
+    flip(tmp_path / "step-3" / "manifest.json", 200)
+    code, out, _ = run("verify", tmp_path)
+    assert code == Code.DAMAGED and "step-1 is damaged" in out and "step-3 cannot be checked" in out
+    assert "step-10 is whole" in out and out.splitlines()[-1] == "2 of 4 steps are whole"
+    code, out, _ = run("verify", tmp_path, "--json", "--shallow")
+    steps = json.loads(out)["steps"]
+    assert code == Code.DAMAGED and [step["whole"] for step in steps] == [True, True, False, True]
+    assert steps[0]["deep"] is False and "manifest" in steps[2]["error"] and not json.loads(out)["whole"]
+
+
 def test_a_lost_manifest_is_rescued(run: Any, saved: Path) -> None:
     before = contents_of(saved)
     (saved / "manifest.json").unlink()
@@ -131,7 +154,7 @@ def test_each_error_has_its_code(error: BaseException, code: int | None) -> None
 
 def test_every_command_has_help() -> None:
     runner = CliRunner()
-    for name in ("verify", "doctor", "repair", "rescue", "convert", "unshard", "copy", "prune", "gc", "bench"):
+    for name in VERBS:
         told = runner.invoke(application.app, [name, "--help"])
         assert told.exit_code == 0 and "--json" in told.output
     assert holdfast.__version__ in runner.invoke(application.app, ["--version"]).output

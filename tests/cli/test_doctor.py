@@ -188,7 +188,10 @@ def test_what_is_damaged_says_the_next_command(steps: Path, run: Run) -> None:
     assert run("repair", newest, "--from", steps.parent / "copy")[0] == Code.FINE
     assert "next" not in run("verify", newest)[1]
     (newest / "manifest.json").unlink()
-    assert "careful with" in run("gc", steps)[1] and "careful" not in run("gc", steps, "--yes")[1]
+    assert (
+        "careful with" in run("prune", steps, "--orphans")[1]
+        and "careful" not in run("prune", steps, "--orphans", "--yes")[1]
+    )
 
 
 def test_what_may_not_be_read_is_told_with_what_to_do(steps: Path, run: Run) -> None:
@@ -206,7 +209,7 @@ def test_what_may_not_be_read_is_told_with_what_to_do(steps: Path, run: Run) -> 
         assert code == Code.NOT_A_CHECKPOINT and f"holdfast rescue {last}" in out, (
             "its neighbour tells nothing, it does all the same"
         )
-        code, out, _ = run("gc", steps)
+        code, out, _ = run("prune", steps, "--orphans")
         assert code == 0 and "Permission denied" in out and str(last) in out
         hidden.chmod(0o644)
         (first / "manifest.json").rename(first / "aside")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.errors import Code
+from holdfast.cli.errors import Code, in_options
 from holdfast.storage.local import disk
 from tests.cli.conftest import Run
 from tests.damaging import flip
@@ -173,25 +173,25 @@ def _dying(call: disk.Call, do: Callable[[], object]) -> object:
     return do()
 
 
-def _path(command: str, below: str) -> Cause:
-    return lambda root, patch: [command, root / below]
+def _path(command: str, below: str, *more: str) -> Cause:
+    return lambda root, patch: [command, root / below, *more]
 
 
 TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     "nothing there": (_path("verify", "../rum/x"), Code.NOT_A_CHECKPOINT, "no checkpoint", "did you mean"),
     "a step misspelt": (_path("verify", "step-00000050"), Code.NOT_A_CHECKPOINT, "no checkpoint", "did you mean"),
-    "a run, not a step": (_path("verify", ""), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast ls "),
+    "a run, not a step": (_path("show", ""), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast ls "),
     "a part of a step": (
         _path("verify", "step-000000500/model"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast show ",
     ),
     "no checkpoint": (_foreign, Code.NOT_A_CHECKPOINT, "no checkpoint", "docs/formats.md"),
     "no manifest": (_without_manifest, Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast rescue "),
-    "half a checkpoint": (_half, Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast gc "),
+    "half a checkpoint": (_half, Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast prune --orphans "),
     **{
         f"nothing saved yet: {command}": (
             _saved_nothing_yet(command), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast watch ",
         )
-        for command in ("ls", "show", "verify", "du", "prune", "repair", "rescue")
+        for command in ("ls", "show", "verify", "prune", "repair", "rescue")
     },
     **{
         f"an empty root: {command}": (_empty(command), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast ls ")
@@ -199,11 +199,13 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     },
     **{
         f"all saves died: {command}": (_all_died(command), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast rescue ")
-        for command in ("verify", "du", "prune")
+        for command in ("verify", "prune")
     },
     "watch of a step": (_path("watch", "step-000000500"), Code.USAGE, "usage", "holdfast watch "),
     "ls of a part": (_path("ls", "step-000000500/model"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast show "),
-    "du of a part": (_path("du", "step-000000500/model"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast show "),
+    "sizes of a part": (
+        _path("show", "step-000000500/model", "--sizes"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast show ",
+    ),
     "a manifest": (
         _path("show", "step-000000500/manifest.json"), Code.NOT_A_CHECKPOINT, "no checkpoint", "holdfast show ",
     ),
@@ -232,7 +234,7 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
             lambda root, patch, command=command: [command, _newest(root), "s4://bucket/x"],  # type: ignore[misc]
             Code.USAGE, "usage", "docs/stores.md",
         )
-        for command in ("convert", "unshard", "copy")
+        for command in ("convert", "copy")
     },
     "a slash lost": (lambda r, p: ["verify", "s3:/bucket/x"], Code.USAGE, "usage", "docs/stores.md"),
     "no bucket": (lambda r, p: ["verify", "s3://"], Code.USAGE, "usage", "docs/stores.md"),
@@ -252,7 +254,9 @@ TABLE: dict[str, tuple[Cause, Code, str, str]] = {
     "no argument": (lambda r, p: ["rescue"], Code.USAGE, "usage", "holdfast rescue --help"),
     "prune of a step": (_path("prune", "step-000000500"), Code.USAGE, "usage", "holdfast prune "),
     "prune of nothing": (_path("prune", "../rum"), Code.NOT_A_CHECKPOINT, "no checkpoint", "did you mean"),
-    "gc of nothing": (_path("gc", "../rum"), Code.NOT_A_CHECKPOINT, "no checkpoint", "did you mean"),
+    "orphans of nothing": (
+        _path("prune", "../rum", "--orphans"), Code.NOT_A_CHECKPOINT, "no checkpoint", "did you mean",
+    ),
     "no need of rescue": (_path("rescue", "step-000000500"), Code.STORAGE, "taken", "holdfast verify "),
 }  # fmt: skip
 
@@ -273,6 +277,34 @@ def test_every_error_says_what_to_do_next(
     assert told["text"] and hint in told["next"]
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x exists; pass overwrite=True", "x exists; pass --overwrite"),
+        ("fits only='modle' (did you mean model?)", "fits --only 'modle' (did you mean model?)"),
+        ("rename= or only= tells them apart", "--rename or --only tells them apart"),
+        ('step goes with to="holdfast"; x', 'step goes with --to "holdfast"; x'),
+        ("name it with like=, or sources=[...]", "name it with --like, or --from [...]"),
+        ("max_shard_bytes=0 is not positive", "--max-shard-size 0 is not positive"),
+        ("holdfast.tools.repair mends, holdfast.convert(x)", "holdfast repair mends, holdfast convert(x)"),
+        ("/runs/only=3/step=4 and s3://b/k?save=1", "/runs/only=3/step=4 and s3://b/k?save=1"),
+    ],
+)
+def test_errors_speak_of_options(text: str, words: str) -> None:
+    assert in_options(text) == words
+
+
+def test_errors_name_options_and_not_arguments(steps: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    err = run(*_taken(steps, monkeypatch))[2]
+    assert "choose another path, or pass --overwrite" in err
+    err = run("convert", _newest(steps), steps.parent / "o", "--only", "modle")[2]
+    assert "fits --only 'modle'" in err and "only=" not in err
+    (_newest(steps) / "manifest.json").unlink()
+    err = run("rescue", _newest(steps), "--like", _newest(steps))[2]
+    assert "like=" not in err and "holdfast." not in err
+    assert run("show", steps, "--sizes", "--mesh", "fsdp=2")[2].startswith("error: ask one at a time")
+
+
 def test_suggestions_are_near(steps: Path, run: Run) -> None:
     assert "did you mean s3://?" in run("verify", "s4://bucket/x")[2]
     assert "did you mean model" in run("convert", _newest(steps), steps.parent / "o", "--only", "modle/*")[2]
@@ -284,7 +316,7 @@ def test_what_to_do_next_names_the_checkpoint_and_no_option(steps: Path, run: Ru
     for before, after in (((), ("--tensors", pattern)), (("--json", "--tensors", pattern), ())):
         code, _, err = run("show", *before, _newest(steps), *after)
         assert code == Code.MISMATCH and f"holdfast show {_newest(steps)} lists" in err
-    code, _, err = run("plan", "--ranks", 2, steps / "gone", "--shard", pattern + "=1")
+    code, _, err = run("show", "--ranks", 2, steps / "gone", "--shard", pattern + "=1")
     assert code == Code.NOT_A_CHECKPOINT and f"holdfast ls {steps} lists" in err
 
 

@@ -113,7 +113,7 @@ def test_names_move_no_cursor_and_stay_what_they_are(run: Any, tmp_path: Path) -
         if word != "ls":
             out = run(word, tmp_path / name, *options)[1]
             assert f"{tmp_path / name}" in out or word == "diff"
-            assert ":on: x" in out or word == "plan"
+            assert ":on: x" in out or "--ranks" in options
             assert "\u202e" not in out
     (tmp_path / name).rename(tmp_path / ":on: x\x1b[31m\u202e\n[b]")
     out = run("ls", tmp_path)[1]
@@ -164,25 +164,64 @@ def test_diff_sorts_by_relative_change(run: Any, tmp_path: Path) -> None:
     assert code == 1 and "m/b" in out and "m/c" not in out and "and 2 more" in out
 
 
-def test_du(run: Any, saved: Path, tmp_path: Path) -> None:
-    code, out, _ = run("du", saved / "step-3")
+def test_diff_top_counts_tensors(run: Any, tmp_path: Path) -> None:
+    values = {f"v{i}": i for i in range(6)}
+    tensors = {f"t{i}": torch.full((3,), 100.0) for i in range(6)}
+    holdfast.save({"m": tensors, **values, "words": ["a"] * 9}, tmp_path / "a")
+    changed = {name: tensor + i for i, (name, tensor) in enumerate(tensors.items())}
+    holdfast.save({"m": changed, **dict.fromkeys(values, -1)}, tmp_path / "b")
+    out = run("diff", tmp_path / "a", tmp_path / "b", "--top", 2)[1]
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("m/")] == ["m/t5", "m/t4"]
+    assert [line.split()[0] for line in lines if line.startswith(("v", "words"))] == ["value", "words/0", "v0"]
+    assert "and 8 more" in out
+    told = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--top", 2, "--json")[1])
+    assert [d["name"] for d in told["differences"]][:2] == ["m/t5", "m/t4"] and len(told["differences"]) == 12
+
+
+def test_ls_of_a_folder_of_runs(run: Any, tmp_path: Path) -> None:
+    for name, last in (("b", 1), ("a", 3)):
+        for step in range(1, last + 1):
+            holdfast.save({"w": torch.ones(step * 100)}, tmp_path / name / f"step-{step}", step=step)
+    (tmp_path / "notes").mkdir()
+    with holdfast.CheckpointManager(tmp_path / "fresh", every=9, worker="none", signals=()) as manager:
+        manager.step(1, {"step": 1})
+    code, out, err = run("ls", tmp_path)
+    rows = [line.split() for line in out.splitlines()]
+    assert code == Code.FINE and not err and rows[0][:3] == ["run", "steps", "newest"]
+    assert [(row[0], row[1], row[2]) for row in rows[1:3]] == [("a", "3", "step-3"), ("b", "1", "step-1")]
+    assert rows[3][:2] == ["fresh", "0"] and "no step was saved here yet" in out and len(rows) == 4
+    told = json.loads(run("ls", tmp_path, "--json")[1])["runs"]
+    assert [one["name"] for one in told] == ["a", "b", "fresh"] and told[0]["newest"]["step"] == 3
+    assert told[0]["nbytes"] == sum(
+        step["own"] for step in json.loads(run("ls", tmp_path / "a", "--json")[1])["checkpoints"]
+    )
+    for word in ("show", "verify"):
+        code, _, err = run(word, tmp_path)
+        assert code == Code.NOT_A_CHECKPOINT and f"holdfast ls {tmp_path} lists them" in err
+
+
+def test_sizes(run: Any, saved: Path, tmp_path: Path) -> None:
+    code, out, _ = run("show", saved / "step-3", "--sizes")
     assert code == Code.FINE and "optimizer" in out and "bfloat16" in out and "layers.{0-7}." in out
-    told = json.loads(run("du", saved / "step-3", "--json", "--tensors", "optimizer")[1])
+    told = json.loads(run("show", saved / "step-3", "--sizes", "--json", "--tensors", "optimizer")[1])
     assert told["tensors"] == 10 and [m["nbytes"] for m in told["modules"]] == [10]
     save_on(state_of(1), tmp_path / "step-1")
     save_on(state_of(2, model=1), tmp_path / "step-2", tmp_path / "step-1")
-    code, out, _ = run("du", tmp_path)
+    code, out, _ = run("ls", tmp_path, "--sizes")
     assert code == Code.FINE and "deleting it frees" in out and "each file once" in out
-    told = json.loads(run("du", tmp_path, "--json")[1])
+    assert run("show", tmp_path, "--sizes")[1] == out
+    assert run("ls", tmp_path, "--sizes", "--headers")[0] == Code.USAGE
+    told = json.loads(run("ls", tmp_path, "--sizes", "--json")[1])
     assert told["steps"][1]["frees"] < told["steps"][1]["nbytes"] and told["steps"][1]["shared"] > 0
 
 
-def test_du_of_what_is_not_there(run: Any, saved: Path, tmp_path: Path) -> None:
-    code, out, err = run("du", saved / "step-3", "--tensors", "modle")
+def test_sizes_of_what_is_not_there(run: Any, saved: Path, tmp_path: Path) -> None:
+    code, out, err = run("show", saved / "step-3", "--sizes", "--tensors", "modle")
     assert code == Code.MISMATCH and not out and "fits 'modle' (did you mean model?)" in err
-    assert run("du", saved, "--tensors", "model")[0] == Code.MISMATCH
+    assert run("show", saved, "--sizes", "--tensors", "model")[0] == Code.MISMATCH
     shutil.copytree(GOLDEN / "dcp_single" / "ckpt", tmp_path / "step-1")
-    assert "the last of 1 steps, step-1" in run("du", tmp_path)[1]
+    assert "the last of 1 steps, step-1" in run("show", tmp_path, "--sizes")[1]
 
 
 def test_pages_are_called_like_what_they_show(
@@ -193,26 +232,27 @@ def test_pages_are_called_like_what_they_show(
     assert f"{copied}/step-3.html" in run("view", ".")[1] and f"{copied}/run.html" in run("view", "..")[1]
 
 
-def test_plan(run: Any, saved: Path) -> None:
-    code, out, _ = run("plan", saved / "step-3", "--ranks", 4, "--tensors", "model/layers*")
+def test_mesh(run: Any, saved: Path) -> None:
+    code, out, _ = run("show", saved / "step-3", "--ranks", 4, "--tensors", "model/layers*")
     assert code == Code.FINE and "on fsdp=4 (4 ranks" in out and "each rank, most" in out
     told = json.loads(
-        run("plan", saved / "step-3", "--mesh", "fsdp=2,tp=2", "--node-size", 2, "--shard", "*wo=1", "--json",
+        run("show", saved / "step-3", "--mesh", "fsdp=2,tp=2", "--node-size", 2, "--shard", "*wo=1", "--json",
             "--tensors", "model/layers*")[1]
     )  # fmt: skip
     # 8 layers of two of 96 bytes: all are halved by FSDP, and by the rule the second of each by the other axis too.
     assert [rank["needed"] for rank in told["ranks"]] == [8 * (48 + 24)] * 4 and len(told["nodes"]) == 2
     for arguments, code in (
-        (("--ranks", 4, "--mesh", "fsdp=2"), Code.USAGE), ((), Code.USAGE), (("--mesh", "qq=2"), Code.USAGE),
+        (("--ranks", 4, "--mesh", "fsdp=2"), Code.USAGE), (("--no-share",), Code.USAGE),
+        (("--mesh", "qq=2"), Code.USAGE), (("--mesh", "fsdp=2", "--sizes"), Code.USAGE),
         (("--ranks", 2, "--shard", "x"), Code.USAGE), (("--ranks", 2, "--tensors", "none"), Code.MISMATCH),
     ):  # fmt: skip
-        found, _, err = run("plan", saved / "step-3", *arguments)
+        found, _, err = run("show", saved / "step-3", *arguments)
         assert found == code and err
 
 
 COMMANDS: tuple[tuple[str, ...], ...] = (
-    ("ls",), ("show",), ("show", "--stats"), ("show", "--values"), ("show", "--layout"), ("du",),
-    ("plan", "--ranks", "3"),
+    ("ls",), ("show",), ("show", "--stats"), ("show", "--values"), ("show", "--layout"), ("show", "--sizes"),
+    ("show", "--ranks", "3"),
 )  # fmt: skip
 
 
@@ -246,9 +286,9 @@ def test_a_url(run: Any, moto: Server, saved: Path, monkeypatch: pytest.MonkeyPa
     assert [(s["name"], s["health"]) for s in told["checkpoints"]] == [("step-3", "whole"), ("step-4", "whole")]
     assert run("diff", saved / "step-3", f"{url}/step-3")[0] == Code.FINE
     assert run("diff", f"{url}/step-3", f"{url}/step-4")[0] == Code.DIFFERENT
-    for word, *options in (("show", "--stats"), ("du",), ("plan", "--ranks", "2")):
+    for word, *options in (("show", "--stats"), ("show", "--sizes"), ("show", "--ranks", "2")):
         assert run(word, f"{url}/step-3", *options)[0] == Code.FINE
-    assert "each file once" in run("du", url)[1]
+    assert "each file once" in run("ls", url, "--sizes")[1]
 
 
 def test_diff_tells_a_list_that_one_lacks_on_one_line(run: Any, tmp_path: Path) -> None:

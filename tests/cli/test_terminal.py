@@ -100,7 +100,9 @@ def test_no_bars_where_quiet_is_asked_for(steps: Path) -> None:
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    code, shown = _at_a_terminal("bench", tmp_path / "b", "--size", "64MB", until=lambda told: b"raw write" in told)
+    code, shown = _at_a_terminal(
+        "doctor", tmp_path / "b", "--bench", "--size", "64MB", until=lambda told: b"raw write" in told
+    )
     assert code == Code.INTERRUPTED and "interrupted" in shown and "Traceback" not in shown, shown
     assert not list(tmp_path.iterdir())
 
@@ -152,37 +154,19 @@ def test_an_old_terminal(steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not ended.value.code and "\\u25cf" in (steps.parent / "told").read_text()
 
 
-def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def completed(words: str, count: int) -> list[str]:
-        with monkeypatch.context() as patch:
-            patch.setenv("_HOLDFAST_COMPLETE", "complete_bash")
-            patch.setenv("COMP_WORDS", words)
-            patch.setenv("COMP_CWORD", str(count))
-            return run()[1].split()
-
-    assert {"prune", "gc"} <= set(completed("holdfast ", 1)) and completed("holdfast pru", 1) == ["prune"]
-    assert set(completed("holdfast convert a b --to ", 5)) == {"holdfast", "torch", "dcp", "huggingface"}
-    # Nothing of its own for a path: then the shell completes files (complete -o default).
-    assert completed("holdfast verify /tm", 2) == []
-    # Asked for by name: which shell runs the tests, if any, is found from the processes above them.
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    code, out, _ = run("--show-completion", "bash")
-    assert code == Code.FINE and "complete_bash" in out
-
-
 def test_quiet_and_debug_are_understood_anywhere(steps: Path, run: Run) -> None:
     assert run("verify", steps / "step-000000100", "--quiet") == (Code.FINE, "", "")
     assert run("--quiet", "prune", steps)[1:] == ("", "")
     assert run("--quiet", "verify", steps / "step-000000100", "--json")[1].startswith("{")
-    assert "error" in run("verify", steps, "--quiet")[2]
+    assert "error" in run("show", steps, "--quiet")[2]
     with pytest.raises(FileNotFoundError):
-        run("verify", steps, "--debug")
+        run("show", steps, "--debug")
     assert "Usage" in run()[1]
 
 
 @pytest.mark.slow
 def test_a_signal_ends_a_benchmark_gently(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "holdfast", "bench", str(tmp_path / "b"), "--size", "64MB"]
+    words = [sys.executable, "-m", "holdfast", "doctor", str(tmp_path / "b"), "--bench", "--size", "64MB"]
     running = subprocess.Popen(
         words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.PIPE
     )

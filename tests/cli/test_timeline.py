@@ -1,4 +1,4 @@
-"""``holdfast timeline``."""
+"""``holdfast view`` of a folder of timelines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli import app
+from holdfast.cli.errors import Code
 from holdfast.report.timeline import timeline
+from tests.cli.conftest import Run
 from tests.report.trace_format import check
 
 
@@ -21,22 +22,23 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path / "timeline"
 
 
-def test_a_table_and_a_trace(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["timeline", str(recorded)]) == 0
-    told = capsys.readouterr().out
-    assert "phase" in told and "commit" in told and str(recorded / "trace.json") in told
+def test_a_table_and_a_trace(recorded: Path, run: Run) -> None:
+    code, out, _ = run("view", recorded)
+    assert code == Code.FINE and "phase" in out and "commit" in out and str(recorded / "trace.json") in out
     check(json.loads((recorded / "trace.json").read_text()))
 
 
-def test_as_json(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["timeline", str(recorded), "-o", str(tmp_path / "out.json"), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["trace"] == str(tmp_path / "out.json") and told["processes"] == 1 and told["unfinished"] == 0
+def test_as_json(recorded: Path, tmp_path: Path, run: Run) -> None:
+    code, out, _ = run("view", recorded, "-o", tmp_path / "out.json", "--json")
+    told = json.loads(out)
+    assert code == Code.FINE and told["trace"] == str(tmp_path / "out.json")
+    assert told["processes"] == 1 and told["unfinished"] == 0
     assert {"gather", "commit"} <= {phase["name"] for phase in told["phases"]}
     check(json.loads((tmp_path / "out.json").read_text()))
 
 
-def test_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert app.run(["timeline", str(tmp_path)]) == 7
-    assert "HOLDFAST_TIMELINE" in capsys.readouterr().err
-    assert app.run(["timeline", str(tmp_path / "nowhere")]) == 4
+def test_options_of_a_page_are_none_of_a_trace(recorded: Path, tmp_path: Path, run: Run) -> None:
+    assert run("view", recorded, "-o", "-")[0] == Code.USAGE
+    assert run("view", recorded, "--stats", "*")[0] == Code.NOT_A_CHECKPOINT
+    (tmp_path / "empty").mkdir()
+    assert run("view", tmp_path / "empty")[0] == Code.NOT_A_CHECKPOINT

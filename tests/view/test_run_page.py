@@ -15,13 +15,14 @@ import holdfast
 from holdfast import CheckpointManager, Keep
 from holdfast.cli.app import run
 from holdfast.cli.errors import Code
+from holdfast.inspect.runs import is_run
 from holdfast.run.journal import Now
 from holdfast.run.journaling import Journal
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.memory import Memory
 from holdfast.storage.storage import JOURNAL
 from holdfast.storage.store_place import StorePlace
-from holdfast.view.run import is_run, run_page
+from holdfast.view.run import run_page
 from tests.view.browser import Tab, script
 from tests.view.telling import HOSTILE, told
 

@@ -1,39 +1,26 @@
-"""``holdfast plan``: what a load on another mesh would read, computed without that mesh.
+"""What ``holdfast show --mesh`` prints: what a load on another mesh would read, computed without that mesh.
 
-`app` calls it. It reads headers alone.
+`show` calls it. It reads headers alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated
-
-import typer
 
 import holdfast
 from holdfast.cli import output
-from holdfast.cli.options import Json, Source, Tensors
 from holdfast.inspect.mesh import parse_mesh, parse_rule
 from holdfast.inspect.planning import Plan, RankReads
 from holdfast.inspect.planning import plan as planned
 
 
-def plan(
-    path: Source,
-    ranks: Annotated[int | None, typer.Option("--ranks", min=1, help="How many ranks load it.")] = None,
-    mesh: Annotated[str, typer.Option("--mesh", help='Axes, row-major: "replicate=2,fsdp=16,tp=2".')] = "",
-    shard: Annotated[
-        list[str] | None,
-        typer.Option("--shard", metavar="GLOB=DIM", help="Where tensor parallelism cuts; GLOB=replicate: nowhere."),
-    ] = None,
-    tensors: Tensors = "*",
-    node_size: Annotated[int, typer.Option("--node-size", min=1, help="Ranks of one node.")] = 8,
-    alone: Annotated[bool, typer.Option("--no-share", help='As with share="off": each rank reads for itself.')] = False,
-    json: Json = False,
-) -> None:
-    """Tell what each rank and node of a mesh would read of a checkpoint, in how many requests, and how evenly."""
-    target, rules = parse_mesh(mesh, ranks), [parse_rule(text) for text in shard or ()]
-    reads = planned(holdfast.open(path), target, rules=rules, only=tensors, node_size=node_size, share=not alone)
+def show_plan(
+    path: str, *, mesh: str, ranks: int | None, rules: Sequence[str], tensors: str, node_size: int, share: bool,
+    json: bool,
+) -> None:  # fmt: skip
+    """What each rank and node of a mesh would read of a checkpoint, in how many requests, and how evenly."""
+    target, parsed = parse_mesh(mesh, ranks), [parse_rule(text) for text in rules]
+    reads = planned(holdfast.open(path), target, rules=parsed, only=tensors, node_size=node_size, share=share)
     output.answer(output.fields(reads, "needed", "read", "requests", "balance"), lambda: _show(reads), json=json)
 
 

@@ -1,39 +1,29 @@
-"""``holdfast du``: where the bytes of a checkpoint are, or those of all steps of a run.
+"""What ``--sizes`` prints: where the bytes of a checkpoint are, or those of all steps of a run.
 
-`app` calls it. It deletes nothing.
+`ls` and `show` call it. It deletes nothing.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 import holdfast
 from holdfast.cli import output
-from holdfast.cli.options import Json, Tensors
 from holdfast.errors import Mismatch, NotACheckpoint
 from holdfast.inspect.tree import Node
 from holdfast.inspect.usage import RootUsage, Usage, modules, usage, usage_of_root
 
 
-def du(
-    path: Annotated[str, typer.Argument(help="A checkpoint, or a folder of steps: a path or a URL.")],
-    depth: Annotated[int, typer.Option("--depth", min=1, help="How many levels of modules to show.")] = 2,
-    tensors: Tensors = "*",
-    json: Json = False,
-) -> None:
-    """Bytes by section, module and dtype; of a folder of steps, what they share and what deleting each would free."""
+def show_sizes(path: str, *, tensors: str = "*", depth: int | None = None, json: bool) -> None:
+    """Bytes by section, dtype and module; of a run, what its steps share and what deleting each would free."""
     try:
         checkpoint = holdfast.open(path)
     except NotACheckpoint:
-        of_root = usage_of_root(path)
+        of_run = usage_of_root(path)
         if tensors != "*":
-            raise Mismatch(f"{path} is a folder of steps: --tensors looks into one of them") from None
-        output.answer(of_root, lambda: _show_root(of_root), json=json)
+            raise Mismatch(f"{path} is a run: --tensors is for one of its steps") from None
+        output.answer(of_run, lambda: _show_run(of_run), json=json)
         return
     total, top = usage(checkpoint, only=tensors), modules(checkpoint, only=tensors)
-    rows = [(level, node) for level, node in top.walk(deepest=depth)]
+    rows = [(level, node) for level, node in top.walk(deepest=depth or 2)]
     below = [
         {"module": n.label, "level": level, "tensors": n.tensors, "elements": n.elements, "nbytes": n.nbytes}
         for level, n in rows
@@ -42,10 +32,10 @@ def du(
 
 
 def _show(total: Usage, reading: str, rows: list[tuple[int, Node]]) -> None:
-    cited = f", {output.size(total.cited)} of them borrowed from older steps" if total.cited else ""
+    borrowed = f", {output.size(total.cited)} of them borrowed from older steps" if total.cited else ""
     attached = f"; {output.size(total.attached)} attached" if total.attached else ""
     output.say(f"{total.path} ({total.format}): {output.size(total.tensors)} of tensors in files of "
-               f"{output.size(total.files)}{cited}{attached}")  # fmt: skip
+               f"{output.size(total.files)}{borrowed}{attached}")  # fmt: skip
     if reading:
         output.say(f"read as: {reading}")
     for heading, amounts in (("section", total.by_section), ("dtype", total.by_dtype)):
@@ -64,10 +54,10 @@ def _share(nbytes: int, total: Usage) -> str:
     return f"{100 * nbytes / total.tensors:.1f} %" if total.tensors else ""
 
 
-def _show_root(root: RootUsage) -> None:
+def _show_run(run: RootUsage) -> None:
     output.table(
         ("step", "bytes", "shared", "deleting it frees"),
-        ((s.name, output.size(s.nbytes), output.size(s.shared), output.size(s.frees)) for s in root.steps),
+        ((s.name, output.size(s.nbytes), output.size(s.shared), output.size(s.frees)) for s in run.steps),
     )
-    left = f", {output.size(root.leavings)} of which no checkpoint needs" if root.leavings else ""
-    output.say(f"{root.path}: {output.size(root.nbytes)} in all, each file once{left}")
+    unneeded = f"; no checkpoint needs {output.size(run.leavings)} of them" if run.leavings else ""
+    output.say(f"{run.path}: {output.size(run.nbytes)} in all, each file once{unneeded}")
