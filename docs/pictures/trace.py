@@ -1,4 +1,4 @@
-"""Draws docs/pictures/trace.svg: a timeline as `holdfast timeline` joins it, in the lanes in which Perfetto draws it.
+"""Draws docs/pictures/trace.svg: a timeline as `holdfast view` joins it, in the lanes in which Perfetto draws it.
 
     .venv/bin/python docs/pictures/trace.py
 

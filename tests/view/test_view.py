@@ -36,7 +36,7 @@ def test_pages_are_made_anew_and_other_files_are_left_alone(run: Any, saved: Pat
     assert run("view", saved)[0] == run("view", saved)[0] == Code.FINE
     (tmp_path / "mine.html").write_text("my notes")
     code, _, err = run("view", saved, "-o", "mine.html")
-    assert code == Code.USAGE and "no page of holdfast" in err and (tmp_path / "mine.html").read_text() == "my notes"
+    assert code == Code.USAGE and "not a page of holdfast" in err and (tmp_path / "mine.html").read_text() == "my notes"
     code, _, err = run("view", saved, "-o", "nowhere/page.html")
     assert code == Code.USAGE and "no folder" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.html", "run", "step-3.html"]
