@@ -64,6 +64,7 @@ class CheckpointManager:
         self.root = with_deadline(location(options.root), options.deadline)
         self.every, self.keep = options.every, options.keep
         self.should_stop = False
+        self._warned = False
         self._ranks = ranks = ranks_of(options.group)
         # Ranks make their managers in the same order, so the same number means the same manager on each of them.
         number = ranks.remembered["managers"] = ranks.remembered.get("managers", 0) + 1
@@ -134,6 +135,12 @@ class CheckpointManager:
         on, and the steps before stay.
         """
         step = index(step)
+        if metric is None and self.keep.best and not self._warned:
+            self._warned = True
+            log.warning(
+                "Keep(best=%d) keeps the steps with the best metric, and step %d has come without one: pass metric= to "
+                "step. Steps that are saved without a metric are never among the best", self.keep.best, step,
+            )  # fmt: skip
         due = step % self.every == 0 if due is None else due
         self._record.arrived(step, metric)
         try:
@@ -173,13 +180,15 @@ class CheckpointManager:
 
     @takes(RestoreOptions)
     def restore(self, state: dict[str, Any], options: RestoreOptions) -> Loaded | None:
-        """Load the newest whole checkpoint into ``state``; None if there is none, so that training starts from scratch.
+        """Load the newest whole step into ``state``; None if there is none, so that training starts from scratch.
 
-        Takes the options of `RestoreOptions` as keywords. A step is whole if it is committed, it opens, and every file
-        is there in its size. One that is not, or that proves damaged while it is read, is passed over for the one
-        before, with a warning that says why. A save that all ranks had finished when they died is committed first, and
-        what other dead saves left is deleted. A step that has lost its optimizer (see `Keep`) is passed over for an
-        older one that has all, and loaded if there is none.
+        Takes the options of `RestoreOptions` as keywords. ``step=1200`` goes back to that step, ``step="best"`` to the
+        best one; no other is tried then, and with the first save after it the later steps no longer count.
+
+        A step is whole if it is committed, it opens, and every file is there in its size. One that is not, or that
+        proves damaged while it is read, is passed over for the one before, with a warning that says why. A save that
+        all ranks had finished when they died is committed first, and what other dead saves left is deleted. A step that
+        has lost its optimizer (see `Keep`) is passed over for an older one that has all, and loaded if there is none.
 
         Raises Mismatch if the checkpoint does not fit ``state``; no older step is tried then.
 
@@ -191,7 +200,7 @@ class CheckpointManager:
         patience = min(SURVIVORS, self._options.deadline / 2)  # the other ranks wait meanwhile
         loaded = self._home.restore(state, options, patience, self._saves.writing_to)
         if loaded is not None:
-            self._saves.go_on_from(loaded)
+            self._saves.go_on_from(loaded, back=options.step is not None)
         if self._ranks.first and loaded is None:
             log.info("no checkpoint in %s yet: training starts afresh", self.root)
         elif self._ranks.first and loaded is not None:
@@ -206,8 +215,12 @@ class CheckpointManager:
         return self._home.latest()
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first; with ``fast``, of both tiers."""
+        """The committed steps, oldest first; with ``fast``, of both tiers. Not those that training left behind."""
         return self._home.steps()
+
+    def best(self) -> Checkpoint | None:
+        """The step with the best metric, as ``keep.mode`` says; None if none was saved with one. Any rank may ask."""
+        return self._home.best()
 
     def durability(self, step: int) -> Durability:
         """Where a step is safe. Any rank may ask: one look at the disk and one question to the store, which may wait

@@ -21,7 +21,8 @@ class Kept(NamedTuple):
 
     def and_whole(self, more: Iterable[int]) -> Kept:
         """The same, and ``more`` steps that stay as they are."""
-        return self._replace(steps=self.steps | set(more), whole=self.whole | set(more))
+        more = frozenset(more)
+        return self._replace(steps=self.steps | more, whole=self.whole | more)
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,12 @@ class Keep:
             rated = [(m if self.mode == "min" else -m, -s) for s, m in steps.items() if m is not None and m == m]
             kept |= {-s for _, s in sorted(rated)[: self.best]}
         return kept
+
+
+def best_of(rated: Mapping[int, float | None], mode: Literal["min", "max"]) -> int | None:
+    """The step with the best metric, the newest of several; None if none has one. NaN is no metric."""
+    metrics = [(m if mode == "min" else -m, -step) for step, m in rated.items() if m is not None and m == m]
+    return -min(metrics)[1] if metrics else None
 
 
 def is_due(upload: Upload, step: int, stored: Collection[int], keep: Keep) -> bool:

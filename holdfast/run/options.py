@@ -131,6 +131,14 @@ class RestoreOptions(ResumeOptions):
     only: Patterns = "*"
     """Load these parts of the state alone; see `load`. Then the newest step is taken, even if it has lost sections."""
 
+    step: int | Literal["best"] | None = None
+    """Go back to this step, or to the ``"best"`` by its metric, in the place of the newest. No other is tried. Training
+    goes on from there: with the first save after it the later steps no longer count. See docs/resume.md."""
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.step != "best" and (isinstance(self.step, bool) or self.step < 0):
+            raise ValueError(f'step={self.step!r} is the number of a step, or "best"')
+
     @property
     def complete(self) -> bool:
         """Whether a step that has lost sections is only taken if there is no other."""

@@ -85,6 +85,7 @@ class KeptSteps(Steps):
         self._citations.forget([self.path(step).name])
         self._dropped.discard(self.path(step).name)
         self.passed.discard(self.path(step).name)
+        self._counting.add(self.path(step).name)
 
     # What goes
 
@@ -97,7 +98,7 @@ class KeptSteps(Steps):
             if just_saved is not None:
                 self.renewed(just_saved)
                 committed = self.committed()
-                kept = keep.verdict(self._rated(keep, committed)).and_whole([just_saved])
+                kept = self._verdict(keep, committed).and_whole([just_saved])
                 self._retire(committed, kept, max(committed, default=0), spare)
             self._clean(spare)
 
@@ -105,7 +106,7 @@ class KeptSteps(Steps):
         """What of the committed steps a rule keeps; None if that is not known."""
         kept = None
         with self._gently():
-            kept = keep.verdict(self._rated(keep, self.committed()))
+            kept = self._verdict(keep, self.committed())
         return kept
 
     def retire(self, kept: Kept, upto: int) -> None:
@@ -130,6 +131,13 @@ class KeptSteps(Steps):
         """Delete what dead saves left, but not in the folders to ``spare``. Failures cost space alone."""
         with self._gently():
             self._clean(spare)
+
+    def _verdict(self, keep: Keep, committed: dict[int, Place]) -> Kept:
+        """What the rules keep of the steps that count. The others stay until a newer step counts."""
+        behind = self.behind(committed)
+        counted = {step: path for step, path in committed.items() if step not in behind}
+        newest = max(counted, default=-1)
+        return keep.verdict(self._rated(keep, counted)).and_whole(step for step in behind if step > newest)
 
     def _rated(self, keep: Keep, committed: dict[int, Place]) -> dict[int, float | None]:
         rated = keep.best and len(committed) > keep.last

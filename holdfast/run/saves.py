@@ -20,6 +20,7 @@ from holdfast.ranks.interrupts import interrupts_wait
 from holdfast.ranks.ranks import Ranks
 from holdfast.run.bases import Bases
 from holdfast.run.foreground import Foreground
+from holdfast.run.going_back import WentBack
 from holdfast.run.options import ManagerOptions
 from holdfast.run.recent import Recent
 from holdfast.run.record import Record
@@ -52,14 +53,16 @@ class Saves:
         self.restored: Place | None = None
         self._restored_step: int | None = None
         self._run: str | None = None
+        self._goes_back = False
 
     @property
     def step(self) -> int | None:
         """The step that was saved or restored last."""
         return self._restored_step if self.newest is None else self.newest.step
 
-    def go_on_from(self, loaded: Loaded) -> None:
-        """A step was restored: what is saved from now on continues its run."""
+    def go_on_from(self, loaded: Loaded, *, back: bool) -> None:
+        """A step was restored: what is saved from now on continues its run. ``back``: there may be later steps."""
+        self._goes_back = back
         path = loaded.checkpoint.path
         self._run, self.newest = loaded.checkpoint.manifest.run, None
         self.restored, self._restored_step = path, loaded.step
@@ -70,9 +73,11 @@ class Saves:
         """Begin to save ``step``. Without a worker, the outcome is known when this returns."""
         if isinstance(state, dict) and type(state.get("step")) is int and state["step"] != step:
             log.warning("saving step %d of a state that says it is at step %d", step, state["step"])
+        if self._goes_back:
+            self._leave_behind()
         path, run, fast = self._home.fast.path(step), self._run_of(step), self._home.fast
         # A step that is there, but was not restored, stands in the way of its own successor.
-        overwrite = overwrite or path.name in fast.broken | fast.passed
+        overwrite = overwrite or path.name in fast.broken | fast.passed or fast.is_behind(step, path)
         base = None if self._bases is None else self._bases.next or Base(lambda: None)
         self.writing_to.add(path)
         saving: Saving | None = None
@@ -97,6 +102,18 @@ class Saves:
             with self.raising():
                 saving.wait()
         return saving
+
+    def _leave_behind(self) -> None:
+        """Training goes on from an earlier step, so the later ones no longer count. All ranks call it.
+
+        With the first save, and not with the restore: to look at an earlier step changes nothing on disk.
+        """
+        step = self._restored_step or 0
+        label = f"go on from step {step} of {self._home.store.root}"
+        with self._ranks.call(label, deadline=self._options.deadline) as call:
+            mark = call.exchange("mark", lambda: 0, lambda _: self._home.leave_behind(step), WentBack)
+        self._home.went_back(mark)
+        self._goes_back = False
 
     @contextmanager
     def raising(self, *, quiet: bool = False) -> Iterator[None]:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import re
 import string
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from holdfast.commit.commit import commit_late
 from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import manifest
+from holdfast.run import going_back
+from holdfast.run.going_back import WentBack
+from holdfast.run.keep import best_of
 from holdfast.run.whole import fault_of, metric_of
 from holdfast.storage import storage
 from holdfast.storage.place import Place
@@ -28,12 +31,15 @@ FEW = 16
 HEAD = 512
 """Bytes of a manifest that tell its run and its time."""
 
-_MADE = re.compile(rb'"run":"(?P<run>[0-9a-f]{1,64})",.{0,64}?"created":"(?P<created>[^"]{1,64})"')
+_MADE = re.compile(
+    rb'"save":"(?P<save>[0-9a-f]{1,64})","run":"(?P<run>[0-9a-f]{1,64})",.{0,64}?"created":"(?P<created>[^"]{1,64})"'
+)
 
 
 class Made(NamedTuple):
-    """Who made a step, and when (RFC 3339, in UTC)."""
+    """Which save of which run made a step, and when (RFC 3339, in UTC)."""
 
+    save: str
     run: str
     created: str
 
@@ -52,6 +58,9 @@ class Steps:
         # Names of steps that were seen to be committed, and their metrics: each look into a store costs a request.
         self._known: set[str] = set()
         self._metrics: dict[str, float | None] = {}
+        self._went_back: WentBack | None = None
+        self._asked_for_mark = False
+        self._counting: set[str] = set()  # names of later steps that were looked at, and count
         self._others: list[str] = []  # folders with other names; if they are checkpoints, they may cite steps
 
     def path(self, step: int) -> Place:
@@ -72,6 +81,48 @@ class Steps:
         known |= self._find_manifests([name for name in folders if name not in known])
         self._known = known
         return dict(sorted((self.step_of(name), folders[name]) for name in known))
+
+    # Steps that training has left behind
+
+    def current(self) -> dict[int, Place]:
+        """The committed steps that count, oldest first: not those that training has left behind."""
+        committed = self.committed()
+        behind = self.behind(committed)
+        return {step: path for step, path in committed.items() if step not in behind}
+
+    def behind(self, committed: Mapping[int, Place]) -> set[int]:
+        """Those of the committed steps that no longer count, since training went back and on without them."""
+        return {step for step, path in committed.items() if self.is_behind(step, path)}
+
+    def is_behind(self, step: int, path: Place) -> bool:
+        """Whether a step no longer counts. Raises StorageError, Damaged."""
+        mark = self.mark
+        if mark is None or step <= mark.to:
+            return False
+        if path.name in self._counting:
+            return False
+        made = self.made_by(path)
+        if made is not None and made.save in mark.saves:
+            return True
+        self._counting.add(path.name)
+        return False
+
+    @property
+    def mark(self) -> WentBack | None:
+        """Where training last went back to; None if it never did. Raises StorageError, Damaged."""
+        if not self._asked_for_mark:
+            self._went_back, self._asked_for_mark = going_back.read(self.root), True
+        return self._went_back
+
+    def later_saves(self, step: int) -> set[str]:
+        """The ids of the saves that made the steps after ``step``."""
+        later = [self.made_by(path) for other, path in self.committed().items() if other > step]
+        return {made.save for made in later if made is not None}
+
+    def leave_behind(self, mark: WentBack) -> None:
+        """From now on the steps that ``mark`` names do not count."""
+        self._went_back, self._asked_for_mark = mark, True
+        self._counting.clear()
 
     def step_of(self, name: str) -> int:
         match = self._pattern.fullmatch(name)
@@ -95,7 +146,7 @@ class Steps:
         except FileNotFoundError:  # deleted meanwhile
             return None
         match = _MADE.search(head)
-        return None if match is None else Made(match["run"].decode(), match["created"].decode())
+        return None if match is None else Made(*(match[part].decode() for part in Made._fields))
 
     def refuse_another_run(
         self, chosen: Place, refused: Container[str] = (), *, among: Iterable[Place] | None = None
@@ -141,6 +192,8 @@ class Steps:
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
             if path.name in refused or not (path / manifest.FILE_NAME).is_file():
                 continue
+            if self.is_behind(self.step_of(path.name), path):
+                continue
             maker = self.made_by(path) if run is not None else None
             if run is not None and (maker is None or maker.run != run):
                 log.info("%s is passed over: it is not of run %s", path, run)
@@ -159,6 +212,31 @@ class Steps:
                 self.broken.add(path.name)
                 log.warning("%s is passed over: %s", path, fault)
         return next(iter(partial), None)
+
+    def chosen(self, step: int | Literal["best"], mode: Literal["min", "max"]) -> Place:
+        """The committed step of this number, or the best one that counts.
+
+        Raises NotACheckpoint if there is none, Damaged if it is not whole, StorageError.
+        """
+        if step == "best":
+            path = self.best(mode)
+            if path is None:
+                raise NotACheckpoint(f"no step in {self.root} was saved with a metric: pass metric= to manager.step")
+        else:
+            committed = self.committed()
+            if step not in committed:
+                steps = ", ".join(map(str, committed)) or "none"
+                raise NotACheckpoint(f"there is no step {step} in {self.root}; its steps are {steps}")
+            path = committed[step]
+        fault = fault_of(path)
+        if fault is not None:
+            raise Damaged(f"{path} cannot be restored: {fault}")
+        return path
+
+    def best(self, mode: Literal["min", "max"]) -> Place | None:
+        """Of the steps that count the one with the best metric, the newest of several; None if none has a metric."""
+        step = best_step([self], mode)
+        return None if step is None else self.path(step)
 
     def refuse_a_checkpoint(self) -> None:
         """Raise NotACheckpoint if the root is a checkpoint, or a folder of one.
@@ -196,6 +274,11 @@ class Steps:
         if path.name not in self._metrics or not path.is_remote:
             self._metrics[path.name] = metric_of(path)
         return self._metrics[path.name]
+
+
+def best_step(tiers: Iterable[Steps], mode: Literal["min", "max"]) -> int | None:
+    """The number of the best step that counts, of all ``tiers``; None if none has a metric. Raises StorageError."""
+    return best_of({step: tier.metric(path) for tier in tiers for step, path in tier.current().items()}, mode)
 
 
 def _pattern_of(name: str) -> re.Pattern[str]:

@@ -24,8 +24,12 @@ ANOTHER_MEANING = {
     ("manager.py", "CheckpointManager.scrub", "every"),  # seconds between two checks of a step
     ("run/retention.py", "KeptSteps.__init__", "sign"),  # what signs, not the key
     ("run/steps.py", "Steps.newest", "run"),  # an id alone, without "any"
+    ("run/tiers/uploader.py", "Uploader.wake", "step"),  # the step that was saved
     ("run/prune.py", "prune", "name"),  # None: told from the folders
     ("trainers/huggingface_best.py", "CallbackOptions", "every"),  # None: Trainer's own save_strategy
+    ("trainers/titan.py", "CheckpointManager._load", "step"),  # these three are torchtitan's
+    ("trainers/titan_contract.py", "BaseCheckpointManager.load", "step"),
+    ("trainers/titan_contract.py", "BaseCheckpointManager._load", "step"),
 }
 A_CONSTANT = {"deadline": "DEADLINE"}  # an argument of whatever waits: its default is said once, as this constant
 

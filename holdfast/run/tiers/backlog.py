@@ -45,7 +45,7 @@ class Backlog:
         stored = self.look()
         lacking = []
         for step, path in self._fast.committed().items():
-            if path.name in self._fast.broken:
+            if path.name in self._fast.broken or self._fast.is_behind(step, path):
                 continue
             try:
                 ours = _brief(read_manifest(path))
@@ -62,7 +62,7 @@ class Backlog:
         """The steps of the store, which is asked but once. Raises StorageError."""
         if self._stored is None:
             self._stored = {
-                step: None for step, path in self._store.committed().items() if path.name not in self._store.broken
+                step: None for step, path in self._store.current().items() if path.name not in self._store.broken
             }
         return self._stored
 
@@ -107,13 +107,18 @@ class Backlog:
             return
         log.warning("step %d of the fast tier cannot be brought to the store: %s", step, error)
 
+    def forget(self) -> None:
+        """Training went back: which steps of the store count is looked up again."""
+        self._stored = None
+
     def made_again(self, step: int) -> None:
         """There is a new save of a step."""
         self._given_up = {save: of for save, of in self._given_up.items() if of != step}
 
     def replaces(self, step: int) -> bool:
         """Whether the store has another save of this step."""
-        return step in self.look() or self._store.path(step).name in self._store.broken
+        path = self._store.path(step)
+        return step in self.look() or path.name in self._store.broken or self._store.is_behind(step, path)
 
     def held(self, steps: Iterable[int]) -> set[int]:
         """Those of ``steps`` that have to stay on the fast tier: due and not in the store."""
@@ -125,7 +130,7 @@ class Backlog:
 
     def unsafe(self) -> list[int]:
         """Steps of the fast tier that were to be in the store and are not, as far as is known."""
-        committed, stored = self._fast.committed(), self._stored or {}
+        committed, stored = self._fast.current(), self._stored or {}
         lacking = [step for step in committed if step not in stored]
         newest = {max(committed)} if self._upload.newest and committed and max(committed) in lacking else set()
         return sorted(newest | {step for step in lacking if is_due(self._upload, step, stored, self._keep)})

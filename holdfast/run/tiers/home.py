@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.load import Loaded
+from holdfast.run.going_back import WentBack
 from holdfast.run.options import RestoreOptions
 from holdfast.run.retention import KeptSteps
 from holdfast.storage.place import Place
@@ -48,8 +49,18 @@ class Home(Protocol):
     ) -> Loaded | None:  # fmt: skip
         """Load the newest whole step; None if there is none. Called by all ranks.
 
-        Commits first what dead saves had finished, and waits up to ``patience`` seconds for writers that live on.
+        With ``options.step`` that step alone is tried. Commits first what dead saves had finished, and waits up to
+        ``patience`` seconds for writers that live on.
         """
+
+    def leave_behind(self, step: int) -> WentBack:
+        """Note that training goes on from ``step``, so that later steps no longer count. Called on the first rank."""
+
+    def went_back(self, mark: WentBack) -> None:
+        """What the first rank has noted, told to every rank."""
+
+    def best(self) -> Checkpoint | None:
+        """The step with the best metric."""
 
     def newest_fast(self) -> Checkpoint | None:
         """The newest whole checkpoint where saves go to."""

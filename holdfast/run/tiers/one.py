@@ -17,6 +17,8 @@ from holdfast.load import Loaded, load
 from holdfast.ondisk.manifest import FILE_NAME
 from holdfast.policies.signing.keys import signing
 from holdfast.ranks.ranks import Ranks
+from holdfast.run import going_back
+from holdfast.run.going_back import WentBack
 from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.retention import KeptSteps
 from holdfast.run.tiers.home import Durability
@@ -70,6 +72,8 @@ class OneRoot:
                     other_model=options.other_model,
                 )  # fmt: skip
             except (Damaged, NotACheckpoint, Untrusted) as error:
+                if options.step is not None:
+                    raise
                 untrusted = error if isinstance(error, Untrusted) else untrusted
                 log.warning("%s cannot be restored, trying the one before: %s", name, error)
                 refused.append(name)
@@ -81,6 +85,8 @@ class OneRoot:
         if not refused:
             steps.commit_late(patience)
             steps.sweep(self._options.keep, None, spare)
+        if options.step is not None:
+            return steps.chosen(options.step, self._options.keep.mode).name
         doubtful = self._doubtful()
         newest = steps.newest([*refused, *doubtful], complete=options.complete, run=options.of_run)
         if newest is None and doubtful:  # what is damaged may not be what is asked for: loading tells
@@ -91,6 +97,22 @@ class OneRoot:
             steps.refuse_a_checkpoint()
         return newest.name if newest is not None else ""
 
+    def leave_behind(self, step: int) -> WentBack:
+        """Note it beside the steps, if there are later ones; see `Home.leave_behind`."""
+        mark = WentBack(step, frozenset(self.fast.later_saves(step)))
+        if mark.saves or self.fast.mark is not None:
+            going_back.write(self.root, mark)
+        return mark
+
+    def went_back(self, mark: WentBack) -> None:
+        """See `Home.went_back`."""
+        self.fast.leave_behind(mark)
+
+    def best(self) -> Checkpoint | None:
+        """The step with the best metric."""
+        best = self.fast.best(self._options.keep.mode)
+        return Checkpoint(best) if best is not None else None
+
     def newest_fast(self) -> Checkpoint | None:
         """The newest whole checkpoint."""
         newest = self.fast.newest()
@@ -100,7 +122,7 @@ class OneRoot:
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first."""
-        return list(self.fast.committed())
+        return list(self.fast.current())
 
     def durability(self, step: int) -> Durability:
         """What is committed is safe in the root alone."""

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Container, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,8 +22,9 @@ from holdfast.load import Loaded, Options, load_opened
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import Keys
-from holdfast.run.options import RestoreOptions
+from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.retention import KeptSteps
+from holdfast.run.steps import best_step
 from holdfast.run.tiers.nodes import News, Nodes
 from holdfast.run.whole import lacking_files
 from holdfast.storage.place import Place
@@ -74,8 +75,9 @@ class _Candidate(msgspec.Struct):
 class Survey:
     """A look at the fast folders of all nodes and at the store. All ranks make the same calls."""
 
-    def __init__(self, fast: KeptSteps, store: KeptSteps, nodes: Nodes, deadline: float) -> None:
-        self.fast, self.store, self._nodes, self._deadline = fast, store, nodes, deadline
+    def __init__(self, fast: KeptSteps, store: KeptSteps, nodes: Nodes, options: ManagerOptions) -> None:
+        self.fast, self.store, self._nodes, self._deadline = fast, store, nodes, options.deadline
+        self._mode = options.keep.mode
         self._ranks = nodes.ranks
         self._candidates: dict[int, _Candidate] = {}
         self._restores = 0
@@ -93,7 +95,7 @@ class Survey:
         try:
             while True:
                 with self._ranks.call(f"restore {self.store.root}", deadline=self._deadline) as call:
-                    choose = partial(self._choose, refused, complete=options.complete)
+                    choose = partial(self._choose, refused, options)
                     choice = call.exchange("choose", options.check, lambda notes: choose(), Choice)
                 if not choice.name:
                     if untrusted is not None:
@@ -110,6 +112,8 @@ class Survey:
                         deadline=self._deadline,
                     )  # fmt: skip
                 except (Damaged, NotACheckpoint, Untrusted) as error:
+                    if options.step is not None:
+                        raise
                     untrusted = error if isinstance(error, Untrusted) else untrusted
                     log.warning("%s (%s) cannot be restored, trying another: %s", choice.name, choice.tier, error)
                     refused.add((choice.tier, choice.name))
@@ -187,8 +191,8 @@ class Survey:
                 self._candidates[self.fast.step_of(step.name)] = _Candidate(step, set.intersection(*lacks))
         return True
 
-    def _choose(self, refused: set[tuple[str, str]], *, complete: bool) -> Choice:
-        """On the first rank: the newest step that is whole and not refused; with ``complete`` of all sections, if any.
+    def _choose(self, refused: set[tuple[str, str]], options: RestoreOptions) -> Choice:
+        """On the first rank: the step that was asked for, or the newest whole one, rather of all its sections.
 
         Raises StorageError if the fast tier has none and the store does not answer.
         """
@@ -198,11 +202,20 @@ class Survey:
         except StorageError as error:
             names, silence = set(), error
         best, passed = None, set()
-        for step in sorted({*self._candidates, *names}, reverse=True):
+        mark = (self.store.mark if silence is None else None) or self.fast.mark
+        if mark is not None:  # a node's disk may be new, or have missed the last one
+            self.fast.leave_behind(mark)
+            self.store.leave_behind(mark)
+        steps = sorted({*self._candidates, *names}, reverse=True)
+        for step in steps if options.step is None else [self._asked_for(options.step, steps)]:
             for choice, lost in self._choices(step, step in names):
                 if (choice.tier, choice.name) in refused:
                     continue
-                if complete and lost:
+                if options.step is not None:
+                    return self._chosen(choice, silence)
+                if self._is_behind(step, choice):
+                    continue
+                if options.complete and lost:
                     log.info("%s is passed over: it has lost sections since it was saved", self._folder(choice))
                     best = best or choice
                     passed.add(choice.name)
@@ -213,8 +226,24 @@ class Survey:
             return self._chosen(best, silence)
         if silence is not None:  # training must not begin again because the store is down
             raise silence
+        if options.step is not None:
+            raise NotACheckpoint(f"step {options.step} of {self.store.root} is whole in neither tier")
         self.store.refuse_a_checkpoint()
         return Choice()
+
+    def _asked_for(self, step: int | Literal["best"], steps: list[int]) -> int:
+        if step != "best":
+            if step not in steps:
+                there = ", ".join(map(str, reversed(steps))) or "none"
+                raise NotACheckpoint(f"there is no step {step} of {self.store.root} in either tier; there are {there}")
+            return step
+        best = best_step((self.store, self.fast), self._mode)
+        if best is None:
+            raise NotACheckpoint(f"no step of {self.store.root} was saved with a metric: pass metric= to manager.step")
+        return best
+
+    def _is_behind(self, step: int, choice: Choice) -> bool:
+        return (self.fast if choice.tier == "fast" else self.store).is_behind(step, self._folder(choice))
 
     def _chosen(self, choice: Choice, silence: StorageError | None) -> Choice:
         if silence is not None:

@@ -17,10 +17,12 @@ from holdfast.load import Loaded
 from holdfast.ondisk import manifest
 from holdfast.policies.signing.keys import signing
 from holdfast.ranks.ranks import Ranks
+from holdfast.run import going_back
+from holdfast.run.going_back import WentBack
 from holdfast.run.keep import Kept
 from holdfast.run.options import ManagerOptions, RestoreOptions
 from holdfast.run.retention import KeptSteps
-from holdfast.run.steps import Steps
+from holdfast.run.steps import Steps, best_step
 from holdfast.run.tiers.backlog import Backlog
 from holdfast.run.tiers.home import Durability
 from holdfast.run.tiers.nodes import News, find_nodes
@@ -52,6 +54,7 @@ class Tiers:
         if not root.is_remote and (folder == root or folder in root.parents or root in folder.parents):
             raise ValueError(f"fast={str(fast)!r} and the root {root} lie in each other: give each its own folder")
         self._root, self._keep_fast, self._deadline = root, options.keep_fast, deadline
+        self._mode = options.keep.mode
         sign = signing(options.sign)
         self.fast = KeptSteps(folder, name, sign=sign)
         self.store = KeptSteps(with_deadline(root, deadline), name, sign=sign)
@@ -60,7 +63,7 @@ class Tiers:
             self._nodes = find_nodes(call, folder, str(root), key)
         self._newest_word = (-1, Kept(frozenset(), frozenset()))
         self._hearing = threading.Lock()
-        self._survey = Survey(self.fast, self.store, self._nodes, deadline)
+        self._survey = Survey(self.fast, self.store, self._nodes, options)
         self._backlog = Backlog(self.fast, self.store, upload=options.upload, keep=options.keep)
         self._uploader = Uploader(self.fast, self.store, self._backlog, self._nodes, options)
 
@@ -131,11 +134,36 @@ class Tiers:
         finally:
             self._start()
 
+    def leave_behind(self, step: int) -> WentBack:
+        """Note it in the store, if there are later steps in one of the tiers; see `Home.leave_behind`."""
+        mark = WentBack(step, frozenset(self.fast.later_saves(step) | self.store.later_saves(step)))
+        if mark.saves or self.store.mark is not None:
+            going_back.write(self.store.root, mark)
+        return mark
+
+    def went_back(self, mark: WentBack) -> None:
+        """See `Home.went_back`."""
+        for steps in (self.fast, self.store, self._asked):
+            steps.leave_behind(mark)
+        self._backlog.forget()
+        if self._nodes.leads:
+            try:
+                going_back.write(self.fast.root, mark)
+            except StorageError as error:  # the store has it
+                log.warning("%s", error)
+
     # What there is
+
+    def best(self) -> Checkpoint | None:
+        """The step with the best metric, of both tiers; the fast one's if both have it. Raises StorageError."""
+        step = best_step((self._asked, self.fast), self._mode)
+        if step is None:
+            return None
+        return Checkpoint((self.fast if step in self.fast.current() else self._asked).path(step))
 
     def newest_fast(self) -> Checkpoint | None:
         """The newest step of the fast tier, as far as this node can tell."""
-        for path in reversed(list(self.fast.committed().values())):
+        for path in reversed(list(self.fast.current().values())):
             if self._nodes.several or fault_of(path) is None:
                 return Checkpoint(path, beside=self.store.root / path.name if self._nodes.several else None)
         return None
@@ -156,7 +184,7 @@ class Tiers:
 
     def steps(self) -> list[int]:
         """The committed steps of both tiers. Raises StorageError."""
-        return sorted({*self.fast.committed(), *self._asked.committed()})
+        return sorted({*self.fast.current(), *self._asked.current()})
 
     def durability(self, step: int) -> Durability:
         """Where a step is safe: one look at the disk, and one question to the store."""

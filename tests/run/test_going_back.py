@@ -1,0 +1,247 @@
+"""Going back to an earlier step, or to the best one: what is restored, what counts afterwards, and what is deleted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import holdfast
+from holdfast import CheckpointManager, Keep
+from holdfast.errors import Damaged, NotACheckpoint
+from holdfast.run.going_back import FILE, WentBack
+from holdfast.storage.memory import Memory
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
+from tests import pool
+
+
+@pytest.fixture(params=["disk", "store"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path | Place:
+    return tmp_path / "run" if request.param == "disk" else StorePlace(Memory(), "run")
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": torch.full((8,), float(step)), "step": step}
+
+
+@contextmanager
+def run(root: Path | Place, **options: Any) -> Iterator[CheckpointManager]:
+    defaults = {"every": 100, "keep": Keep(last=20), "name": "step-{step}", "worker": "thread"}
+    with CheckpointManager(root, **{**defaults, **options}) as manager:
+        yield manager
+
+
+def train(manager: CheckpointManager, first: int, last: int, *, course: int = 0, **metrics: float) -> None:
+    """Steps of hundred, each saved with a value that says on which ``course`` it was made."""
+    for step in range(first, last + 1, 100):
+        manager.step(step, state_at(step + course), metric=metrics.get(f"at_{step}"))
+        manager.wait()
+
+
+def value(root: Path | Place, step: int) -> float:
+    return float(holdfast.open(root / f"step-{step}").read("w")[0])
+
+
+def test_training_goes_on_from_an_earlier_step(root: Path | Place) -> None:
+    with run(root) as manager:
+        train(manager, 100, 600)
+    state = state_at(0)
+    with run(root) as manager:
+        loaded = manager.restore(state, step=300)
+        assert loaded is not None and loaded.step == 300 and state["step"] == 300 and state["w"][0] == 300
+        assert manager.steps() == [100, 200, 300, 400, 500, 600], "until it saves, nothing has changed"
+        train(manager, 400, 400, course=7)
+        assert manager.steps() == [100, 200, 300, 400]
+        newest = manager.latest()
+        assert newest is not None and newest.step == 400
+    assert value(root, 400) == 407, "a later step is in the way of its successor no more"
+    assert value(root, 600) == 600, "a later step stays until training has come past it"
+
+    # The next start goes on from the new course, not from the higher number of the old one.
+    with run(root) as manager:
+        loaded = manager.restore(state)
+        assert loaded is not None and loaded.step == 400 and state["w"][0] == 407
+        train(manager, 500, 700, course=7)
+        assert manager.steps() == [100, 200, 300, 400, 500, 600, 700]
+    assert [value(root, step) for step in (500, 600, 700)] == [507, 607, 707]
+
+
+def test_a_restart_before_the_first_save_has_not_gone_back(tmp_path: Path) -> None:
+    with run(tmp_path) as manager:
+        train(manager, 100, 300)
+    with run(tmp_path) as manager:
+        manager.restore(state_at(0), step=100)
+    assert not (tmp_path / FILE).exists()
+    with run(tmp_path) as manager:
+        loaded = manager.restore(state_at(0))
+        assert loaded is not None and loaded.step == 300
+
+
+def test_a_crash_between_the_mark_and_the_save_goes_on_from_the_earlier_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run(tmp_path) as manager:
+        train(manager, 100, 300)
+    with run(tmp_path) as manager:
+        manager.restore(state_at(0), step=100)
+        full = holdfast.testing.faults("write", error="ENOSPC", under=tmp_path / "step-150")
+        with full, pytest.raises(holdfast.SaveFailed):
+            manager.save(150, state_at(150))
+    with run(tmp_path) as manager:
+        loaded = manager.restore(state_at(0))
+        assert loaded is not None and loaded.step == 100
+
+
+def test_the_steps_left_behind_are_deleted_as_training_comes_past_them(root: Path | Place) -> None:
+    with run(root, keep=Keep(last=3)) as manager:
+        train(manager, 100, 600)  # 400, 500, 600 stay
+        manager.save(650, state_at(650))
+    with run(root, keep=Keep(last=3)) as manager:
+        manager.restore(state_at(0), step=500)
+        manager.save(610, state_at(617))
+        assert manager.steps() == [500, 610]
+        assert value(root, 650) == 650
+        with pytest.raises(NotACheckpoint):
+            holdfast.open(root / "step-600")
+        train(manager, 700, 700, course=7)
+        assert manager.steps() == [500, 610, 700]
+        with pytest.raises(NotACheckpoint):
+            holdfast.open(root / "step-650")
+
+
+def test_the_steps_left_behind_lose_no_section(tmp_path: Path) -> None:
+    keep = Keep(last=9, optimizer_last=9, optimizer="w")
+    with run(tmp_path, keep=keep) as manager:
+        train(manager, 100, 300)
+    with run(tmp_path, keep=keep) as manager:
+        manager.restore(state_at(0), step=100)
+        train(manager, 150, 150)
+    assert value(tmp_path, 200) == 200 and value(tmp_path, 300) == 300
+
+
+def test_going_back_and_forth_again(root: Path | Place) -> None:
+    with run(root) as manager:
+        train(manager, 100, 500)
+    with run(root) as manager:
+        manager.restore(state_at(0), step=200)
+        manager.save(250, state_at(250))
+        assert manager.steps() == [100, 200, 250]
+    with run(root) as manager:  # the first course was the better one after all
+        loaded = manager.restore(state_at(0), step=500)
+        assert loaded is not None and loaded.step == 500
+        train(manager, 600, 600)
+        assert manager.steps() == [100, 200, 250, 300, 400, 500, 600]
+    with run(root) as manager:
+        loaded = manager.restore(state_at(0))
+        assert loaded is not None and loaded.step == 600
+
+
+def test_the_best_step(root: Path | Place) -> None:
+    with run(root, keep=Keep(last=1, best=2)) as manager:
+        assert manager.best() is None
+        with pytest.raises(NotACheckpoint, match="no step in .* was saved with a metric: pass metric="):
+            manager.restore(state_at(0), step="best")
+        train(manager, 100, 500, at_100=0.9, at_200=0.2, at_300=0.4, at_400=0.3, at_500=float("nan"))
+        best = manager.best()
+        assert best is not None and best.step == 200 and manager.steps() == [200, 400, 500]
+    with run(root, keep=Keep(last=1, best=2, mode="max")) as manager:
+        best = manager.best()
+        assert best is not None and best.step == 400
+        state = state_at(0)
+        loaded = manager.restore(state, step="best")
+        assert loaded is not None and loaded.step == 400 and state["step"] == 400
+
+
+def test_a_step_that_is_not_there_or_not_whole(root: Path | Place) -> None:
+    with run(root) as manager:
+        train(manager, 100, 300)
+        state = state_at(0)
+        with pytest.raises(NotACheckpoint, match="there is no step 250 in .*; its steps are 100, 200, 300"):
+            manager.restore(state, step=250)
+        lacking = next(path for path in (root / "step-200").files_below() if path.endswith(".safetensors"))
+        (root / "step-200" / lacking).delete()
+        with pytest.raises(Damaged, match="step-200 cannot be restored: .* is missing"):
+            manager.restore(state, step=200)
+        assert state["step"] == 0, "no other step is tried"
+
+
+@pytest.mark.parametrize("step", [-1, True])
+def test_what_is_no_step(tmp_path: Path, step: int) -> None:
+    with run(tmp_path) as manager, pytest.raises(ValueError, match='is the number of a step, or "best"'):
+        manager.restore(state_at(0), step=step)
+
+
+def test_a_mark_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with run(tmp_path) as manager:
+        train(manager, 100, 100)
+    (tmp_path / FILE).write_text("{")
+    with run(tmp_path) as manager, pytest.raises(Damaged, match=r"\.went-back cannot be read"):
+        manager.restore(state_at(0))
+
+
+def test_with_a_fast_tier(tmp_path: Path) -> None:
+    store = StorePlace(Memory(), "run")
+    options = {"fast": tmp_path / "fast", "upload": holdfast.storage.Upload(every=100), "keep_fast": Keep(last=9)}
+    with run(store, **options) as manager:
+        train(manager, 100, 500)
+    with run(store, **options) as manager:
+        loaded = manager.restore(state_at(0), step=200)
+        assert loaded is not None and loaded.step == 200
+        train(manager, 300, 300, course=7)
+        assert manager.steps() == [100, 200, 300]
+    assert value(store, 300) == value(tmp_path / "fast", 300) == 307, (
+        "the store has the new step in the old one's place"
+    )
+    for fast in ("fast", "another-disk"):
+        with run(store, **{**options, "fast": tmp_path / fast}) as manager:
+            loaded = manager.restore(state_at(0))
+            assert loaded is not None and loaded.step == 300
+    with run(store, **options) as manager, pytest.raises(NotACheckpoint, match="there is no step 250 of"):
+        manager.restore(state_at(0), step=250)
+
+
+def test_the_mark_names_saves(tmp_path: Path) -> None:
+    with run(tmp_path) as manager:
+        train(manager, 100, 300)
+        saves = {manager.root / f"step-{step}": holdfast.open(tmp_path / f"step-{step}") for step in (200, 300)}
+        manager.restore(state_at(0), step=100)
+        train(manager, 200, 200)
+    mark = msgspec.json.decode((tmp_path / FILE).read_bytes(), type=WentBack)
+    assert mark == WentBack(100, frozenset(checkpoint.manifest.save for checkpoint in saves.values()))
+
+
+def test_keeping_the_best_without_a_metric_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with run(tmp_path, keep=Keep(best=2)) as manager, caplog.at_level(logging.WARNING, "holdfast"):
+        manager.step(1, state_at(1), metric=0.5)
+        assert not caplog.records
+        manager.step(2, state_at(2))
+        manager.step(3, state_at(3))
+    (record,) = caplog.records
+    assert "Keep(best=2) keeps the steps with the best metric, and step 2 has come without one" in record.message
+
+
+def _goes_back(root: str) -> list[Any]:
+    with run(Path(root), worker="process") as manager:
+        train(manager, 100, 300)
+    with run(Path(root), worker="process") as manager:
+        errors = []
+        try:
+            manager.restore(state_at(0), step=250)
+        except NotACheckpoint as error:
+            errors.append(str(error))
+        manager.restore(state_at(0), step=100)
+        train(manager, 200, 200, course=7)
+        return [errors, manager.steps(), value(Path(root), 200)]
+
+
+def test_all_ranks_go_back(tmp_path: Path) -> None:
+    first, second = pool.run(2, _goes_back, str(tmp_path))
+    assert first == second and first[1:] == [[100, 200], 207]
+    assert "there is no step 250 in" in first[0][0]
