@@ -217,7 +217,7 @@ class Saver:
         if background is None or saving not in self._earlier.savings:
             memory.give()
             saving.hear()
-            saving._interrupt(error)
+            saving.finish(error)
             return
         if not isinstance(error, HoldfastError):
             saving.hear()  # it is raised by `save`
@@ -243,7 +243,7 @@ class Saver:
             return
         until = None if timeout is None else time.monotonic() + timeout
         for saving in [] if self._closed else self._earlier.savings:
-            if not saving._done.wait(None if until is None else max(until - time.monotonic(), 0.0)):
+            if not saving.known(None if until is None else max(until - time.monotonic(), 0.0)):
                 log.warning("%s is given up after %g s; a writer process may still finish it", saving.path, timeout)
                 self._closed = self._released = True
                 open_savers.discard(self)
@@ -251,13 +251,12 @@ class Saver:
                 # may stay where it is.
                 self._ranks.give_up()
                 for other in self._earlier.savings:
-                    if other._done.wait(LEAVE):
+                    if other.known(LEAVE):
                         other.join()
                 return
         self._closed = True
-        for (
-            saving
-        ) in self._earlier.savings:  # from here on all can be done twice: an interrupted call is to be made again
+        # From here on all can be done twice: an interrupted call is to be made again.
+        for saving in self._earlier.savings:
             saving.join()
         for hook in self._hooks:
             hook.remove()
@@ -283,7 +282,7 @@ class Saver:
         def hold() -> None:
             saver = myself()
             for saving in list(saver._earlier.savings) if saver is not None else ():
-                saving._copying.hold_step()
+                saving.copying.hold_step()
 
         for optimizer in optimizers:
             if optimizer not in self._hooked:

@@ -451,7 +451,7 @@ def skip_or_not(root: str, slots: int) -> tuple[list[bool], list[str]]:
             gate.set()
         savings = [saver.save(_state(step), f"{root}/{step}") for step in range(slots + 3)]
         for saving in savings[slots:]:
-            saving._done.wait(LONG)
+            saving.known(LONG)
         taken = len(saver._pool.buffers)
         gate.set()
         texts = [_told(saving.wait)[0] for saving in savings]

@@ -55,9 +55,9 @@ class BackgroundSave:
             self._gathered = stable
             return []
         self._stable = stable
-        guard = CopyGuard(self.saving._copying, stable, distrusted)
+        guard = CopyGuard(self.saving.copying, stable, distrusted)
         self._gathered = replace(gathered, moments=stable.moments, guard=guard)
-        self.saving._copying.cover(stable)
+        self.saving.copying.cover(stable)
         return gathered.state.changes.optimizers
 
     def stage_loose(self) -> None:
@@ -71,12 +71,12 @@ class BackgroundSave:
                 staged = attempt(self._outgoing.stage_now, sections)
                 if isinstance(staged, Failed):
                     self._outgoing.durable = staged
-        self.saving._bytes_in_call = self._stable.bytes_in_call(sections)
-        self.saving._bytes_beside = sum(self._stable.sizes.values()) - self.saving._bytes_in_call
+        in_call = self._stable.bytes_in_call(sections)
+        self.saving.note_copies(in_call, sum(self._stable.sizes.values()) - in_call)
 
     def fail(self, error: BaseException) -> bool:
         """Have the other ranks hear of this when they meet next; False if they meet no more."""
-        if self.saving._planned.is_set() and self._agreed is None:
+        if self.saving.planned.is_set() and self._agreed is None:
             return False
         if self._agreed is None:
             if not isinstance(self._gathered, Failed):
@@ -107,7 +107,7 @@ class BackgroundSave:
         try:
             if isinstance(self._gathered, Gathered):
                 self._gathered.moments.make_current()
-            if not self.saving._planned.is_set():
+            if not self.saving.planned.is_set():
                 self._plan()
             if self._agreed is None or self._outgoing is None:
                 raise SaveFailed(
@@ -123,10 +123,11 @@ class BackgroundSave:
         self.end(failed)
 
     def _plan(self) -> None:
-        saving, job = self.saving, self.job
+        job = self.job
         if self._before is not None:
             # What ranks remember of plans has to be the same in the same order. It ends: so do the rounds of a plan.
-            self._before._planned.wait()
+            self._before.planned.wait()
+        skipped = False
         try:
             # One plan after the other, so that a rank which has missed one catches up; the rest in any order.
             with job.ranks.call(self._label, deadline=self._deadline, saving=True) as call:
@@ -134,9 +135,9 @@ class BackgroundSave:
                 if agreed is not None:
                     gathered = value_of(self._gathered)
                     self._outgoing = attempt(lay_out, job, agreed, gathered, self.memory, self._policies)
-            saving._skipped = agreed is None
+            skipped = agreed is None
         finally:
-            saving._planned.set()
+            self.saving.end_planning(skipped=skipped)
 
     def end(self, failed: BaseException | None) -> None:
         """Let go of memory and tensors, and make the outcome known."""
@@ -146,15 +147,11 @@ class BackgroundSave:
             _forget_frames(failed)
         self.memory.give()
         if isinstance(outgoing, Outgoing):
-            saving._staged_at, saving._bytes = outgoing.staged_at, outgoing.nbytes
-            saving._written_at = outgoing.durable.at if isinstance(outgoing.durable, Durable) else 0.0
-        saving._span.nbytes = saving._bytes
-        saving._span.end(None if saving.skipped else failed)
-        if failed is None or isinstance(failed, Exception):
-            saving._end(failed)
-        else:
-            saving._told = saving._told or failed is self.interrupt
-            saving._interrupt(failed)
+            written_at = outgoing.durable.at if isinstance(outgoing.durable, Durable) else 0.0
+            saving.note_written(outgoing.nbytes, outgoing.staged_at, written_at)
+        if failed is not None and failed is self.interrupt:
+            saving.hear()  # it is raised in the call
+        saving.finish(failed)
 
 
 def _step_back() -> None:

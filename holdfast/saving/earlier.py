@@ -41,7 +41,7 @@ class EarlierSaves:
         under_way = [saving for saving in ended if not saving.done]
         waiting = events.begin("slot wait", folder, rank, step=step) if under_way else events.Opened()
         for saving in under_way:
-            saving._done.wait()
+            saving.known()
         waiting.end()
         with interrupts_wait():
             self.savings = self.savings[len(ended) :] or ended[-1:]
@@ -57,7 +57,7 @@ class EarlierSaves:
     def wait(self) -> None:
         """Wait until every save has an outcome."""
         for saving in list(self.savings):
-            saving._done.wait()
+            saving.known()
 
     def raise_unheard(self) -> None:
         """Raise the first failure that nobody has heard of."""
@@ -76,7 +76,7 @@ class EarlierSaves:
     def stay_behind(self) -> None:
         """In a forked child: the threads of the saves are its parent's alone."""
         for saving in self.savings:
-            saving._stay_behind()
+            saving.stay_behind()
         self.savings, self._unheard = [], []
 
 

@@ -56,15 +56,17 @@ class Saving:
         self._began = time.monotonic()
         self._call = self._staged_at = self._written_at = self._ended_at = 0.0
         self._bytes = self._bytes_in_call = self._bytes_beside = 0
-        self._copying = Copying(path, rank, step)
+        self.copying = Copying(path, rank, step)
+        """For the Saver: steps of optimizers wait for it."""
+        self.planned = threading.Event()
+        """For the Saver: set once the ranks agree on the plan, or will not."""
         self._span = Opened()
-        self._planned = threading.Event()
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._then: list[Callable[[Saving], None]] = []
         self._error: BaseException | None = None
-        self._told = False
-        self._teller: int | None = None
+        self._heard = False
+        self._in_callbacks: int | None = None  # the thread that calls them
         self._thread: threading.Thread | None = None
         self._run: Callable[[], None] = lambda: None
         self._skipped = False
@@ -74,7 +76,7 @@ class Saving:
     def committed(path: Place, step: int | None) -> Saving:
         """One that is there already, of an earlier process perhaps."""
         saving = Saving(path, step)
-        saving._end(None)
+        saving.finish(None)
         return saving
 
     def __repr__(self) -> str:
@@ -84,7 +86,7 @@ class Saving:
     @property
     def done(self) -> bool:
         """Whether the outcome is known: committed, failed or skipped."""
-        return self._done.is_set() or self._teller == threading.get_ident()
+        return self._done.is_set() or self._in_callbacks == threading.get_ident()
 
     @property
     def skipped(self) -> bool:
@@ -99,18 +101,18 @@ class Saving:
     @property
     def heard(self) -> bool:
         """Whether its failure has been raised to somebody, and so need not be raised by another call."""
-        return self._told
+        return self._heard
 
     def hear(self) -> None:
         """Take its failure, if there will be one, as heard of."""
-        self._told = True
+        self._heard = True
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until every tensor of the state is copied and may be changed; also if the save failed.
 
         Steps of the optimizers that have them wait by themselves. Raises TimeoutError after ``timeout`` seconds.
         """
-        if not self._copying.wait(timeout):
+        if not self.copying.wait(timeout):
             raise TimeoutError(f"{self.path} is not staged after {timeout} s")
 
     def wait(self, timeout: float | None = None) -> Checkpoint:
@@ -120,18 +122,18 @@ class Saving:
         seconds, which changes nothing: the save goes on.
         """
         if not self.settled(timeout) and self._error is not None:
-            self._told = True
+            self._heard = True
             raise self._error
         return Checkpoint(self.path, self._ended_at - self._began)
 
     def settled(self, timeout: float | None = None) -> bool:
         """Wait for the outcome without raising it: True if it is committed. Raises TimeoutError as `wait` does."""
-        if self._teller != threading.get_ident() and not self._done.wait(timeout):
+        if self._in_callbacks != threading.get_ident() and not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} is not committed after {timeout} s")
         return self._error is None
 
     def to_reuse(self) -> Place | None:
-        """What a later save may cite: this one, or if it came to nothing what it could cite itself. Waits for both."""
+        """What a later save may reuse: this one or, if it failed, what it could reuse itself. Waits for both."""
         at: Saving | Place | None = self
         while isinstance(at, Saving) and not at.settled():
             at = at._base
@@ -140,13 +142,13 @@ class Saving:
         return at.path if isinstance(at, Saving) else at
 
     def may_reuse(self) -> list[Place]:
-        """What this save may be citing, or a later one in its place, as far as that is not settled."""
-        found: list[Place] = []
+        """What this save may reuse, or a later one in its place, as far as that is not settled."""
+        places: list[Place] = []
         at = self._base
         while isinstance(at, Saving):
-            found.append(at.path)
+            places.append(at.path)
             at = at._base
-        return found if at is None else [*found, at]
+        return places if at is None else [*places, at]
 
     def follow(self, save: Callable[[], Checkpoint]) -> None:
         """Do a save that training waits for, here and now, and be its outcome. For a manager without a worker."""
@@ -156,17 +158,17 @@ class Saving:
         except SaveFailed as error:
             failed = error
         except BaseException as error:
-            self._told = True
-            self._interrupt(error)
+            self._heard = True
+            self.finish(error)
             raise
         else:
             try:
                 self._bytes = done.nbytes
             except HoldfastError as error:  # committed on all ranks: a look that fails on one must not part them
                 log.warning("%s is saved, but its size cannot be told: %s", self.path, error)
-        self._call = time.monotonic() - self._began
+        self.returned()
         self._staged_at = self._written_at = time.monotonic()
-        self._end(failed)
+        self.finish(failed)
 
     def add_done_callback(self, then: Callable[[Saving], None]) -> None:
         """Call ``then(self)`` with the outcome: from the thread that learns it, before `wait` returns; or now."""
@@ -181,13 +183,13 @@ class Saving:
         """Where the time went; of a save under way, the stall so far."""
         ends = [self._began, self._staged_at, self._written_at, self._ended_at]
         staging, writing, commit = (max(b - a, 0.0) if a and b else 0.0 for a, b in pairwise(ends))
-        stall = self._call + self._copying.waited
+        stall = self._call + self.copying.waited
         beside = self._bytes_beside if self._staged_at else 0
         return Timing(
             stall, staging, writing, commit, max(ends) - self._began, self._bytes, self._bytes_in_call, beside
         )
 
-    def _stay_behind(self) -> None:
+    def stay_behind(self) -> None:
         """In a forked child: the thread that would tell the outcome is not here, so nobody may wait for it."""
         if not self._done.is_set():
             self._error = self._error or HoldfastError(
@@ -201,7 +203,7 @@ class Saving:
     def begin(self, run: Callable[[], None], rank: int) -> None:
         """From now on steps wait for its copies; `start` will ``run`` it."""
         self._run = run
-        self._copying.begin()
+        self.copying.begin()
         self._span = events.begin(BACKGROUND, self.path, rank, whole=True, step=self.step, lane="saves")
 
     def start(self) -> None:
@@ -234,24 +236,42 @@ class Saving:
         if self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join()  # it ends: it does nothing any more but let go
 
-    def _interrupt(self, error: BaseException) -> None:
-        """It ends with what is no failure of a save: an interrupt, which stays what it is where it came."""
-        self._end(SaveFailed(f"{self.path} was interrupted ({type(error).__name__}) before the save was committed"))
+    def known(self, timeout: float | None = None) -> bool:
+        """Wait until the outcome is known; False if it is not after ``timeout`` seconds."""
+        return self._done.wait(timeout)
 
-    def _end(self, error: BaseException | None) -> None:
-        self._error, self._run = error, lambda: None
-        if error is None:
+    def end_planning(self, *, skipped: bool) -> None:
+        """The ranks have a plan, or have skipped the save, or will not agree."""
+        self._skipped = skipped
+        self.planned.set()
+
+    def note_copies(self, in_call: int, beside: int) -> None:
+        """So many bytes are copied before the call returns, and so many beside training."""
+        self._bytes_in_call, self._bytes_beside = in_call, beside
+
+    def note_written(self, nbytes: int, staged_at: float, written_at: float) -> None:
+        """When tensors were copied and files durable on this rank, by `time.monotonic`; 0.0 if they never were."""
+        self._bytes, self._staged_at, self._written_at = nbytes, staged_at, written_at
+
+    def finish(self, failed: BaseException | None) -> None:
+        """The outcome. An interrupt is no failure of a save: it stays what it is where it was raised."""
+        self._span.nbytes = self._bytes
+        self._span.end(None if self._skipped else failed)
+        if failed is None:
             self._base = None  # nobody asks past a save that is there; so no chain grows
+        elif not isinstance(failed, Exception):
+            failed = SaveFailed(f"{self.path} was interrupted ({type(failed).__name__}) before the save was committed")
+        self._error, self._run = failed, lambda: None
         with self._lock:
             self._ended_at = time.monotonic()
-        self._planned.set()
-        self._copying.release()
-        self._copying.torn()  # lets go of the tensors
-        self._teller = threading.get_ident()  # callbacks may ask for the outcome that they are told of
+        self.planned.set()
+        self.copying.release()
+        self.copying.torn()  # lets go of the tensors
+        self._in_callbacks = threading.get_ident()  # callbacks may ask for the outcome
         for then in self._then:
             try:
                 then(self)
-            except Exception:  # noqa: BLE001 - a failure of whoever is told must not look like one of the save
+            except Exception:  # noqa: BLE001 - a failure of a callback must not look like one of the save
                 log.exception("a callback of %r failed", self)
         self._done.set()
-        self._teller = None
+        self._in_callbacks = None

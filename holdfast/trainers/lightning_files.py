@@ -61,7 +61,7 @@ class FileSaver:
         Raises SaveFailed if the state cannot be saved; of what fails later the `Saving` tells.
         """
         self.join()
-        saving, began = Saving(path, step), monotonic()
+        saving = Saving(path, step)
         span = events.begin(events.BACKGROUND, path, 0, whole=True, step=step, lane="saves")
         images: list[Image] = []
 
@@ -76,8 +76,8 @@ class FileSaver:
             span.end(error)
             raise
         self._memory = images[0].memory
-        saving._call, saving._staged_at = monotonic() - began, monotonic()
-        write = partial(self._write, images[0], path, saving, span)
+        saving.returned()
+        write = partial(self._write, images[0], path, saving, span, monotonic())
         # Not a daemon: an interpreter that ends waits for it.
         thread = threading.Thread(target=write, name="holdfast-save", daemon=False)
         try:
@@ -94,21 +94,25 @@ class FileSaver:
             self._thread.join()
             self._thread = None
 
-    def _write(self, image: Image, path: LocalPlace, saving: Saving, span: events.Opened) -> None:
+    def _write(
+        self, image: Image, path: LocalPlace, saving: Saving, span: events.Opened, staged_at: float
+    ) -> None:  # fmt: skip
         failed: BaseException | None = None
+        nbytes = 0
 
         def write(_: list[int]) -> int:
             return torch_image.write(image, path, {_MARK: b'{"version":1}'}, partial(_commit, path=path))
 
         try:
             with self._call(path, saving.step) as call:
-                saving._bytes = call.settle("write", int, write, int)  # decided: so it can say that it is not settled
+                nbytes = call.settle("write", int, write, int)  # decided: so it can say that it is not settled
         except BaseException as error:  # noqa: BLE001 - kept, and raised by `wait`
             log.warning("%s: %s", path, error)
             failed = error
-        saving._written_at, span.nbytes = monotonic(), saving._bytes
+        span.nbytes = nbytes
         span.end(failed)
-        saving._end(failed)
+        saving.note_written(nbytes, staged_at, monotonic())
+        saving.finish(failed)
 
     def _call(self, path: LocalPlace, step: int | None) -> AbstractContextManager[Call]:
         """A part of a save, by this process alone: whatever goes wrong in it is raised as SaveFailed."""

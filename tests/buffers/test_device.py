@@ -300,7 +300,7 @@ def test_a_load_waits_for_copies_that_are_only_queued(
     monkeypatch.setattr(filling.FilledFile, "land_first", lambda self: (gate.wait(LONG), real(self)))
     with holdfast.Saver(worker="thread") as saver:
         saving = saver.save(state, tmp_path / "c")
-        assert saving._copying._released.wait(LONG) and pretending.streams[0].left
+        assert saving.copying._released.wait(LONG) and pretending.streams[0].left
         holdfast.load(tmp_path / "before", state)
         assert not (model.weight == 1).any()
         gate.set()
@@ -333,7 +333,7 @@ def test_a_change_that_waits_for_nothing_is_seen_although_all_is_queued(
     with holdfast.Saver(worker="thread") as saver:
         there = model.weight.clone()
         saving = saver.save(state, tmp_path / "c")
-        assert saving._copying._released.wait(LONG) and pretending.streams[0].left
+        assert saving.copying._released.wait(LONG) and pretending.streams[0].left
         if first == "a step":
             state["optimizer"].step()
         elif first == "wait_staged":
@@ -348,7 +348,7 @@ def test_a_change_that_waits_for_nothing_is_seen_although_all_is_queued(
             assert torch.equal(saving.wait().read("model/weight"), there)
         again = saver.save(state, tmp_path / "d")
         there = model.weight.clone()
-        assert again._copying._released.wait(LONG)
+        assert again.copying._released.wait(LONG)
         again.wait()
     assert torch.equal(holdfast.open(tmp_path / "d").read("model/weight"), there)
 

@@ -169,7 +169,7 @@ def names_taken_meanwhile(root: Path, extension: str) -> dict[str, Any]:
     (root / "gone").unlink()
     (root / second).rename(root / "elsewhere")
     (root / second).symlink_to("elsewhere")
-    saving._end(None)
+    saving.finish(None)
     return seen(root)
 
 
