@@ -131,9 +131,8 @@ class Checkpoint:
 
     @cached_property
     def records(self) -> Mapping[str, TensorRecord]:
-        found = dict(self.manifest.tensors)
-        found.update((alias, found[name]) for alias, name in self.manifest.aliases.items())
-        return found
+        stored = self.manifest.tensors
+        return {**stored, **{alias: stored[name] for alias, name in self.manifest.aliases.items()}}
 
     def saved_name(self, name: str) -> str:
         """The name under which a (possibly tied) tensor is stored."""

@@ -167,7 +167,7 @@ class Saver:
             self._earlier.forget_ended()
         saving = Saving(folder, step, base if isinstance(base, Saving) else None, self._ranks.rank)
         memory = self._pool.lease()
-        # An interrupt may come at any line. Whatever this save has taken and told is seen to below, and the next one
+        # An interrupt may come at any line. What this save has taken and sent is seen to below, and the next one
         # finds all as it was.
         background: BackgroundSave | None = None
         calling = events.Opened()
@@ -188,7 +188,7 @@ class Saver:
         except BaseException as error:
             self._break_off(background, saving, memory, error)
             if background is None or not isinstance(error, HoldfastError):
-                raise  # an interrupt; what the ranks agreed on is told by the saving
+                raise  # an interrupt; the saving says what the ranks agreed on
         finally:
             calling.end()
         saving.returned()

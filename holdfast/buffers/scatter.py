@@ -100,21 +100,21 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self._found: dict[torch.device, tuple[Any, Any]] = {}
+        self._streams: dict[torch.device, tuple[Any, Any]] = {}
 
     def note(self, device: torch.device) -> None:
         """A view lies there; called by the caller's thread before any copy to it."""
-        if device.type != "cpu" and device not in self._found:
+        if device.type != "cpu" and device not in self._streams:
             module = streams_of(device.type)
             if module is not None:
-                self._found[device] = module, module.current_stream(device)
+                self._streams[device] = module, module.current_stream(device)
 
     def current(self) -> AbstractContextManager[object]:
         """Make them the current streams of this thread, and their devices its own: see `Moments.make_current`."""
-        if not self._found:
+        if not self._streams:
             return nullcontext()
         stack = ExitStack()
-        for device, (module, stream) in list(self._found.items()):
+        for device, (module, stream) in list(self._streams.items()):
             module.set_device(device)
             stack.enter_context(module.stream(stream))
         return stack

@@ -47,7 +47,7 @@ class Copying:
     """
 
     def __init__(self, path: object = "", rank: int = 0, step: int | None = None) -> None:
-        self._path, self._rank, self._step = path, rank, step  # of the save, for whoever is told of waits
+        self._path, self._rank, self._step = path, rank, step  # of the save, for observers of waits
         self._released = threading.Event()
         self._moments = Moments()
         self._queued: StableState | None = None

@@ -128,7 +128,7 @@ def cited_beside(folder: Place) -> Cited:
     """
     root, name = root_of(folder)
     try:
-        kin = [found for found in root.folder_names() if found not in (name, storage.JOURNAL)] if name else []
+        kin = [other for other in root.folder_names() if other not in (name, storage.JOURNAL)] if name else []
     except StorageError as error:
         if error.errno not in _NOT_OURS:
             raise
@@ -145,10 +145,10 @@ def borrowers(folder: Place, files: Collection[str], citations: Citations | None
     root, name = root_of(folder)
     known = citations or Citations(root)
     try:
-        kin = [found for found in root.folder_names() if found not in (name, storage.JOURNAL)]
+        kin = [other for other in root.folder_names() if other not in (name, storage.JOURNAL)]
         if not files or not set(files) <= known.by(kin).get(name, set()):
             return []
-        return sorted(found for found in kin if name in known.by([found]))
+        return sorted(other for other in kin if name in known.by([other]))
     except Unsupported:  # a newer holdfast wrote one of them: what that cites is not known
         return []
 

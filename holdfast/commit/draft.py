@@ -126,7 +126,7 @@ def fold(drafted: Manifest, written: set[str], cites: Sequence[Sequence[Cite]]) 
             if path not in planned:
                 raise HoldfastError(f"{cite.file[0]} is cited for {path}, which nobody planned; a fault of holdfast")
             borrowed.append((cite.file[4], planned[path], cite))
-    borrowed.sort(key=lambda found: (found[0], found[1], found[2].file[0]))
+    borrowed.sort(key=lambda row: (row[0], row[1], row[2].file[0]))
     own_files = [index for path, index in planned.items() if path in written]
     number = {index: at for at, index in enumerate(own_files)}
     rows = [drafted.files[index] for index in own_files]

@@ -174,7 +174,7 @@ def delete_checkpoints(
 def standing_save(folder: Place) -> str | None:
     """The save that is committed in a folder now; None if there is none, or it cannot be read.
 
-    Who found that no living process holds a lock there asks again what is a leaving: a save may have ended meanwhile.
+    If no living process holds a lock there, ask this once more: a save may have ended meanwhile.
     """
     target = folder / manifest.FILE_NAME
     try:
@@ -278,8 +278,8 @@ def unfinished(files: Iterable[str]) -> list[str]:
 
 def what_is_lent(names: Sequence[str]) -> str:
     """Of the folder of a swept step, whose files checkpoints of these ``names`` have borrowed."""
-    told = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"no checkpoint any more: its files stay since {told} borrow{'s' if len(names) == 1 else ''} them"
+    borrowers = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
+    return f"no checkpoint any more: its files stay since {borrowers} borrow{'s' if len(names) == 1 else ''} them"
 
 
 def _uncommitted(folder: Place, files: Sequence[str]) -> str:

@@ -81,10 +81,10 @@ def _sum(tensor: torch.Tensor) -> str:
     return state.hexdigest()
 
 
-def join_sums(told: Sequence[tuple[int, dict[str, str]]]) -> None:
-    """Raise Mismatch for the first tensor whose bytes differ between two ranks. ``told`` = (rank, its sums)."""
+def join_sums(of_ranks: Sequence[tuple[int, dict[str, str]]]) -> None:
+    """Raise Mismatch for the first tensor whose bytes differ between two ranks. ``of_ranks`` = (rank, its sums)."""
     seen: dict[str, tuple[int, str]] = {}
-    for rank, sums in told:
+    for rank, sums in of_ranks:
         for name, total in sums.items():
             first, known = seen.setdefault(name, (rank, total))
             # Another shape or type is the plan's to tell; it says which.

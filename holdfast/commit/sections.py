@@ -107,7 +107,9 @@ def replace(
     """
     target, data = folder / manifest.FILE_NAME, manifest.encode(new)
     marks = [] if folder.has_locks else [folder / MARK]
-    for mark in marks:  # by their names what is left of a drop in a store cannot be told from the files that stay
+    for (
+        mark
+    ) in marks:  # by their names what is left of a drop in a store cannot be distinguished from the files that stay
         mark.write_small(b"sections are being dropped, or were when a process died\n")
     try:
         _refuse_another(target, old)

@@ -91,7 +91,7 @@ def copy_files(
 
     ``into`` is what will be committed there: the same files in the same order under other paths if need be
     (`self_contained` by default). ``only``: which of its paths to copy; then ``landed`` is called with each that is
-    there. ``progress`` is told bytes, those that need no copying too; a negative number takes some back.
+    there. ``progress`` is called with bytes, also those that need no copying; a negative number takes some back.
 
     What is at the target is passed over: a data file of the same name and size, an attachment of the same content.
     Everything else is whole, durable and proved on return. Raises Damaged if something at the source is missing or
@@ -221,7 +221,7 @@ class _Work:
 
 
 class _Count:
-    """Bytes told as done, to be taken back if they were not."""
+    """Bytes reported as done, to be taken back if they were not."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:
         self.nbytes, self._progress = 0, progress

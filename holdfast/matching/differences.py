@@ -88,7 +88,7 @@ def described(checkpoint: Checkpoint) -> str:
 class Loaded:
     """What a load did.
 
-    ``restored``: names of tensors and values that came; ``skipped``: left out by ``only``; ``kept``: not in the
+    ``restored``: names of tensors and values that were loaded; ``skipped``: left out by ``only``; ``kept``: not in the
     checkpoint, kept as they were; ``cleared``: state of optimizers that went, since the checkpoint says that there was
     none; ``handed``: given to methods of a module or optimizer, and not in its state dict as saved (it may have
     converted them);

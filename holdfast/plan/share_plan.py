@@ -74,7 +74,7 @@ class Atom(NamedTuple):
 
 
 def as_told(spread: Spread, rank: int) -> Whole | Placed | Held:
-    """A spread as it is told to ranks that may hold the same."""
+    """A spread as other ranks get it, which may hold the same."""
     if isinstance(spread, Boxes):
         return Held(tuple(sorted(box for who, boxes in spread.of if who == rank for box in boxes)))
     return spread
@@ -97,12 +97,12 @@ def shared_items(
     Rank r wants ``wants[wants_of[r]]``; ``own`` are the items of ``rank``, each with its spread.
     """
     finder = _Finder(wants, wants_of, rank)
-    found: dict[Holders, list[Item]] = defaultdict(list)
+    by_holders: dict[Holders, list[Item]] = defaultdict(list)
     for item, spread in own.items():
         holders = finder.holders(item, spread)
         if len(holders) > 1:
-            found[holders].append(item)
-    return {holders: sorted(items) for holders, items in sorted(found.items())}
+            by_holders[holders].append(item)
+    return {holders: sorted(items) for holders, items in sorted(by_holders.items())}
 
 
 class _Finder:
@@ -114,9 +114,9 @@ class _Finder:
         for r, index in enumerate(wants_of):
             self.members[index].append(r)
         self.named: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for index, told in enumerate(wants):
-            if told.checkpoint == wants[wants_of[rank]].checkpoint:
-                for tensor, spread in told.tensors:
+        for index, wanted in enumerate(wants):
+            if wanted.checkpoint == wants[wants_of[rank]].checkpoint:
+                for tensor, spread in wanted.tensors:
                     self.named[tensor].append((index, spread))
         self._known: dict[tuple[object, ...], Holders] = {}
 
@@ -164,16 +164,16 @@ def atoms_of(items: Sequence[Item], records: Sequence[TensorRecord]) -> list[Ato
 
     A block of a file is never parted among ranks: whoever reads it can check its sum.
     """
-    found: list[Atom] = []
+    atoms: list[Atom] = []
     for number, (tensor, box) in enumerate(items):
         record = records[tensor]
         size = dtypes.itemsize(record.dtype)
         for cell, file in record.touching(box):
             share = box if cell == box else intersect(cell, box)
             if share is not None:
-                found += _cut(number, share, cell, file, size)
-    found.sort(key=lambda atom: (atom.file, atom.item, atom.cell, atom.at, atom.share, atom.first))
-    return found
+                atoms += _cut(number, share, cell, file, size)
+    atoms.sort(key=lambda atom: (atom.file, atom.item, atom.cell, atom.at, atom.share, atom.first))
+    return atoms
 
 
 def _cut(item: int, share: Box, cell: Box, file: int, size: int) -> list[Atom]:

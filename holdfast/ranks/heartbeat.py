@@ -72,7 +72,7 @@ class Work:
         self.due = time.monotonic() + self.pause
 
     def tick(self) -> None:
-        """Count as progress that the caller came here."""
+        """Count this call as progress."""
         self.ticks += 1
 
     def write_sign(self) -> None:

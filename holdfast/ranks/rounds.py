@@ -105,7 +105,7 @@ class Round:
                 if naming == math.inf:
                     naming = now + _NAMING
                     self.watch.moved(0, now)
-                elif claimed and hurried:  # the others are not told: they may have the time
+                elif claimed and hurried:  # the others do not hear of it: they may have the time
                     return self._undecided()
                 elif claimed and past and self._lost_of([0], began):
                     # The first rank looks for its claim before it commits, and before it passes the outcome on.

@@ -1,6 +1,6 @@
-"""What is wrong with a checkpoint, told: faults of files as they are found, and the tensors that they hit.
+"""What is wrong with a checkpoint: faults in its files, and the tensors that they hit.
 
-`examine` finds faults; `verify`, `repair` and scrubbing tell damages. Never reads a file: the manifest says it all.
+`examine` finds faults; `verify`, `repair` and scrubbing report damages. Never reads a file: the manifest says it all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from holdfast.ondisk.box import Box, flat_boxes
 from holdfast.ondisk.manifest import Manifest
 from holdfast.storage.place import Place
 
-TOLD = 12
+NAMED = 12
 """Tensors that a line of an error names at the most; the report has all of them."""
 
 
 class Fault(msgspec.Struct, frozen=True, order=True):
-    """What is wrong in one data file, by its number in the manifest; small enough to be told to other ranks.
+    """What is wrong in one data file, by its number in the manifest; small enough to send to other ranks.
 
     ``key`` is the piece that is hit, ``at`` where in the piece it begins, ``begin`` where in the file. Without a key it
     is the file as a whole that is missing, cut or has a wrong header. ``nbytes`` is 0 where a piece is missing.
@@ -57,7 +57,7 @@ class Damage:
 
 
 class Findings(msgspec.Struct):
-    """What one rank has found in its part: faults of data files, and what else is wrong. Small enough to be told."""
+    """What is wrong in one rank's part: faults of data files, and the rest. Small enough to send to other ranks."""
 
     save: str
     nbytes: int
@@ -69,7 +69,7 @@ class Findings(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification has found.
+    """The outcome of a verification.
 
     ``nbytes`` were checked, ``read`` came from storage (of all ranks that took part), ``unverified`` of what was
     checked have no sum to compare with. ``deep`` is False if only headers, sizes and attachments were looked at.
@@ -97,37 +97,37 @@ Contents = dict[str, tuple[str, Box | None]]
 
 def contents(record: Manifest, files: Container[int]) -> dict[int, Contents]:
     """What the manifest says that these ``files`` hold."""
-    found: dict[int, Contents] = {}
+    by_file: dict[int, Contents] = {}
     for name, tensor in record.tensors.items():
         short = names.in_section(name)
         for box, index in tensor.boxes():
             if index in files:
-                found.setdefault(index, {})[datafile.key_of(short, box, tensor.shape)] = name, box
+                by_file.setdefault(index, {})[datafile.key_of(short, box, tensor.shape)] = name, box
     for path, indices in record.per_rank.items():
         short = names.in_section(path)
         for rank, index in enumerate(manifest.expand(indices)):
             if index in files:
-                found.setdefault(index, {})[f"{short}@{rank}"] = f"{path}@{rank}", None
-    return found
+                by_file.setdefault(index, {})[f"{short}@{rank}"] = f"{path}@{rank}", None
+    return by_file
 
 
 def damages(record: Manifest, faults: Iterable[Fault], folder: Place) -> list[Damage]:
     """What faults in the files of a ``folder`` mean for tensors, in the order of files and bytes."""
     ordered = sorted(set(faults))
     held = contents(record, {fault.file for fault in ordered})
-    found: list[Damage] = []
+    damaged: list[Damage] = []
     for fault in ordered:
         file, inside = str(folder / record.data_files[fault.file].path), held.get(fault.file, {})
         if not fault.key:
             nbytes = record.data_files[fault.file].bytes
             hits = list(inside.values()) or [("", None)]
-            found += [_damage(file, fault.what, name, box, 0, nbytes) for name, box in hits]
+            damaged += [_damage(file, fault.what, name, box, 0, nbytes) for name, box in hits]
             continue
         name, box = inside.get(fault.key) or _part_of_value(fault.key, inside)
         if box is not None and fault.nbytes:
             box = _hit(box, dtypes.itemsize(record.tensors[name].dtype), fault.at, fault.nbytes)
-        found.append(_damage(file, fault.what, name, box, fault.begin, fault.nbytes))
-    return found
+        damaged.append(_damage(file, fault.what, name, box, fault.begin, fault.nbytes))
+    return damaged
 
 
 def _damage(file: str, what: str, name: str, box: Box | None, begin: int, nbytes: int) -> Damage:
@@ -150,23 +150,23 @@ def _hit(cell: Box, itemsize: int, at: int, nbytes: int) -> Box:
     return Box(offsets, tuple(b - a for a, b in zip(low, high, strict=True)))
 
 
-def tensors_hit(found: Iterable[Damage], record: Manifest) -> tuple[str, ...]:
+def tensors_hit(damaged: Iterable[Damage], record: Manifest) -> tuple[str, ...]:
     """Every name under which a tensor that is hit can be asked for."""
-    hit = dict.fromkeys(damage.tensor for damage in found if damage.tensor)
+    hit = dict.fromkeys(damage.tensor for damage in damaged if damage.tensor)
     return (*hit, *(alias for alias, name in record.aliases.items() if name in hit))
 
 
-def error_of(path: object, found: Sequence[Damage]) -> Damaged:
-    """The error that tells every fault once, each with the tensors that it hits."""
+def error_of(path: object, damaged: Sequence[Damage]) -> Damaged:
+    """The error that lists every fault once, each with the tensors that it hits."""
     hits: dict[str, list[str]] = {}
-    for damage in found:
-        told = hits.setdefault(damage.what, [])
+    for damage in damaged:
+        names = hits.setdefault(damage.what, [])
         if damage.tensor or damage.value:
-            told.append(str(damage))
+            names.append(str(damage))
     lines = []
-    for what, told in hits.items():
-        more = f" and {len(told) - TOLD} more" if len(told) > TOLD else ""
-        lines.append(f"{what} (hits {', '.join(told[:TOLD])}{more})" if told else what)
+    for what, names in hits.items():
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        lines.append(f"{what} (hits {', '.join(names[:NAMED])}{more})" if names else what)
     return Damaged("\n".join([f"{path} is damaged:", *lines]))
 
 

@@ -23,11 +23,8 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.read.damage import Fault, contents
 from holdfast.read.files import DataFiles, Files, is_cell
 from holdfast.read.ranges import Range, jobs_of
-from holdfast.read.read import READERS, altered, is_right, threads_for
+from holdfast.read.read import AHEAD, READERS, Jobs, altered, is_right, threads_for
 from holdfast.read.source import ReadStats, Source, source_of
-
-AHEAD = 4
-"""Jobs for each thread that wait for it; and headers that are read ahead."""
 
 
 def _nothing(nbytes: int) -> None:
@@ -43,8 +40,8 @@ def examine(
 
     ``deep=False`` leaves the blocks out. ``share`` (r, n): the r-th of n parts, even in bytes: all files laid end to
     end are cut into n stretches, and a block is of the stretch in which it begins. ``only``: numbers of the files to be
-    looked at, by default all. ``progress`` is told bytes. ``pace`` is called with the bytes to be read next, in the
-    thread that reads, and may wait or raise; ``begin`` is called once in each such thread.
+    looked at, by default all. ``progress`` is called with bytes that are done, ``pace`` with those to be read next, in
+    the thread that reads, and may wait or raise; ``begin`` is called once in each such thread.
 
     Raises StorageError if a store, or a disk but for a failed device, does not let us read.
     """
@@ -59,7 +56,7 @@ def examine(
     many = threads or _threads_for(files, mine)
     # The pool is left first: no file is closed while a job may still read it.
     with ExitStack() as stack, ThreadPoolExecutor(many, "holdfast-verify", begin) as pool:
-        jobs = _Jobs(AHEAD * many, faults)
+        jobs = Jobs(pool, AHEAD * many, faults.extend)
         for index, header in _headers(files, mine, stats, pool, many):
             if isinstance(header, Damaged):
                 faults.append(Fault(index, what=str(header)))
@@ -80,40 +77,15 @@ def examine(
             source = source_of(files.path(index), opened, stats)
             ranges = _ranges(header, low - starts[index], high - starts[index])
             for job in jobs_of(ranges, gap=source.gap, straight=source.straight):
-                jobs.add(pool.submit(_check, source, index, header, job, progress, pace))
+                jobs.add(_check, source, index, header, job, progress, pace)
             jobs.close_after(one)
-        jobs.settle(0)
+        jobs.wait()
     return faults
 
 
 def _holds(piece: Piece | None, tensor: TensorRecord | None, box: Box | None) -> bool:
     """Whether a piece is there and, if it is of a tensor, is what the manifest says: what loading it asks."""
     return piece is not None and (tensor is None or box is None or is_cell(piece, box, tensor.dtype))
-
-
-class _Jobs:
-    """What the pool has to do: bounded in number, and a file is closed once nobody reads it any more."""
-
-    def __init__(self, most: int, faults: list[Fault]) -> None:
-        self._most, self._faults = most, faults
-        self._pending: deque[Future[list[Fault]]] = deque()
-        self._opened: deque[tuple[int, ExitStack]] = deque()
-        self._finished = 0
-
-    def add(self, job: Future[list[Fault]]) -> None:
-        self.settle(self._most - 1)
-        self._pending.append(job)
-
-    def close_after(self, file: ExitStack) -> None:
-        self._opened.append((self._finished + len(self._pending), file))
-        self.settle(self._most)  # a file of which nothing is read is closed at once
-
-    def settle(self, left: int) -> None:
-        while len(self._pending) > left:
-            self._faults += self._pending.popleft().result()
-            self._finished += 1
-        while self._opened and self._opened[0][0] <= self._finished:
-            self._opened.popleft()[1].close()
 
 
 def _headers(
@@ -131,11 +103,11 @@ def _headers(
                 raise
             return Damaged(str(error))
 
-    ahead = 2 * many if files.folder.is_remote else AHEAD
+    most = 2 * many if files.folder.is_remote else AHEAD
     waiting: deque[tuple[int, Future[Header | Damaged]]] = deque()
     for index in mine:
         waiting.append((index, pool.submit(read, index)))
-        if len(waiting) > ahead:
+        if len(waiting) > most:
             first, header = waiting.popleft()
             yield first, header.result()
     for index, header in waiting:
@@ -145,7 +117,7 @@ def _headers(
 def _threads_for(files: DataFiles, mine: Sequence[int]) -> int:
     try:
         return threads_for(files, mine)
-    except Damaged:  # a link that leads out: told with its file
+    except Damaged:  # a link that leads out: reported with its file
         return READERS
 
 
@@ -188,7 +160,7 @@ def wrong_in(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
             if error.errno != errno.EIO or source.path.is_remote:
                 raise
             if len(job) > 1:  # which of them it is
-                return [found for r in job for found in wrong_in(source, [r])]
+                return [one for r in job for one in wrong_in(source, [r])]
             wrong = [(job[0], str(error))]
         if not wrong:
             break
@@ -204,11 +176,11 @@ def _compared(source: Source, job: list[Range]) -> list[tuple[Range, str]]:
         total = blocks.running_sum(job[0].sum or "")
         for at in range(0, nbytes, stride):
             total.update(source.fetch(begin + at, min(stride, nbytes - at)).view)
-        found = [] if total.hexdigest() == job[0].sum else job
+        wrong = [] if total.hexdigest() == job[0].sum else job
     else:
         view = source.fetch(begin, nbytes).view
-        found = [r for r in job if not is_right(r, view[r.begin - begin : r.begin - begin + r.nbytes])]
-    return [(r, str(altered(source.path, r))) for r in found]
+        wrong = [r for r in job if not is_right(r, view[r.begin - begin : r.begin - begin + r.nbytes])]
+    return [(r, str(altered(source.path, r))) for r in wrong]
 
 
 def check_pieces(
@@ -221,14 +193,10 @@ def check_pieces(
         for n, total in enumerate(sums)
     )
     threads = threads_for(files, [index])
-    found: list[str] = []
-    pending: deque[Future[list[tuple[Range, str]]]] = deque()
+    wrong: list[tuple[Range, str]] = []
     with files.opened(index) as opened, ThreadPoolExecutor(threads) as pool:
-        source = source_of(files.path(index), opened, stats)
+        source, queue = source_of(files.path(index), opened, stats), Jobs(pool, AHEAD * threads, wrong.extend)
         for job in jobs_of(ranges, gap=source.gap, straight=source.straight):
-            if len(pending) == AHEAD * threads:
-                found += [what for _, what in pending.popleft().result()]
-            pending.append(pool.submit(wrong_in, source, job))
-        for future in pending:
-            found += [what for _, what in future.result()]
-    return found
+            queue.add(wrong_in, source, job)
+        queue.wait()
+    return [what for _, what in wrong]

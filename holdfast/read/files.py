@@ -86,10 +86,9 @@ class DataFiles:
         return self._elsewhere[index]
 
     def _paths(self, index: int) -> Place:
-        found = self._proved.get(index)
-        if found is None:
-            found = self._proved[index] = self._links.path(self.records[index].path)
-        return found
+        if index not in self._proved:
+            self._proved[index] = self._links.path(self.records[index].path)
+        return self._proved[index]
 
     def plain(self, index: int) -> Place | None:
         path = self.path(index)
@@ -138,12 +137,12 @@ class DataFiles:
 
     def header(self, index: int, stats: ReadStats | None = None) -> Header:
         """The header of a file. Raises Damaged if the file is missing, has another size or another header."""
-        found = self._headers.get(index)
-        if found is None:  # two threads may both read it: that costs less than to keep all others waiting
-            found = self._headers[index] = self._read_header(index)
+        header = self._headers.get(index)
+        if header is None:  # two threads may both read it: that costs less than to keep all others waiting
+            header = self._headers[index] = self._read_header(index)
             if stats is not None:
                 stats.add(self.records[index].header_bytes)
-        return found
+        return header
 
     def _read_header(self, index: int) -> Header:
         record, path = self.records[index], self.path(index)

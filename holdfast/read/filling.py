@@ -140,11 +140,11 @@ def into_mapped(
         source = saved_name(name)
         if source in mapped:
             continue
-        found = _mapped(source, record, files, maps, stats)
-        if found is None:
+        as_file = _mapped(source, record, files, maps, stats)
+        if as_file is None:
             rest[name] = record
             continue
-        mapped[source], index, piece, sums = found
+        mapped[source], index, piece, sums = as_file
         pieces.setdefault(index, []).append((piece, sums))
     faults = []
     for index, some in pieces.items() if verify else ():

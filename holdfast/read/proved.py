@@ -60,10 +60,10 @@ class ProvedFile:
                 parts.append([block])
         return data, parts
 
-    def part(self, found: list[_Block]) -> memoryview:
+    def part(self, blocks_here: list[_Block]) -> memoryview:
         """The bytes of neighbouring blocks."""
-        begin, end = found[0].begin, found[-1].begin + found[-1].nbytes
-        return self._proved(begin, end, lambda data: self._faults(found, data, begin))
+        begin, end = blocks_here[0].begin, blocks_here[-1].begin + blocks_here[-1].nbytes
+        return self._proved(begin, end, lambda data: self._faults(blocks_here, data, begin))
 
     def _blocks(self, data: memoryview) -> list[_Block]:
         """Where blocks lie, by the header that ``data`` begins with. Raises ValueError if it is not the one."""
@@ -71,22 +71,22 @@ class ProvedFile:
         if blocks.digest(data) != self.record.header_digest:
             raise ValueError("has an altered header: its digest is not the manifest's")
         header = datafile.parse_header(bytes(data), self.record.bytes)
-        found = []
+        listed = []
         for piece in header.pieces.values():
             sums = header.sums.get(piece.key)
             for n, begin in enumerate(range(0, piece.nbytes, blocks.BLOCK)):
                 nbytes = min(blocks.BLOCK, piece.nbytes - begin)
-                found.append(_Block(piece.begin + begin, nbytes, sums[n] if sums else None))
-        return found
+                listed.append(_Block(piece.begin + begin, nbytes, sums[n] if sums else None))
+        return listed
 
     def _parse(self, data: memoryview) -> None:
         self._blocks(data)
 
-    def _faults(self, found: list[_Block], data: memoryview, origin: int) -> None:
-        for begin, nbytes, total in found:
+    def _faults(self, blocks_here: list[_Block], data: memoryview, origin: int) -> None:
+        for begin, nbytes, total in blocks_here:
             if total is not None and blocks.block_sum(data[begin - origin : begin - origin + nbytes]) != total:
                 raise ValueError(f"is altered: bytes {begin}:{begin + nbytes} have another sum")
-        self.unverified += sum(block.nbytes for block in found if block.sum is None)
+        self.unverified += sum(block.nbytes for block in blocks_here if block.sum is None)
 
     def _proved(self, begin: int, end: int, check: Callable[[memoryview], None]) -> memoryview:
         """Bytes that ``check`` finds right; what it finds wrong is read once more, as a bit may flip on the way."""

@@ -212,12 +212,12 @@ def _packed(overlap: Overlap, spans: Spans, sums: Sequence[str]) -> Iterator[Ran
     most = max(1, min(PACKED // spans.nbytes, PACKED_RUNS))
     while some := [*islice(starts, most)]:
         buffer = RunBuffer(first, len(some) * spans.nbytes, overlap.box.lengths, overlap.view, overlap.dtype)
-        found: list[Range] = []
+        ranges: list[Range] = []
         for i, start in enumerate(some):
-            found += _cut(overlap, start, spans, sums, buffer.address + i * spans.nbytes, buffer)
-        buffer.left = len(found)
+            ranges += _cut(overlap, start, spans, sums, buffer.address + i * spans.nbytes, buffer)
+        buffer.left = len(ranges)
         first += buffer.nbytes
-        yield from found
+        yield from ranges
 
 
 def _whole_blocks(overlap: Overlap, spans: Spans, sums: Sequence[str], address: int | None) -> Iterator[Range]:

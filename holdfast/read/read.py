@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,8 @@ from holdfast.storage.place import Place
 STRIDE = 1 << 20
 """Bytes that are summed and then moved."""
 
-READERS = 4
-"""Threads that read a local disk: more add nothing (measured)."""
+READERS, AHEAD = 4, 4
+"""Threads that read a local disk: more add nothing (measured); and jobs for each thread that wait for it."""
 
 
 class Wanted(NamedTuple):
@@ -59,23 +59,11 @@ def read_boxes(
     """
     stats = ReadStats()
     plans, round_up = overlaps_of(files, wanted, verify, stats)
-    pending: deque[Future[None]] = deque()
-    opened: deque[tuple[int, ExitStack]] = deque()  # each with the number of jobs after which it is not needed
-    finished = 0
-    streams = Streams()
-
-    def settle(left: int) -> None:
-        nonlocal finished
-        while len(pending) > left:
-            pending.popleft().result()
-            finished += 1
-        while opened and opened[0][0] <= finished:
-            opened.popleft()[1].close()
-
-    threads = threads_for(files, plans)
+    streams, threads = Streams(), threads_for(files, plans)
     ready_for_threads()
     # The pool is left first: no file is closed while a job may still read it.
     with ExitStack() as stack, ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
+        jobs = Jobs(pool, AHEAD * threads)  # bounded: no more windows alive than are being filled
         for index in sorted(plans):
             one = stack.enter_context(ExitStack())
             source = source_of(files.path(index), one.enter_context(files.opened(index)), stats)
@@ -87,12 +75,40 @@ def read_boxes(
                         streams.note(r.overlap.view.device)
                     elif r.buffer is not None:
                         streams.note(r.buffer.device)
-                settle(4 * threads - 1)  # bounded: no more windows alive than are being filled
-                pending.append(pool.submit(_run, source, job, progress, streams))
-            opened.append((finished + len(pending), one))
-            settle(4 * threads - 1)  # closes a file of which nothing is read, too
-        settle(0)
+                jobs.add(_run, source, job, progress, streams)
+            jobs.close_after(one)
+        jobs.wait()
     return stats
+
+
+class Jobs:
+    """What a pool has to do: at most so many jobs at once, and a file is closed once no job reads it any more."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, most: int, take: Callable[[Any], object] = lambda result: None
+    ) -> None:
+        self._pool, self._most, self._take = pool, most, take
+        self._pending: deque[Future[Any]] = deque()
+        self._opened: deque[tuple[int, ExitStack]] = deque()  # each with the number of jobs after which it is closed
+        self._finished = 0
+
+    def add(self, work: Callable[..., object], *args: object) -> None:
+        """Call ``work`` in the pool. Results are taken in the order of the calls. Raises what an earlier job raised."""
+        self.wait(self._most - 1)
+        self._pending.append(self._pool.submit(work, *args))
+
+    def close_after(self, file: ExitStack) -> None:
+        """Close a file once all jobs so far have ended."""
+        self._opened.append((self._finished + len(self._pending), file))
+        self.wait(self._most)  # a file of which nothing is read is closed at once
+
+    def wait(self, left: int = 0) -> None:
+        """Wait until no more jobs than these are left."""
+        while len(self._pending) > left:
+            self._take(self._pending.popleft().result())
+            self._finished += 1
+        while self._opened and self._opened[0][0] <= self._finished:
+            self._opened.popleft()[1].close()
 
 
 def overlaps_of(
@@ -100,13 +116,13 @@ def overlaps_of(
 ) -> tuple[dict[int, list[Overlap]], bool]:
     """What is taken from each file, and whether blocks that are wanted in part are read whole; headers are read."""
     wanted = list(wanted)
-    found: dict[int, list[Overlap]] = {}
+    by_file: dict[int, list[Overlap]] = {}
     files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
     for want in wanted:
         stats.needed += want.view.numel() * dtypes.itemsize(want.record.dtype)
         for overlap in _overlaps(files, want, stats):
-            found.setdefault(overlap.file, []).append(overlap)
-    return found, rounds_up((overlap for overlaps in found.values() for overlap in overlaps), verify, stats.needed)
+            by_file.setdefault(overlap.file, []).append(overlap)
+    return by_file, rounds_up((overlap for overlaps in by_file.values() for overlap in overlaps), verify, stats.needed)
 
 
 def jobs_for(
@@ -125,18 +141,18 @@ def threads_for(files: Files, indices: Iterable[int]) -> int:
 
 def _overlaps(files: Files, want: Wanted, stats: ReadStats) -> list[Overlap]:
     record, box = want.record, want.box
-    found = []
+    overlaps = []
     for cell, index in record.touching(box):
         index, piece, sums = files.piece(index, want.name, *(want.cell or (cell, record)), stats)
         if cell is box or cell == box:
-            found.append(Overlap(index, piece, sums, box, box, want.view, record.dtype))
+            overlaps.append(Overlap(index, piece, sums, box, box, want.view, record.dtype))
             continue
         overlap = intersect(cell, box)
         if overlap is None:
             continue
         view = narrowed(want.view, relative(overlap, box))
-        found.append(Overlap(index, piece, sums, overlap, cell, view, record.dtype))
-    return found
+        overlaps.append(Overlap(index, piece, sums, overlap, cell, view, record.dtype))
+    return overlaps
 
 
 def _run(source: Source, job: list[Range], progress: Callable[[int], None] | None, streams: Streams) -> None:

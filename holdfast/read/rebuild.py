@@ -23,7 +23,7 @@ _NAME = re.compile(r"(?P<section>[^/]+)/(?P<rank>\d+)-of-(?P<world>\d+)(\.(?P<vo
 
 
 class DataFile(NamedTuple):
-    """A data file that was found: its record, what its name says, and its header."""
+    """A data file: its record, what its name says, and its header."""
 
     record: FileRecord
     section: str
@@ -54,19 +54,19 @@ class _Tensor:
 
 def described(record: FileRecord, header: Header) -> DataFile:
     """A data file with what its name says. Raises ValueError if its header says something else."""
-    found = _NAME.match(record.path)
-    if found is None:
+    named = _NAME.match(record.path)
+    if named is None:
         raise ValueError("its name is not that of a data file")
     said = (header.metadata.get("save"), header.metadata.get("rank"), header.metadata.get("section"))
-    if said != (found["save"], str(int(found["rank"])), found["section"]):
+    if said != (named["save"], str(int(named["rank"])), named["section"]):
         raise ValueError(f"its header says that it is of save, rank and section {said}")
-    volume = int(found["volume"] or 0)
-    return DataFile(record, found["section"], int(found["rank"]), int(found["world"]), volume, header)
+    volume = int(named["volume"] or 0)
+    return DataFile(record, named["section"], int(named["rank"]), int(named["world"]), volume, header)
 
 
-def rebuilt(found: Sequence[DataFile]) -> Rebuilt:
+def rebuilt(files: Sequence[DataFile]) -> Rebuilt:
     """Join the files of one save: tensors in the order of the files, each proved to be tiled by its pieces."""
-    ordered = sorted(found, key=lambda file: (file.section, file.volume, file.rank))
+    ordered = sorted(files, key=lambda file: (file.section, file.volume, file.rank))
     made = Rebuilt(ordered[0].world_size, [file.record for file in ordered])
     tensors: dict[str, _Tensor] = {}
     values: dict[str, dict[int, int]] = {}

@@ -82,7 +82,7 @@ class Source(Protocol):
         """How much of a stretch is best fetched at a time by who only sums it."""
 
     def forget(self, begin: int, nbytes: int) -> None:
-        """A stretch came with a wrong sum: let it come from the store itself when it is fetched again."""
+        """A stretch had a wrong sum: let it come from the store itself when it is fetched again."""
 
     def read(self, begin: int, memory: memoryview, address: int) -> None:
         """Fill ``memory`` (at ``address``) from the file. Raises Damaged if it ends before, StorageError."""
@@ -103,7 +103,7 @@ def damaged(path: Place, what: str) -> Damaged:
 
 
 def forget(place: StorePlace, begin: int, nbytes: int) -> None:
-    """Bytes came with a wrong sum: let them come from the store itself when they are asked for again."""
+    """Bytes had a wrong sum: let them come from the store itself when they are asked for again."""
     if isinstance(place.store, Cached):
         place.store.forget(place.key, begin, begin + nbytes)
 
@@ -113,11 +113,11 @@ _buffers = threading.local()
 
 def _buffer(name: str, nbytes: int) -> Buffer:
     """Memory of this thread, grown as needed and used again."""
-    found: Buffer | None = getattr(_buffers, name, None)
-    if found is None or len(found.view) < nbytes:
-        found = buffer(-(-nbytes // (2 << 20)) * (2 << 20))
-        setattr(_buffers, name, found)
-    return found
+    memory: Buffer | None = getattr(_buffers, name, None)
+    if memory is None or len(memory.view) < nbytes:
+        memory = buffer(-(-nbytes // (2 << 20)) * (2 << 20))
+        setattr(_buffers, name, memory)
+    return memory
 
 
 @dataclass(frozen=True)

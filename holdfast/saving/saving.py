@@ -25,7 +25,7 @@ from holdfast.storage.place import Place
 class Timing:
     """Where the time of one save went, in seconds, and its ``bytes`` on this rank.
 
-    ``stall`` is what training waited: the call of `Saver.save`, and steps of optimizers that came before their tensors
+    ``stall`` is what training waited: the call of `Saver.save`, and steps of optimizers that began before their tensors
     were copied. ``staging`` lasts from the call until all is copied, ``writing`` from then until this rank's files are
     durable, ``commit`` from then until the outcome is known; ``total`` is their sum. What has not happened is 0. Of
     a save that training waits for as a whole (a manager without a worker), all of it is ``staging``.
@@ -165,7 +165,7 @@ class Saving:
             try:
                 self._bytes = done.nbytes
             except HoldfastError as error:  # committed on all ranks: a look that fails on one must not part them
-                log.warning("%s is saved, but its size cannot be told: %s", self.path, error)
+                log.warning("%s is saved, but its size is not known: %s", self.path, error)
         self.returned()
         self._staged_at = self._written_at = time.monotonic()
         self.finish(failed)

@@ -147,7 +147,7 @@ def _unsharded_spans(flat: Any) -> list[tuple[int, int, int]]:
 
 
 def holds_gradients_back(module: nn.Module) -> bool:
-    """Whether FSDP2 was told not to reduce gradients: it then keeps their sums where no parameter shows them."""
+    """Whether FSDP2 is set not to reduce gradients: it then keeps their sums where no parameter shows them."""
     return any(not group.reduce_grads for _, sub in named_modules(module) for group in _fsdp2_groups(sub))
 
 

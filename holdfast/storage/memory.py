@@ -59,7 +59,7 @@ class Memory:
             data += chunk
             del chunk  # whoever makes the next one may need its memory
         if len(data) != nbytes:
-            raise ValueError(f"cannot write {self._url}/{key}: {nbytes} bytes were announced and {len(data)} came")
+            raise ValueError(f"cannot write {self._url}/{key}: {nbytes} bytes were announced, {len(data)} given")
         with self._lock:
             self._files[key] = (bytes(data), self._clock())
 

@@ -67,7 +67,7 @@ class Store(Protocol):
     def create(self, key: str, data: bytes) -> bool:
         """Write a small file if there is none of this key: False, and nothing is changed, if there is one.
 
-        Of several callers at once exactly one is told True; each has other ``data`` (the same bytes are taken for a
+        Of several callers at once exactly one gets True; each has other ``data`` (the same bytes are taken for a
         repeated call whose first answer was lost).
         """
 

@@ -66,7 +66,7 @@ class _File:
         try:
             yield fd
             if not self.direct:
-                disk.sync(fd, self.path)  # a failure to write what is cached may be told to this descriptor alone
+                disk.sync(fd, self.path)  # a failure to write what is cached may show at this descriptor alone
         finally:
             os.close(fd)
 
@@ -198,7 +198,7 @@ class FileWriter:
         write = durable.write_small if store is None else partial(_put_small, store)
 
         def work() -> None:
-            fault = next((found for f in files if (found := _fault_of(f)) is not None), None)
+            fault = next((one for f in files if (one := _fault_of(f)) is not None), None)
             began = time.monotonic()
             for folder in folders:
                 fault = fault or _attempt("sync the folder", folder, partial(disk.sync_folder, folder))
@@ -245,7 +245,7 @@ def _write(file: _File, view: memoryview, nbytes: int, offset: int) -> None:
 
 
 def _write_to(fd: int, file: _File, view: memoryview, nbytes: int, offset: int) -> None:
-    direct = file.direct  # as this thread found it: another one may be refused at the same moment
+    direct = file.direct  # as it is now: another thread may be refused at the same moment
     at, end = 0, len(view) if direct else nbytes
     view[nbytes:] = bytes(len(view) - nbytes)
     while at < end:
@@ -292,7 +292,7 @@ def _finish(file: _File, header: bytes, size: int) -> Fault | None:
             disk.cut(fd, size, file.path)
             doing = "sync"
             disk.sync(fd, file.path)
-    except Exception as error:  # noqa: BLE001 - told to whoever waits for the job, and raised there
+    except Exception as error:  # noqa: BLE001 - raised where the job is waited for
         return _fault(doing, file.path, error)
     return None
 
@@ -301,7 +301,7 @@ def _attempt(doing: str, path: str, work: Callable[[], object]) -> Fault | None:
     """Do it, or say what went wrong; a thread that died of it would leave everybody waiting."""
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - stored, told to whoever waits for the job, and raised there
+    except Exception as error:  # noqa: BLE001 - raised where the job is waited for
         return _fault(doing, path, error)
     return None
 

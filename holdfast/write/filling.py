@@ -180,7 +180,7 @@ class FilledFile:
             self.handover.give_chunk(chunk, used)
 
     def land_first(self) -> None:
-        """Wait for the chunk that devices were told first, of whichever file it is, and hand it over."""
+        """Wait for the chunk that devices fill first, of whichever file it is, and hand it over."""
         first = self._landing.popleft()
         try:
             first.moment.wait()
@@ -210,7 +210,7 @@ class Sums:
         self._piece = -1
         self._in_piece = self._in_block = 0  # bytes left
         self._state = xxhash.xxh3_64()
-        self._fresh = True  # no byte of the block came yet
+        self._fresh = True  # no byte of the block was fed yet
         self._next_piece()
 
     def feed(self, view: memoryview) -> None:
@@ -253,7 +253,7 @@ class Sums:
         return at
 
     def texts(self) -> tuple[str, str | None]:
-        """All sums, once all bytes came, and the strong ones."""
+        """All sums, once all bytes were fed, and the strong ones."""
         return ",".join(self._texts), None if self._strong is None else ",".join(self._strong)
 
     def _next_piece(self) -> None:

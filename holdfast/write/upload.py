@@ -70,7 +70,7 @@ class Upload:
     def _run(self) -> None:
         try:
             self._store.put(self._key, self._chunks(), self._size)
-        except BaseException as error:  # noqa: BLE001 - kept, and told to whoever waits for this file
+        except BaseException as error:  # noqa: BLE001 - kept for `wait`
             self._error = None if self._is_there() else _without_frames(error)
         with self._lock:
             self.ended = time.monotonic()

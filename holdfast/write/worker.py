@@ -113,7 +113,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class ProcessWorker:
-    """Writes in a process of its own, which maps the buffers, and finishes what it was told even if this one dies."""
+    """Writes in a process of its own, which maps the buffers, and finishes its jobs even if this process dies."""
 
     shares_memory = True
 
@@ -172,12 +172,12 @@ class ProcessWorker:
         spec = spec_of(store)
         if spec is None:
             raise Unsupported(f'{store.url} lives in this process alone: save there with Saver(worker="thread")')
-        told = json.dumps(spec, sort_keys=True)
-        if told not in self._stores:
-            self._stores[told] = len(self._stores) + 1
+        text = json.dumps(spec, sort_keys=True)
+        if text not in self._stores:
+            self._stores[text] = len(self._stores) + 1
             made = {"paths": sys.path, "spec": spec}
-            self._connection.send({"verb": "store", "store": self._stores[told], "made": made})
-        return self._stores[told]
+            self._connection.send({"verb": "store", "store": self._stores[text], "made": made})
+        return self._stores[text]
 
     def leave(self, after: Sequence[int], folders: Sequence[Place], small: Sequence[Small]) -> Future[None]:
         job, future = self._futures.new()
@@ -197,7 +197,7 @@ class ProcessWorker:
 
 
 class _Connection:
-    """The writer process, and the socket over which it is told what to do and answers.
+    """The writer process, and the socket over which it gets jobs and answers.
 
     It is a plain interpreter that runs `write/writer_process.py`. We rejected a fork, because it inherits the locks of
     threads and the contexts of devices. We rejected multiprocessing's spawn, because it imports the user's script and
@@ -223,10 +223,10 @@ class _Connection:
         self._reader.start()
 
     def close(self) -> None:
-        """Send no more, and wait until the process has written what it was told to. Idempotent."""
+        """Send no more, and wait until the process has written what it was asked to. Idempotent."""
         if self._socket.fileno() >= 0:
             self._socket.shutdown(socket.SHUT_WR) if self.dead is None else None
-            # It ends once the process has written what it was told to: with the storage's own patience.
+            # It ends once the process has written what it was asked to: with the storage's own patience.
             self.process.wait()
             self._reader.join()
             self._socket.close()
@@ -279,8 +279,8 @@ class _Connection:
                     job, fault = message
                     self._futures.answer(job, None if fault is None else Fault(*fault))
         except OSError:
-            pass  # it has ended, and how is told below
-        except Exception:  # noqa: BLE001 - whoever waits for an answer is told below that none will come
+            pass  # it has ended; how is said below
+        except Exception:  # noqa: BLE001 - those who wait for an answer hear below that none will come
             log.exception("the writer process %d gave an answer that makes no sense", self.process.pid)
             self.process.kill()
         code = self.process.wait()

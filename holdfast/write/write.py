@@ -42,7 +42,7 @@ class Writing:
     tensors are summed before they are staged. If nothing changes before the save has ended (``still``), tensors in host
     memory are not staged at all: a store takes them from where they lie. ``strong``: headers hold SHA-256 sums too.
 
-    Making one opens all files, so that a full disk is found before any copying. Then `stage`, and `finish`, which waits
+    Making one opens all files, so that a full disk shows before any copying. Then `stage`, and `finish`, which waits
     until all is durable. The folders exist already; ``opened`` collects what was opened, for the caller to close or
     delete. ``progress.report`` is called with the bytes that are written. A failure of the worker is raised by the next
     call: a StorageError that names the file.

@@ -1,4 +1,4 @@
-"""The writer process: a file writer that is told what to do over a socket, and finishes it when the trainer is gone.
+"""The writer process: a file writer that gets its jobs over a socket, and finishes it when the trainer is gone.
 
 `write/worker.py` starts it by `COMMAND` and talks to it by `send`. It is up in milliseconds: the standard
 library and what uploads to a store, never torch, nor the user's script.
@@ -91,7 +91,7 @@ class _Inbox:
 
 
 def main(fd: int) -> None:
-    """The writer process: does what it is told, and once the trainer is gone finishes what it was told before."""
+    """The writer process: does its jobs, and once the trainer is gone finishes those that it has."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer, which says what becomes of a save
     _step_back()
@@ -105,7 +105,7 @@ def main(fd: int) -> None:
         except OSError:
             pass  # nobody is there to hear it; what was asked for is done all the same
 
-    def told(*span: Any) -> None:
+    def report(*span: Any) -> None:
         try:
             with lock:
                 answers.sendall(json.dumps({"span": span}).encode() + b"\n")
@@ -125,7 +125,7 @@ def main(fd: int) -> None:
         if head["verb"] in ("hook", "unhook"):
             _hook(hooks, fds, **head)
         elif head["verb"] == "watch":
-            writer.activity.report = told if head["on"] else None
+            writer.activity.report = report if head["on"] else None
         else:
             _obey(writer, stores, head, data, fds)
     writer.close()
@@ -173,7 +173,7 @@ def _hook(
 
 
 def _made(paths: list[str], spec: dict[str, Any]) -> Store:
-    """A store in this process, of which the trainer has told."""
+    """A store in this process, as the trainer described it."""
     sys.path[:] = paths
     store: Store = import_module("holdfast.storage.wrappers.spec").store_from(spec)
     return store

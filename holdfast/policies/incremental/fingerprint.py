@@ -71,15 +71,15 @@ class Fingerprints:
                 sums.setdefault(tensor.device, []).extend(parts)
                 head = f"{dtypes.name_of(tensor.dtype)} {tensor.nbytes}"
                 taken.append(((name, box), head, tensor.device, sum(len(part) for part in parts)))
-        told: dict[torch.device, Iterator[bytes]] = {}
+        sums_of: dict[torch.device, Iterator[bytes]] = {}
         for on, parts in sums.items():
             with copier.on(on):  # one copy to the host for all of them
-                told[on] = _items(torch.cat(parts).cpu())
+                sums_of[on] = _items(torch.cat(parts).cpu())
         prints: Prints = {}
         for which, head, on, count in taken:
             joined = hashlib.blake2b(head.encode(), digest_size=16, key=self.key)
             for _ in range(count):
-                joined.update(next(told[on]))
+                joined.update(next(sums_of[on]))
             prints[which] = joined.digest()
         return prints
 
@@ -117,7 +117,7 @@ def _items(sums: torch.Tensor) -> Iterator[bytes]:
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Bytes as 32-bit words, filled up with zeros: the length is told apart from them."""
+    """Bytes as 32-bit words, filled up with zeros: the length is part of the fingerprint."""
     if data.numel() % 4 or data.data_ptr() % 4 or data.storage_offset() % 4:
         padded = data.new_zeros(-(-data.numel() // 4) * 4)
         padded[: data.numel()].copy_(data)

@@ -150,8 +150,8 @@ def _look_at_copies(
 ) -> None:
     """Tensors that lie scattered or on a device: by way of host memory, a block at a time."""
     for key, source in zip(claim.keys, claim.sources, strict=True):
-        for known, found in zip(sums.get(key, ()), _sums_of(source, copier, bounce), strict=True):
-            if known != found:
+        for known, own in zip(sums.get(key, ()), _sums_of(source, copier, bounce), strict=True):
+            if known != own:
                 tally.changed(claim)
                 return
 

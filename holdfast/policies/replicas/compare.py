@@ -34,7 +34,7 @@ from holdfast.write.datafiles import memory_of
 THREADS = 2
 """Threads that sum host memory."""
 
-_ASKED = 8  # distinct states of one group of holders whose sums are told one by one
+_ASKED = 8  # distinct states of one group of holders whose sums are sent one by one
 _SHOWN = 20
 
 
@@ -154,8 +154,8 @@ def compare(call: Call, sums: Callable[[], ReplicaSums]) -> None:
             joined.setdefault(replica.group, xxhash.xxh3_64()).update(replica.sum)
         return [(group, state.digest()) for group, state in joined.items()]
 
-    def decide(told: list[list[tuple[bytes, bytes]]]) -> list[_Asked]:
-        for rank, groups in enumerate(told):
+    def decide(of_ranks: list[list[tuple[bytes, bytes]]]) -> list[_Asked]:
+        for rank, groups in enumerate(of_ranks):
             for group, total in groups:
                 seen.setdefault(group, {}).setdefault(total, []).append(rank)
         asked = []
@@ -172,7 +172,7 @@ def compare(call: Call, sums: Callable[[], ReplicaSums]) -> None:
     call.exchange(
         "diverged",
         lambda: [(r.group, r.label, r.sum, r.buffer) for r in own if r.group in groups],
-        lambda told: _raise(seen, asked, told, call.ranks.main.hosts),
+        lambda lines: _raise(seen, asked, lines, call.ranks.main.hosts),
         bool,
     )
 
@@ -181,7 +181,7 @@ _Line = tuple[bytes, str, bytes, bool]
 
 
 def _raise(
-    seen: Mapping[bytes, Mapping[bytes, list[int]]], asked: Sequence[_Asked], told: Sequence[Sequence[_Line]],
+    seen: Mapping[bytes, Mapping[bytes, list[int]]], asked: Sequence[_Asked], lines_of: Sequence[Sequence[_Line]],
     hosts: Sequence[str] | None,
 ) -> bool:  # fmt: skip
     """On the first rank: Mismatch, with every tensor that differs and the ranks that are off."""
@@ -190,7 +190,7 @@ def _raise(
         alike = {ranks[0]: ranks for ranks in seen[one.group].values()}
         by_label: dict[str, dict[bytes, list[int]]] = {}
         for rank in one.ranks:
-            for group, label, total, buffer in told[rank]:
+            for group, label, total, buffer in lines_of[rank]:
                 if group == one.group:
                     by_label.setdefault(label, {}).setdefault(total, []).extend(alike[rank])
                     buffers |= buffer and len(by_label[label]) > 1

@@ -171,11 +171,11 @@ def checked(data: bytes, where: str, record: Manifest, keys: Mapping[str, Any]) 
     """What a signature file says, if one of ``keys`` signed it and it is about ``record``. Raises Untrusted."""
     from cryptography.exceptions import InvalidSignature
 
-    said, statement, found = signature.decode(data, where)
+    said, statement, sealed = signature.decode(data, where)
     if said.key not in keys:
         raise Untrusted(f"{where} was made with the key {said.key}, which is none of those required: {', '.join(keys)}")
     try:
-        keys[said.key].verify(found, signature.signed_bytes(statement))
+        keys[said.key].verify(sealed, signature.signed_bytes(statement))
     except InvalidSignature:
         raise Untrusted(f"{where} does not fit its key {said.key}: it was altered, or never made with it") from None
     wrong = signature.fault(said, record)

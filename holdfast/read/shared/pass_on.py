@@ -183,7 +183,7 @@ class _Passing:
                     self.outcome.stats.unverified += unchecked
                     try:
                         self._take(window, number, turn)
-                    except BaseException as error:  # noqa: BLE001 - told to the others, raised at the end
+                    except BaseException as error:  # noqa: BLE001 - the others hear of it, and it is raised at the end
                         self.failure = self.failure or error
                     turn += 1
         return self._end()
@@ -192,7 +192,7 @@ class _Passing:
         """Wait for this rank's own window; the bytes of it that could not be checked."""
         try:
             return coming.result() if coming is not None else 0
-        except BaseException as error:  # noqa: BLE001 - told to the others, raised at the end
+        except BaseException as error:  # noqa: BLE001 - the others hear of it, and it is raised at the end
             self.failure = self.failure or error
             return 0
 
@@ -232,8 +232,8 @@ class _Passing:
             self.relay.gather_across(lane.view(-1), self.memory.sent)
         self.failed_beside = self.relay.sum_beside([failed])[0]
         trailers = slices[:, -TRAILER:].contiguous().view(torch.int64)
-        found = trailers[:, :2].sum(0).tolist()
-        return found[0], found[1]
+        all_failed, all_unverified = trailers[:, :2].sum(0).tolist()
+        return all_failed, all_unverified
 
     def _take(self, window: int, number: int, turn: int) -> None:
         """Copy what has come to where it belongs."""
@@ -253,7 +253,7 @@ class _Passing:
                     done += self._put(atom, low - placing.offset, memory[low - begin : high - begin])
         self.advance(done)
 
-    def _put(self, atom: Atom, skipped: int, came: torch.Tensor) -> int:
+    def _put(self, atom: Atom, skipped: int, part_of_atom: torch.Tensor) -> int:
         """Copy a part of an atom, ``skipped`` bytes from its start, into all views of its item; the bytes copied."""
         item = self.line.items[atom.item]
         dtype = dtypes.torch_dtype(self.tensors[item.tensor][1].dtype)
@@ -261,13 +261,13 @@ class _Passing:
         start = run_at(atom.share, item.box)
         for view in self.views[item]:
             if start is not None and view.dtype == dtype and view.device.type == "cpu" and is_plain_memory(view):
-                move(view.data_ptr() + (start + first) * dtype.itemsize, came.data_ptr(), came.nbytes)
+                move(view.data_ptr() + (start + first) * dtype.itemsize, part_of_atom.data_ptr(), part_of_atom.nbytes)
                 continue
-            host, at, shift = came.view(dtype), 0, relative(atom.share, item.box).offsets
+            host, at, shift = part_of_atom.view(dtype), 0, relative(atom.share, item.box).offsets
             for part in flat_boxes(atom.share.lengths, first, first + host.numel()):
                 target = view
                 for dim, (offset, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
                     target = target.narrow(dim, shift[dim] + offset, length)
                 deliver(host[at : at + part.size].view(part.lengths), target)
                 at += part.size
-        return came.nbytes * len(self.views[item])
+        return part_of_atom.nbytes * len(self.views[item])

@@ -106,8 +106,8 @@ class Relay:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         self._wait(lambda: self._beside.allreduce([tensor]))
-        found: list[int] = tensor.tolist()
-        return found
+        sums: list[int] = tensor.tolist()
+        return sums
 
     def gather_across(self, target: torch.Tensor, own: torch.Tensor) -> None:
         """Fill ``target`` with the ``own`` of all hosts, in their order. Raises Lost."""
@@ -131,7 +131,7 @@ class Relay:
                 except (KeyboardInterrupt, SystemExit) as error:
                     if self.interrupt is not None:
                         raise
-                    self.interrupt = error  # the others are told at the next meeting
+                    self.interrupt = error  # the others hear of it at the next meeting
                 pause = min(pause * 1.3, _LONGEST_PAUSE)
             work.wait()
             self.vigil.end()
@@ -144,7 +144,7 @@ class Relay:
         self.memory = _NOTHING
 
     def close(self) -> None:
-        """Leave. Ranks that still wait for this one are told by the end of their connection."""
+        """Leave. Ranks that still wait for this one see that the connection ends."""
         self.forget()
         groups = [g for g in (self._beside, self._across) if g is not None]
         self._beside = self._across = None
@@ -207,9 +207,9 @@ def _group(store: Any, name: str, rank: int, size: int, deadline: float) -> Any:
 def _shared(relay: Relay, nbytes: int) -> Buffer:
     """Memory that all ranks of this host have; nameless, so that nothing is left of it when they are killed."""
     fd, token = -1, b""
-    told = torch.zeros(4, dtype=torch.int64, device="cpu")
+    sent = torch.zeros(4, dtype=torch.int64, device="cpu")
     failed = ""
-    found: mmap.mmap | None = None
+    memory: mmap.mmap | None = None
     try:
         if relay.seat.place == 0:
             try:
@@ -218,25 +218,25 @@ def _shared(relay: Relay, nbytes: int) -> Buffer:
                 token = secrets.token_bytes(_TOKEN)
                 os.pwrite(fd, token, 0)
                 halves = [int.from_bytes(token[i : i + 8], "little", signed=True) for i in (0, 8)]
-                told = torch.tensor([os.getpid(), fd, *halves], dtype=torch.int64, device="cpu")
+                sent = torch.tensor([os.getpid(), fd, *halves], dtype=torch.int64, device="cpu")
             except (OSError, AttributeError) as error:  # a system without memfd
                 failed = str(error)
-        relay._wait(lambda: relay._beside.broadcast([told], _from_first()))
-        pid, number, *halves = told.tolist()
+        relay._wait(lambda: relay._beside.broadcast([sent], _from_first()))
+        pid, number, *halves = sent.tolist()
         try:
-            found = _mapped(pid, number, _HEAD + nbytes)
+            memory = _mapped(pid, number, _HEAD + nbytes)
             # In a container of its own another process may have that number.
-            if found[:_TOKEN] != b"".join(half.to_bytes(8, "little", signed=True) for half in halves):
+            if memory[:_TOKEN] != b"".join(half.to_bytes(8, "little", signed=True) for half in halves):
                 raise OSError(f"process {pid} is another one here")
         except (OSError, ValueError) as error:
             failed = failed or str(error)
-        if relay.sum_beside([int(bool(failed))])[0] or found is None:
+        if relay.sum_beside([int(bool(failed))])[0] or memory is None:
             raise OSError(failed or "another rank of this host cannot share memory")
     finally:
         if fd >= 0:
             os.close(fd)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(found))
-    return Buffer(found, memoryview(found)[_HEAD:], address + _HEAD)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return Buffer(memory, memoryview(memory)[_HEAD:], address + _HEAD)
 
 
 def _from_first() -> Any:

@@ -82,7 +82,7 @@ def _made(call: Call, do: Callable[[], Result]) -> Result:
     return do()
 
 
-# Bytes of a file. ``path`` is what it was opened by, and only told.
+# Bytes of a file. ``path`` is what it was opened by, for hooks alone.
 
 
 def open(path: Path, flags: int, mode: int = 0o666) -> int:
@@ -194,9 +194,9 @@ def write_all(fd: int, data: Any, offset: int, path: object) -> None:
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     """`open` of a file that is there. Raises OSError (EINVAL) for a pipe or a device: those wait, or never end."""
-    found = stat(path).st_mode
-    if not is_regular(found):
-        number = errno.EISDIR if is_folder(found) else errno.EINVAL
+    mode = stat(path).st_mode
+    if not is_regular(mode):
+        number = errno.EISDIR if is_folder(mode) else errno.EINVAL
         text = os.strerror(number) if number == errno.EISDIR else "it is no regular file"
         raise OSError(number, text, os.fspath(path))
     return open(path, flags)
@@ -265,5 +265,5 @@ def _sync_folder(path: Path) -> None:
 
 
 def _scanned(path: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(path) as found:
-        return list(found)
+    with os.scandir(path) as entries:
+        return list(entries)

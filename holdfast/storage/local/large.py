@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def open_to_write(path: Path, nbytes: int) -> tuple[int, bool]:
     """Create a new file of ``nbytes`` for large aligned writes: (descriptor, whether it writes directly).
 
-    Space is taken up front where the file system can, so that a full disk is found before any copying. The file
+    Space is taken up front where the file system can, so that a full disk shows before any copying. The file
     carries a shared lock until it is closed, which tells a save under way from the orphans of a dead one.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL

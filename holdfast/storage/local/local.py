@@ -228,7 +228,7 @@ def _write(fd: int, path: LocalPlace, chunks: Iterable[Buffer], nbytes: int) -> 
         at = _write_one(fd, path, chunk, at)
         del chunk  # whoever makes the next one may need its memory
     if at != nbytes:
-        raise ValueError(f"cannot write {path}: {nbytes} bytes were announced and {at} came")
+        raise ValueError(f"cannot write {path}: {nbytes} bytes were announced, {at} given")
 
 
 def _write_one(fd: int, path: LocalPlace, chunk: Buffer, at: int) -> int:

@@ -280,7 +280,7 @@ def test_a_full_disk_is_found_before_a_chunk_is_taken(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("announced", [1 << 20, 10])
 def test_more_bytes_than_announced_are_an_error_too(announced: int, store: Local, root: Path) -> None:
-    with pytest.raises(ValueError, match=f"cannot write {root}/f: {announced} bytes were announced and 11 came"):
+    with pytest.raises(ValueError, match=f"cannot write {root}/f: {announced} bytes were announced, 11 given"):
         store.put("f", [b"hello world"], announced)
     assert not everything(root)
 
