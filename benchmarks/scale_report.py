@@ -162,7 +162,7 @@ _PAGE_LOAD = ("state", "saved by", "loaded by", "plan of a rank, ms", "files", "
 
 
 def as_markdown(cells: Sequence[Cell], bars: Sequence[Bar], facts: dict[str, object]) -> str:
-    """For docs/scale.md: of each state the fewest and the most ranks, and restarts on as many and on an eighth."""
+    """For docs/scale.md: of each state the fewest and the most ranks, and restarts on an eighth of them."""
     by_name: dict[str, list[Cell]] = {}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)
@@ -170,7 +170,7 @@ def as_markdown(cells: Sequence[Cell], bars: Sequence[Bar], facts: dict[str, obj
     largest = [of[-1] for of in by_name.values()]
     meshes = [f"- {c.name}: {c.nbytes / 1e12:.2f} TB in {c.save.tensors:,} tensors; {c.mesh}" for c in largest]
     most = max(cell.ranks for cell in cells)
-    loads = [(c, x) for c in cells if c.ranks == most for x in c.loads if x.ranks in (most, most // 8)]
+    loads = [(c, x) for c in cells if c.ranks == most for x in c.loads if x.ranks == most // 8]
     text = [f"{facts['machine']}, torch {facts['torch']}. CPU seconds of one core.", "", *meshes, ""]
     text += [*_table("Save", _PAGE_SAVE, [_page_save(cell) for cell in ends]), ""]
     text += [*_table("Restart", _PAGE_LOAD, [_page_load(cell, load) for cell, load in loads]), ""]
@@ -179,10 +179,12 @@ def as_markdown(cells: Sequence[Cell], bars: Sequence[Bar], facts: dict[str, obj
         columns = [column.replace("\n", " ") for column in _DCP]
         rows = [_dcp_row(cell, dcp) for cell, dcp in beside]
         text += [*_table(f"Beside the planner of torch DCP, {beside[0][0].name}", columns, rows), ""]
-    text += [_line(["goal", "limit", "measured", ""]), _line(["---", "---:", "---:", "---"])]
+    at = f"at {most:,} ranks"
+    text += [_line([f"goal {at}", "limit", "measured", ""]), "|---|---:|---:|---|"]
     for bar in bars:
         value = "" if bar.measured is None else f"{bar.measured:.3g}{bar.unit}"
-        text.append(_line([bar.what, f"≤ {bar.most:g}{bar.unit}", value, "met" if bar.met else "**missed**"]))
+        met = "met" if bar.met else "**missed**"
+        text.append(_line([bar.what.removeprefix(f"{at}: "), f"≤ {bar.most:g}{bar.unit}", value, met]))
     return "\n".join([*text, ""])
 
 
@@ -197,7 +199,7 @@ def _page_load(cell: Cell, load: LoadCost) -> list[str]:
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[list[str]]) -> list[str]:
-    return [f"**{title}**", "", _line(columns), _line(["---", *["---:"] * (len(columns) - 1)]), *map(_line, rows)]
+    return [f"**{title}**", "", _line(columns), "|---|" + "---:|" * (len(columns) - 1), *map(_line, rows)]
 
 
 def _line(cells: Sequence[str]) -> str:

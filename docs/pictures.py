@@ -40,8 +40,7 @@ def main() -> None:
         )
         # Nobody needs to see where this folder was.
         checkpoint.write_text(checkpoint.read_text().replace(str(folder.resolve()), "/ckpt"))
-        for scheme in ("light", "dark"):
-            picture(browser, checkpoint, f"checkpoint-{scheme}", scheme, at_a_tensor)
+        picture(browser, checkpoint, "checkpoint-light", "light", at_a_tensor)
         picture(browser, checkpoint, "timeline", "dark", None, ".card:has(.lanes)")
         made_up(folder / "gpt-7b")
         holdfast(folder, "view", "gpt-7b", "-o", "run.html")
@@ -49,8 +48,7 @@ def main() -> None:
         for name in ("run", "diff"):
             page = folder / f"{name}.html"
             page.write_text(page.read_text().replace(str(folder.resolve()), "/ckpt"))
-            for scheme in ("light", "dark"):
-                picture(browser, page, f"{name}-{scheme}", scheme, {"run": at_a_save, "diff": at_a_layer}[name])
+            picture(browser, page, f"{name}-light", "light", {"run": at_a_save, "diff": at_a_layer}[name])
         terminal(folder / "gpt-7b")
         browser.close()
 

@@ -118,7 +118,7 @@ def markdown(chosen: Chosen, done: Done, left_out: list[str]) -> str:
 
 
 def by_library(chosen: Chosen, done: Done) -> str:
-    """A table with a line for each library, which docs/trust.md has too."""
+    """A table with a line for each library. docs/trust.md has how many kinds of each."""
     cases: dict[str, list[Case]] = {}
     for found in chosen.values():
         for case in found:
