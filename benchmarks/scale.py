@@ -118,7 +118,7 @@ def main() -> int:
     picture = scale_picture.draw(cells)
     options.out.with_suffix(".svg").write_text(picture)
     if options.write_docs:
-        write_docs(scale_report.as_markdown(cells, bars, facts), picture)
+        write_docs(scale_report.as_markdown(cells, facts), picture)
     return 0
 
 

@@ -161,7 +161,7 @@ _PAGE_SAVE = (
 _PAGE_LOAD = ("state", "saved by", "loaded by", "plan of a rank, ms", "files", "requests", "bytes read / needed")
 
 
-def as_markdown(cells: Sequence[Cell], bars: Sequence[Bar], facts: dict[str, object]) -> str:
+def as_markdown(cells: Sequence[Cell], facts: dict[str, object]) -> str:
     """For docs/scale.md: of each state the fewest and the most ranks, and restarts on an eighth of them."""
     by_name: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -179,12 +179,6 @@ def as_markdown(cells: Sequence[Cell], bars: Sequence[Bar], facts: dict[str, obj
         columns = [column.replace("\n", " ") for column in _DCP]
         rows = [_dcp_row(cell, dcp) for cell, dcp in beside]
         text += [*_table(f"Beside the planner of torch DCP, {beside[0][0].name}", columns, rows), ""]
-    at = f"at {most:,} ranks"
-    text += [_line([f"goal {at}", "limit", "measured", ""]), "|---|---:|---:|---|"]
-    for bar in bars:
-        value = "" if bar.measured is None else f"{bar.measured:.3g}{bar.unit}"
-        met = "met" if bar.met else "**missed**"
-        text.append(_line([bar.what.removeprefix(f"{at}: "), f"≤ {bar.most:g}{bar.unit}", value, met]))
     return "\n".join([*text, ""])
 
 

@@ -185,8 +185,8 @@ def test_figures_become_tables_bars_and_a_picture() -> None:
     cells[0].dcp = scale_dcp.plan(World(SMALL, Sharding("FSDP", 8)))
     bars = scale_report.judge(cells)
     assert all(bar.measured is not None for bar in bars)
-    text = scale_report.as_markdown(cells, bars, {"machine": "some", "torch": "2"})
-    assert "16 shards" in text and text.count("\n|---|") == 4  # saves, restarts, DCP, bars
+    text = scale_report.as_markdown(cells, {"machine": "some", "torch": "2"})
+    assert "16 shards" in text and text.count("\n|---|") == 3  # saves, restarts, DCP
     picture = scale_picture.draw(cells)
     assert {node.tag.rpartition("}")[2] for node in ElementTree.fromstring(picture).iter()} >= {
         "path",

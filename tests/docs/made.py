@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp_
 from safetensors.torch import save_file
 
+import holdfast
 from holdfast.testing import Memory as MyStore
 from tests.docs.tiny import make
 from tests.formats import deepspeed_made
@@ -29,6 +30,7 @@ __all__ = [
     "huggingface",
     "olmo",
     "profile",
+    "run",
     "script",
     "served",
     "torch_save",
@@ -131,6 +133,35 @@ def profile(name: str) -> None:
     file = Path("credentials").absolute()
     file.write_text(f"[{name}]\naws_access_key_id = moto\naws_secret_access_key = moto\nregion = us-east-1\n")
     os.environ["AWS_SHARED_CREDENTIALS_FILE"] = str(file)
+
+
+def run() -> None:
+    """Two steps below /ckpt/run1, the second of which reuses the first; a conversion; a timeline."""
+    from holdfast.report.timeline import timeline
+
+    with timeline("runs/timeline"):
+        holdfast.save(_layers(500), "ckpt/run1/step-500", step=500, files={"config.yaml": b"lr: 0.1"})
+    holdfast.save(_layers(1000), "ckpt/run1/step-1000", step=1000, base="ckpt/run1/step-500")
+    holdfast.convert("ckpt/run1/step-1000", "ckpt/dcp", to="dcp", only=["model", "step"])
+
+
+def _layers(step: int) -> dict[str, Any]:
+    """Eight layers, their moments and a frozen tower; one tensor follows the step."""
+    torch.manual_seed(0)
+    model = {"tok.weight": torch.randn(1000, 64)}
+    shapes = {"attn.wq": (64, 64), "attn.wo": (64, 64), "mlp.up": (256, 64), "mlp.down": (64, 256)}
+    for i in range(8):
+        for name, shape in shapes.items():
+            model[f"layers.{i}.{name}.weight"] = torch.randn(shape) + (step if (i, name) == (7, "attn.wq") else 0)
+    model["norm.weight"] = torch.ones(64)
+    return {
+        "model": model,
+        "optimizer": {"state": {name: {"exp_avg": torch.randn(w.shape)} for name, w in model.items()}},
+        "frozen": {"vision": torch.randn(20000, 64)},
+        "step": step,
+        "scheduler": {"last_epoch": step},
+        "rng": holdfast.PerRank({"seed": step}),
+    }
 
 
 def script(name: str) -> None:
