@@ -57,7 +57,7 @@ def save(
     ``label`` is what errors call the save; ranks whose paths differ by node, as their disks do, give the same one.
 
     With ``base``, an earlier checkpoint beside ``path``, only what differs from it is written: a piece whose bytes are
-    equal stays in the file that has it, which is hard-linked, or, in a store, cited. See docs/incremental.md.
+    equal stays in the file that has it, which is hard-linked, or, in a store, reused. See docs/incremental.md.
 
     With ``degraded`` the save commits although ranks are lost while they write, if others hold all that those were to
     write: they write it too. The first rank's word counts. See docs/crash-safety.md.

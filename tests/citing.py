@@ -16,7 +16,7 @@ import torch
 import holdfast
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest
-from holdfast.ondisk.manifest import FileRecord, Manifest, is_cited, own_path, sibling_of
+from holdfast.ondisk.manifest import FileRecord, Manifest, is_reused, own_path, sibling_of
 from holdfast.storage import storage
 from holdfast.storage.place import Place
 
@@ -63,7 +63,7 @@ def _borrowed(file: FileRecord, base: Place, path: Place, *, links: bool) -> Fil
         if not (path / own).exists():
             os.link(base / file.path, path / own)
         return file._replace(path=own)
-    at = file.path if is_cited(file.path) else f"../{base.name}/{file.path}"
+    at = file.path if is_reused(file.path) else f"../{base.name}/{file.path}"
     return file._replace(path=own if sibling_of(at)[0] == path.name else at)
 
 
@@ -84,7 +84,7 @@ def needed(root: Place) -> set[str]:
         found.add(f"{name}/{manifest.FILE_NAME}")
         found.update(f"{name}/{path}" for path, _, _ in record.attachments)
         for file in record.data_files:
-            found.add(file.path[3:] if is_cited(file.path) else f"{name}/{file.path}")
+            found.add(file.path[3:] if is_reused(file.path) else f"{name}/{file.path}")
     return found
 
 

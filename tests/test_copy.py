@@ -198,7 +198,7 @@ def test_a_copy_of_a_step_that_cites_is_whole_by_itself(links: bool, tmp_path: P
     if links:
         is_state(root / "step-3", states[3])
     else:
-        with pytest.raises(holdfast.errors.Damaged, match="step-3 cites|is missing"):
+        with pytest.raises(holdfast.errors.Damaged, match="step-3 reuses|is missing"):
             copy(root / "step-3", tmp_path / "broken")
         assert is_no_checkpoint(tmp_path / "broken")
 
@@ -219,7 +219,7 @@ def test_a_conversion_reads_what_is_cited_and_replaces_no_cited_checkpoint(tmp_p
         save_on(states[2], root / "step-2", root / "step-1")
         holdfast.convert(root / "step-2", tmp_path / "out", overwrite=True)
         is_state(tmp_path / "out", states[2])
-        with pytest.raises(holdfast.errors.StorageError, match="checkpoints beside it cite"):
+        with pytest.raises(holdfast.errors.StorageError, match="checkpoints beside it reuse"):
             holdfast.convert(tmp_path / "out", root / "step-1", overwrite=True)
         holdfast.convert(tmp_path / "out", root / "step-2", overwrite=True)
         is_state(root / "step-1", states[1])

@@ -10,13 +10,13 @@ import secrets
 import time
 
 from holdfast import events
-from holdfast.commit.citations import Cited, citations_of, cited_beside, let_go, root_of
 from holdfast.commit.draft import Share, joined
 from holdfast.commit.folder import delete_hint, taken
+from holdfast.commit.reused import ReusedPaths, let_go, reused_beside, reused_by, root_of
 from holdfast.errors import Damaged, HoldfastError, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import blocks, datafile, manifest, part, signature
-from holdfast.ondisk.manifest import Manifest, is_cited
+from holdfast.ondisk.manifest import Manifest, is_reused
 from holdfast.ondisk.part import Part
 from holdfast.storage import storage
 from holdfast.storage.cloud.conditions import STALE
@@ -86,19 +86,19 @@ def _previous(target: Place) -> Manifest | None:
         return None
 
 
-def remove_old_files(folder: Place, old: Manifest, new: Manifest, cited: Cited | None = None) -> bool:
-    """Delete what only the replaced checkpoint needed: its files, and those that it cited elsewhere.
+def remove_old_files(folder: Place, old: Manifest, new: Manifest, reused: ReusedPaths | None = None) -> bool:
+    """Delete what only the replaced checkpoint needed: its files, and those that it reused elsewhere.
 
-    What other checkpoints cite stays: ``cited`` if the caller knows, else they are all asked. The new one is committed,
-    so a failure here loses space alone: False then.
+    What other checkpoints reuse stays: ``reused`` if the caller knows it, else they are all asked. The new one is
+    committed, so a failure here loses space alone: False then.
     """
     kept = {f.path for f in new.data_files} | {path for path, _, _ in new.attachments}
-    own = [*(f.path for f in old.data_files if not is_cited(f.path)), *(path for path, _, _ in old.attachments)]
+    own = [*(f.path for f in old.data_files if not is_reused(f.path)), *(path for path, _, _ in old.attachments)]
     try:
         root, name = root_of(folder)
-        cited = cited_beside(folder) if cited is None else cited
+        reused = reused_beside(folder) if reused is None else reused
         gone = without_links_out(
-            folder, [path for path in own if path not in kept and path not in cited.get(name, set())]
+            folder, [path for path in own if path not in kept and path not in reused.get(name, set())]
         )
         signed = {signature.file_name(old)} - {signature.file_name(new)}
         storage.delete(*gone, *(folder / path for path in signed))
@@ -106,8 +106,8 @@ def remove_old_files(folder: Place, old: Manifest, new: Manifest, cited: Cited |
             delete_hint(folder)  # what saves through holdfast.dcp leave is written anew after the commit
         for above in {path.parent for path in gone}:
             above.delete_if_empty()
-        now = citations_of(new)
-        let_go(root, {at: paths - now.get(at, set()) for at, paths in citations_of(old).items()}, cited)
+        now = reused_by(new)
+        let_go(root, {at: paths - now.get(at, set()) for at, paths in reused_by(old).items()}, reused)
     except (StorageError, Unsupported) as error:
         events.log.warning("the checkpoint is committed, but older files stay: %s", error)
         return False
@@ -197,13 +197,13 @@ def _prove(folder: Place, save: str) -> Manifest | None:
         raise Damaged(f"the parts of save {save} contradict each other")
     home = LinkCheck(folder)
     for one in parts.values():
-        for path, nbytes, header_bytes, digest, *_ in [*one.records, *(cite.record for cite in one.cites)]:
+        for path, nbytes, header_bytes, digest, *_ in [*one.records, *(reuse.record for reuse in one.reused)]:
             _prove_file(home.path(path), nbytes, header_bytes, digest)
     for path, nbytes, digest in first.manifest.attachments:
         data = home.path(path).read_small()
         if len(data) != nbytes or blocks.digest(data) != digest:
             raise Damaged(f"{folder / path} is not what was attached")
-    return joined(first.manifest, [Share(parts[rank].records, parts[rank].cites) for rank in sorted(parts)])
+    return joined(first.manifest, [Share(parts[rank].records, parts[rank].reused) for rank in sorted(parts)])
 
 
 def _prove_file(path: Place, nbytes: int, header_bytes: int, digest: str) -> None:

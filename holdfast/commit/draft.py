@@ -22,7 +22,7 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import Note
 from holdfast.ondisk.datafile import file_name
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.ondisk.part import Cite
+from holdfast.ondisk.part import ReusedFile
 from holdfast.ondisk.signature import SignedFile
 from holdfast.ondisk.version import __version__
 from holdfast.plan.layout import OwnedJoin
@@ -96,7 +96,7 @@ class Share(NamedTuple):
     """What one rank has written of a save, and what it reuses."""
 
     files: Sequence[FileRecord]
-    reused: Sequence[Cite]
+    reused: Sequence[ReusedFile]
 
 
 def joined(drafted: Manifest, shares: Sequence[Share]) -> Manifest:
@@ -112,41 +112,43 @@ def joined(drafted: Manifest, shares: Sequence[Share]) -> Manifest:
     return complete(folded, [*written, *reused.values()])
 
 
-def fold(drafted: Manifest, written: set[str], cites: Sequence[Sequence[Cite]]) -> Manifest:
-    """The draft with cited tensors in the files that are cited, and without the files that nobody had to write.
+def fold(drafted: Manifest, written: set[str], reuses: Sequence[Sequence[ReusedFile]]) -> Manifest:
+    """The draft with reused tensors in the files that are reused, and without the files that nobody had to write.
 
-    ``cites[r]`` are those of rank r, ``written`` the paths of all files that were written. Cited files come after
+    ``reuses[r]`` are those of rank r, ``written`` the paths of all files that were written. Reused files come after
     those, by the save that wrote them and then by rank, so that the files of a tensor stay a few ranges.
     """
     planned = {str(row[0]): index for index, row in enumerate(drafted.files)}
-    borrowed: list[tuple[str, int, Cite]] = []  # (save, planned file that it stands in for, citation)
-    for rank, own in enumerate(cites):
-        for cite in own:
-            path = datafile.file_name(_section_of(cite.file[0]), rank, drafted.world_size, drafted.save, cite.volume)
+    reused: list[tuple[str, int, ReusedFile]] = []  # (save, planned file that it stands in for, reuse)
+    for rank, own in enumerate(reuses):
+        for reuse in own:
+            path = datafile.file_name(_section_of(reuse.file[0]), rank, drafted.world_size, drafted.save, reuse.volume)
             if path not in planned:
-                raise HoldfastError(f"{cite.file[0]} is cited for {path}, which nobody planned; a fault of holdfast")
-            borrowed.append((cite.file[4], planned[path], cite))
-    borrowed.sort(key=lambda row: (row[0], row[1], row[2].file[0]))
+                raise HoldfastError(f"{reuse.file[0]} is reused for {path}, which nobody planned; a fault of holdfast")
+            reused.append((reuse.file[4], planned[path], reuse))
+    reused.sort(key=lambda row: (row[0], row[1], row[2].file[0]))
     own_files = [index for path, index in planned.items() if path in written]
     number = {index: at for at, index in enumerate(own_files)}
     rows = [drafted.files[index] for index in own_files]
     listed: dict[str, int] = {}
-    # For each set of tensors that is cited as one: in place of which planned file which file comes.
+    # For each set of tensors that is reused as one: in place of which planned file which file comes.
     stands: dict[str, dict[int, int]] = {}
-    for _, index, cite in borrowed:
-        at = listed.setdefault(cite.file[0], len(own_files) + len(listed))
+    for _, index, reuse in reused:
+        at = listed.setdefault(reuse.file[0], len(own_files) + len(listed))
         if at == len(rows):
-            rows.append(manifest.file_row(cite.record))
-        if stands.setdefault(cite.tensors, {}).setdefault(index, at) != at:
-            raise HoldfastError(f"{cite.file[0]} and another file are cited for the same tensors; a fault of holdfast")
+            rows.append(manifest.file_row(reuse.record))
+        if stands.setdefault(reuse.tensors, {}).setdefault(index, at) != at:
+            raise HoldfastError(
+                f"{reuse.file[0]} and another file are reused for the same tensors; a fault of holdfast"
+            )
     sets_of: dict[int, list[str]] = {}
     for text in stands:
-        cited = spans.read(text)
-        if cited.count > len(drafted.tensors) or cited.largest >= len(drafted.tensors):
-            raise HoldfastError(f"tensors {text[:40]!r} are cited, of {len(drafted.tensors)}; a fault of holdfast")
-        for tensor in cited:
+        positions = spans.read(text)
+        if positions.count > len(drafted.tensors) or positions.largest >= len(drafted.tensors):
+            raise HoldfastError(f"tensors {text[:40]!r} are reused, of {len(drafted.tensors)}; a fault of holdfast")
+        for tensor in positions:
             sets_of.setdefault(tensor, []).append(text)
-    # Thousands of tensors lie alike and are cited alike: each such kind is worked out once.
+    # Thousands of tensors lie alike and are reused alike: each such kind is worked out once.
     known: dict[tuple[str, tuple[str, ...]], str] = {}
     tensors = {}
     for position, (name, record) in enumerate(drafted.tensors.items()):
@@ -159,14 +161,14 @@ def fold(drafted: Manifest, written: set[str], cites: Sequence[Sequence[Cite]]) 
 
 
 def _renumbered(name: str, files: str, stands: list[dict[int, int]], number: dict[int, int]) -> str:
-    """The files of one tensor: where a rank cites it the cited one, else the one that the rank wrote."""
+    """The files of one tensor: where a rank reuses it the reused one, else the one that the rank wrote."""
     numbers = []
     for index in manifest.expand(files):
         at = [stand[index] for stand in stands if index in stand]
         if not at and index in number:
             at = [number[index]]
         if len(at) != 1:
-            what = "cited twice" if at else "neither written nor cited"
+            what = "reused twice" if at else "neither written nor reused"
             raise HoldfastError(f"{name} was {what}; this is a fault of holdfast, please report it")
         numbers.append(at[0])
     return manifest.ranges(numbers)
@@ -249,10 +251,10 @@ class RankNote(msgspec.Struct, array_like=True):
 
     files: list[tuple[str, int, int, int, bytes]]
     plan: str
-    reused: list[Cite] = []
+    reused: list[ReusedFile] = []
 
 
-def note_of(files: Sequence[DataFile], written: Sequence[Written], plan: str, reused: list[Cite]) -> RankNote:
+def note_of(files: Sequence[DataFile], written: Sequence[Written], plan: str, reused: list[ReusedFile]) -> RankNote:
     """The note about files whose headers are known."""
     rows = [
         (file.section, file.volume, w.bytes, w.header_bytes, bytes.fromhex(w.header_digest + w.header_sha256))

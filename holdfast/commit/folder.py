@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from holdfast.commit.citations import Citations, Cited, cited_beside, cited_in, let_go, root_of
+from holdfast.commit.reused import ReusedPaths, Reuses, let_go, reused_beside, reused_in, root_of
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import datafile, manifest, signature
@@ -51,7 +51,7 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
             raise taken(f"{folder} holds a checkpoint that another save has just committed")
         return
     try:
-        kept = cited_in(folder) if files else set()
+        kept = reused_in(folder) if files else set()
     except (StorageError, Unsupported) as error:  # names hold save ids: nothing of it is in the way
         log.warning("what older saves left in %s stays, to be swept later: %s", folder, error)
         kept = set(files)
@@ -116,10 +116,10 @@ def taken(text: str) -> StorageError:
 
 
 def refuse_cited(folder: Place) -> None:
-    """Raises StorageError (EEXIST) if other checkpoints cite files of the folder: whoever replaces all of it asks."""
-    if cited_in(folder):
+    """Raises StorageError (EEXIST) if other checkpoints reuse files of the folder: whoever replaces all of it asks."""
+    if reused_in(folder):
         error = StorageError(
-            f"{folder} holds files that checkpoints beside it cite, and cannot be replaced: choose another path, or "
+            f"{folder} holds files that checkpoints beside it reuse, and cannot be replaced: choose another path, or "
             "first make those whole by themselves (holdfast.copy)"
         )
         error.errno = errno.EEXIST
@@ -144,15 +144,15 @@ def withdraw(paths: Sequence[Place], folder: Place) -> None:
 def delete_checkpoint(path: Place) -> None:
     """Delete a checkpoint; see `delete_checkpoints`."""
     root, name = root_of(path)
-    delete_checkpoints(root, [name], cited_beside(path), Citations(root).by([name]))
+    delete_checkpoints(root, [name], reused_beside(path), Reuses(root).by([name]))
 
 
 def delete_checkpoints(
-    root: Place, names: Sequence[str], cited: Cited, loose: Cited, spare: Collection[Place] = ()
+    root: Place, names: Sequence[str], reused: ReusedPaths, loose: ReusedPaths, spare: Collection[Place] = ()
 ) -> None:
     """Delete the checkpoints of these ``names``: their manifests first, so that none is one from that moment on.
 
-    Then what they have held and what they have cited elsewhere (``loose``), but for what is ``cited`` by the others,
+    Then what they have held and what they have reused elsewhere (``loose``), but for what is ``reused`` by the others,
     which are all that stay. It goes once the last of those goes. Empty folders go too, but for those to ``spare``.
     Of a checkpoint that is a symbolic link the link goes: somebody else may use what it leads to.
     """
@@ -167,8 +167,8 @@ def delete_checkpoints(
             if error.errno != errno.ENOENT:  # somebody else deletes it, too, and was quicker
                 raise
     for name in names:
-        _delete_ours(root / name, cited.get(name, set()))
-    let_go(root, {name: paths for name, paths in loose.items() if name not in names}, cited, spare)
+        _delete_ours(root / name, reused.get(name, set()))
+    let_go(root, {name: paths for name, paths in loose.items() if name not in names}, reused, spare)
 
 
 def standing_save(folder: Place) -> str | None:
@@ -183,24 +183,24 @@ def standing_save(folder: Place) -> str | None:
         return None
 
 
-def sweep_dead(path: Place, cited: Callable[[Place], Collection[str]] = cited_in) -> bool:
+def sweep_dead(path: Place, reused: Callable[[Place], Collection[str]] = reused_in) -> bool:
     """Delete what a save that never committed left in ``path``; False if a living save may write there.
 
-    What is ``cited`` stays: `cited_in` unless the caller knows it cheaper.
+    What is ``reused`` stays: `reused_in` unless the caller knows it cheaper.
     """
     leavings = [f for f in path.files_below() if is_leaving(f)]
     if path.may_live(leavings):
         return False
     if leavings and (path / manifest.FILE_NAME).is_file():
         return False  # committed since the caller looked: locks go after the commit, so now it can be seen
-    kept = cited(path) if leavings else ()
+    kept = reused(path) if leavings else ()
     if any(f not in kept for f in leavings):
         log.info("sweeping %s: a save that never committed", path)
     _delete_ours(path, kept)
     return True
 
 
-def sweep_beside(path: Place, record: Manifest, cited: Callable[[Place], Collection[str]] = cited_in) -> bool:
+def sweep_beside(path: Place, record: Manifest, reused: Callable[[Place], Collection[str]] = reused_in) -> bool:
     """Delete leavings of dead saves beside a committed checkpoint: data files that no manifest names.
 
     False if a living save may need them.
@@ -208,7 +208,7 @@ def sweep_beside(path: Place, record: Manifest, cited: Callable[[Place], Collect
     named = {f.path for f in record.data_files}
     strays = [f for f in path.files_below() if is_leaving(f) and f not in named]
     strays = [f for f in strays if signature.save_of(f) != record.save]
-    kept = cited(path) if strays else ()
+    kept = reused(path) if strays else ()
     strays = [f for f in strays if f not in kept]
     # All or nothing: a first rank that still holds its own file may yet commit those of the others.
     if strays:
@@ -277,9 +277,9 @@ def unfinished(files: Iterable[str]) -> list[str]:
 
 
 def what_is_lent(names: Sequence[str]) -> str:
-    """Of the folder of a swept step, whose files checkpoints of these ``names`` have borrowed."""
+    """Of the folder of a swept step, whose files checkpoints of these ``names`` have reused."""
     borrowers = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"no checkpoint any more: its files stay since {borrowers} borrow{'s' if len(names) == 1 else ''} them"
+    return f"no checkpoint any more: its files stay since {borrowers} reuse{'s' if len(names) == 1 else ''} them"
 
 
 def _uncommitted(folder: Place, files: Sequence[str]) -> str:

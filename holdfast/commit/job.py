@@ -85,7 +85,7 @@ class Job:
         if self.sign is not None and self.base is not None:
             raise Unsupported(
                 "an incremental save cannot be signed: a signature vouches for bytes of this run, and what would "
-                "be borrowed is only as good as the storage that it lay on. Leave out base=, incremental= or sign="
+                "be reused is only as good as the storage that it lay on. Leave out base=, incremental= or sign="
             )
 
     @property

@@ -22,7 +22,7 @@ from holdfast.errors import Damaged, RankLost
 from holdfast.ondisk import manifest, part
 from holdfast.ondisk.datafile import base_of
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.ondisk.part import Cite, Part
+from holdfast.ondisk.part import Part, ReusedFile
 from holdfast.ondisk.signature import SignedFile
 from holdfast.plan.layout import join_owned
 from holdfast.plan.plan import Plan
@@ -66,7 +66,7 @@ class Durable:
     """
 
     files: list[FileRecord]
-    reused: list[Cite]
+    reused: list[ReusedFile]
     note: RankNote
     attachments: list[tuple[str, int, str]]
     replaces: bool
@@ -90,7 +90,7 @@ class Outgoing:
     memory: Memory
     points: Points
     files: list[DataFile]
-    reused: list[Cite] = field(default_factory=list)
+    reused: list[ReusedFile] = field(default_factory=list)
     opened: OpenFiles = field(default_factory=OpenFiles)
     writing: Writing | None = None
     staged_at: float = 0.0
@@ -203,7 +203,7 @@ class Outgoing:
             drafted = self.draft(attachments) if job.ranks.first else None
             own = Part(
                 version=part.version_for(self.reused, drafted), save=save, rank=job.ranks.rank,
-                world_size=job.ranks.size, files=[file.record for file in writing.written()], cites=self.reused,
+                world_size=job.ranks.size, files=[file.record for file in writing.written()], reused=self.reused,
                 manifest=drafted,
             )  # fmt: skip
             small = [*small, (part.file_name(job.ranks.rank, save), part.encode(own))]
@@ -225,7 +225,7 @@ class Outgoing:
             size = path.size()
             if size != record.bytes:
                 state = "is gone" if size is None else f"has {size} bytes instead of {record.bytes}"
-                raise Damaged(f"{path}, which this save was to borrow, {state}: save again, without base=")
+                raise Damaged(f"{path}, which this save was to reuse, {state}: save again, without base=")
 
     def close(self) -> None:
         """Wait for what is under way, and let memory go; never raises."""

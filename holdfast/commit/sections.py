@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import msgspec
 
-from holdfast.commit.citations import Cited
 from holdfast.commit.commit import place_signature, remove_old_files
+from holdfast.commit.reused import ReusedPaths
 from holdfast.errors import NotACheckpoint, Unsupported
 from holdfast.ondisk import manifest, names
 from holdfast.ondisk.manifest import Manifest, own_path
@@ -96,11 +96,11 @@ def lost_files(old: Manifest, new: Manifest) -> list[tuple[str, int]]:
 
 
 def replace(
-    folder: Place, old: Manifest, new: Manifest, cited: Cited | None = None, *, signed: bytes | None = None
+    folder: Place, old: Manifest, new: Manifest, reused: ReusedPaths | None = None, *, signed: bytes | None = None
 ) -> None:  # fmt: skip
     """Put ``new`` in the place of ``old`` in one step, then delete what nobody needs any more.
 
-    ``cited``: what the other checkpoints cite, if the caller knows. ``signed``: the signature of the new one; that of
+    ``reused``: what the other checkpoints reuse, if the caller knows. ``signed``: the signature of the new one; that of
     the old one goes with it.
     A crash in between leaves files that no manifest names, to be swept. Raises NotACheckpoint if ``old`` is not there
     any more: a save or a delete came in between.
@@ -119,7 +119,7 @@ def replace(
     if signed is not None:
         place_signature(folder, new, signed)
     target.replace_small(data, f".manifest.{new.save}.{secrets.token_hex(4)}.tmp")
-    if remove_old_files(folder, old, new, cited):
+    if remove_old_files(folder, old, new, reused):
         storage.delete(*marks)
 
 

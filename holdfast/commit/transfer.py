@@ -15,7 +15,7 @@ import msgspec
 from holdfast.commit.folder import taken
 from holdfast.events import log
 from holdfast.ondisk import blocks, manifest
-from holdfast.ondisk.manifest import FileRecord, Manifest, is_cited, own_path, sibling_of
+from holdfast.ondisk.manifest import FileRecord, Manifest, is_reused, own_path, sibling_of
 from holdfast.read.proved import PART, Parts, ProvedFile, damaged
 from holdfast.storage.naming import naming
 from holdfast.storage.place import Place
@@ -51,13 +51,13 @@ class CopyStats:
 
 
 def self_contained(record: Manifest) -> Manifest:
-    """The manifest with what it has borrowed from siblings as its own files: names hold save ids, so none collide."""
+    """The manifest with what it has reused from siblings as its own files: names hold save ids, so none collide."""
     files = [FileRecord(own_path(f.path), f.bytes, f.header_bytes, f.header_digest) for f in record.data_files]
     return msgspec.structs.replace(record, files=[manifest.file_row(file) for file in files])
 
 
 def sharing(record: Manifest, name: str, lender: Manifest, at: str, absent: Container[int] = ()) -> Manifest:
-    """A self-contained manifest, to be committed as ``name``, with what its sibling ``at`` has too cited from there.
+    """A self-contained manifest, to be committed as ``name``, with what its sibling ``at`` has too reused from there.
 
     Names hold save ids, so the same name, size and header are the same file. ``absent``: numbers of files that the
     ``lender`` names and does not have.
@@ -67,7 +67,7 @@ def sharing(record: Manifest, name: str, lender: Manifest, at: str, absent: Cont
     for file in record.data_files:
         theirs = held.get(file.path)
         if theirs is not None and theirs[1:4] == file[1:4]:
-            path = theirs.path if is_cited(theirs.path) else f"../{at}/{theirs.path}"
+            path = theirs.path if is_reused(theirs.path) else f"../{at}/{theirs.path}"
             if sibling_of(path)[0] != name:  # else an older save of this name has left it, and it is there already
                 file = file._replace(path=path, save=theirs.save or lender.save)
         files.append(file)
@@ -75,7 +75,7 @@ def sharing(record: Manifest, name: str, lender: Manifest, at: str, absent: Cont
 
 
 def home(path: Place) -> StorePlace:
-    """A location as a place in a store; of a local path with its siblings, from which it may have borrowed."""
+    """A location as a place in a store; of a local path with its siblings, from which it may have reused."""
     if path.is_remote:
         return as_store(path)
     real = path.real()
@@ -105,7 +105,7 @@ def copy_files(
             work.attach(path, own, nbytes, digest, there=own in there)
     files = []
     for file, at in zip(record.data_files, into.data_files, strict=True):
-        if is_cited(at.path) or not only(at.path):
+        if is_reused(at.path) or not only(at.path):
             continue
         if there.get(at.path) == file.bytes:
             work.stats.add(CopyStats(skipped=1, skipped_bytes=file.bytes))

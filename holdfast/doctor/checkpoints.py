@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
-from holdfast.commit.citations import Citations, borrowers
 from holdfast.commit.commit import finished
 from holdfast.commit.folder import is_leaving, may_hold_leavings, unfinished, what_is_lent
+from holdfast.commit.reused import Reuses, who_reuses
 from holdfast.commit.sections import dropped_of
 from holdfast.doctor.finding import Finding
 from holdfast.doctor.mending import BRING_BACK, command, fits, lacking, mend, neighbours, steps_in
@@ -151,10 +151,10 @@ def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
         if fault is not None:
             findings.append(_damaged(f"{step.name}: {fault}", command("doctor", step)))
     findings += _other_runs(root, steps)
-    citations = Citations(root)
+    citations = Reuses(root)
     for name in sorted(set(root.folder_names()) - {step.name for step in steps}):
         files = (root / name).files_below()
-        lent_to = borrowers(root / name, [path for path in files if is_leaving(path)], citations)
+        lent_to = who_reuses(root / name, [path for path in files if is_leaving(path)], citations)
         if lent_to:
             findings.append(Finding(NAME, "ok", f"{name} is {what_is_lent(lent_to)}"))
         elif any(datafile.save_of(path) for path in files):
@@ -196,7 +196,7 @@ def _empty(place: Place) -> Finding:
 
 
 def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
-    lent_to = borrowers(place, [path for path in files if is_leaving(path)])
+    lent_to = who_reuses(place, [path for path in files if is_leaving(path)])
     if lent_to:
         text = f"{place} is {what_is_lent(lent_to)}"
         return _missing(text, f"take one of these, and leave its files where they are; {command('ls', place.parent)}")

@@ -16,9 +16,9 @@ from datetime import datetime, timezone
 from typing import Literal
 
 from holdfast.checkpoint import open_checkpoint
-from holdfast.commit.citations import Citations, borrowers
 from holdfast.commit.commit import finished, sizes_of_save
 from holdfast.commit.folder import is_leaving, what_is_lent, what_is_there
+from holdfast.commit.reused import Reuses, who_reuses
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
@@ -113,7 +113,7 @@ def _look(root: Place, tier: str, *, headers: bool) -> list[Step]:
     names = [name for name in root.folder_names() if not name.startswith(".")]
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
         ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), names) if step]
-    citations = Citations(root)
+    citations = Reuses(root)
     ours = [_or_lent(root / step.name, step, citations) for step in ours]
     named = {step.name for step in ours}
     if not ours and not root.is_remote and (root.parent / manifest.FILE_NAME).is_file():
@@ -226,12 +226,12 @@ _FINISHED = "all its ranks had finished: holdfast rescue {path} commits it"
 _DEAD = "it never committed, or its manifest was deleted: holdfast doctor tells; the run's next start sweeps it"
 
 
-def _or_lent(path: Place, step: Step, citations: Citations | None = None) -> Step:
+def _or_lent(path: Place, step: Step, citations: Reuses | None = None) -> Step:
     """A save that was not committed, or the files of a swept step that others reuse."""
     if step.health not in ("writing", "unfinished"):
         return step
     try:
-        names = borrowers(path, [name for name in path.files_below() if is_leaving(name)], citations)
+        names = who_reuses(path, [name for name in path.files_below() if is_leaving(name)], citations)
     except StorageError as error:
         return replace(step, health="unreadable", fault=str(error))
     if not names:

@@ -20,7 +20,7 @@ from holdfast.formats.own import read_manifest
 from holdfast.inspect.survey import ASKERS
 from holdfast.inspect.tree import Leaf, Node, tree
 from holdfast.ondisk import manifest, names
-from holdfast.ondisk.manifest import Manifest, is_cited, sibling_of
+from holdfast.ondisk.manifest import Manifest, is_reused, sibling_of
 from holdfast.ondisk.patterns import TENSOR, Patterns, selector
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage.local import disk
@@ -180,6 +180,6 @@ def _needs(root: Place, name: str, files_of: Mapping[str, Mapping[str, tuple[Has
     except HoldfastError as error:
         log.warning("%s: cannot say which files it needs: %s", root / name, error)
         return {file for file, _ in own.values()}
-    places = [sibling_of(file.path) if is_cited(file.path) else (name, file.path) for file in record.data_files]
+    places = [sibling_of(file.path) if is_reused(file.path) else (name, file.path) for file in record.data_files]
     places += [(name, path) for path in own if path == manifest.FILE_NAME or path.startswith("attachments/")]
     return {files_of[folder][path][0] for folder, path in places if path in files_of.get(folder, {})}

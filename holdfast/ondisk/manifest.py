@@ -43,7 +43,7 @@ _TAIL = re.compile(rb',"digest":"([0-9a-f]{32})"\}\s*$')
 class FileRecord(NamedTuple):
     """A data file: path relative to the checkpoint, its size, and what proves its header.
 
-    ``save`` is the id of another save that wrote it, if the piece is borrowed; else None and not in the file.
+    ``save`` is the id of another save that wrote it, if the piece is reused; else None and not in the file.
     """
 
     path: str
@@ -232,7 +232,7 @@ def _check_names(manifest: Manifest) -> None:
 
 def check_attachment(path: str, size: int) -> None:
     """Raise ValueError for an attachment that cannot be, or that lies anywhere but among the attachments."""
-    _check_path(path, borrowed=False)
+    _check_path(path, reused=False)
     if not path.startswith("attachments/") or size < 0:
         raise ValueError(f"attachment {path!r} of {size} bytes cannot be")
 
@@ -241,44 +241,44 @@ def check_file(raw: Sequence[str | int]) -> None:
     """Raise ValueError for a row of ``files`` that cannot be, or whose path leads anywhere but to a data file."""
     if len(raw) not in (4, 5) or [type(x) for x in raw] != _ROW[: len(raw)]:
         raise ValueError(f"file {raw} is not [path, bytes, header_bytes, header_digest]")
-    _check_path(str(raw[0]), borrowed=len(raw) == 5)
+    _check_path(str(raw[0]), reused=len(raw) == 5)
     if not 8 <= raw[2] <= min(raw[1], MAX_HEADER + 8):  # type: ignore[operator]
         raise ValueError(f"file {raw} of {raw[1]} bytes cannot have a header of {raw[2]}")
 
 
-def _check_path(path: str, *, borrowed: bool) -> None:
+def _check_path(path: str, *, reused: bool) -> None:
     if _PLAIN_PATH.fullmatch(path):
         return
     parts = path.split("/")
-    if borrowed and parts[0] == ".." and len(parts) > 2:
+    if reused and parts[0] == ".." and len(parts) > 2:
         parts = parts[1:]
     if "\\" in path or "\0" in path or any(p in ("", ".", "..") for p in parts):
         raise ValueError(f"path {path!r} leaves the checkpoint")
 
 
 def file_row(file: FileRecord) -> list[str | int]:
-    """A record as it stands in the file: four items, five if it is borrowed."""
+    """A record as it stands in the file: four items, five if it is reused."""
     return [x for x in file if x is not None]
 
 
-def is_cited(path: str) -> bool:
+def is_reused(path: str) -> bool:
     """Whether a path of a manifest leads to a sibling."""
     return path.startswith("../")
 
 
 def sibling_of(path: str) -> tuple[str, str]:
-    """The folder that a cited path leads to, and the path there: ``../step-5/model/x`` is (``step-5``, ``model/x``)."""
+    """The folder that such a path leads to, and the path there: (``step-5``, ``model/x``) for ``../step-5/model/x``."""
     _, name, below = path.split("/", 2)
     return name, below
 
 
 def own_path(path: str) -> str:
-    """Where a file lies in a checkpoint that cites none: ``../step-5/model/x`` is ``model/x``."""
-    return sibling_of(path)[1] if is_cited(path) else path
+    """Where a file lies in a checkpoint that reuses none: ``../step-5/model/x`` is ``model/x``."""
+    return sibling_of(path)[1] if is_reused(path) else path
 
 
 def origin_of(file: FileRecord, folder: str) -> str:
-    """What an error about a file adds for the checkpoint in ``folder``: nothing, or whose file it cites."""
-    if not is_cited(file.path):
+    """What an error about a file adds for the checkpoint in ``folder``: nothing, or whose file it reuses."""
+    if not is_reused(file.path):
         return ""
-    return f" (a file of {sibling_of(file.path)[0]}, written by save {file.save}, which {folder} cites)"
+    return f" (a file of {sibling_of(file.path)[0]}, written by save {file.save}, which {folder} reuses)"

@@ -15,15 +15,15 @@ from holdfast.ondisk.manifest import MAX_RANKS, VERSIONS, FileRecord, Manifest, 
 from holdfast.ondisk.manifest import VERSION as FIRST
 
 FORMAT = "holdfast-part"
-VERSION, CITING, LATER = 1, 2, 3
-"""A part that cites has a version of its own, and so has one whose manifest is of a later version than the first: a
+VERSION, REUSING, LATER = 1, 2, 3
+"""A part that reuses has a version of its own, and so has one whose manifest is of a later version than the first: a
 reader that does not know these must not take the rest for the whole."""
 
 _ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"parts/(?P<rank>\d{5,})\.(?P<save>[0-9a-f]{16})\.json")
 
 
-class Cite(msgspec.Struct, array_like=True, frozen=True):
+class ReusedFile(msgspec.Struct, array_like=True, frozen=True):
     """A data file of an earlier save that holds what one rank would have written of these tensors.
 
     ``file`` is its record, save id included. ``tensors`` are positions in the manifest's ``tensors``, as ranges; all
@@ -44,7 +44,7 @@ class Cite(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's files of one save, and what it cites instead of writing it.
+    """One rank's files of one save, and what it reuses instead of writing it.
 
     The first rank's part also holds the manifest, all but sizes and digests, as if every rank wrote all it owns.
     """
@@ -55,7 +55,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     world_size: int
     files: list[tuple[str, int, int, str]]
-    cites: list[Cite] = []
+    reused: list[ReusedFile] = msgspec.field(name="cites", default_factory=list)
     manifest: Manifest | None = None
 
     @property
@@ -68,11 +68,11 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Part)
 
 
-def version_for(cites: Sequence[Cite], manifest: Manifest | None) -> int:
+def version_for(reused: Sequence[ReusedFile], manifest: Manifest | None) -> int:
     """The version of a part that says this."""
     if manifest is not None and manifest.version > FIRST:
         return LATER
-    return CITING if cites else VERSION
+    return REUSING if reused else VERSION
 
 
 def file_name(rank: int, save: str) -> str:
@@ -100,7 +100,7 @@ def decode(data: bytes, where: str) -> Part:
         part = _decoder.decode(data) if is_sealed(data) else None
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Damaged(f"{where} is no part of a save: {error}") from None
-    if part is None or (part.format, part.version) != (FORMAT, version_for(part.cites, part.manifest)):
+    if part is None or (part.format, part.version) != (FORMAT, version_for(part.reused, part.manifest)):
         raise Damaged(f"{where} is truncated, altered or of another version")
     fault = _fault(part)
     if fault:
@@ -120,8 +120,8 @@ def _fault(part: Part) -> str | None:
     try:
         for file in part.files:
             check_file(file)
-        for cite in part.cites:
-            check_file(cite.file)
+        for reuse in part.reused:
+            check_file(reuse.file)
         if manifest is not None:
             check_said(manifest)
     except ValueError as error:

@@ -95,7 +95,7 @@ class DataFiles:
         return None if path.is_remote else path
 
     def _in(self, beside: Place, record: FileRecord) -> Place:
-        # What lies in the one folder may be cited from the other.
+        # What lies in the one folder may be reused from the other.
         if self._named_beside is None:
             try:
                 target = beside / manifest.FILE_NAME
@@ -130,10 +130,10 @@ class DataFiles:
 
     def _of_size(self, index: int, size: int | None) -> Damaged:
         record, path = self.records[index], self.path(index)
-        borrowed = origin_of(record, self.folder.name)
+        reused = origin_of(record, self.folder.name)
         if size is None:
-            return damaged(path, f"is missing{borrowed}")
-        return damaged(path, f"has {size} bytes, the manifest says {record.bytes}{borrowed}")
+            return damaged(path, f"is missing{reused}")
+        return damaged(path, f"has {size} bytes, the manifest says {record.bytes}{reused}")
 
     def header(self, index: int, stats: ReadStats | None = None) -> Header:
         """The header of a file. Raises Damaged if the file is missing, has another size or another header."""

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 
 from holdfast.commit import sections as parts
-from holdfast.commit.citations import Cited
+from holdfast.commit.reused import ReusedPaths
 from holdfast.errors import Mismatch
 from holdfast.events import log
 from holdfast.formats.own import read_known
@@ -65,7 +65,7 @@ def drop(
 
 
 def drop_from(
-    folder: Place, sections: Patterns, *, dry_run: bool = False, cited: Cited | None = None,
+    folder: Place, sections: Patterns, *, dry_run: bool = False, cited: ReusedPaths | None = None,
     sign: Key | None = None,
 ) -> Dropped | list[str]:  # fmt: skip
     """`drop`; if no section fits, nor one that was dropped before, the names of the sections.
@@ -80,7 +80,7 @@ def drop_from(
 
 
 def _drop(
-    folder: Place, record: Manifest, sections: Patterns, cited: Cited | None, sign: Key | None, *, dry_run: bool
+    folder: Place, record: Manifest, sections: Patterns, cited: ReusedPaths | None, sign: Key | None, *, dry_run: bool
 ) -> Dropped:  # fmt: skip
     gone = list(filter(matcher(sections), parts.sections_of(record)))
     if not gone:  # they went before

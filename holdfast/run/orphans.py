@@ -14,9 +14,9 @@ from functools import partial
 
 import msgspec
 
-from holdfast.commit.citations import Citations, borrowers, cited_in, root_of
 from holdfast.commit.commit import finished
 from holdfast.commit.folder import goes_along, is_leaving, standing_save, what_is_lent, what_is_there
+from holdfast.commit.reused import Reuses, reused_in, root_of, who_reuses
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.export.partial import OURS, Partial
@@ -111,10 +111,10 @@ def _looks(place: Place) -> Iterator[Callable[[], Found]]:
         yield partial(_conversion, place)
         return
     if (place / manifest.FILE_NAME).is_file() or _is_step(place):
-        yield partial(_step, place, partial(cited_in, place), Citations(root_of(place)[0]))
+        yield partial(_step, place, partial(reused_in, place), Reuses(root_of(place)[0]))
         return
     names = place.folder_names()
-    citations = Citations(place)
+    citations = Reuses(place)
     for name in names:
         folder = place / name
         if folder.is_symlink():
@@ -127,7 +127,7 @@ def _looks(place: Place) -> Iterator[Callable[[], Found]]:
             yield partial(_step, folder, partial(_cited, citations, names, name), citations)
 
 
-def _cited(citations: Citations, names: Collection[str], name: str) -> Collection[str]:
+def _cited(citations: Reuses, names: Collection[str], name: str) -> Collection[str]:
     return citations.by(other for other in names if other != name).get(name, set())
 
 
@@ -136,7 +136,7 @@ def _is_step(place: Place) -> bool:
     return any(datafile.save_of(path) and path.count("/") == 1 for path in place.files_below())
 
 
-def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Citations) -> Found:
+def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Reuses) -> Found:
     try:
         record: Manifest | None = read_manifest(folder)
     except NotACheckpoint:
@@ -158,7 +158,7 @@ def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Citati
         ours = [path for path in ours if path not in named and signature.save_of(path) != record.save]
     if not ours:
         return None
-    lent_to = borrowers(folder, ours, citations) if record is None else []
+    lent_to = who_reuses(folder, ours, citations) if record is None else []
     if lent_to:
         return Spared(str(folder), what_is_lent(lent_to))
     if folder.may_live(ours):

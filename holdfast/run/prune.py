@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.commit.citations import Citations, Cited
 from holdfast.commit.folder import what_is_there
+from holdfast.commit.reused import ReusedPaths, Reuses
 from holdfast.errors import HoldfastError, NotACheckpoint, StorageError
 from holdfast.ondisk import manifest
 from holdfast.repair.drop import Dropped, drop_from
@@ -176,7 +176,7 @@ def _fates(
 ) -> tuple[Fate, ...]:  # fmt: skip
     going = [committed[step].name for step in committed if step not in kept.steps]
     stay = [path.name for path in committed.values() if path.name not in going]
-    cited = Citations(root).by([*stay, *others])
+    cited = Reuses(root).by([*stay, *others])
     account = _Account(root, cited)
     loose = _loose(root, going)
     fates = []
@@ -195,9 +195,9 @@ def _fates(
     return tuple(fates)
 
 
-def _loose(root: Place, going: Sequence[str]) -> dict[str, Cited]:
+def _loose(root: Place, going: Sequence[str]) -> dict[str, ReusedPaths]:
     """What the steps that go cite in folders that are no steps any more: each file at the last one that cites it."""
-    citations = Citations(root)
+    citations = Reuses(root)
     citations.by(going)  # all at once
     last = {
         (folder, path): name
@@ -206,7 +206,7 @@ def _loose(root: Place, going: Sequence[str]) -> dict[str, Cited]:
         if folder not in going
         for path in paths
     }
-    loose: dict[str, Cited] = {name: {} for name in going}
+    loose: dict[str, ReusedPaths] = {name: {} for name in going}
     for (folder, path), name in last.items():
         loose[name].setdefault(folder, set()).add(path)
     return loose
@@ -219,7 +219,7 @@ def _sizes_of(folder: Place, paths: Iterable[str]) -> dict[str, int]:
     return {path: sizes[path] for path in paths if path in sizes}
 
 
-def _without_optimizer(path: Place, kept: Kept, cited: Cited) -> Dropped | None:
+def _without_optimizer(path: Place, kept: Kept, cited: ReusedPaths) -> Dropped | None:
     """What a step loses, if it loses anything."""
     try:
         done = drop_from(path, kept.loses, dry_run=True, cited=cited)
@@ -231,7 +231,7 @@ def _without_optimizer(path: Place, kept: Kept, cited: Cited) -> Dropped | None:
 class _Account:
     """Bytes that deleting frees: a file that is cited stays, and one with several names is free with its last name."""
 
-    def __init__(self, root: Place, cited: Cited) -> None:
+    def __init__(self, root: Place, cited: ReusedPaths) -> None:
         self._root, self._cited = root, cited
         self._names_left: dict[tuple[int, int], int] = {}
 

@@ -4,7 +4,7 @@ The manager owns one for each of its roots. Never deletes what a committed step,
 
 Steps may share files: an incremental save reuses those of older steps. Why no file goes that is still needed:
 
-- What a committed step cites is read from its manifest before anything is deleted, and spared (`Citations`).
+- What a committed step cites is read from its manifest before anything is deleted, and spared (`Reuses`).
 - A save under way has no manifest yet. It cites what its base names, and nothing else: files of the base itself, and
   files that the base cites, from where they lie. The base was committed when it was chosen, and is held (`hold`) until
   the save has ended: a held step is neither deleted nor loses a section. So whatever the save will cite is named by a
@@ -23,8 +23,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from holdfast.commit.citations import Citations, Cited
 from holdfast.commit.folder import delete_checkpoints, may_hold_leavings, sweep_beside, sweep_dead
+from holdfast.commit.reused import ReusedPaths, Reuses
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
 from holdfast.formats.own import read_manifest
@@ -43,7 +43,7 @@ class KeptSteps(Steps):
         self._sign = sign
         self._sweeping = threading.Lock()
         self._swept: dict[str, float] = {}  # names of steps, and the moment from which on each is worth another look
-        self._citations = Citations(root)
+        self._citations = Reuses(root)
         self._holding = threading.Lock()
         self._held: Counter[str] = Counter()
         self._going: frozenset[str] = frozenset()  # names of steps that are being deleted or lose sections
@@ -159,7 +159,7 @@ class KeptSteps(Steps):
                     if losing and not (self.root / name).is_symlink():
                         self._lose(self.root / name, kept.loses)
 
-    def _cited(self, but: Collection[str] = ()) -> Cited:
+    def _cited(self, but: Collection[str] = ()) -> ReusedPaths:
         """What all checkpoints of the root cite, those of these names left out.
 
         Looked for now: a save may just have been committed, and its base be held no more.

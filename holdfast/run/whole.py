@@ -8,11 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.commit.citations import root_of
+from holdfast.commit.reused import root_of
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Unsupported
 from holdfast.formats.own import read_manifest
-from holdfast.ondisk.manifest import NOTES, Manifest, is_cited, origin_of, sibling_of
+from holdfast.ondisk.manifest import NOTES, Manifest, is_reused, origin_of, sibling_of
 from holdfast.storage.place import Place
 
 
@@ -41,12 +41,12 @@ def lacking_files(folder: Place, record: Manifest) -> dict[int, str]:
     In a store that is one listing, and one more for each folder that it cites. Raises StorageError.
     """
     files = record.data_files
-    places = {sibling_of(file.path)[0] if is_cited(file.path) else "" for file in files}
+    places = {sibling_of(file.path)[0] if is_reused(file.path) else "" for file in files}
     folders = {name: root_of(folder)[0] / name if name else folder for name in places}
     sizes = {name: faults.sizes_below() for name, faults in folders.items()}
     faults: dict[int, str] = {}
     for index, file in enumerate(files):
-        name, path = sibling_of(file.path) if is_cited(file.path) else ("", file.path)
+        name, path = sibling_of(file.path) if is_reused(file.path) else ("", file.path)
         size, own = sizes[name].get(path), folders[name] / path
         if size is None:
             faults[index] = f"{own} is missing{origin_of(file, folder.name)}"

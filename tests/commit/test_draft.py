@@ -1,4 +1,4 @@
-"""Citations folded into a manifest: every cell names the file that holds it, and files that nobody wrote are gone."""
+"""Reuses folded into a manifest: every cell names the file that holds it, and files that nobody wrote are gone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.errors import HoldfastError
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.ondisk.part import Cite, Part
+from holdfast.ondisk.part import Part, ReusedFile
 
 SAVE = "a" * 16
 
@@ -40,15 +40,15 @@ def _drafted(world: int, tensors: int, sections: tuple[str, ...] = ("m", "o")) -
     )  # fmt: skip
 
 
-def _cite(section: str, rank: int, world: int, save: str, tensors: list[int]) -> Cite:
-    return Cite(tuple(_file(section, rank, world, save)), manifest.ranges(tensors))  # type: ignore[arg-type]
+def _cite(section: str, rank: int, world: int, save: str, tensors: list[int]) -> ReusedFile:
+    return ReusedFile(tuple(_file(section, rank, world, save)), manifest.ranges(tensors))  # type: ignore[arg-type]
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 8))
 def test_every_cell_is_where_its_rank_says(data: st.DataObject, world: int, tensors: int) -> None:
     drafted = _drafted(world, tensors)
     where: dict[tuple[int, int], str] = {}  # (tensor, rank): the path of its file
-    cites: list[list[Cite]] = []
+    cites: list[list[ReusedFile]] = []
     written = []
     for rank in range(world):
         own: dict[tuple[str, str], list[int]] = {}
@@ -88,7 +88,7 @@ def test_many_ranks_and_tensors_stay_a_few_ranges() -> None:
         ([], [_cite("m", 0, 1, "1" * 16, [0, 1]), _cite("m", 0, 1, "2" * 16, [0])], "cited twice"),
     ],
 )
-def test_what_does_not_fit_the_plan_is_refused(written: list[FileRecord], cites: list[Cite], told: str) -> None:
+def test_what_does_not_fit_the_plan_is_refused(written: list[FileRecord], cites: list[ReusedFile], told: str) -> None:
     with pytest.raises(HoldfastError, match=told):
         joined(_drafted(1, 2, ("m",)), [Share(written, cites)])
 
@@ -103,7 +103,7 @@ def test_values_that_differ_by_rank_stay_in_their_files() -> None:
 
 def test_a_part_that_cites_is_not_read_by_who_does_not_know_citations() -> None:
     cites = [_cite("m", 0, 1, "1" * 16, [0])]
-    one = Part(version=part.CITING, save=SAVE, rank=0, world_size=1, files=[], cites=cites)
+    one = Part(version=part.REUSING, save=SAVE, rank=0, world_size=1, files=[], reused=cites)
     assert part.decode(part.encode(one), "here") == one
     with pytest.raises(HoldfastError, match="another version"):
-        part.decode(part.encode(Part(save=SAVE, rank=0, world_size=1, files=[], cites=cites)), "here")
+        part.decode(part.encode(Part(save=SAVE, rank=0, world_size=1, files=[], reused=cites)), "here")

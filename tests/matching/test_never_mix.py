@@ -118,7 +118,7 @@ def _uncommitted(path: Path, seed: int) -> Path:
     record = manifest.decode((path / "manifest.json").read_bytes(), "")
     left = part.Part(
         version=part.VERSION, save=record.save, rank=0, world_size=1,
-        files=[tuple(row[:4]) for row in record.files], cites=[], manifest=record,  # type: ignore[misc]
+        files=[tuple(row[:4]) for row in record.files], reused=[], manifest=record,  # type: ignore[misc]
     )  # fmt: skip
     (path / "parts").mkdir()
     (path / part.file_name(0, record.save)).write_bytes(part.encode(left))

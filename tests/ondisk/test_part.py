@@ -59,7 +59,7 @@ def test_a_truncated_or_altered_part_is_refused(one: Part, data: st.DataObject) 
         {"files": [("../../etc/passwd", 100, 50, "")]}, {"files": [("/dev/zero", 1 << 60, 1 << 59, "")]},
         {"files": [("a/../b", 100, 50, "")]}, {"files": [("../step-1/model/x", 100, 50, "")]},
         {"files": [("model/x", 100, 101, "")]}, {"files": [("model/x", 1 << 60, 1 << 59, "")]},
-        {"version": 2, "cites": [part.Cite(("../../x/y", 100, 50, "", SAVE), "0")]},
+        {"version": 2, "reused": [part.ReusedFile(("../../x/y", 100, 50, "", SAVE), "0")]},
         {"save": "../../../../tmp/x"}, {"rank": 1}, {"rank": -1}, {"world_size": 1 << 50},
         {"manifest": MANIFEST}, {"manifest": msgspec.structs.replace(MANIFEST, world_size=1, save="../x")},
         {"manifest": msgspec.structs.replace(MANIFEST, world_size=1, attachments=[("attachments/../../x", 1, "")])},

@@ -29,7 +29,7 @@ from holdfast.events import log
 from holdfast.ondisk import blocks, manifest, names
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.manifest import FileRecord
-from holdfast.ondisk.part import Cite
+from holdfast.ondisk.part import ReusedFile
 from holdfast.plan.degraded import Key, TakenOver, kept_by, listed, taken_over, writer_of
 from holdfast.plan.layout import OwnedJoin, OwnedValues, join_owned
 from holdfast.plan.plan import Plan
@@ -45,7 +45,7 @@ class _OwnShare(msgspec.Struct, array_like=True):
     over, and its values if it is asked for them."""
 
     files: list[FileRecord]
-    reused: list[Cite]
+    reused: list[ReusedFile]
     more: list[FileRecord]
     owned: OwnedValues | None = None
 

@@ -1,1 +1,1 @@
-"""Saves that cite what an earlier checkpoint holds already."""
+"""Saves that reuse what an earlier checkpoint holds already."""

@@ -23,7 +23,7 @@ from holdfast.ondisk import datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.datafile import base_of
 from holdfast.ondisk.manifest import FileRecord, Manifest
-from holdfast.ondisk.part import Cite
+from holdfast.ondisk.part import ReusedFile
 from holdfast.plan.plan import Plan
 from holdfast.policies.incremental.fingerprint import Fingerprints, Prints
 from holdfast.policies.incremental.same import Claim, unchanged
@@ -36,7 +36,7 @@ SMALLEST = 16 << 10
 """A file of which fewer bytes are wanted is not worth a line in the manifest: they are written anew."""
 
 MOST = 16
-"""Files that one rank cites for one section; of more, those with the fewest bytes are written anew."""
+"""Files that one rank reuses for one section; of more, those with the fewest bytes are written anew."""
 
 _NO_LINKS = {
     getattr(errno, name) for name in ("EPERM", "EACCES", "EXDEV", "EMLINK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL")
@@ -62,14 +62,14 @@ class Reused:
     """The files that are left to write, what is reused, and the fingerprints to remember once the save is committed."""
 
     files: list[DataFile]
-    reused: list[Cite]
+    reused: list[ReusedFile]
     prints: Prints
 
 
 def check_sibling(base: Place, folder: Place) -> None:
-    """Raise Mismatch unless ``base`` lies beside ``folder``: only then is a citation valid wherever the root goes."""
+    """Raise Mismatch unless ``base`` lies beside ``folder``: only then is a reuse valid wherever the root goes."""
     if _parent(base) != _parent(folder):
-        raise Mismatch(f"the base {base} does not lie beside {folder}: only what is in the same folder can be cited")
+        raise Mismatch(f"the base {base} does not lie beside {folder}: only what is in the same folder can be reused")
     if base.name == folder.name:
         raise Mismatch(f"{folder} cannot be its own base: save to another path, or without base=")
 
@@ -128,7 +128,7 @@ def reuse(
     before = fingerprints.of(base.record.save)
     position = {name: number for number, name in enumerate(plan.tensors)}
     to_write: list[DataFile] = []
-    reused: list[Cite] = []
+    reused: list[ReusedFile] = []
     for file in files:
         gone: set[int] = set()
         count = 0
@@ -140,7 +140,7 @@ def reuse(
                 record = base.file(index)
                 old = (path, record.bytes, record.header_bytes, record.header_digest, str(record.save))
                 tensors = manifest.ranges(sorted(position[claim.name] for claim in same))
-                reused.append(Cite(old, tensors, file.volume))
+                reused.append(ReusedFile(old, tensors, file.volume))
                 gone.update(number for claim in same for number in claim.numbers)
         left = _without(file, gone) if gone else file
         if left is not None:
@@ -186,7 +186,7 @@ def _claims(
 
 
 def _same(base: OpenedBase, index: int, claims: Sequence[Claim], copier: Copier) -> list[Claim]:
-    """The claims on a file that hold, if they are enough to borrow it."""
+    """The claims on a file that hold, if they are enough to reuse it."""
     record = base.file(index)
     enough = max(SMALLEST, (record.bytes - record.header_bytes) / 2)
     if sum(claim.nbytes for claim in claims if claim.same is not False) < enough:
@@ -220,7 +220,7 @@ def _bring(base: OpenedBase, index: int, section: str, folder: Place, opened: Op
         return path if _link(source, target, record.bytes, opened) else None
     except OSError as error:
         if error.errno in _NO_LINKS:
-            log.debug("%s is cited where it lies: %s", source, error)
+            log.debug("%s is reused where it lies: %s", source, error)
             return beside
         log.warning("what %s holds is written anew: %s", source, error)
         return None
@@ -233,7 +233,7 @@ def _link(source: Place, target: Place, nbytes: int, opened: OpenFiles) -> bool:
     try:
         disk.link(source, target)
     except FileExistsError:
-        # Another rank may cite the same file, or the checkpoint that is overwritten does: it is theirs to take away.
+        # Another rank may reuse the same file, or the checkpoint that is overwritten does: it is theirs to take away.
         return os.path.samefile(source, target)
     opened.paths.append(target)
     if len(opened.descriptors) < KEPT:

@@ -281,7 +281,7 @@ def test_a_cited_file_that_goes_before_the_commit_fails_the_save(
         shutil.rmtree(tmp_path / "1")
 
     monkeypatch.setattr(write.Writing, "finish", finish)
-    with pytest.raises(holdfast.SaveFailed, match="which this save was to borrow, is gone"):
+    with pytest.raises(holdfast.SaveFailed, match="which this save was to reuse, is gone"):
         holdfast.save(_state(2), tmp_path / "2", base=tmp_path / "1")
     assert not (tmp_path / "2").exists()
 

@@ -1,9 +1,9 @@
-"""Files that a checkpoint has borrowed from its siblings: who cites what, and what of it nobody needs any more.
+"""Files that a checkpoint has reused from its siblings: who reuses what, and what of it nobody needs any more.
 
 Whoever deletes asks here first: `folder`, `commit`, the manager's steps. Reads manifests alone, and deletes no file but
 one that a save of ours wrote and that no committed checkpoint names.
 
-We rejected counts of references, and marks beside files that are cited, because they would have to stay right through
+We rejected counts of references, and marks beside files that are reused, because they would have to stay right through
 every crash and every copy by another program.
 """
 
@@ -16,56 +16,56 @@ from concurrent.futures import ThreadPoolExecutor
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
 from holdfast.ondisk import datafile, manifest
-from holdfast.ondisk.manifest import Manifest, is_cited, sibling_of
+from holdfast.ondisk.manifest import Manifest, is_reused, sibling_of
 from holdfast.storage import storage
 from holdfast.storage.local import disk
 from holdfast.storage.place import Place
 from holdfast.storage.storage import without_links_out
 
-Cited = dict[str, set[str]]
-"""By the name of a folder, the paths in it that are cited from elsewhere."""
+ReusedPaths = dict[str, set[str]]
+"""By the name of a folder, the paths in it that are reused from elsewhere."""
 
 ASKERS = 16
 """Manifests of a store that are read at once."""
 
 _HINT = b'"..'
-"""Without this in its bytes a manifest cites nothing, and need not be decoded."""
+"""Without this in its bytes a manifest reuses nothing, and need not be decoded."""
 
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTSUP)
-"""Why a neighbour cannot be looked into that is somebody else's: it can have borrowed nothing here."""
+"""Why a neighbour cannot be looked into that is somebody else's: it can have reused nothing here."""
 
 
-def citations_of(record: Manifest) -> Cited:
-    """What a checkpoint cites."""
-    reused: Cited = {}
+def reused_by(record: Manifest) -> ReusedPaths:
+    """What a checkpoint reuses."""
+    reused: ReusedPaths = {}
     for file in record.data_files:
-        if is_cited(file.path):
+        if is_reused(file.path):
             name, below = sibling_of(file.path)
             reused.setdefault(name, set()).add(below)
     return reused
 
 
-class Citations:
-    """What the checkpoints below ``root`` cite.
+class Reuses:
+    """What the checkpoints below ``root`` reuse.
 
     Each manifest is read once: on disk again when it has changed, in a store again after `forget`.
     """
 
     def __init__(self, root: Place) -> None:
         self._root = root
-        self._known: dict[str, tuple[object, Cited]] = {}
+        self._known: dict[str, tuple[object, ReusedPaths]] = {}
 
-    def by(self, names: Iterable[str]) -> Cited:
-        """What the checkpoints of these names cite, all together. Raises StorageError, Unsupported."""
+    def by(self, names: Iterable[str]) -> ReusedPaths:
+        """What the checkpoints of these names reuse, all together. Raises StorageError, Unsupported."""
         stamps = {name: self._stamp(name) for name in names}
         lacking = [name for name, stamp in stamps.items() if self._known.get(name, (_NONE,))[0] != stamp]
         if self._root.is_remote and len(lacking) > 1:
-            with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-cited") as pool:
+            with ThreadPoolExecutor(min(ASKERS, len(lacking)), thread_name_prefix="holdfast-reused") as pool:
                 read = list(pool.map(self._read, lacking))
         else:
             read = [self._read(name) for name in lacking]
-        self._known.update((name, (stamps[name], cited)) for name, cited in zip(lacking, read, strict=True))
-        joined: Cited = {}
+        self._known.update((name, (stamps[name], reused)) for name, reused in zip(lacking, read, strict=True))
+        joined: ReusedPaths = {}
         for name in stamps:
             for folder, paths in self._known[name][1].items():
                 joined.setdefault(folder, set()).update(paths)
@@ -76,8 +76,8 @@ class Citations:
         for name in names:
             self._known.pop(name, None)
 
-    def _read(self, name: str) -> Cited:
-        return _citations_at(self._root / name)
+    def _read(self, name: str) -> ReusedPaths:
+        return _reused_at(self._root / name)
 
     def _stamp(self, name: str) -> object:
         if self._root.is_remote:
@@ -92,22 +92,22 @@ class Citations:
 _NONE = object()
 
 
-def _citations_at(folder: Place) -> Cited:
+def _reused_at(folder: Place) -> ReusedPaths:
     target = folder / manifest.FILE_NAME
     try:
         data = target.read_small()
         if _HINT not in data:
             return {}
         try:
-            return citations_of(manifest.decode(data, str(target)))
+            return reused_by(manifest.decode(data, str(target)))
         except Damaged:
             if not folder.is_remote:
                 raise
-            return citations_of(manifest.decode(target.read_small(), str(target)))  # on the way a bit may flip
+            return reused_by(manifest.decode(target.read_small(), str(target)))  # on the way a bit may flip
     except (FileNotFoundError, NotACheckpoint):
         return {}
     except Damaged as error:  # it cannot be restored, and must not keep everything else for ever
-        log.warning("what %s cites is not spared: %s", folder, error)
+        log.warning("what %s reuses is not spared: %s", folder, error)
         return {}
     except StorageError as error:
         if error.errno not in _NOT_OURS:
@@ -121,8 +121,8 @@ def root_of(folder: Place) -> tuple[Place, str]:
     return real.parent, real.name
 
 
-def cited_beside(folder: Place) -> Cited:
-    """What all checkpoints beside this one cite: every manifest there is read.
+def reused_beside(folder: Place) -> ReusedPaths:
+    """What all checkpoints beside this one reuse: every manifest there is read.
 
     Raises StorageError, and Unsupported for a manifest that a newer holdfast wrote.
     """
@@ -133,33 +133,33 @@ def cited_beside(folder: Place) -> Cited:
         if error.errno not in _NOT_OURS:
             raise
         kin = []
-    return Citations(root).by(kin)
+    return Reuses(root).by(kin)
 
 
-def borrowers(folder: Place, files: Collection[str], citations: Citations | None = None) -> list[str]:
-    """The checkpoints beside ``folder`` that cite ``files`` of it, if they cite every one; else none.
+def who_reuses(folder: Place, files: Collection[str], reuses: Reuses | None = None) -> list[str]:
+    """The checkpoints beside ``folder`` that reuse ``files`` of it, if they reuse every one; else none.
 
-    Then these files are neither a save under way nor a dead one's leavings: what a swept step has lent. ``citations``
+    Then these files are neither a save under way nor a dead one's leavings: what a swept step has lent. ``reuses``
     of the folder's root, if the caller asks of several folders. Raises StorageError.
     """
     root, name = root_of(folder)
-    known = citations or Citations(root)
+    known = reuses or Reuses(root)
     try:
         kin = [other for other in root.folder_names() if other not in (name, storage.JOURNAL)]
         if not files or not set(files) <= known.by(kin).get(name, set()):
             return []
         return sorted(other for other in kin if name in known.by([other]))
-    except Unsupported:  # a newer holdfast wrote one of them: what that cites is not known
+    except Unsupported:  # a newer holdfast wrote one of them: what that reuses is not known
         return []
 
 
-def cited_in(folder: Place) -> set[str]:
-    """Paths in ``folder`` that other checkpoints cite; raises as `cited_beside` does."""
-    return cited_beside(folder).get(root_of(folder)[1], set())
+def reused_in(folder: Place) -> set[str]:
+    """Paths in ``folder`` that other checkpoints reuse; raises as `reused_beside` does."""
+    return reused_beside(folder).get(root_of(folder)[1], set())
 
 
-def let_go(root: Place, loose: Cited, cited: Cited, spare: Collection[Place] = ()) -> None:
-    """Delete of the ``loose`` files what nobody needs any more: what is neither ``cited`` nor of a checkpoint there.
+def let_go(root: Place, loose: ReusedPaths, reused: ReusedPaths, spare: Collection[Place] = ()) -> None:
+    """Delete of the ``loose`` files what nobody needs any more: what is neither ``reused`` nor of a checkpoint there.
 
     Folders that are empty then go too, but for those to ``spare``, where saves are under way. Raises StorageError.
     """
@@ -167,7 +167,7 @@ def let_go(root: Place, loose: Cited, cited: Cited, spare: Collection[Place] = (
         folder = root / name
         if folder.is_symlink():
             continue  # it may lead out of the root
-        free = {path for path in paths - cited.get(name, set()) if datafile.save_of(path) is not None}
+        free = {path for path in paths - reused.get(name, set()) if datafile.save_of(path) is not None}
         free = _unnamed(folder, free) if free else free
         if free:
             storage.delete(*without_links_out(folder, sorted(free)))

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import Keep
-from holdfast.commit.citations import Citations, cited_in
 from holdfast.commit.commit import commit
 from holdfast.commit.folder import delete_checkpoint, delete_checkpoints, sweep_beside, sweep_dead
+from holdfast.commit.reused import Reuses, reused_in
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import manifest
 from holdfast.policies.incremental import reuse
@@ -77,7 +77,7 @@ def test_any_step_goes_at_any_time(order: tuple[int, ...], root: Place) -> None:
     states = chain(root)
     steps = Steps(root, NAME)
     if not linking(root):
-        assert Citations(root).by(["step-3"]).keys() == {"step-1", "step-2"}
+        assert Reuses(root).by(["step-3"]).keys() == {"step-1", "step-2"}
     for step in order:
         del states[step]
         retire(steps, *states)
@@ -211,9 +211,9 @@ def test_what_was_deleted_by_hand_is_told(kind: str, tmp_path: Path, caplog: pyt
     else:
         shutil.rmtree(root / "step-2")
     fault = fault_of(root / "step-3")
-    assert fault is not None and all(word in fault for word in ("step-2", "model/", "missing", "step-3 cites"))
+    assert fault is not None and all(word in fault for word in ("step-2", "model/", "missing", "step-3 reuses"))
     for call in (holdfast.open(root / "step-3").verify, lambda: holdfast.load(root / "step-3", state_of(0))):
-        with pytest.raises(holdfast.errors.Damaged, match=r"model/.* is missing \(a file of step-2, .* step-3 cites\)"):
+        with pytest.raises(holdfast.errors.Damaged, match=r"model/.* is missing \(a file of step-2, .*step-3 reuses\)"):
             call()
     state = state_of(0)
     with holdfast.CheckpointManager(root, every=1, name=NAME, worker="none") as manager:
@@ -501,7 +501,7 @@ def test_other_peoples_files_are_not_cited_nor_deleted(tmp_path: Path) -> None:
     record = read_manifest(tmp_path / "step-3")
     rows = [*record.files, ["../notes/mine/text", 100, 50, "0" * 32, record.save]]
     target.write_bytes(manifest.encode(msgspec.structs.replace(record, files=rows)))
-    assert cited_in(tmp_path / "notes") == {"mine/text"}
+    assert reused_in(tmp_path / "notes") == {"mine/text"}
     delete_checkpoint(tmp_path / "step-3")
     assert (tmp_path / "notes" / "mine" / "text").exists()
 
@@ -536,7 +536,7 @@ def test_a_damaged_manifest_keeps_nothing_for_ever(tmp_path: Path, caplog: pytes
     target.write_bytes(target.read_bytes().replace(b'"step":3', b'"step":9'))
     with caplog.at_level(logging.WARNING, "holdfast"):
         retire(Steps(tmp_path, NAME), 3)
-    assert "step-3 cites is not spared" in caplog.text
+    assert "step-3 reuses is not spared" in caplog.text
     assert not (tmp_path / "step-1").exists()
 
 
