@@ -7,12 +7,11 @@ committed manifest counts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from operator import index
-from typing import Any, Literal
+from typing import Any
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import RankLost, SaveFailed, StorageError
+from holdfast.errors import SaveFailed
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk.manifest import FILE_NAME
@@ -43,19 +42,32 @@ STOPS = 10.0
 class CheckpointManager:
     """Saves a training run's state under ``root`` every ``every`` steps, keeps what ``keep`` says, and restores it.
 
-    One on every rank, all with the same options: those of `ManagerOptions`, as keywords. Saves go on in the background,
-    as of a `Saver`. One that fails is raised by a later `step`, the same one on all ranks; training may go on either
-    way.
+    Make one on every rank, all with the same options. Saves go on in the background, as those of a `Saver`. A save that
+    fails is raised by a later `step`, the same one on all ranks; training may go on either way.
 
-        manager = holdfast.CheckpointManager("/ckpt/run1", every=500)
-        manager.restore(state)
-        for step in range(state["step"], steps):
-            ...
-            state["step"] = step + 1
-            manager.step(step + 1, state)
-            if manager.should_stop:
-                break
-        manager.close()
+    Args:
+        root: The folder of the run, a path or a URL. One run, one root.
+        every: Save every so many steps.
+        options: All other fields of `ManagerOptions`, as keywords.
+
+    Attributes:
+        should_stop: True once a signal has asked the run to stop, and its last step is saved: at the same step on all
+            ranks.
+
+    Raises:
+        ValueError: An option that cannot be meant.
+        Mismatch: The ``fast`` folder belongs to another run.
+
+    Example:
+        >>> manager = holdfast.CheckpointManager("/ckpt/run1", every=500, keep=holdfast.Keep(last=2))
+        >>> manager.restore(state)
+        >>> for step in range(state["step"] + 1, 1001):
+        ...     train(step)
+        ...     state["step"] = step
+        ...     manager.step(step, state)
+        ...     if manager.should_stop:
+        ...         break
+        >>> manager.close()
     """
 
     @takes(ManagerOptions)
@@ -98,11 +110,12 @@ class CheckpointManager:
         """Wait for the saves under way, and restore the signal handlers. Idempotent.
 
         With ``fast`` it then waits for the uploads of the newest step and of those that are due: after a SIGTERM no
-        longer than the grace that is left, and never if nothing moves for ``deadline`` seconds. Steps that are not in
-        the store then are named in a warning; the next start uploads them.
+        longer than the grace that is left, and no longer than ``deadline`` seconds in which nothing moves. Steps that
+        are not in the store then are named in a warning; the next start uploads them.
 
-        Raises a failure that no `step` has raised, if ``on_failure`` says so; not after a signal, when the last step
-        has had its verdict.
+        Raises:
+            SaveFailed: A save has failed that no `step` has raised, and ``on_failure`` is ``"raise"``. Not after a
+                signal: the last step has had its verdict.
         """
         try:
             if self._scrubbing is not None:
@@ -120,19 +133,37 @@ class CheckpointManager:
     # Saving
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Do now what the first save would have to, best once model and optimizers exist; see `Saver.prepare`."""
+        """Take memory and start the writer before the first save, so that it stalls no more than later ones.
+
+        Args:
+            state: As for `step`. Call it once model and optimizers exist; see `Saver.prepare`.
+        """
         self._saves.saver.prepare(state)
 
     def step(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, due: bool | None = None,
         overwrite: bool = False,
     ) -> Saving | None:  # fmt: skip
-        """Report that ``step`` steps are done. Begins a save if it is time, and returns it.
+        """Report that ``step`` steps are done, and begin a save if it is time.
 
-        Does not wait for the save, but for the one before it if no slot is free. ``metric`` is what ``Keep(best=…)``
-        compares. ``due``, alike on all ranks, says that it is time, or is not, in place of ``every``. ``overwrite``
-        lets the save replace a step that is there. Raises SaveFailed for an earlier save that failed; training may go
-        on, and the steps before stay.
+        It does not wait for the save, but for an earlier one if no staging buffer is free. Call it on all ranks.
+
+        Args:
+            step: How many steps are done, counted over all restarts.
+            state: What to save: a dict of modules, optimizers, tensors, values and objects with a ``state_dict``.
+            metric: What ``Keep(best=…)`` compares.
+            due: Whether to save now, in the place of ``every``; the same on all ranks.
+            overwrite: Replace a step that is there already.
+
+        Returns:
+            The save that has begun; None if none has.
+
+        Raises:
+            SaveFailed: An earlier save has failed. Training may go on, and the steps before it stay.
+
+        Example:
+            >>> saving = manager.step(500, {"model": model, "step": 500}, metric=0.25)
+            >>> manager.wait()
         """
         step = index(step)
         if metric is None and self.keep.best and not self._warned:
@@ -145,7 +176,10 @@ class CheckpointManager:
         self._record.arrived(step, metric)
         try:
             if self._announcements.hear(step):
-                return self._save_last(step, state, metric)
+                if self._ranks.first and not self.should_stop:  # a run that ends early with status 0 has to say why
+                    log.warning("a signal asks this run to stop: step %d is its last one", step)
+                self.should_stop = True
+                return self._saves.save_last(step, state, metric, self._announcements.stop, self._signals)
             if not due or (step == self._saves.step and not overwrite):
                 return None
             return self._saves.begin(step, state, metric, overwrite=overwrite)
@@ -157,8 +191,24 @@ class CheckpointManager:
     ) -> Checkpoint:
         """Save ``step`` now, whatever ``every`` says, and wait for it.
 
-        A step that this manager has saved last is not saved again, so this may end a run of any length. An earlier
-        save that failed does not keep this one from being made; it was logged when it failed.
+        The step that this manager has saved last is not saved again, so you may end any run with it. An earlier save
+        that failed does not prevent this one; it was logged when it failed.
+
+        Args:
+            step: How many steps are done.
+            state: As for `step`.
+            metric: What ``Keep(best=…)`` compares.
+            overwrite: Replace a step that is there already.
+
+        Returns:
+            The checkpoint, opened.
+
+        Raises:
+            SaveFailed: This save has failed. Earlier checkpoints are untouched.
+
+        Example:
+            >>> manager.save(7, {"model": model, "step": 7}).step
+            7
         """
         step = index(step)
         self._recent.settle()
@@ -172,7 +222,11 @@ class CheckpointManager:
         return saves.begin(step, state, metric, overwrite=overwrite).wait()
 
     def wait(self) -> None:
-        """Wait for the saves under way. Raises a failure that no `step` has raised, if ``on_failure`` says so."""
+        """Wait for the saves under way.
+
+        Raises:
+            SaveFailed: A save has failed that no `step` has raised, and ``on_failure`` is ``"raise"``.
+        """
         with self._saves.raising():
             self._saves.saver.wait()
 
@@ -180,21 +234,36 @@ class CheckpointManager:
 
     @takes(RestoreOptions)
     def restore(self, state: dict[str, Any], options: RestoreOptions) -> Loaded | None:
-        """Load the newest whole step into ``state``; None if there is none, so that training starts from scratch.
-
-        Takes the options of `RestoreOptions` as keywords. ``step=1200`` goes back to that step, ``step="best"`` to the
-        best one; no other is tried then, and with the first save after it the later steps no longer count.
+        """Load the newest whole step into ``state``.
 
         A step is whole if it is committed, it opens, and every file is there in its size. One that is not, or that
         proves damaged while it is read, is passed over for the one before, with a warning that says why. A save that
         all ranks had finished when they died is committed first, and what other dead saves left is deleted. A step that
         has lost its optimizer (see `Keep`) is passed over for an older one that has all, and loaded if there is none.
 
-        Raises Mismatch if the checkpoint does not fit ``state``; no older step is tried then.
-
         With ``fast`` it is the newest step that is whole on the fast tier or in the store; ``Loaded.checkpoint.path``
         says which. A rank whose node lacks a file reads it from the store. If the store does not answer, the fast
-        tier's newest step is taken, with a warning; StorageError is raised if it has none.
+        tier's newest step is taken, with a warning.
+
+        Args:
+            state: What to fill, in place: modules, optimizers and tensors keep their memory.
+            options: The fields of `RestoreOptions`, as keywords. ``step=1200`` goes back to that step, ``step="best"``
+                to the best one. No other is tried then, and with the first save after it the later steps no longer
+                count.
+
+        Returns:
+            What was loaded; None if there is no step, so that training starts from scratch.
+
+        Raises:
+            Mismatch: The checkpoint does not fit ``state``. No older step is tried.
+            NotACheckpoint: There is no such ``step``, or none of the steps can be restored.
+            Damaged: The ``step`` that was asked for is not whole.
+            Untrusted: No step is signed by a key that ``require`` names.
+            StorageError: The store does not answer, and there is no fast tier that has a step.
+
+        Example:
+            >>> manager.restore({"model": model}, step=500, only="model").step
+            500
         """
         self._recent.settle()
         patience = min(SURVIVORS, self._options.deadline / 2)  # the other ranks wait meanwhile
@@ -211,28 +280,36 @@ class CheckpointManager:
         return loaded
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, opened, or None; with ``fast``, of both tiers. Local: any rank may ask."""
+        """Return the newest whole checkpoint, or None. Any rank may ask. With ``fast``, of both tiers."""
         return self._home.latest()
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first; with ``fast``, of both tiers. Not those that training left behind."""
+        """Return the committed steps, oldest first, without those that training left behind. Any rank may ask."""
         return self._home.steps()
 
     def best(self) -> Checkpoint | None:
-        """The step with the best metric, as ``keep.mode`` says; None if none was saved with one. Any rank may ask."""
+        """Return the step with the best metric, as ``keep.mode`` says; None if none has one. Any rank may ask."""
         return self._home.best()
 
     def durability(self, step: int) -> Durability:
-        """Where a step is safe. Any rank may ask: one look at the disk and one question to the store, which may wait
-        for its answer up to half a minute. Without ``fast``, what is committed is safe in ``root`` alone.
+        """Return where a step is safe. Any rank may ask.
+
+        It looks at the disk once and asks the store once, and waits for its answer for half a minute at most. Without
+        ``fast``, a committed step is safe in ``root`` alone.
         """
         return self._home.durability(step)
 
     def advice(self, mtbf: float) -> Advice | None:
-        """The best interval between saves for a mean time between failures of ``mtbf`` seconds (Young, Daly).
+        """Return the best interval between saves, from the stall of saves and the length of steps measured so far.
 
-        From what this rank has measured so far: the stall of its saves and the length of its steps. None before the
-        first save is done. Raises ValueError if ``mtbf`` is not positive.
+        Args:
+            mtbf: The mean time between failures, in seconds.
+
+        Returns:
+            The interval by Young (1974) and Daly (2006); None before the first save is done.
+
+        Raises:
+            ValueError: ``mtbf`` is not positive.
         """
         return self._record.figures.advice(mtbf)
 
@@ -241,14 +318,18 @@ class CheckpointManager:
     def scrub(self, *, every: float | None = None, rate: float = RATE, repair: bool = False) -> Scrubbing:
         """Check every byte of the committed steps in ``root``, newest first, in a thread of the lowest priority.
 
-        Returns at once; call ``wait()`` of the result to wait for the end. ``every``: go on until `close`, so that
-        each step is checked once in so many seconds; what was checked when is remembered beside the steps, and steps
-        that were found whole recently are passed over. Reads at most ``rate`` bytes a second, and nothing while a save
-        is under way. A damaged step is reported in a warning that names the tensors, and `restore` prefers others.
-        ``repair``: take what is damaged from the other steps, and from the fast tier if there is one (see `repair`).
+        It returns at once, and reads nothing while a save is under way. A damaged step is reported in a warning that
+        names its tensors, and `restore` prefers others. Any rank may call it; the first one does the work. With
+        ``fast``, the steps in the store are checked. A scrubbing that is under way is stopped first.
 
-        Any rank may call it; the first one does the work. With ``fast``, what is checked is in the store. A scrubbing
-        that is under way is stopped first.
+        Args:
+            every: Go on until `close`, so that each step is checked once in so many seconds. What was checked when is
+                remembered beside the steps. Without it, each step is checked once.
+            rate: Bytes a second to read at most.
+            repair: Take what is damaged from the other steps, and from the fast tier if there is one.
+
+        Returns:
+            The scrubbing; call its ``wait()`` to wait for the end.
         """
         if self._scrubbing is not None:
             self._scrubbing.stop(timeout=STOPS)
@@ -267,47 +348,3 @@ class CheckpointManager:
     def _damaged(self) -> list[str]:
         """Names of steps that scrubbing has found damaged."""
         return self._scrubbing.damaged(self.root) if self._scrubbing is not None else []
-
-    # The end
-
-    def _save_last(self, step: int, state: Mapping[str, Any], metric: float | None) -> Saving | None:
-        """Have one last step on disk: the save that was under way at the signal, or else this step."""
-        if self._ranks.first and not self.should_stop:  # a run that ends early with status 0 has to say why
-            log.warning("a signal asks this run to stop: step %d is its last one", step)
-        self.should_stop = True
-        stop, saves = self._announcements.stop, self._saves
-        for saving in reversed(self._recent):
-            outcome = self._finish(saving)
-            if outcome == "late" or (
-                outcome == "saved" and (saving.step == step or (stop is not None and stop.flying))
-            ):
-                return saving
-            if not saving.skipped:
-                break
-        if saves.newest is None and step == saves.step:
-            return None
-        self._recent.hear()  # what failed before was logged; now this step counts
-        last = saves.begin(step, state, metric)
-        if self._finish(last) == "failed":
-            with saves.raising():
-                last.wait()
-        return last
-
-    def _finish(self, saving: Saving) -> Literal["saved", "failed", "late"]:
-        """Wait for a save, no longer than the grace lasts."""
-        try:
-            if saving.settled(self._signals.left):
-                return "saved"
-            # Whichever rank's grace ends first declares a rank lost that is not done: then that is what happened here.
-            if self._signals.left is None or not isinstance(saving.failed, RankLost):
-                return "failed"
-        except TimeoutError:
-            pass
-        newest = None
-        with suppress(StorageError):
-            newest = self._home.newest_fast()
-        log.error(
-            "step %s cannot be saved within the grace of %g s; the newest checkpoint is %s", saving.step,
-            self._options.grace, newest.path if newest is not None else "none",
-        )  # fmt: skip
-        return "late"

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.commit.job import Base
-from holdfast.errors import SaveFailed, StorageError
+from holdfast.errors import RankLost, SaveFailed, StorageError
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk.manifest import NOTES
 from holdfast.ranks.interrupts import interrupts_wait
+from holdfast.ranks.notices import Notice
 from holdfast.ranks.ranks import Ranks
 from holdfast.run.bases import Bases
 from holdfast.run.foreground import Foreground
@@ -24,6 +25,7 @@ from holdfast.run.going_back import WentBack
 from holdfast.run.options import ManagerOptions
 from holdfast.run.recent import Recent
 from holdfast.run.record import Record
+from holdfast.run.signals import Signals
 from holdfast.run.tiers.home import Home
 from holdfast.run.whole import note_of
 from holdfast.save import RUN
@@ -114,6 +116,46 @@ class Saves:
             mark = call.exchange("mark", lambda: 0, lambda _: self._home.leave_behind(step), WentBack)
         self._home.went_back(mark)
         self._goes_back = False
+
+    def save_last(
+        self, step: int, state: Mapping[str, Any], metric: float | None, stop: Notice | None, signals: Signals
+    ) -> Saving | None:  # fmt: skip
+        """Have one last step on disk: the save that was under way at the signal, or else this step."""
+        for saving in reversed(self._recent):
+            outcome = self._finish(saving, signals)
+            if outcome == "late" or (
+                outcome == "saved" and (saving.step == step or (stop is not None and stop.flying))
+            ):
+                return saving
+            if not saving.skipped:
+                break
+        if self.newest is None and step == self.step:
+            return None
+        self._recent.hear()  # what failed before was logged; now this step counts
+        last = self.begin(step, state, metric)
+        if self._finish(last, signals) == "failed":
+            with self.raising():
+                last.wait()
+        return last
+
+    def _finish(self, saving: Saving, signals: Signals) -> Literal["saved", "failed", "late"]:
+        """Wait for a save, no longer than the grace lasts."""
+        try:
+            if saving.settled(signals.left):
+                return "saved"
+            # Whichever rank's grace ends first declares a rank lost that is not done: then that is what happened here.
+            if signals.left is None or not isinstance(saving.failed, RankLost):
+                return "failed"
+        except TimeoutError:
+            pass
+        newest = None
+        with suppress(StorageError):
+            newest = self._home.newest_fast()
+        log.error(
+            "step %s cannot be saved within the grace of %g s; the newest checkpoint is %s", saving.step,
+            self._options.grace, newest.path if newest is not None else "none",
+        )  # fmt: skip
+        return "late"
 
     @contextmanager
     def raising(self, *, quiet: bool = False) -> Iterator[None]:
