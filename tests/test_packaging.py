@@ -69,7 +69,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     package = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "holdfast").rglob("*.py")}
     assets = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "holdfast/view/assets").glob("*")}
     assert {name for name in names if name.startswith("holdfast/")} == package | assets | {"holdfast/py.typed"}
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"holdfast"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"holdfast", "holdfast_torch"}
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
