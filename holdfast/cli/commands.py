@@ -30,6 +30,7 @@ def _option(default: Any, name: str, help: str, *, panel: str | None = None, **m
     return typer.Option(default, *name.split(","), help=help, rich_help_panel=panel, **more)
 
 
+_Many = list[str] | None
 _SOURCE = "A checkpoint of any format: a path or a URL."
 _TENSORS = "Only tensors whose names match."
 _JSON = _option(False, "--json", "Print one JSON object instead of a table.")
@@ -76,14 +77,11 @@ def show(
     sizes: bool = _option(False, "--sizes", "Show bytes by section, dtype and module."),
     mesh: str | None = _option(None, "--mesh", 'Axes of the mesh: "replicate=2,fsdp=16,tp=2".', panel=_MESH),
     ranks: int | None = _option(None, "--ranks", "Ranks of the mesh: FSDP over all of them.", min=1, panel=_MESH),
-    shard: list[str] | None = _option(
-        None, "--shard", "The axis that tensor parallelism cuts; GLOB=replicate: none. Repeatable.",
-        metavar="GLOB=DIM", panel=_MESH,
-    ),
+    shard: _Many = _option(None, "--shard", "The axis that tp cuts. Repeatable.", metavar="GLOB=DIM", panel=_MESH),
     node_size: int = _option(8, "--node-size", "Ranks on each node.", min=1, panel=_MESH),
     alone: bool = _option(False, "--no-share", "Each rank reads for itself.", panel=_MESH),
     json: bool = _JSON,
-) -> None:  # fmt: skip
+) -> None:
     """Show what a checkpoint holds: modules, tensors, shapes, dtypes, bytes, values, attached files.
 
     With --mesh: what each rank and node of that mesh would read to load it, in how many requests, and how evenly.
@@ -108,14 +106,10 @@ def view(
     out: str | None = _option(None, "--output,-o", "NAME.html by default; - is standard output.", metavar="FILE"),
     serve: bool = _option(False, "--serve", "Serve the page to this machine, with statistics on demand."),
     port: int = _option(0, "--port", "Of the server; 0 is any free one.", min=0, max=65535),
-    stats: list[str] | None = _option(
-        None, "--stats", "Read these tensors and show statistics. Repeatable.", metavar="GLOB"
-    ),
+    stats: _Many = _option(None, "--stats", "Read these tensors and show statistics. Repeatable.", metavar="GLOB"),
     timeline: Path | None = _option(None, "--timeline", "Show a timeline of its saves too.", metavar="FOLDER"),
-    require: list[str] | None = _option(
-        None, "--require", "A public key that must have signed it. Repeatable.", metavar="FILE"
-    ),
-    check: bool | None = _option(None, "--check/--no-check", "Check headers and sizes. [default: if files are few]"),
+    require: _Many = _option(None, "--require", "A public key that must have signed it. Repeatable.", metavar="FILE"),
+    check: bool | None = _option(None, "--check/--no-check", "Check headers and sizes. (default: if files are few)"),
     against: str | None = _option(None, "--against", "Compare with another checkpoint.", metavar="PATH"),
     browser: bool = _option(False, "--open", "Open the page in a browser."),
     json: bool = _JSON,
@@ -165,9 +159,7 @@ def doctor(
 
 def repair(
     path: str = _argument("A checkpoint of holdfast: a path or a URL."),
-    source: list[str] | None = _option(
-        None, "--from", "A copy, or a folder of checkpoints. Repeatable.", metavar="SOURCE"
-    ),
+    source: _Many = _option(None, "--from", "A copy, or a folder of checkpoints. Repeatable.", metavar="SOURCE"),
     dry_run: bool = _option(False, "--dry-run", "Write nothing; say what could be repaired."),
     json: bool = _JSON,
 ) -> None:
@@ -189,37 +181,25 @@ def rescue(
 def convert(
     source: str = _argument(_SOURCE),
     target: str = _argument("Where to write: a path or a URL."),
-    to: Format | None = _option(
-        None, "--to", "The format. [default: as TARGET is called; huggingface with --model-only; else holdfast]"
-    ),
-    model_only: bool = _option(
-        False, "--model-only/--all", "The model alone, under its own names.", show_default=False
-    ),
-    only: list[str] | None = _option(
-        None, "--only", "Names of the source, or patterns; with --model-only: what the model is called. Repeatable.",
-        metavar="PATTERN",
-    ),
-    rename: list[str] | None = _option(
-        None, "--rename", "A name or a leading path; NEW may be empty. Repeatable.", metavar="OLD=NEW"
-    ),
+    to: Format | None = _option(None, "--to", "The format. (default: by the suffix of the target, else holdfast)"),
+    model_only: bool = _option(False, "--model-only/--all", "The model, under its own names.", show_default=False),
+    only: _Many = _option(None, "--only", "Names or patterns, as show lists them. Repeatable.", metavar="PATTERN"),
+    rename: _Many = _option(None, "--rename", "A name or a leading path. Repeatable.", metavar="OLD=NEW"),
     dtype: str | None = _option(None, "--dtype", "The dtype of floating tensors in the target: bfloat16, …"),
     step: int | None = _option(None, "--step", "The step to write down, in holdfast's format."),
     shard: str = _option("5GB", "--max-shard-size", "Most bytes of tensors in one file.", metavar="SIZE"),
-    extras: list[str] | None = _option(
-        None, "--extras", "For huggingface: config.json and the tokenizer's files, or a folder with them, such as the "
-        "base model's; weights in it are left out. Repeatable.", metavar="PATH",
-    ),
+    extras: _Many = _option(None, "--extras", "config.json, tokenizer, or their folder. Repeatable.", metavar="PATH"),
     overwrite: bool = _OVERWRITE,
-    verify: Check = _option(
-        Check.yes, "--verify", "Check what is read: all of it, its blocks in parts too, or nothing."
-    ),
+    verify: Check = _option(Check.yes, "--verify", "Check what is read: blocks also checks those read in part."),
     json: bool = _JSON,
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint in another format; the same command continues a conversion that was interrupted.
 
     For transformers: holdfast convert SOURCE TARGET --to huggingface --extras FOLDER_WITH_CONFIG_AND_TOKENIZER
 
     For torch.load and load_state_dict: holdfast convert SOURCE model.pt --model-only
+
+    With --model-only, --only names another section than the model, and the format is huggingface if no other is named.
     """
     _run("convert.convert", locals())
 
@@ -237,19 +217,15 @@ def copy(
 
 def prune(
     root: str = _argument("A run: a path or a URL. With --orphans also one step."),
-    last: int | None = _option(None, "--keep-last", "Keep the newest N. [default: 2]", metavar="N", min=1),
+    last: int | None = _option(None, "--keep-last", "Keep the newest N. (default: 2)", metavar="N", min=1),
     every: int | None = _option(None, "--keep-every", "Keep every multiple of K.", metavar="K", min=1),
     best: int | None = _option(None, "--keep-best", "Keep the N with the best metric.", metavar="N", min=0),
     highest: bool = _option(False, "--highest", "The best metric is the highest."),
     optimizer_last: int | None = _option(
-        None, "--optimizer-last", "Only the newest N of these keep their optimizer.", metavar="N", min=1
+        None, "--optimizer-last", "The newest N keep their optimizer.", metavar="N", min=1
     ),
-    model_every: int | None = _option(
-        None, "--model-every", "Keep every multiple of K without its optimizer.", metavar="K", min=1
-    ),
-    optimizer: list[str] | None = _option(
-        None, "--optimizer", "The optimizer's name, or a pattern. Repeatable. [default: optim*]", metavar="SECTION"
-    ),
+    model_every: int | None = _option(None, "--model-every", "Keep models of multiples of K.", metavar="K", min=1),
+    optimizer: _Many = _option(None, "--optimizer", "What optimizers are called (default: optim*).", metavar="SECTION"),
     name: str | None = _option(None, "--name", "What the steps are called, as in step-{step}.", metavar="NAME"),
     orphans: bool = _option(False, "--orphans", "Delete what dead saves, copies and conversions left, and no step."),
     yes: bool = _option(False, "--yes", "Delete. Without it nothing is changed."),
@@ -257,7 +233,6 @@ def prune(
 ) -> None:
     """Delete the steps of a run that no rule keeps, or with --orphans what dead saves left; a dry run without --yes.
 
-    A step stays if any rule keeps it. The newest whole step always stays, and so do files that other steps reuse. What
-    a save under way may need is never deleted, nor a file that holdfast did not write.
+    The newest whole step always stays, and so do files that other steps reuse or that a running save may need.
     """
     _run("prune.prune", locals())

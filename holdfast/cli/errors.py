@@ -105,8 +105,8 @@ _FUNCTION = re.compile(r"\bholdfast\.(?:tools\.)?(convert|copy|repair|rescue|rec
 
 def in_options(text: str) -> str:
     """The text of an error with the options of commands in the place of Python's arguments and functions."""
-    words = _ARGUMENT.sub(lambda found: _OPTIONS[found[1]] + (" " if found[2] else ""), text)
-    return _FUNCTION.sub(lambda found: f"holdfast {found[1].replace('recover', 'rescue')}", words)
+    words = _ARGUMENT.sub(lambda match: _OPTIONS[match[1]] + (" " if match[2] else ""), text)
+    return _FUNCTION.sub(lambda match: f"holdfast {match[1].replace('recover', 'rescue')}", words)
 
 
 _SECRET = re.compile(r"://[^/]*@|[?&][^=&]*(key|secret|token|sas|sig|password)[^=&]*=", re.IGNORECASE)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 
 import typer
@@ -51,27 +51,22 @@ def _show_runs(runs: Sequence[Run]) -> None:
 
 def _show_steps(steps: Sequence[Step]) -> None:
     now = datetime.now(timezone.utc)
-    # Columns that are empty or the same for all of them are left out.
-    columns = ["step", "name", "age", "bytes"]
-    extra = {
-        "own": any(step.own != step.nbytes for step in steps),
-        "ranks": any(step.world_size for step in steps),
-        "metric": any(step.metric is not None for step in steps),
-        "run": len({step.run for step in steps if step.run}) > 1,
-        "tier": any(step.tier for step in steps),
-        "format": any(step.format != "holdfast" for step in steps),
+    # Columns that are empty or the same for all steps are left out.
+    columns: dict[str, tuple[bool, Callable[[Step], object]]] = {
+        "step": (True, lambda s: "" if s.step is None else s.step),
+        "name": (True, lambda s: s.name or s.path),
+        "age": (True, lambda s: age(s.created, now)),
+        "bytes": (True, lambda s: output.size(s.nbytes)),
+        "own": (any(s.own != s.nbytes for s in steps), lambda s: output.size(s.own)),
+        "ranks": (any(s.world_size for s in steps), lambda s: s.world_size or ""),
+        "metric": (any(s.metric is not None for s in steps), lambda s: "" if s.metric is None else f"{s.metric:.6g}"),
+        "run": (len({s.run for s in steps if s.run}) > 1, lambda s: s.run or ""),
+        "tier": (any(s.tier for s in steps), lambda s: s.tier),
+        "format": (any(s.format != "holdfast" for s in steps), lambda s: s.format),
+        "health": (True, health),
     }
-    shown = [*columns, *(name for name, there in extra.items() if there), "health"]
-    rows = []
-    for step in steps:
-        cells = {
-            "step": "" if step.step is None else step.step, "name": step.name or step.path,
-            "age": age(step.created, now), "bytes": output.size(step.nbytes), "own": output.size(step.own),
-            "ranks": step.world_size or "", "metric": "" if step.metric is None else f"{step.metric:.6g}",
-            "run": step.run or "", "tier": step.tier, "format": step.format, "health": health(step),
-        }  # fmt: skip
-        rows.append([cells[name] for name in shown])
-    output.table(shown, rows)
+    shown = {name: cell for name, (is_shown, cell) in columns.items() if is_shown}
+    output.table(tuple(shown), ([cell(step) for cell in shown.values()] for step in steps))
     for step in steps:
         if step.fault:
             output.say(f"{step.name or step.path}: {step.fault}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from shlex import quote
 
@@ -114,7 +114,7 @@ def _state(now: Standing) -> str:
     if now.state == "unknown":
         if now.fast_of is not None:
             return "the fast tier of a run, whose journal is with its root"
-        return f"steps without a journal: whether it runs is not told; the last one is{step[3:] or ' not known'}"
+        return f"steps without a journal, so it is unknown whether it runs; the last one is{step[3:] or ' not known'}"
     return f"running{step}"
 
 
@@ -153,9 +153,9 @@ def _lines(now: Standing) -> list[tuple[str, str | Text]]:
         words = f"{steps} to be uploaded" if now.backlog else "all uploaded"
         lines.append(("backlog", Text(words, "yellow" if now.backlog > 1 else "")))
     if any(now.stalls):
-        lines.append(("stalls", f"{spark(now.stalls)}  {_range([span(x) for x in _extremes(now.stalls)])}"))
+        lines.append(("stalls", f"{spark(now.stalls)}  {_range(now.stalls, span)}"))
     if any(now.rates):
-        lines.append(("rates", f"{spark(now.rates)}  {_range([_rate(x) for x in _extremes(now.rates)])}"))
+        lines.append(("rates", f"{spark(now.rates)}  {_range(now.rates, _rate)}"))
     return lines
 
 
@@ -202,13 +202,10 @@ def spark(values: Sequence[float | None]) -> str:
     )
 
 
-def _extremes(values: Sequence[float | None]) -> list[float]:
+def _range(values: Sequence[float | None], text: Callable[[float], str]) -> str:
     known = [value for value in values if value is not None]
-    return [min(known), max(known)]
-
-
-def _range(words: list[str]) -> str:
-    return words[0] if words[0] == words[1] else f"{words[0]} to {words[1]}"
+    low, high = text(min(known)), text(max(known))
+    return low if low == high else f"{low} to {high}"
 
 
 def _rate(rate: float) -> str:

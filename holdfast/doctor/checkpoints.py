@@ -64,7 +64,7 @@ def diagnose(path: str | os.PathLike[str] | Place) -> list[Finding]:
 
 
 def advice(path: str) -> str:
-    """What to do about a local ``path`` that does not open; empty if that cannot be told."""
+    """What to do about a local ``path`` that does not open; empty if that is unknown."""
     try:
         findings = [] if location(path).is_remote else diagnose(path)  # in a store looking around costs requests
     except (HoldfastError, OSError, ValueError):
@@ -169,7 +169,7 @@ def _other_runs(root: Place, steps: Sequence[Place]) -> list[Finding]:
         Steps(root, "{step}").refuse_another_run(steps[-1], among=steps)
     except Mismatch as error:
         return [Finding(NAME, "fail", str(error), f"{command('ls', root)} shows whose each step is", "mismatch")]
-    except StorageError:  # the newest one cannot be read: that was told
+    except StorageError:  # the newest one cannot be read, which is a finding already
         return []
     return []
 
@@ -208,7 +208,8 @@ def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
         return Finding(NAME, "warn", text, "wait: it is a checkpoint once its manifest.json is there", "no checkpoint")
     save = finished(place)
     if save is not None:
-        return _missing(f"{place}: all ranks finished save {save}, and nobody committed it", command("rescue", place))
+        text = f"{place}: all ranks finished save {save}, but it was never committed"
+        return _missing(text, command("rescue", place))
     text, mend = _rescue(place)
     if not text:
         text = f"a save that died before all of it was written{_absent(place, files)}; it is no checkpoint"
@@ -228,7 +229,7 @@ def _rescue(place: Place) -> tuple[str, str]:
         try:
             origin, lost = rescuable(place, like)
         except (Damaged, Mismatch, NotACheckpoint, Unsupported):
-            continue  # with a step of the run beside it more can be told
+            continue  # a step of the run beside it holds more
         except StorageError:
             if like is None:
                 raise
@@ -241,7 +242,7 @@ def _rescue(place: Place) -> tuple[str, str]:
                 return text, f"{_take_older(older)}; or, if there is a copy: {command('rescue', place)} --like COPY"
         text = "its manifest.json is missing, and its data files are whole"
         if origin == "headers":
-            text += f"; of what headers do not tell: {'; '.join(lost) or 'nothing is lost'}"
+            text += f"; what headers do not hold: {'; '.join(lost) or 'nothing'}"
         return text, command("rescue", place) + (f" --like {shlex.quote(str(like))}" if like is not None else "")
     return "", f"{_take_older(older)}; or, if there is a copy of this one: {command('rescue', place)} --like COPY"
 

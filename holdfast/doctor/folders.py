@@ -33,7 +33,7 @@ SKEW = 2.0
 
 
 def findings(folder: Place, *, write: bool = True) -> Iterator[Finding]:
-    """What is found at ``folder``, or the one above it that is there."""
+    """Check ``folder``, or the nearest folder above it that exists."""
     above = next(path for path in [folder, *folder.parents] if os.path.exists(path))  # False where we may not look
     if not above.is_dir():
         above = above.parent
@@ -47,12 +47,12 @@ def findings(folder: Place, *, write: bool = True) -> Iterator[Finding]:
 
 def _kind(folder: Place) -> Finding:
     device, kind, options = mounted(folder)
-    told = f"{kind} ({device}) for {folder}"
+    text = f"{kind} ({device}) for {folder}"
     if "ro" in options.split(","):
-        return _fail("file system", f"{told}, mounted read-only", "mount it writable, or save elsewhere")
+        return _fail("file system", f"{text}, mounted read-only", "mount it writable, or save elsewhere")
     if kind in _KINDS:
-        return Finding("file system", "warn", f"{told}: {_KINDS[kind]}", "fine for trying things out", "storage")
-    return Finding("file system", "ok", told)
+        return Finding("file system", "warn", f"{text}: {_KINDS[kind]}", "fine for trying things out", "storage")
+    return Finding("file system", "ok", text)
 
 
 def mounted(folder: Place) -> tuple[str, str, str]:
@@ -71,25 +71,25 @@ def mounted(folder: Place) -> tuple[str, str, str]:
 def _room(folder: Place) -> Finding:
     found = os.statvfs(folder)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-    told = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB"
+    text = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB"
     clear = f"holdfast prune {folder}, and the same with --orphans, list what can be deleted"
     if total and free < 0.02 * total:
-        return Finding("free space", "warn", told, clear, "storage")
+        return Finding("free space", "warn", text, clear, "storage")
     if found.f_files and found.f_favail < 1000:
-        return Finding("free space", "warn", f"{told}, but only {found.f_favail} more files", clear, "storage")
-    return Finding("free space", "ok", told)
+        return Finding("free space", "warn", f"{text}, but only {found.f_favail} more files", clear, "storage")
+    return Finding("free space", "ok", text)
 
 
 def _rights(folder: Place) -> Finding:
     found = disk.stat(folder)
-    told = f"{folder} is of user {found.st_uid}, mode {found.st_mode & 0o7777:o}, and we are user {os.geteuid()}"
+    text = f"{folder} belongs to user {found.st_uid}, mode {found.st_mode & 0o7777:o}, and you are user {os.geteuid()}"
     lacking = [
         name for name, way in (("read", os.R_OK), ("write", os.W_OK), ("enter", os.X_OK)) if not _may(folder, way)
     ]
     if lacking:
         mend = f"as its owner: chmod u+rwx {folder}, or chown {os.geteuid()} {folder}"
-        return _fail("rights", f"{told}: it may not {', '.join(lacking)}", mend)
-    return Finding("rights", "ok", told)
+        return _fail("rights", f"{text}: you may not {', '.join(lacking)}", mend)
+    return Finding("rights", "ok", text)
 
 
 def _may(folder: Place, way: int) -> bool:
@@ -101,7 +101,7 @@ def _fail(name: str, text: str, mend: str) -> Finding:
 
 
 def _tried(folder: Place) -> Iterator[Finding]:
-    """What a file system can do is known once it was tried."""
+    """Try what the file system can do, in a folder of our own."""
     work = folder / f".holdfast-doctor-{secrets.token_hex(4)}"
     try:
         disk.make_folder(work)
@@ -131,15 +131,15 @@ def _each(work: Place) -> Iterator[Finding]:
     yield Finding("writing", "ok", "a file can be made, written and synced")
     skew = disk.stat(file).st_mtime - time.time()
     if abs(skew) > SKEW + (time.time() - began):
-        told = f"files get times {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine's clock"
-        yield Finding("clock", "warn", told, "synchronise both clocks (chronyc makestep, ntpd)", "storage")
+        text = f"files get times {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine's clock"
+        yield Finding("clock", "warn", text, "synchronise both clocks (chronyc makestep, ntpd)", "storage")
     else:
         yield Finding("clock", "ok", "files get this machine's time")
     slower = "saves and loads go through the page cache: slower, and it pushes other files out of memory"
     yield _ability("direct I/O", lambda: _directly(file), slower)
-    yield _ability("reserving space", lambda: _reserve(file), "a full disk is found late, while a save is written")
-    yield _ability("hard links", lambda: disk.link(file, work / "link"), "incremental saves cite what they could link")
-    yield _ability("locks", lambda: _lock(file), "saves under way cannot be told from dead ones: one writer at a time")
+    yield _ability("reserving space", lambda: _reserve(file), "a full disk is noticed late, during a save")
+    yield _ability("hard links", lambda: disk.link(file, work / "link"), "incremental saves cite files instead")
+    yield _ability("locks", lambda: _lock(file), "running saves look like dead ones: let one job write here at a time")
     yield _ability("new names only", lambda: _rename(file, work / "other"), "commits take a slower way that is as safe")
 
 

@@ -19,7 +19,7 @@ import torch
 from holdfast.doctor.finding import Finding
 from holdfast.ondisk.version import __version__
 
-OLDEST_TORCH = (2, 7)
+OLDEST_TORCH = (2, 10)
 FILES_WANTED = 4096
 SHM_WANTED = 64 << 20
 
@@ -46,16 +46,16 @@ def findings() -> Iterator[Finding]:
 
 
 def _python() -> Finding:
-    told = f"{platform.python_version()} on {platform.system()} {platform.release()}"
+    text = f"{platform.python_version()} on {platform.system()} {platform.release()}"
     if sys.platform != "linux":
-        return Finding("python", "fail", told, "holdfast runs on Linux only")
-    return Finding("python", "ok", told)
+        return Finding("python", "fail", text, "holdfast runs on Linux only")
+    return Finding("python", "ok", text)
 
 
 def _torch() -> Finding:
     found = str(torch.__version__)
     if tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit()) < OLDEST_TORCH:
-        return Finding("torch", "fail", f"{found} is too old", 'pip install --upgrade "torch>=2.7"')
+        return Finding("torch", "fail", f"{found} is too old", 'pip install --upgrade "torch>=2.10"')
     return Finding("torch", "ok", found)
 
 
@@ -83,34 +83,34 @@ def _device() -> Finding:
 def _memory() -> Finding:
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
-    told = f"{_size(total)}, {_size(free)} free; a background save takes as much as a rank writes"
+    text = f"{_size(total)}, {_size(free)} free; a background save takes as much as a rank writes"
     limit = _cgroup_limit()
-    return Finding("memory", "ok", told if limit is None or limit > total else f"{told}; limited to {_size(limit)}")
+    return Finding("memory", "ok", text if limit is None or limit > total else f"{text}; limited to {_size(limit)}")
 
 
 def _cgroup_limit() -> int | None:
     try:
-        told = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:  # another kind of control groups, or none
         return None
-    return int(told) if told.isdigit() else None
+    return int(text) if text.isdigit() else None
 
 
 def _locked() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    told = "no limit" if soft == resource.RLIM_INFINITY else _size(soft)
+    text = "no limit" if soft == resource.RLIM_INFINITY else _size(soft)
     if torch.cuda.is_available() and 0 <= soft < 64 << 20:
         mend = "ulimit -l unlimited, or docker run --ulimit memlock=-1: staging memory is pinned"
-        return Finding("locked memory", "warn", told, mend)
-    return Finding("locked memory", "ok", told)
+        return Finding("locked memory", "warn", text, mend)
+    return Finding("locked memory", "ok", text)
 
 
 def _huge_pages() -> Finding:
     try:
-        told = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
-        return Finding("huge pages", "ok", "not told by this system")
-    chosen = told.partition("[")[2].partition("]")[0]
+        return Finding("huge pages", "ok", "unknown on this system")
+    chosen = text.partition("[")[2].partition("]")[0]
     if chosen == "never":
         mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: copies into staging memory get quicker"
         return Finding("huge pages", "warn", "never", mend)
@@ -121,12 +121,12 @@ def _shared() -> Finding:
     try:
         found = os.statvfs("/dev/shm")
     except OSError as error:
-        return Finding("/dev/shm", "warn", str(error), "mount it: ranks of one machine pass on what they read by it")
+        return Finding("/dev/shm", "warn", str(error), "mount it: ranks of one machine share what they read through it")
     free = found.f_bavail * found.f_frsize
-    told = f"{_size(found.f_blocks * found.f_frsize)}, {_size(free)} free"
+    text = f"{_size(found.f_blocks * found.f_frsize)}, {_size(free)} free"
     if free < SHM_WANTED:
-        return Finding("/dev/shm", "warn", told, "docker run --shm-size=8g; DataLoader workers need it too")
-    return Finding("/dev/shm", "ok", told)
+        return Finding("/dev/shm", "warn", text, "docker run --shm-size=8g; DataLoader workers need it too")
+    return Finding("/dev/shm", "ok", text)
 
 
 def _files() -> Finding:

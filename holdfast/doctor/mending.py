@@ -25,8 +25,8 @@ def not_by_headers(path: str) -> str:
             if gone := lacking(place, older[-1]):
                 return f"{place} is not all there: {gone}. Name a copy of it with --like"
             if fits(place, older[-1]):
-                reason = f"{place} can be made from its headers, which tell no values (steps, settings), tied names or"
-                return f"{reason} lists; {older[-1]} tells them. Name it with --like"
+                reason = f"{place} can be made from its headers, which hold no values (steps, settings), tied names or"
+                return f"{reason} lists; {older[-1]} holds them. Name it with --like"
     except (HoldfastError, OSError, ValueError):  # rescuing it says what is wrong
         return ""
     return ""
@@ -100,7 +100,7 @@ def lacking(place: Place, like: Place) -> str:
         gone = [line.removesuffix(IN_NO_FILE) for line in lines]
         more = f" and {len(gone) - 1} more tensors" if len(gone) > 1 else ""
         return f"{gone[0]}{more}, which {like.name} has, stand in none of its files" if gone else ""
-    except (Mismatch, NotACheckpoint, StorageError, Unsupported):  # it tells nothing: of another model, say
+    except (Mismatch, NotACheckpoint, StorageError, Unsupported):  # it does not help: another model, for example
         return ""
     return ""
 

@@ -29,7 +29,7 @@ _PUBLIC = {"gs": "https://storage.googleapis.com", "s3": "https://s3.amazonaws.c
 
 
 def findings(place: StorePlace, *, write: bool = True) -> Iterator[Finding]:
-    """What is found at ``place``; what follows on a failure is not tried."""
+    """Check ``place``, and stop at the first failure."""
     spec = _spec_of(place)
     scheme, options = str(spec.get("scheme", "")), spec.get("options", {})
     endpoint = str(options.get("endpoint_url") or _PUBLIC.get(scheme, ""))
@@ -69,11 +69,11 @@ def _credentials(scheme: str, options: Mapping[str, Any]) -> Finding:
 def _clock(endpoint: str) -> Finding:
     ahead = clock_ahead(endpoint)
     if ahead is None:
-        told = f"{endpoint} tells no time, or cannot be reached"
-        return Finding("clock", "warn", told, "check the endpoint, and this machine's network", "storage")
+        text = f"{endpoint} sends no time, or cannot be reached"
+        return Finding("clock", "warn", text, "check the endpoint, and this machine's network", "storage")
     if abs(ahead) > SKEW:
-        told = f"this machine is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {endpoint}"
-        return Finding("clock", "fail", told, "set this machine's clock (chronyc makestep, ntpd)", "storage")
+        text = f"this machine is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} {endpoint}"
+        return Finding("clock", "fail", text, "set this machine's clock (chronyc makestep, ntpd)", "storage")
     return Finding("clock", "ok", f"within {max(abs(ahead), 1):.0f} s of {endpoint}")
 
 
@@ -81,7 +81,7 @@ def _verb(name: str, do: Callable[[], object]) -> Finding:
     try:
         do()
     except OSError as error:
-        # What a store refuses is told with what to do about it, behind a semicolon or a full stop.
+        # The error itself says what to do, behind a semicolon or a full stop.
         return Finding(name, "fail", str(error), "docs/stores.md lists the rights that are needed", "storage")
     return Finding(name, "ok", "works")
 
@@ -103,15 +103,15 @@ def _tried(place: StorePlace) -> Iterator[Finding]:
 
 def _same(found: bytes, written: bytes) -> None:
     if found != written:
-        raise OSError("what was written is not what is read")
+        raise OSError("the store returns other bytes than were written")
 
 
 def _condition(place: StorePlace) -> Finding:
     honoured: list[bool] = []
     tried = _verb("conditional writes", lambda: honoured.append(honours_conditions(place.store, place.key)))
     if tried.verdict == "ok" and not honoured[0]:
-        told = "this store writes over what is there: commits use claims instead, which take some seconds"
+        text = "this store overwrites files that exist: commits use claims instead, which take some seconds"
         return Finding(
-            "conditional writes", "warn", told, "let one run alone write to a folder; docs/stores.md", "storage"
+            "conditional writes", "warn", text, "let one run alone write to a folder; docs/stores.md", "storage"
         )
     return tried

@@ -158,7 +158,7 @@ def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
         return None
     blank = Step(name, str(path), tier, manifest.FORMAT, "unreadable", step=_number_of(path.name))
     try:
-        # Checked first: reading would look for what is there instead, for an error that nobody sees.
+        # Checked first: reading would look for what is there instead, for an error that is not shown.
         if not path.is_remote and (path / manifest.FILE_NAME).size() is None:
             return _uncommitted(path, blank)
         record = read_manifest(path)
@@ -216,14 +216,14 @@ def _uncommitted(path: Place, blank: Step) -> Step | None:
         if finished(path) is not None:
             return replace(step, health="pending", fault=_FINISHED.format(path=shlex.quote(str(path))))
         if written:
-            return replace(step, health="writing", fault="too young to tell whether anybody still writes it")
+            return replace(step, health="writing", fault="too young to know whether a process still writes it")
         return replace(step, health="unfinished", fault=_DEAD)
     except StorageError as error:
         return replace(blank, fault=str(error))
 
 
 _FINISHED = "all its ranks had finished: holdfast rescue {path} commits it"
-_DEAD = "it never committed, or its manifest was deleted: holdfast doctor tells; the run's next start sweeps it"
+_DEAD = "it never committed, or its manifest was deleted: holdfast doctor says which; the run's next start deletes it"
 
 
 def _or_lent(path: Place, step: Step, citations: Reuses | None = None) -> Step:

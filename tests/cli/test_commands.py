@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import typer
 
 from holdfast.cli import app as application
 from holdfast.cli import commands
@@ -35,10 +35,16 @@ def test_a_command_passes_on_what_its_function_takes(verb: str, monkeypatch: pyt
     module, _, name = called[0].partition(".")
 
     def kinds(function: Any) -> dict[str, str]:
-        return {one.name: one.annotation for one in inspect.signature(function).parameters.values()}
+        return {name: str(kind) for name, kind in get_type_hints(function).items()}
 
     assert name == verb
     assert kinds(getattr(import_module(f"holdfast.cli.{module}"), name)) == kinds(getattr(commands, verb))
+
+
+def test_no_help_is_taken_for_markup() -> None:
+    program: Any = typer.main.get_command(application.app)
+    texts = [one.help for verb in VERBS for one in program.commands[verb].params if getattr(one, "help", None)]
+    assert len(texts) > 50 and not [text for text in texts if "[" in text]
 
 
 LIGHT = {"", "errors", "ondisk", "ondisk.version", "storage", "storage.local", "storage.local.disk"}

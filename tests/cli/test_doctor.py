@@ -216,7 +216,7 @@ def test_what_may_not_be_read_is_told_with_what_to_do(steps: Path, run: Run) -> 
         first.chmod(0)
         try:
             code, out, _ = run("doctor", first / "model")
-            assert code == Code.STORAGE and "chmod" in out and "it may not read" in out
+            assert code == Code.STORAGE and "chmod" in out and "you may not read" in out
             with pytest.raises(holdfast.errors.StorageError, match="no permission"):
                 holdfast.open(first)
         finally:

@@ -77,7 +77,7 @@ def test_ls_says_what_is_wrong(run: Any, saved: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "step-3" / "manifest.json").unlink()
     flip(next((tmp_path / "run" / "step-4" / "model").iterdir()), 100)
     code, out, _ = run("ls", tmp_path / "run")
-    assert code == Code.FINE and "unfinished" in out and "whole" in out and "holdfast doctor tells" in out
+    assert code == Code.FINE and "unfinished" in out and "whole" in out and "holdfast doctor says" in out
     assert "damaged" in run("ls", tmp_path / "run", "--headers")[1]
 
 
@@ -284,6 +284,9 @@ def test_a_url(run: Any, moto: Server, saved: Path, monkeypatch: pytest.MonkeyPa
     url = f"s3://{bucket}/run"
     told = json.loads(run("ls", url, "--headers", "--json")[1])
     assert [(s["name"], s["health"]) for s in told["checkpoints"]] == [("step-3", "whole"), ("step-4", "whole")]
+    told = json.loads(run("ls", f"s3://{bucket}", "--json")[1])["runs"]
+    assert [(one["name"], one["steps"], one["newest"]["step"]) for one in told] == [("run", 2, 4)]
+    assert run("verify", url)[1].splitlines()[-1] == "2 of 2 steps are whole"
     assert run("diff", saved / "step-3", f"{url}/step-3")[0] == Code.FINE
     assert run("diff", f"{url}/step-3", f"{url}/step-4")[0] == Code.DIFFERENT
     for word, *options in (("show", "--stats"), ("show", "--sizes"), ("show", "--ranks", "2")):
