@@ -1,7 +1,7 @@
 """Drop-in for `torch.distributed.checkpoint`: its signatures over holdfast's format, and its storage interfaces.
 
-Programs change one line, `import torch.distributed.checkpoint as dcp` to `import holdfast.dcp as dcp`; programs that
-need torch's own engine give it `Writer` and `Reader`. Never reads a pickle.
+Change `import torch.distributed.checkpoint as dcp` to `import holdfast.dcp as dcp`. To keep torch's own engine, give it
+`Writer` and `Reader`.
 """
 
 from torch.distributed.checkpoint import (
@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from holdfast.dcp import format_utils
-from holdfast.dcp.loading import load
-from holdfast.dcp.optimizer import load_sharded_optimizer_state_dict
+from holdfast.dcp.loading import load, load_sharded_optimizer_state_dict
 from holdfast.dcp.reader import Reader
 from holdfast.dcp.saving import async_save, save
 from holdfast.dcp.writer import Writer

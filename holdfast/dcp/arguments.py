@@ -1,7 +1,4 @@
-"""What torch's arguments mean here, and which of them cannot be honoured.
-
-Called first by `save`, `async_save` and `load`. Refuses before anything is done; never ignores what changes a result.
-"""
+"""What torch's arguments mean here, and which of them are refused: `save`, `async_save` and `load` ask first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""holdfast's errors as torch's programs catch them: each is a CheckpointException as well.
-
-`save`, `async_save` and `load` raise through it. Never changes what an error says, but for torch's words put before it.
-"""
+"""holdfast's errors as torch's programs catch them: each is a CheckpointException as well."""
 
 from __future__ import annotations
 

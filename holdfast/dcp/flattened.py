@@ -1,7 +1,4 @@
-"""torch's flattened keys and holdfast's names: a checkpoint as the Metadata that torch's planners understand.
-
-`save` returns one, `Reader` plans by one. Reads nothing but the manifest until a value is asked for.
-"""
+"""A checkpoint in torch's words: flattened keys, the Metadata that planners understand, and the `.metadata` hint."""
 
 from __future__ import annotations
 
@@ -23,12 +20,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast.checkpoint import Checkpoint
+from holdfast.commit.folder import HINT, HINT_BEGINS
 from holdfast.dcp.opening import as_torch_has_it, taken_apart
 from holdfast.errors import Mismatch, Unsupported
+from holdfast.events import log
+from holdfast.export.dcp import Table
 from holdfast.ondisk import dtypes, names
+from holdfast.ondisk.box import Box
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import mapped
+from holdfast.ondisk.manifest import Manifest
 from holdfast.read.nested import nest
+from holdfast.storage.place import Place
 
 VERSION = "1.0.0"
 """Of torch's metadata, as torch writes it since 2.9."""
@@ -88,7 +91,7 @@ class Description(Metadata):
 
 
 def name_of(path: tuple[str | int, ...]) -> str:
-    """The name of what torch found at a path of keys. Raises Unsupported for a key that cannot name a section."""
+    """The name of what lies at a path of keys. Raises Unsupported for a key that cannot name a section."""
     keys = [str(key) for key in path]
     if keys[0] in ("", "manifest.json"):
         raise Unsupported(f"the state has the key {keys[0]!r} at the top, which cannot name a section; rename it")
@@ -150,3 +153,33 @@ def _tensor_metadata(record: TensorRecord) -> TensorStorageMetadata:
     chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box, _ in record.boxes()]
     properties = TensorProperties(dtype=dtypes.torch_dtype(record.dtype))
     return TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+
+
+_WHERE = "no file of torch.distributed.checkpoint: load this checkpoint with holdfast.dcp.load or holdfast.load"
+"""The file that torch's reader would open for anything: its error says what is to be done."""
+
+
+def leave_hint(folder: Place, record: Manifest) -> None:
+    """Write the hint beside a committed checkpoint. What goes wrong is logged: the checkpoint is there without it."""
+    try:
+        data = HINT_BEGINS + _metadata(folder, record)
+        (folder / HINT).replace_small(data, f".manifest.{HINT}.{record.save}.tmp")
+    except Exception as error:  # noqa: BLE001 - the save is committed, and must not fail
+        log.warning("%s is committed, but programs that look for %s do not see it: %s", folder, HINT, error)
+
+
+def _metadata(folder: Place, record: Manifest) -> bytes:
+    checkpoint = Checkpoint(folder)
+    vars(checkpoint)["manifest"] = record
+    described = describe(checkpoint).metadata
+    table = Table(_WHERE)
+    for key, known in described.state_dict_metadata.items():
+        path, boxes = described.planner_data[key], []
+        if isinstance(known, TensorStorageMetadata):
+            boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in known.chunks]
+            table.tensor(path, dtypes.name_of(known.properties.dtype), known.size, boxes)
+        else:
+            table.value(path)
+        table.nowhere(path, boxes, _WHERE)
+    known_by = storage_meta(checkpoint)
+    return table.metadata({"checkpoint_id": str(known_by.checkpoint_id), "save_id": known_by.save_id})

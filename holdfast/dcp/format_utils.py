@@ -1,7 +1,4 @@
-"""torch's conversions to and from one `torch.save` file, where the folder may be a checkpoint of holdfast.
-
-Programs call them. Never unpickles what lies in a folder, and leaves no half of a file.
-"""
+"""torch's conversions to and from one `torch.save` file, where the folder may be a checkpoint of holdfast."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import (
 
 from holdfast.dcp.failures import as_torch_raises
 from holdfast.dcp.opening import open_by_key
-from holdfast.export import torch_image
+from holdfast.export import torch_file
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.naming import naming
@@ -38,5 +35,5 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
         path.parent.sync_folder()
 
     with as_torch_raises():
-        image = torch_image.copied(open_by_key(dcp_checkpoint_dir).state_dict())
-        torch_image.write(image, path, {}, name)
+        image = torch_file.copied(open_by_key(dcp_checkpoint_dir).state_dict())
+        torch_file.write(image, path, {}, name)

@@ -1,8 +1,4 @@
-"""Hugging Face's form of a torchtitan model, read and written as torchtitan does it.
-
-`trainers.titan` calls it for `initial_load_in_hf` and `last_save_in_hf`. The model's own adapter gives the names,
-torch's Hugging Face reader and writer the files. Never makes a checkpoint of holdfast's format.
-"""
+"""Hugging Face's form of a torchtitan model, read and written as torchtitan does it; `trainers.titan` calls it."""
 
 from __future__ import annotations
 

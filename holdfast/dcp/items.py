@@ -1,7 +1,4 @@
-"""The items of a torch plan in holdfast's words: pieces of tensors, values as values.
-
-`Writer` calls `gather` on every rank and `joined` on the first. Never writes a file.
-"""
+"""The items of a torch plan in holdfast's words: pieces of tensors, and values as values."""
 
 from __future__ import annotations
 

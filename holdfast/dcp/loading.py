@@ -1,8 +1,4 @@
-"""The story of `dcp.load`: torch's manners over `holdfast.load`'s work.
-
-Programs call `load`. In place and lenient as torch is: what only the checkpoint has is left alone. Never changes a
-tensor before every rank knows that everything fits.
-"""
+"""`dcp.load`: torch's signature over `holdfast.load`, in place and as lenient as torch is."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict as _with_their_reader
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -181,3 +178,15 @@ def _judge(fits: list[_Fit]) -> Choice:
             "(planner=DefaultLoadPlanner(allow_partial_load=True) leaves them as they are):" + listed(missing, _SHOWN)
         )
     raise Mismatch("\n".join(text))
+
+
+def load_sharded_optimizer_state_dict(
+    model_state_dict: dict[str, Any], optimizer_key: str, storage_reader: StorageReader,
+    planner: LoadPlanner | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """As torch's function of this name. Of torch's own readers the path is taken, and read by a `Reader`."""
+    if not stores_itself(storage_reader):
+        path, verify = origin(None, storage_reader)
+        storage_reader = Reader(path, verify=verify)
+    loaded: dict[str, Any] = _with_their_reader(model_state_dict, optimizer_key, storage_reader, planner)
+    return loaded

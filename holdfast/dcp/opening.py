@@ -1,7 +1,4 @@
-"""A checkpoint by the keys that torch's programs know: ours as it is, torch's own folders by torch's own keys.
-
-`load` and `Reader` open with it. Never unpickles what torch has pickled: the foreign room reads it.
-"""
+"""A checkpoint by the keys that torch's programs know: ours as it is, torch's own folders by torch's own keys."""
 
 from __future__ import annotations
 

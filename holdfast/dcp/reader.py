@@ -1,8 +1,4 @@
-"""holdfast's format, and whatever else holdfast reads, under torch's own load: a StorageReader.
-
-`torch.distributed.checkpoint.load(…, storage_reader=Reader(path))` calls it. Never reads a byte that the plan does not
-want, and never unpickles anything that lay on a disk.
-"""
+"""A StorageReader: holdfast's format, and whatever else holdfast reads, under torch's own load."""
 
 from __future__ import annotations
 

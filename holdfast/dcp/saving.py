@@ -1,7 +1,4 @@
-"""`dcp.save` and `dcp.async_save`: torch's signatures over holdfast's saves.
-
-Programs call them. Never commits half of a checkpoint, and never lets training change what is not copied yet.
-"""
+"""`dcp.save` and `dcp.async_save`: torch's signatures over holdfast's saves."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ from holdfast.dcp.arguments import (
     stores_itself,
 )
 from holdfast.dcp.failures import as_torch_has_it, as_torch_raises
-from holdfast.dcp.flattened import Description, torch_id
-from holdfast.dcp.hint import leave_hint
+from holdfast.dcp.flattened import Description, leave_hint, torch_id
 from holdfast.dcp.states import state_to_save
 from holdfast.dcp.writer import Writer
 from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of

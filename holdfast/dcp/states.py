@@ -1,7 +1,4 @@
-"""torch's nested state dicts as holdfast's states: on the way out plain, on the way in with a place for each value.
-
-`save` calls `state_to_save`, `load` makes a `Target`. Never moves a byte.
-"""
+"""torch's nested state dicts as holdfast's states: plain on the way out, with a place for each value on the way in."""
 
 from __future__ import annotations
 

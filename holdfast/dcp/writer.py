@@ -1,8 +1,4 @@
-"""holdfast's format under torch's own save: a StorageWriter for its engine, planners, stagers and cached plans.
-
-`torch.distributed.checkpoint.save(…, storage_writer=Writer(path))` calls it. Never writes a pickle, and never creates
-a manifest before every tensor is proved to be whole.
-"""
+"""A StorageWriter: holdfast's format under torch's own save, for its engine, planners, stagers and cached plans."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ from holdfast.commit import folder
 from holdfast.commit.commit import commit
 from holdfast.commit.draft import Identity, complete, draft
 from holdfast.dcp.failures import in_torchs_words
-from holdfast.dcp.flattened import VERSION, torch_id
-from holdfast.dcp.hint import leave_hint
+from holdfast.dcp.flattened import VERSION, leave_hint, torch_id
 from holdfast.dcp.items import RankItems, containers, gather, joined
 from holdfast.dcp.opening import as_torch_has_it, may_be_a_path
 from holdfast.errors import Damaged, HoldfastError, Mismatch, StorageError, Unsupported
@@ -198,9 +193,6 @@ def _write(files: list[DataFile], target: Place, save: str, rank: int) -> list[F
 def _size_of(item: WriteItem) -> int:
     data = item.tensor_data
     return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-# What the first rank proves
 
 
 def _check_keys(metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -1,7 +1,6 @@
-"""Carries out a draft: copies units from the source to the files of the target through windows, in a few threads.
+"""Copies the units of a draft from the source to the files of the target, through windows, in a few threads.
 
-`convert` calls `copy_units` on every rank and `finish` on the first. Memory stays bounded whatever the size; a unit is
-noted as done only once its bytes are durable.
+Memory stays bounded. A unit is noted as done only once its bytes are durable.
 """
 
 from __future__ import annotations

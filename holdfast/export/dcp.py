@@ -1,7 +1,6 @@
 """The format of torch.distributed.checkpoint: files of small torch archives, and `.metadata`, which says where each is.
 
-`convert` calls `draft` for ``to="dcp"``. Large tensors are cut into rows, since its reader takes in a whole chunk for
-any part of one. Writes the names of torch's classes, and imports none of them.
+Large tensors are cut into rows, since torch's reader reads a whole chunk for any part of one.
 """
 
 from __future__ import annotations

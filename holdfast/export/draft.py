@@ -1,8 +1,4 @@
-"""A draft: the files of a target before a byte is copied, and how they are cut into units of work.
-
-The exporters make drafts, `copy` carries them out. Pure, and the same on every rank: what is a unit, and in which bytes
-it ends, depends on nothing but the source and what is made of it.
-"""
+"""A draft: the files of a target before a byte is copied, cut into units of work in the same way on all ranks."""
 
 from __future__ import annotations
 

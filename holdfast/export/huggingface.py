@@ -1,8 +1,4 @@
-"""Hugging Face's format: safetensors files of bounded size, an index, and the model's own small files beside them.
-
-`convert` calls `section_of`, `bare` and `draft` for ``to="huggingface"``. Takes the tensors of one model: what else a
-state holds has no place there, and `convert` says so.
-"""
+"""Hugging Face's format: safetensors files of bounded size, an index, and the model's own small files beside them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Our own format: whole tensors in few data files, summed by blocks, and a manifest.
 
-`convert` calls `draft` for ``to="holdfast"``. Never makes up an id or a time: they come from the source, which so gives
-the same bytes whenever, and on however many ranks, it is converted.
+Ids and times come from the source, so that converting it again gives the same bytes on any number of ranks.
 """
 
 from __future__ import annotations

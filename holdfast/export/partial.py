@@ -1,8 +1,4 @@
-"""Where a target is written until it is complete: a folder beside it, with a journal of what is done.
-
-`convert` begins, ends and resumes here. The target's name appears only when all of it is durable, and only what was
-written here is ever deleted.
-"""
+"""Where a target is written until it is complete: a folder beside it, with a journal of what is done."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Writes pickles: the few instructions of protocol 2 for containers, numbers, and what torch makes of them.
-
-The exporters for torch's own formats build trees of these nodes. Never reads a pickle, and never looks at an object's
-class to find out how it wants to be pickled: the same tree is the same bytes on every machine.
-"""
+"""Writes pickles: the few instructions of protocol 2 for containers, numbers, and torch's tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is to be converted: the tensors and values that were asked for, and the names and dtypes that they get.
-
-`convert` selects, the exporters lay out what was selected. Pure: looks at a checkpoint's manifest, never at its bytes.
-"""
+"""What is to be converted: the tensors and values that were asked for, and the names and dtypes that they get."""
 
 from __future__ import annotations
 

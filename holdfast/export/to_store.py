@@ -1,7 +1,4 @@
-"""A target in a store: it is written on local disk, and uploaded when it is complete.
-
-`convert` calls these around a conversion to a local folder. The file that makes a target a checkpoint is uploaded last.
-"""
+"""A target in a store: it is written on local disk, and uploaded when it is complete."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One conversion under way on one rank: open, select, lay out, copy this rank's share; the first rank ends it.
-
-`convert` runs it through. Never holds more than a few windows of a state, and shows nothing that is not whole.
-"""
+"""One conversion under way on one rank: open, select, lay out, copy this rank's share; the first rank ends it."""
 
 from __future__ import annotations
 
@@ -103,11 +100,6 @@ class Note(msgspec.Struct, array_like=True):
     rows: list[Row]
 
 
-def _real(path: Place) -> str:
-    """A path by which the same place is known, whatever links lead to it."""
-    return str(path.real())
-
-
 class ConvertWork:
     """One conversion on one rank: `plan`, `begin` on the first rank, `copy`, `finish` on the first rank."""
 
@@ -125,7 +117,7 @@ class ConvertWork:
         source, target = self._source, self.converted.path
         self.checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         at = self.checkpoint.path
-        if f"{_real(at)}/".startswith(f"{_real(target)}/"):
+        if f"{at.real()}/".startswith(f"{target.real()}/"):
             raise Mismatch(f"the target {target} is the source, or around it; choose another path")
         with no_collection():
             selection = self._select()

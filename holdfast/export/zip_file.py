@@ -1,7 +1,6 @@
 """The zip archives that `torch.save` makes: members stored as they are, each beginning at an aligned byte.
 
-The exporters for torch's own formats lay tensors out with these. Touches no file: where a member lies is known before
-its bytes are, and its sum goes behind it, so that headers never wait for data.
+Where a member lies is known before its bytes are, and its sum goes behind it, so that headers never wait for data.
 """
 
 from __future__ import annotations
@@ -123,9 +122,6 @@ def _flags(m: Member) -> int:
 
 def _long_sizes(nbytes: int) -> bytes:
     return struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if nbytes >= _FAR else b""
-
-
-# Sums of parts, joined. CRC-32 is linear over bits: zero bytes after a text multiply its sum by a fixed matrix.
 
 
 def joined(parts: Iterable[tuple[int, int]]) -> int:

@@ -1,7 +1,6 @@
 """Where in its data a loader is that accelerate has prepared, and which random numbers went into its batches.
 
-The integrations of Trainer and Accelerate use it: such loaders read one batch ahead of the training, which a resumed
-run has to account for. Never changes the order of a sampler.
+Such loaders read one batch ahead of the training. A resumed run has to account for that batch.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class Position:
         self._resume: dict[str, Any] | None = None
         if not self._streams and loader.batch_sampler is not None:
             _pass_through(loader.batch_sampler, self._batches)
-        # accelerate asks the loader inside for an iterator by this name, so what is set on the object is found.
+        # accelerate gets the inner loader's iterator by this attribute, so it may be set on the object.
         loader.base_dataloader.__iter__ = self._begin
 
     @classmethod

@@ -1,7 +1,6 @@
 """DeepSpeed: the state of an engine, ZeRO 0 to 3, as named tensors in shards.
 
-Training code puts what `engine_state` returns into its state, beside a manager. Never gathers a partition, never calls
-DeepSpeed's own checkpoints, and never makes a step.
+Put what `engine_state` returns into your state. It never gathers a partition.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Gradients as a part of the state, for saves in the middle of an accumulation.
-
-Training code puts a `Gradients` into its state; nothing else needs it. Never touches a parameter's value, and never
-gathers a sharded gradient.
-"""
+"""Gradients as a part of the state, for saves in the middle of an accumulation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""holdfast in the Hugging Face Trainer: a callback that takes the place of Trainer's own checkpoints.
-
-Users make a `HoldfastCallback` and attach it to their Trainer. Never writes or reads one of Trainer's checkpoints,
-and leaves to Trainer what it does well: telling from its state which batches come next.
-"""
+"""The Hugging Face Trainer: `HoldfastCallback` saves and restores in the place of Trainer's own checkpoints."""
 
 from __future__ import annotations
 
@@ -41,8 +37,7 @@ try:
         nothing_deleted_by,
         retention,
     )
-    from holdfast.trainers.huggingface_hooks import HOOKED, Hooks, hook
-    from holdfast.trainers.huggingface_progress import Progress, states_of_callbacks
+    from holdfast.trainers.huggingface_hooks import HOOKED, Hooks, Progress, hook, states_of_callbacks
     from holdfast.trainers.huggingface_push import Pushes, refuse_to_push_steps
 except ImportError as error:
     raise ImportError('holdfast.trainers.huggingface needs transformers: pip install "transformers[torch]"') from error
@@ -88,8 +83,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         self._draws = Draws()
         self._progress = Progress(self._draws)
 
-    # Attaching
-
     def attach(self, trainer: Any) -> HoldfastCallback:
         """Take over the checkpoints of ``trainer``, a `transformers.Trainer`; returns the callback.
 
@@ -128,8 +121,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             restore_rng=self._restore_rng, began=self._began, load_best=self._load_best,
         )  # fmt: skip
 
-    # Going on
-
     def _train(self, train: Callable[..., Any], asked: Any) -> Any:
         self.should_stop, self.restored, self._rng, self._source, self._best = False, None, None, None, None
         kept = retention(self._trainer.args, self._options)
@@ -148,8 +139,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
                 try:
                     return train(resume_from_checkpoint=self._folder)
                 except _OlderStep as other:
-                    log.warning("training goes on from step %s, as the one after it cannot be read", other.found.step)
-                    loaded = other.found
+                    log.warning("training goes on from step %s, as the one after it cannot be read", other.loaded.step)
+                    loaded = other.loaded
 
     def _manager_that(self, kept: Retention) -> CheckpointManager:
         """Made when training begins: the group of ranks exists once Trainer has made it."""
@@ -242,8 +233,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             raise ValueError(f"also={{{taken[0]!r}: …}} has a name that the state of a Trainer has already")
         return {**state, **self._also}
 
-    # Saving
-
     def _finished(self) -> None:
         """A step, or an epoch, is done: it was logged and evaluated."""
         trainer, manager = self._trainer, self.manager
@@ -292,8 +281,6 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             places = [root / places[0].name for root in reversed(self._roots)]
         load_best(self._trainer.model, places, otherwise, self._options)
 
-    # Trainer's events
-
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Trainer has just set these to zero."""
         if self.manager is None:
@@ -329,4 +316,4 @@ class _OlderStep(Exception):
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__(f"step {loaded.step} was restored in place of a newer one that cannot be read")
-        self.found = loaded
+        self.loaded = loaded

@@ -1,7 +1,4 @@
-"""The best step of a Trainer: how long it is kept, and how it comes back into the model at the end of training.
-
-`HoldfastCallback` calls it. Trainer itself says which step is the best; nothing here compares evaluations.
-"""
+"""The best step of a Trainer: how long it is kept, and how it is loaded into the model at the end of training."""
 
 from __future__ import annotations
 

@@ -1,16 +1,18 @@
-"""The methods of a Trainer that `HoldfastCallback` replaces: a callback alone can neither load nor see enough.
-
-The callback gives what is to be done as `Hooks`. Nothing here saves or loads.
-"""
+"""The methods of a Trainer that `HoldfastCallback` replaces, and what Trainer itself counts, as a part of the state."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from transformers.trainer_callback import ExportableState
+
 from holdfast.errors import Unsupported
+from holdfast.trainers.batches import Draws
 
 HOOKED = (
     "_maybe_log_save_evaluate", "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
@@ -78,3 +80,48 @@ def hook(trainer: Any, hooks: Hooks) -> None:
     unless_ours("_load_rng_state", hooks.restore_rng)
     if hasattr(trainer, "_init_training_state"):
         trainer._init_training_state = beginning(trainer._init_training_state)
+
+
+_OF_ITS_RANK = ("is_local_process_zero", "is_world_process_zero")
+
+
+class Progress:
+    """In plain values. The long log of `TrainerState` comes from the first rank alone."""
+
+    def __init__(self, draws: Draws) -> None:
+        self.trainer: Any = None
+        self.taken: dict[str, Any] = {}
+        self._draws = draws
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self.trainer
+        state: dict[str, Any] = {"state": "", "draws": self._draws.state_dict(), "flos": float(trainer.current_flos)}
+        if trainer.is_world_process_zero():
+            fields = {**dataclasses.asdict(trainer.state), "stateful_callbacks": states_of_callbacks(trainer)}
+            state["state"] = json.dumps({key: value for key, value in fields.items() if key not in _OF_ITS_RANK})
+        if hasattr(trainer, "_tr_loss"):
+            state["loss"] = trainer._tr_loss.detach()
+            state["logged"] = trainer._globalstep_last_logged
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state
+
+    def hand_back(self) -> None:
+        """What was summed up since the last line of the log, so that the next line is what it would be."""
+        trainer = self.trainer
+        trainer.current_flos = self.taken["flos"]
+        if "loss" in self.taken and hasattr(trainer, "_tr_loss"):
+            trainer._tr_loss.copy_(self.taken["loss"])
+            trainer._globalstep_last_logged = self.taken["logged"]
+            # The mean loss that train() returns is of its own steps.
+            trainer._total_loss_scalar = -trainer.accelerator.gather(trainer._tr_loss).mean().item()
+
+
+def states_of_callbacks(trainer: Any) -> dict[str, Any]:
+    """The states of callbacks by class, as Trainer reads them; a list where a class has several."""
+    by_class: dict[str, list[Any]] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            by_class.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: states[0] if len(states) == 1 else states for name, states in by_class.items()}

@@ -1,7 +1,4 @@
-"""Pushes to the Hub at the saves of a Trainer, as Trainer pushes its own checkpoints.
-
-`HoldfastCallback` calls it if ``push_to_hub`` is set. Never pushes a step that is not committed.
-"""
+"""Pushes to the Hub at the saves of a Trainer, as Trainer pushes its own checkpoints."""
 
 from __future__ import annotations
 

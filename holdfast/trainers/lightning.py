@@ -1,7 +1,6 @@
-"""PyTorch Lightning: a callback that saves a `Trainer`'s whole state, sharded as it lies.
+"""PyTorch Lightning: `HoldfastCheckpoint`, a callback that saves and restores a `Trainer`'s whole state.
 
-Given to `Trainer(callbacks=[…])`. Restores at the start of `fit`, saves beside training. Never gathers a tensor, never
-writes a pickle, and leaves Lightning's own checkpoints alone (`lightning_io.py` is the plugin that writes those).
+Lightning's own checkpoints are left alone; `lightning_io.py` is the plugin that writes those.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class HoldfastCheckpoint(Checkpoint):
         self._state: dict[str, Any] = {}
         self._rng = holdfast.RNG()
         self._loaders: _Loaders
-        self._told = 0
+        self._last_step = 0
         self._ends_epoch = False
 
     @property
@@ -128,9 +127,9 @@ class HoldfastCheckpoint(Checkpoint):
         self.manager = CheckpointManager(**values_of(self._options, RhythmOptions))
         self._state = self._state_of(trainer)
         self.loaded = self._restore(self.manager)
-        self._told, self._ends_epoch = trainer.global_step, False
+        self._last_step, self._ends_epoch = trainer.global_step, False
         if self.loaded is not None:
-            self._told = self._state["step"]
+            self._last_step = self._state["step"]
 
     def _restore(self, manager: CheckpointManager) -> Loaded | None:
         if not self.resume:
@@ -213,11 +212,11 @@ class HoldfastCheckpoint(Checkpoint):
             manager.close()
 
     def _step(self, trainer: pl.Trainer, *, inside_of_epoch: bool) -> None:
-        if self.manager is None or trainer.global_step == self._told:
+        if self.manager is None or trainer.global_step == self._last_step:
             return  # gradients are accumulated: no optimizer has made a step
-        self._told = trainer.global_step
+        self._last_step = trainer.global_step
         self._note(trainer, inside_of_epoch=inside_of_epoch)
-        self.manager.step(self._told, self._state, metric=self._metric(trainer))
+        self.manager.step(self._last_step, self._state, metric=self._metric(trainer))
         if self.manager.should_stop:
             trainer.should_stop = True
 

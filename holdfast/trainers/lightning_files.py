@@ -1,8 +1,4 @@
-"""PyTorch Lightning: a checkpoint as one file that `torch.load` reads, saved in the background.
-
-Called by `lightning_io`, for paths that end in ``.ckpt``. Never shows a file that is not whole, and executes nothing of
-a file that it reads.
-"""
+"""PyTorch Lightning: a checkpoint as one ``.ckpt`` file that `torch.load` reads, saved in the background."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ from holdfast import events
 from holdfast.buffers.memory import Buffer
 from holdfast.errors import Damaged, StorageError
 from holdfast.events import log
-from holdfast.export import torch_image
-from holdfast.export.torch_image import Image
+from holdfast.export import torch_file
+from holdfast.export.torch_file import Image
 from holdfast.formats.machine.zips import Archive, is_zip
 from holdfast.formats.sources import all_of, file
 from holdfast.ondisk.manifest import FILE_NAME
@@ -66,7 +62,7 @@ class FileSaver:
         images: list[Image] = []
 
         def copy() -> int:
-            images.append(torch_image.copied(state, self._memory))
+            images.append(torch_file.copied(state, self._memory))
             return images[0].end
 
         try:
@@ -101,7 +97,7 @@ class FileSaver:
         nbytes = 0
 
         def write(_: list[int]) -> int:
-            return torch_image.write(image, path, {_MARK: b'{"version":1}'}, partial(_commit, path=path))
+            return torch_file.write(image, path, {_MARK: b'{"version":1}'}, partial(_commit, path=path))
 
         try:
             with self._call(path, saving.step) as call:

@@ -1,8 +1,4 @@
-"""PyTorch Lightning: a `CheckpointIO` plugin that saves Lightning's checkpoints in the background, as files or folders.
-
-Given to `Trainer(plugins=[…])`, called by Lightning's strategies and by `ModelCheckpoint`. Never writes a pickle that
-runs code; files that other plugins wrote are read by Lightning's own.
-"""
+"""PyTorch Lightning: a `CheckpointIO` plugin that saves Lightning's checkpoints in the background."""
 
 from __future__ import annotations
 

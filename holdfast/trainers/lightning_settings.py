@@ -1,7 +1,4 @@
-"""The hyperparameters in a checkpoint of Lightning's, as plain values that the format keeps, and back.
-
-Called by `lightning_io`. Never imports OmegaConf or NumPy: a program whose hyperparameters are theirs has loaded them.
-"""
+"""The hyperparameters in a checkpoint of Lightning, as plain values that the format keeps, and back."""
 
 from __future__ import annotations
 

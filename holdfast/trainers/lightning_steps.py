@@ -1,7 +1,4 @@
-"""PyTorch Lightning: the steps of a run as Lightning's users look for them, and one step's model into a trainer.
-
-Called by `HoldfastCheckpoint` and by the plugin. Never reads an optimizer, and never decides which steps are kept.
-"""
+"""PyTorch Lightning: the steps of a run as ``ckpt_path`` names them, and one step's model loaded into a trainer."""
 
 from __future__ import annotations
 

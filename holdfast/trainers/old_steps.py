@@ -1,7 +1,4 @@
-"""Refuses a run that is to start from scratch in a folder that holds steps already.
-
-The integrations that take ``resume=False`` call it before training. Never deletes anything.
-"""
+"""Refuses a run that is to start from scratch in a folder that holds steps already."""
 
 from __future__ import annotations
 

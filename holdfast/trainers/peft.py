@@ -1,7 +1,4 @@
-"""The adapter of a peft model out of a checkpoint, as the folder that `PeftModel.from_pretrained` reads.
-
-Users call `export_adapter`. What belongs to an adapter, and what it is called in the folder, is peft's own business.
-"""
+"""The adapter of a peft model out of a checkpoint, as the folder that `PeftModel.from_pretrained` reads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""torchtitan: a checkpoint manager with torchtitan's configuration and calls, on this engine.
+"""torchtitan: a checkpoint manager with torchtitan's configuration and calls.
 
-A torchtitan config names `CheckpointManager.Config`; trainers like torchtitan's make a `CheckpointManager` themselves.
-Derives from torchtitan's `BaseCheckpointManager` where a current torchtitan is installed, and never needs it.
+It derives from torchtitan's `BaseCheckpointManager` where a current torchtitan is installed, but does not need it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from holdfast.save import save
 from holdfast.state import RNG, PerRank
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-from holdfast.trainers.titan_futures import Staging, upload_of
-from holdfast.trainers.titan_steps import NAME, find_step
+from holdfast.trainers.titan_steps import NAME, Staging, find_step, upload_of
 
 if TYPE_CHECKING:
     from holdfast.trainers.titan_contract import BaseCheckpointManager
@@ -117,8 +115,6 @@ class CheckpointManager(BaseCheckpointManager):
     def _setting(self, name: str, default: Any) -> Any:
         return getattr(self._config, name, default)
 
-    # Saving
-
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if it is time: every ``interval`` steps, after the first if asked for, and after the last one."""
         if not self._should_save(curr_step, last_step):
@@ -189,8 +185,6 @@ class CheckpointManager(BaseCheckpointManager):
         """The model's state by name, of all parts together."""
         return {name: value for part in self._parts for name, value in part.state_dict().items()}
 
-    # Waiting
-
     def _maybe_wait_for_staging(self) -> None:
         staging, self.staging_future = self.staging_future, None
         if staging is not None:
@@ -208,8 +202,6 @@ class CheckpointManager(BaseCheckpointManager):
             self.maybe_wait_for_saving()
         finally:
             self._manager.close()
-
-    # Loading
 
     def _load(self, step: int = -1) -> bool:
         """Load ``step``, or the newest one; what ``initial_load_path`` names if there is none yet."""

@@ -1,8 +1,4 @@
-"""What torchtitan asks of a checkpoint manager, for the trainers that do not have a current torchtitan.
-
-`titan` derives its manager from torchtitan's own `BaseCheckpointManager` where it is installed, and from the one here
-where it is not. Both have the same fields, checks and calls. Never imports torchtitan, and saves nothing itself.
-"""
+"""What torchtitan asks of a checkpoint manager, for trainers that do not have a current torchtitan."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 from holdfast import dcp
 from holdfast.commit.folder import HINT
-from holdfast.dcp import arguments, hint
+from holdfast.dcp import arguments, flattened
 from tests import pool
 
 STATE = {"w": torch.arange(4.0), "app": {"n": 1, "list": [1, 2]}}
@@ -267,7 +267,7 @@ def test_a_hint_that_cannot_be_written_fails_no_save(
     def fail(*args: Any) -> None:
         raise RuntimeError("no hint today")
 
-    monkeypatch.setattr(hint, "describe", fail)
+    monkeypatch.setattr(flattened, "describe", fail)
     dcp.save(STATE, checkpoint_id=tmp_path / "c")
     dcp.async_save(STATE, checkpoint_id=tmp_path / "d").result()
     assert as_saved(loaded(checkpoint_id=tmp_path / "c")) and as_saved(loaded(checkpoint_id=tmp_path / "d"))

@@ -40,9 +40,9 @@ def of_trainers() -> set[str]:
     """By their text: most need a library of their own to be imported."""
     found_there = set()
     of_each_other = {  # the others ask, users do not
-        "accelerate_states", "huggingface_best", "huggingface_hooks", "huggingface_progress",
+        "huggingface_best", "huggingface_hooks",
         "huggingface_push", "lightning_files", "lightning_settings", "lightning_steps", "old_steps",
-        "titan_contract", "titan_futures", "titan_steps",
+        "titan_contract", "titan_steps",
     }  # fmt: skip
     for module in (ROOT / "holdfast/trainers").glob("[!_]*.py"):
         if module.stem in of_each_other:

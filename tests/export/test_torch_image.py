@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
-from holdfast.export import torch_image
+from holdfast.export import torch_file
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from tests.export.test_pickles import _TREES
@@ -37,11 +37,11 @@ STATES = st.dictionaries(st.text(), _TREES | st.composite(tensors)() | st.lists(
 
 
 def written(state: dict[str, Any], folder: Path, memory: Any = None) -> Path:
-    return named(torch_image.copied(state, memory), folder / "state.ckpt")
+    return named(torch_file.copied(state, memory), folder / "state.ckpt")
 
 
-def named(image: torch_image.Image, path: Path) -> Path:
-    assert torch_image.write(image, path, {}, lambda temporary: disk.replace(temporary, path)) == path.stat().st_size
+def named(image: torch_file.Image, path: Path) -> Path:
+    assert torch_file.write(image, path, {}, lambda temporary: disk.replace(temporary, path)) == path.stat().st_size
     return path
 
 
@@ -68,7 +68,7 @@ def test_torch_reads_what_was_copied(state: dict[str, Any], tmp_path_factory: py
 
 def test_what_was_copied_does_not_change_with_the_state(tmp_path: Path) -> None:
     weight, numbers = torch.ones(300_000), [1, 2]
-    image = torch_image.copied({"weight": weight, "numbers": numbers})
+    image = torch_file.copied({"weight": weight, "numbers": numbers})
     weight.zero_()
     numbers.append(3)
     found = loaded(named(image, tmp_path / "state.ckpt"))
@@ -77,14 +77,14 @@ def test_what_was_copied_does_not_change_with_the_state(tmp_path: Path) -> None:
 
 def test_memory_is_used_again(tmp_path: Path) -> None:
     """Of a larger state: nothing of it is left in the file of a smaller one."""
-    image = torch_image.copied({"a": torch.ones(400_000), "b": torch.full((70_000,), 3.0)})
+    image = torch_file.copied({"a": torch.ones(400_000), "b": torch.full((70_000,), 3.0)})
     named(image, tmp_path / "first.ckpt")
-    again = torch_image.copied({"c": torch.zeros(10), "d": torch.full((280_000,), 5.0)}, image.memory)
+    again = torch_file.copied({"c": torch.zeros(10), "d": torch.full((280_000,), 5.0)}, image.memory)
     assert again.memory is image.memory
     path = named(again, tmp_path / "second.ckpt")
     assert holdfast.open(path).verify()
     assert loaded(path)["c"].eq(0).all() and loaded(path)["d"].eq(5).all()
-    grown = torch_image.copied({"a": torch.ones(1_400_000)}, image.memory)
+    grown = torch_file.copied({"a": torch.ones(1_400_000)}, image.memory)
     assert grown.memory is not image.memory
 
 
@@ -127,11 +127,11 @@ def test_other_containers_become_those_that_torch_reads(tmp_path: Path) -> None:
 )
 def test_what_the_file_cannot_hold_is_named(odd: Any, told: str) -> None:
     with pytest.raises(holdfast.errors.Unsupported, match=told):
-        torch_image.copied({"a": [odd]})
+        torch_file.copied({"a": [odd]})
 
 
 def test_a_call_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    image = torch_image.copied({"large": torch.ones(600_000), "small": torch.ones(3)})
+    image = torch_file.copied({"large": torch.ones(600_000), "small": torch.ones(3)})
     calls: list[str] = []
 
     def count(call: disk.Call, do: Any) -> Any:
@@ -164,15 +164,15 @@ def test_what_killed_saves_left_is_swept(tmp_path: Path) -> None:
     left, others = tmp_path / ".left.ckpt.01234567.holdfast", [tmp_path / "mine.ckpt", tmp_path / ".mine.holdfast"]
     for path in (left, *others):
         path.write_text("")
-    image, beside = torch_image.copied({"a": torch.ones(3)}), []
+    image, beside = torch_file.copied({"a": torch.ones(3)}), []
 
     def commit(temporary: Path) -> None:
         assert {*tmp_path.iterdir()} == {temporary, *others}, "what was left is gone"
-        torch_image.write(image, tmp_path / "another.ckpt", {}, lambda path: beside.extend(tmp_path.iterdir()))
+        torch_file.write(image, tmp_path / "another.ckpt", {}, lambda path: beside.extend(tmp_path.iterdir()))
         assert temporary in beside, "another save leaves it"
         temporary.rename(tmp_path / "under way.ckpt")
 
-    torch_image.write(image, tmp_path / "under way.ckpt", {}, commit)
+    torch_file.write(image, tmp_path / "under way.ckpt", {}, commit)
     assert tmp_path / "under way.ckpt" in {*tmp_path.iterdir()} and beside
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from holdfast.trainers import accelerate_states
+from holdfast.trainers import accelerate
 from holdfast.trainers.accelerate import attach
 
 AS_IT_IS = Accelerator.__init__
-SAVE = accelerate_states.save
+SAVE = accelerate.save
 count = 0
 
 
@@ -35,4 +35,4 @@ def pytest_sessionfinish(session: Any) -> None:
 
 
 Accelerator.__init__ = make
-accelerate_states.save = counted
+accelerate.save = counted
