@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 
 import torch
@@ -81,19 +80,15 @@ def convert(
         finally:
             work.partial.leave()
         if place.is_remote:
-            call.settle("upload", partial(_upload, grown, as_store(place), ranks), _all_done, int)
+
+            def send() -> int:
+                return upload(grown, as_store(place)) if ranks.first else 0
+
+            call.settle("upload", send, lambda nbytes: sum(nbytes), int)
     work.converted.seconds = monotonic() - began
     if ranks.first:
         _warn(work.converted)
     return work.converted
-
-
-def _upload(grown: LocalPlace, place: StorePlace, ranks: Ranks) -> int:
-    return upload(grown, place) if ranks.first else 0
-
-
-def _all_done(nbytes: list[int]) -> int:
-    return sum(nbytes)
 
 
 def _look(place: StorePlace, ranks: Ranks, *, overwrite: bool) -> str:

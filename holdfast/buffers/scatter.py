@@ -40,7 +40,6 @@ def scatter(
 
 
 def narrowed(view: torch.Tensor, box: Box) -> torch.Tensor:
-    """A box of a tensor, as a view of it."""
     for dim, (start, length) in enumerate(zip(*box, strict=True)):
         if length != view.shape[dim]:
             view = view.narrow(dim, start, length)

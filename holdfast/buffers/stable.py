@@ -240,7 +240,6 @@ def watch(tensors: Iterable[tuple[str, torch.Tensor]]) -> Watched:
 
 
 def watch_all(state: Collected) -> Watched:
-    """`watch` every tensor of a state."""
     inner = ((path, tensor) for path, leaf in state.per_rank.items() for tensor in leaf.tensors.values())
     return watch([*((name, view.tensor) for name, view in _views(state)), *inner])
 

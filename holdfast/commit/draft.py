@@ -122,7 +122,8 @@ def fold(drafted: Manifest, written: set[str], reuses: Sequence[Sequence[ReusedF
     reused: list[tuple[str, int, ReusedFile]] = []  # (save, planned file that it stands in for, reuse)
     for rank, own in enumerate(reuses):
         for reuse in own:
-            path = datafile.file_name(_section_of(reuse.file[0]), rank, drafted.world_size, drafted.save, reuse.volume)
+            section = reuse.file[0].split("/")[-2]
+            path = datafile.file_name(section, rank, drafted.world_size, drafted.save, reuse.volume)
             if path not in planned:
                 raise HoldfastError(f"{reuse.file[0]} is reused for {path}, which nobody planned; a fault of holdfast")
             reused.append((reuse.file[4], planned[path], reuse))
@@ -172,10 +173,6 @@ def _renumbered(name: str, files: str, stands: list[dict[int, int]], number: dic
             raise HoldfastError(f"{name} was {what}; this is a fault of holdfast, please report it")
         numbers.append(at[0])
     return manifest.ranges(numbers)
-
-
-def _section_of(path: str) -> str:
-    return path.rpartition("/")[0].rpartition("/")[2]
 
 
 def _files_of(plan: Plan, world_size: int) -> dict[tuple[str, int], dict[int, int]]:
@@ -269,7 +266,6 @@ def shares_of(notes: Sequence[RankNote], save: str) -> list[Share]:
 
 
 def signed_files(record: Manifest, notes: Sequence[RankNote], save: str) -> list[SignedFile]:
-    """What is signed of the data files of a manifest."""
     sha256 = {
         file.path: row[-1][_DIGEST:].hex()
         for rank, note in enumerate(notes)

@@ -121,7 +121,6 @@ class Outgoing:
 
     @property
     def on_device(self) -> bool:
-        """Whether a device has to copy."""
         return any(source.device.type != "cpu" for file in self.files for source in file.sources)
 
     def stage(self, task: events.Task) -> None:

@@ -36,7 +36,6 @@ _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTS
 
 
 def reused_by(record: Manifest) -> ReusedPaths:
-    """What a checkpoint reuses."""
     reused: ReusedPaths = {}
     for file in record.data_files:
         if is_reused(file.path):

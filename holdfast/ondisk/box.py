@@ -28,7 +28,6 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return prod(self.lengths)
 
     @property

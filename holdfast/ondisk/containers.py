@@ -56,7 +56,6 @@ def kind_of(node: object) -> str | None:
 
 
 def children(node: Any) -> Collection[Any]:
-    """What a container holds."""
     values: Collection[Any] = node.values() if isinstance(node, dict) else node
     return values
 
@@ -192,7 +191,6 @@ def mapping_of(note: Note | None, children_by_name: Mapping[str, Any]) -> dict[A
 
 
 def built_mapping(kind: str, pairs: Iterable[tuple[Any, Any]], factory: str | None = None) -> dict[Any, Any]:
-    """A dict of that kind."""
     if kind in ("dict", TENSOR):
         return dict(pairs)
     made: dict[Any, Any] = (

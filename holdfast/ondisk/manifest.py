@@ -74,7 +74,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def data_files(self) -> list[FileRecord]:
-        """``files`` as records."""
         return [FileRecord(*f) for f in self.files]  # type: ignore[arg-type]
 
 

@@ -35,7 +35,6 @@ def escape(key: str) -> str:
 
 
 def unescape(key: str) -> str:
-    """The inverse of `escape`."""
     return unquote(key) if "%" in key else key
 
 

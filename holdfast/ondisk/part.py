@@ -39,7 +39,6 @@ class ReusedFile(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def record(self) -> FileRecord:
-        """``file`` as a record."""
         return FileRecord(*self.file)
 
 
@@ -60,7 +59,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def records(self) -> list[FileRecord]:
-        """``files`` as records."""
         return [FileRecord(*file) for file in self.files]
 
 

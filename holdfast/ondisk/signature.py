@@ -14,7 +14,7 @@ import msgspec
 
 from holdfast.errors import Untrusted
 from holdfast.ondisk import manifest
-from holdfast.ondisk.manifest import FileRecord, Manifest
+from holdfast.ondisk.manifest import FileRecord, Manifest, own_path
 
 FORMAT, VERSION = "holdfast-signature", 1
 _NAME = re.compile(r"manifest\.(?P<save>[0-9a-f]{16})\.[0-9a-f]{16}\.sig")
@@ -65,7 +65,7 @@ def save_of(path: str) -> str | None:
 
 def canonical(record: Manifest) -> str:
     """SHA-256 of what a manifest says, wherever its files and attachments lie."""
-    own = [FileRecord(_own(f.path), f.bytes, f.header_bytes, f.header_digest) for f in record.data_files]
+    own = [FileRecord(own_path(f.path), f.bytes, f.header_bytes, f.header_digest) for f in record.data_files]
     plain = msgspec.structs.replace(
         record,
         files=[manifest.file_row(file) for file in own],
@@ -74,10 +74,6 @@ def canonical(record: Manifest) -> str:
     # Decoded once more: what was just drafted may hold tuples and numbers that a reader sees in another form.
     again = msgspec.json.decode(msgspec.json.encode(plain), type=Manifest)
     return hashlib.sha256(msgspec.json.encode(again)).hexdigest()
-
-
-def _own(path: str) -> str:
-    return path.split("/", 2)[2] if path.startswith("../") else path
 
 
 def attachment_name(path: str, save: str) -> str:
@@ -94,12 +90,10 @@ def stated(record: Manifest, files: Sequence[SignedFile], attachments: Mapping[s
 
 
 def signed_bytes(statement: bytes) -> bytes:
-    """What the signature is over."""
     return _SEPARATOR + statement
 
 
 def sealed(statement: bytes, signature: bytes) -> bytes:
-    """The bytes of the file."""
     return statement + b',"signature":"' + signature.hex().encode() + b'"}'
 
 

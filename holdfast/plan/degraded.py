@@ -110,7 +110,6 @@ def taken_over(
 
 
 def listed(missing: Sequence[str]) -> str:
-    """``missing`` as an error lists it."""
     return ", ".join(missing[:_NAMED]) + (f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else "")
 
 

@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from holdfast.errors import HoldfastError
-from holdfast.ondisk.box import Box, Grid, tiling_fault, whole
+from holdfast.ondisk.box import Box, Grid, tiling_fault
 from holdfast.ondisk.cells import Cells, cells_for, cells_of_grid
 from holdfast.plan.spread import Placed, axis_cells, coordinate, cutting_axes, placed_runs
 
@@ -190,8 +190,3 @@ def _cuts(shape: tuple[int, ...], cutting: _Cutting) -> tuple[tuple[int, ...], .
 @lru_cache(maxsize=4096)
 def _position(mesh: Placed, rank: int) -> int | None:
     return mesh.ranks.index(rank) if rank in mesh.ranks else None
-
-
-def single(shape: tuple[int, ...], rank: int) -> Listed:
-    """A tensor, perhaps an empty one, that one rank writes whole."""
-    return Listed(shape, [(whole(shape), (rank,))])

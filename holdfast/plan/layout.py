@@ -136,8 +136,6 @@ class JoinedGroups(msgspec.Struct, array_like=True, frozen=True):
 
 
 class OwnedJoin(msgspec.Struct, array_like=True, frozen=True):
-    """What `join_owned` makes."""
-
     values: dict[str, JSON]
     groups: dict[str, JoinedGroups]
 

@@ -289,5 +289,4 @@ def _runs(length: int, bounds: Sequence[float], at: int, nbytes: int) -> Iterato
 
 
 def pieces_of(given: Given, box: Box) -> Iterable[tuple[Box, int]]:
-    """The pieces of a box, each with its holder."""
     return [(box, given)] if isinstance(given, int) else [(part.of(box), part.holder) for part in given]

@@ -16,9 +16,9 @@ from typing import Protocol
 
 from holdfast.errors import Mismatch
 from holdfast.ondisk import datafile, names
-from holdfast.ondisk.box import Box, tiling_fault
+from holdfast.ondisk.box import Box, tiling_fault, whole
 from holdfast.ondisk.containers import Note, shown
-from holdfast.plan.holders import Lie, Listed, OnMesh, cut_alike, single
+from holdfast.plan.holders import Lie, Listed, OnMesh, cut_alike
 from holdfast.plan.layout import Layout, TensorLayout
 from holdfast.plan.owners import AllPieces, Owned, OwnPieces, PlannedTensor
 from holdfast.plan.spread import Boxes, Placed, Spread, Whole, held_by
@@ -142,7 +142,7 @@ class _Lies:
 
     def _made(self, shape: tuple[int, ...], views: Views) -> Lie:
         if 0 in shape:
-            return single(shape, self._members[views[0][0]][0])
+            return Listed(shape, [(whole(shape), (self._members[views[0][0]][0],))])
         layouts_with: dict[Spread, list[int]] = {}
         for layout, spread in views:
             layouts_with.setdefault(self._spreads[layout][spread], []).append(layout)
@@ -176,7 +176,6 @@ class _Lies:
 
 
 def _check_alike(name: str, versions: Sequence[tuple[int, TensorLayout]], members: Sequence[Sequence[int]]) -> None:
-    """One name, one tensor."""
     first = versions[0][1]
     for index, other in versions[1:]:
         if (other.dtype, other.shape) != (first.dtype, first.shape):

@@ -45,7 +45,7 @@ class Policies:
             )  # fmt: skip
             outgoing.files, outgoing.reused, self._prints = reused.files, reused.reused, reused.prints
             self._looked_into_base = True
-        if self._keeps_spares(outgoing):
+        if outgoing.agreed.failover is not None and job.background:  # tensors may change before ranks are known lost
             self._spares.keep(plan, gathered.state, job.ranks, sections, gathered.moments)
         if job.compares:
             self._sums.take(gathered.state, plan, rank, save, copier, only=sections)
@@ -79,7 +79,3 @@ class Policies:
     def close(self) -> None:
         """Let the copies go."""
         self._spares.clear()
-
-    def _keeps_spares(self, outgoing: Outgoing) -> bool:
-        """Whether the tensors may have changed by the time when other ranks are found to be lost."""
-        return outgoing.agreed.failover is not None and self._job.background

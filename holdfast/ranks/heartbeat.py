@@ -47,7 +47,6 @@ def look_interval(deadline: float) -> float:
 
 
 def key_of(rank: int) -> str:
-    """Where the signs of a rank are."""
     return f"heartbeat/{rank}"
 
 
@@ -216,7 +215,6 @@ class Watch:
         return now - self._seen[rank].since if rank in self._seen else 0.0
 
     def known(self, rank: int) -> bool:
-        """Whether it is expected."""
         return rank in self._seen
 
     def progress(self, rank: int) -> str:

@@ -118,7 +118,6 @@ class Tree:
         return [Node(node.level - 1, number) for number in range(first, end)]
 
     def parent(self, node: Node) -> Node:
-        """The block that this one is part of."""
         return Node(node.level + 1, node.number // self.width)
 
     def led_by(self, rank: int) -> list[Node]:

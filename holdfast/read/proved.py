@@ -51,7 +51,7 @@ class ProvedFile:
 
     def header(self) -> tuple[memoryview, list[list[_Block]]]:
         """The header, and the blocks after it, in parts."""
-        data = self._proved(0, self.record.header_bytes, self._parse)
+        data = self._proved(0, self.record.header_bytes, self._blocks)
         parts: list[list[_Block]] = []
         for block in self._blocks(data):
             if parts and parts[-1][-1].begin + parts[-1][-1].nbytes + block.nbytes - parts[-1][0].begin <= PART:
@@ -79,16 +79,13 @@ class ProvedFile:
                 listed.append(_Block(piece.begin + begin, nbytes, sums[n] if sums else None))
         return listed
 
-    def _parse(self, data: memoryview) -> None:
-        self._blocks(data)
-
     def _faults(self, blocks_here: list[_Block], data: memoryview, origin: int) -> None:
         for begin, nbytes, total in blocks_here:
             if total is not None and blocks.block_sum(data[begin - origin : begin - origin + nbytes]) != total:
                 raise ValueError(f"is altered: bytes {begin}:{begin + nbytes} have another sum")
         self.unverified += sum(block.nbytes for block in blocks_here if block.sum is None)
 
-    def _proved(self, begin: int, end: int, check: Callable[[memoryview], None]) -> memoryview:
+    def _proved(self, begin: int, end: int, check: Callable[[memoryview], object]) -> memoryview:
         """Bytes that ``check`` finds right; what it finds wrong is read once more, as a bit may flip on the way."""
         fault = ""
         for _ in range(2):

@@ -82,7 +82,6 @@ class Spans(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the last of them ends."""
         return self.first + sum((n - 1) * pitch for n, pitch in self.outer) + self.nbytes
 
     def starts(self) -> Iterator[int]:

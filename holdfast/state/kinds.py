@@ -23,7 +23,6 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a `torch.distributed.tensor.DTensor`."""
     return isinstance(value, _loaded("torch.distributed.tensor", "DTensor"))
 
 
@@ -33,17 +32,14 @@ def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
 
 
 def is_flat_parameter(value: object) -> TypeGuard[FlatParameter]:
-    """Whether ``value`` is a flat parameter of FSDP1."""
     return isinstance(value, _loaded("torch.distributed.fsdp._flat_param", "FlatParameter"))
 
 
 def is_fsdp1(value: object) -> bool:
-    """Whether ``value`` is a module wrapped by FSDP1."""
     return isinstance(value, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
 def is_checkpoint_wrapper(value: object) -> bool:
-    """Whether ``value`` is a module wrapped for activation checkpointing."""
     of = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
     return isinstance(value, _loaded(of, "CheckpointWrapper"))
 
@@ -62,7 +58,6 @@ _FABRIC = ("lightning.fabric.wrappers", "lightning_fabric.wrappers")
 
 
 def is_fabric_module(value: object) -> bool:
-    """Whether ``value`` is a module that Lightning Fabric has wrapped."""
     return any(isinstance(value, _loaded(of, "_FabricModule")) for of in _FABRIC)
 
 

@@ -240,7 +240,6 @@ class Saved:
 
 
 def layout_of(state: Collected) -> Layout:
-    """The layout of a collected state."""
     table: dict[int, int] = {}
     spreads: list[Spread] = []
     known: dict[Spread, int] = {}

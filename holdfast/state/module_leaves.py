@@ -108,7 +108,7 @@ def _scopes(path: str, module: nn.Module, state: ModuleState) -> list[Scope]:
         and not (isinstance(value, torch.Tensor) and is_live(value, storages))
     ]
     # No method is seen to say so, but its state dict holds what is not its memory: then torch's way is the only one.
-    return scopes if not strange else [Scope("", own_methods.innermost(module), True)]
+    return scopes if not strange else [Scope("", modules.innermost(module), True)]
 
 
 def _is_extra(fqn: str) -> bool:

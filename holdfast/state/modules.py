@@ -53,6 +53,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return cast(nn.Module, inner)
 
 
+def innermost(module: nn.Module) -> nn.Module:
+    """The module inside of all its wrappers."""
+    while unwrapped(module) is not module:
+        module = unwrapped(module)
+    return module
+
+
 def named_modules(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Every module once with its plain prefix (``""`` or ending in a dot), wrappers and what they wrap included."""
     seen = set() if seen is None else seen
@@ -152,7 +159,6 @@ def holds_gradients_back(module: nn.Module) -> bool:
 
 
 def gives_extra_state(module: nn.Module) -> bool:
-    """Whether a module puts extra state into its state dict."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
@@ -208,9 +214,7 @@ def module_state(path: str, module: nn.Module, ranks: Ranks) -> ModuleState:
 
 def _state_dict(module: nn.Module) -> dict[str, Any]:
     """A module's state dict by plain FQN. Torch finds plain names slowly, and only wrappers further in need that."""
-    inner = module
-    while unwrapped(inner) is not inner:
-        inner = unwrapped(inner)
+    inner = innermost(module)
     with torch.no_grad():
         if all(unwrapped(sub) is sub for sub in inner.modules()):
             return inner.state_dict()

@@ -51,7 +51,6 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def parameter_fqns(path: str, optimizer: Any, known: Known) -> list[list[str]]:
-    """The FQNs of an optimizer's parameters, group by group."""
     called = call_parameters(path, parameters_of(optimizer), known)
     return [[fqn for p in group["params"] for fqn in called[id(p)].fqns] for group in optimizer.param_groups]
 
@@ -101,7 +100,7 @@ def collect_optimizers(
                 if saved is None or (here is not None and id(parameter) not in here):
                     at.save()
                 else:
-                    at.load(listed)
+                    at.load(saved, listed)
             saved_groups.append(Group(groups.settings(path, len(saved_groups), group), fqns))
             live.append((optimizer, group, fqns))
         fqns_here = [fqn for named in called.values() for fqn in named.fqns]
@@ -163,20 +162,17 @@ class _State:
     saved: Saved | None
 
     def save(self) -> None:
-        """Add all that there is."""
         if self.parameter in self.state and not self.state[self.parameter] and self.named.flat is None:
             self.into.containers[self._prefix(self.named.fqn)] = "dict"  # stepped, and nothing to keep
         for key, value in self.state.get(self.parameter, {}).items():
             self._add(key, value)
 
-    def load(self, listed: set[str]) -> None:
+    def load(self, saved: Saved, listed: set[str]) -> None:
         """Fill what there is in place, make what there is not, and clear what the checkpoint says there was not.
 
         ``listed`` are the parameters that the saved groups name: of one without saved state there was none.
         """
-        saved, present = self.saved, self.state.get(self.parameter, {})
-        if saved is None:
-            return
+        present = self.state.get(self.parameter, {})
         if self.named.flat is not None:
             self._load_flat(self.named.flat, saved, present, listed)
             return
@@ -190,10 +186,10 @@ class _State:
             self.into.handback.after.append(lambda: self.state.setdefault(self.parameter, {}))
         for text in keys:
             name, key = names.child(prefix, text), own.get(text, text)
-            if text in own and self._fits(name, present[key]):
+            if text in own and self._fits(saved, name, present[key]):
                 self._add(key, present[key])
             else:
-                self.into.handback.targets.append(self._whole(name, partial(self._set, key)))
+                self.into.handback.targets.append(self._whole(saved, name, partial(self._set, key)))
         for text, key in own.items():
             if text not in keys:
                 self.into.handback.clears[names.child(prefix, text)] = partial(self._clear, key)
@@ -224,24 +220,19 @@ class _State:
         self.into.add_stable(entries_beside(name, tensor, self.parameter, None, self.ranks))
         trees.note_tensor(name, tensor, self.parameter, self.into)
 
-    def _fits(self, name: str, value: Any) -> bool:
+    def _fits(self, saved: Saved, name: str, value: Any) -> bool:
         """Whether a present value can take the saved one in place."""
-        saved = self.saved
-        if saved is None:
-            return True
         if isinstance(value, torch.Tensor):
             own = {e.name: e.shape for e in entries_beside(name, value, self.parameter, None, self.ranks)}
             stored = {n: saved.tensors[n][1] for n in (name, *saved.below(name)) if n in saved.tensors}
             return own == stored or (own.keys() == stored.keys() and value.shape == own_shape(self.parameter))
         return name in saved.values and not is_container(value)
 
-    def _whole(self, name: str, put: Callable[[Any], None]) -> Target:
+    def _whole(self, saved: Saved, name: str, put: Callable[[Any], None]) -> Target:
         """A target that makes a new value for ``name``."""
-        if self.saved is None:
-            raise TypeError("a target is for a load")
-        shape = self.saved.tensors[name][1] if name in self.saved.tensors else ()
+        shape = saved.tensors[name][1] if name in saved.tensors else ()
         maker = Maker(
-            self.saved, self.ranks, parameter_of=lambda name: self.parameter,
+            saved, self.ranks, parameter_of=lambda name: self.parameter,
             device_of=lambda name: device_of_number(name, self.group, self.parameter, shape),
         )  # fmt: skip
         return Target(name, put, maker)

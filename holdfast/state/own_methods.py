@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import Mismatch
-from holdfast.state.modules import EXTRA_STATE, gives_extra_state, named_modules, plain_fqn, unwrapped
+from holdfast.state.modules import EXTRA_STATE, gives_extra_state, innermost, named_modules, plain_fqn, unwrapped
 
 _SAME = (
     "torch.distributed.",  # FSDP2 and wrappers: they bring their parameters into the form in which they are read here
@@ -112,7 +112,6 @@ def attribute_of(scope: Scope, key: str, value: object) -> tuple[nn.Module, str]
 
 
 def takes_extra_state(module: nn.Module) -> bool:
-    """Whether a module takes back what it gives as extra state."""
     return type(module).set_extra_state is not nn.Module.set_extra_state
 
 
@@ -180,13 +179,6 @@ def _is_same(hook: object) -> bool:
         inner = deeper
     where = getattr(inner, "__module__", None) or type(inner).__module__
     return any(f"{where}.".startswith(known) for known in _SAME)
-
-
-def innermost(module: nn.Module) -> nn.Module:
-    """The module inside of all its wrappers."""
-    while unwrapped(module) is not module:
-        module = unwrapped(module)
-    return module
 
 
 def _call(hooks: list[Callable[..., Any]], module: nn.Module) -> None:

@@ -97,7 +97,7 @@ def named(tree: Any, fqns: Sequence[str]) -> Any:
         return tree
     numbers = _numbers(tree, len(fqns))
     if numbers is None:
-        return {key: named(value, fqns) for key, value in tree.items()} if _is_plain_dict(tree) else tree
+        return {key: named(value, fqns) for key, value in tree.items()} if type(tree) is dict else tree
     called = dict(zip(numbers, fqns, strict=True))
     state = {called.get(key, key): value for key, value in tree["state"].items()}
     return {
@@ -113,7 +113,7 @@ def numbered(path: str, tree: Any, live: Sequence[Sequence[str]]) -> Any:
         return tree
     saved_groups = tree.get("param_groups")
     if not isinstance(saved_groups, list) or not isinstance(tree.get("state"), dict):
-        return {key: numbered(path, value, live) for key, value in tree.items()} if _is_plain_dict(tree) else tree
+        return {key: numbered(path, value, live) for key, value in tree.items()} if type(tree) is dict else tree
     if not all(isinstance(g, dict) and all(isinstance(p, str) for p in g.get("params", ())) for g in saved_groups):
         return tree
     number = {fqn: i for i, fqn in enumerate(fqn for group in live for fqn in group)}
@@ -150,10 +150,6 @@ def _numbers(tree: Mapping[str, Any], count: int) -> list[int] | None:
     numbers = [number for group in param_groups for number in group["params"]]
     ok = len(numbers) == count and all(type(number) is int for number in numbers) and len(set(numbers)) == count
     return numbers if ok else None
-
-
-def _is_plain_dict(tree: object) -> bool:
-    return type(tree) is dict
 
 
 def names_for_ids(

@@ -36,7 +36,6 @@ class PerRank:
     elsewhere: Elsewhere = "error"
 
     def state(self) -> Any:
-        """What is saved."""
         return self.value.state_dict() if is_stateful(self.value) else self.value
 
     def put(self, value: Any) -> None:
@@ -48,7 +47,6 @@ class PerRank:
 
 
 def is_stateful(value: object) -> bool:
-    """Whether ``value`` is an object with ``state_dict()`` and ``load_state_dict()``."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -118,7 +116,8 @@ class RNG:
             kind, keys, position, has_gauss, cached = numpy.random.get_state()
             state["numpy"] = [kind, keys.tobytes(), int(position), int(has_gauss), float(cached)]
         accelerator = _accelerator()
-        if accelerator is not None and _is_used(accelerator):
+        # Generators of an unused device have drawn nothing, and asking for them would take memory there.
+        if accelerator is not None and getattr(accelerator, "is_initialized", lambda: True)():
             state["devices"] = [_bytes_of(accelerator.get_rng_state(i)) for i in range(accelerator.device_count())]
         return state
 
@@ -171,11 +170,6 @@ def _byte_tensor(data: bytes) -> torch.Tensor:
 def _numpy() -> Any:
     # Only a program that has imported NumPy can have drawn from it; importing it here would cost every save.
     return sys.modules.get("numpy")
-
-
-def _is_used(accelerator: Any) -> bool:
-    # Generators of an unused device have drawn nothing, and asking for them would take memory there.
-    return not hasattr(accelerator, "is_initialized") or bool(accelerator.is_initialized())
 
 
 def _accelerator() -> Any:

@@ -40,8 +40,6 @@ class _Seen:
 
 
 class Recall:
-    """The memory of one owner."""
-
     def __init__(self) -> None:
         self._seen: WeakKeyDictionary[Any, _Seen] = WeakKeyDictionary()
         self._marks: dict[int, Marks | None] = {}

@@ -52,7 +52,6 @@ def visit(walk: Walk, path: str, node: Any, put: Put) -> None:
 
 
 def rule_of(node: Any) -> Rule:
-    """The rule for an object."""
     return next(rule for rule in (_OF_DICTS if type(node) is dict else RULES) if rule.is_one(node))
 
 

@@ -45,7 +45,6 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that fit in it."""
         return len(self.view)
 
 
@@ -70,7 +69,6 @@ class StagingBuffer:
 
     @property
     def _address(self) -> int:
-        """Where the memory begins."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) if self._memory is not None else 0
 
     def reserve(self, nbytes: int, *, pinned: bool = False, touch: bool = False) -> None:

@@ -37,7 +37,6 @@ class DataFile:
 
     @cached_property
     def nbytes(self) -> int:
-        """Its tensor bytes."""
         return sum(p.nbytes for p in self.pieces)
 
 
@@ -130,15 +129,12 @@ def datafiles_of(
         if len(by_key) < len(rows):
             raise Unsupported(f"two tensors of section {section!r} have the same key: rename the one at the top")
         pieces = datafile.arrange(piece for piece, _, _ in rows)
-        shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or _shape_is_lost(p)}
+        # A single number of a type kept as bytes is stored as one row of bytes, as a vector of one would be.
+        lost = {p.key for p in pieces if not p.lengths and datafile.stored_as_bytes(p.dtype)}
+        shapes = {datafile.base_of(p.key): by_key[p.key][1] for p in pieces if "[" in p.key or p.key in lost}
         path = file_of(section, number, ranks.size, save, volume, plan.volumes)
         files.append(DataFile(path, section, pieces, [by_key[p.key][0] for p in pieces], shapes, volume))
     return files
-
-
-def _shape_is_lost(piece: Piece) -> bool:
-    # A single number of a type kept as bytes is stored as one row of bytes, as a vector of one would be.
-    return not piece.lengths and datafile.stored_as_bytes(piece.dtype)
 
 
 def memory_of(state: Collected, name: str, box: Box) -> torch.Tensor:

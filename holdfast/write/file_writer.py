@@ -195,7 +195,7 @@ class FileWriter:
         In a ``store``, ``small`` has keys instead of paths.
         """
         files = [self._files[file] for file in after]
-        write = durable.write_small if store is None else partial(_put_small, store)
+        write = durable.write_small if store is None else lambda key, data: store.put(key, [data], len(data))
 
         def work() -> None:
             fault = next((one for f in files if (one := _fault_of(f)) is not None), None)
@@ -274,10 +274,6 @@ def _fault_of(target: _File | Upload) -> Fault | None:
         return target.fault
     error = target.wait()
     return None if error is None else _fault("write", target.key, error)
-
-
-def _put_small(store: Store, key: str, data: bytes) -> None:
-    store.put(key, [data], len(data))
 
 
 def _finish(file: _File, header: bytes, size: int) -> Fault | None:

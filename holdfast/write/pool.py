@@ -32,36 +32,17 @@ class BufferPool:
         self.buffers: dict[int, StagingBuffer] = {}
         self.worker: Worker | None = None
         self._kind, self._limit = kind, limit
-        self._leases: list[Lease | None] = [None] * count  # which save has the buffer of that number
-        self._claiming, self._equipping = threading.Lock(), threading.Lock()
+        self.leases: list[Lease | None] = [None] * count  # which save has the buffer of that number
+        self.claiming, self._equipping = threading.Lock(), threading.Lock()
         self._last_will: weakref.finalize[..., BufferPool] | None = None
 
     def lease(self) -> Lease:
         """One save's claim on a buffer."""
         return Lease(self)
 
-    def claim(self, lease: Lease) -> bool:
-        """Give a free buffer to a save; False if there is none."""
-        with self._claiming:
-            for number, holder in enumerate(self._leases):
-                if holder is None:
-                    self._leases[number] = lease  # in one step, whatever interrupts this
-                    return True
-        return False
-
-    def number_of(self, lease: Lease) -> int | None:
-        """The number of the buffer that a save has; None if it has none."""
-        return self._leases.index(lease) if lease in self._leases else None
-
-    def free(self, lease: Lease) -> None:
-        """Free the buffer of a save for the next one. Idempotent."""
-        for number, holder in enumerate(self._leases):
-            if holder is lease:
-                self._leases[number] = None
-
     def prepare(self, sizes: list[int], *, pinned: bool) -> None:
         """Allocate and touch all buffers, for files of these sizes."""
-        for number in range(len(self._leases)):
+        for number in range(len(self.leases)):
             self.equip(number, sizes, pinned=pinned, touch=True)
 
     def equip(self, number: int, sizes: list[int], *, pinned: bool, touch: bool = False) -> StagingBuffer:
@@ -104,18 +85,24 @@ class Lease:
 
     def claim(self) -> bool:
         """Take a free buffer; False if there is none."""
-        return self._pool.claim(self)
+        with self._pool.claiming:
+            for number, holder in enumerate(self._pool.leases):
+                if holder is None:
+                    self._pool.leases[number] = self  # in one step, whatever interrupts this
+                    return True
+        return False
 
     def take(self, sizes: list[int], *, pinned: bool) -> StagingBuffer:
         """The buffer, large enough for files with this many tensor bytes each."""
-        number = self._pool.number_of(self)
-        if number is None:
+        if self not in self._pool.leases:
             raise HoldfastError("a save without a staging buffer was to write; this is a fault of holdfast")
-        return self._pool.equip(number, sizes, pinned=pinned)
+        return self._pool.equip(self._pool.leases.index(self), sizes, pinned=pinned)
 
     def give(self) -> None:
         """Free it for the next save. Idempotent."""
-        self._pool.free(self)
+        leases = self._pool.leases
+        for number in [number for number, holder in enumerate(leases) if holder is self]:
+            leases[number] = None
 
 
 def limit_of(memory_limit: int | None, count: int) -> int | None:

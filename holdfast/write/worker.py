@@ -124,7 +124,6 @@ class ProcessWorker:
 
     @property
     def pid(self) -> int:
-        """Of the writer process."""
         return self._connection.process.pid
 
     @property

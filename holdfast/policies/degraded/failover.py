@@ -261,7 +261,6 @@ class Spares:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all copies."""
         return sum(copy.nbytes for copy in self._copies.values())
 
     def keep(

@@ -45,8 +45,6 @@ _NO_LINKS = {
 
 @dataclass(frozen=True)
 class OpenedBase:
-    """An opened base."""
-
     folder: Place
     record: Manifest
     files: DataFiles
@@ -68,14 +66,10 @@ class Reused:
 
 def check_sibling(base: Place, folder: Place) -> None:
     """Raise Mismatch unless ``base`` lies beside ``folder``: only then is a reuse valid wherever the root goes."""
-    if _parent(base) != _parent(folder):
+    if base.parent.real() != folder.parent.real():
         raise Mismatch(f"the base {base} does not lie beside {folder}: only what is in the same folder can be reused")
     if base.name == folder.name:
         raise Mismatch(f"{folder} cannot be its own base: save to another path, or without base=")
-
-
-def _parent(path: Place) -> str:
-    return str(path.parent.real())
 
 
 def open_base(base: Base, folder: Place) -> OpenedBase | None:

@@ -42,7 +42,6 @@ class Signer:
     _key: Any = field(repr=False, compare=False)
 
     def __call__(self, record: Manifest, files: Sequence[SignedFile], attachments: Mapping[str, str]) -> bytes:
-        """The bytes of the signature file of a checkpoint."""
         statement = signature.stated(record, files, attachments, self.public)
         return signature.sealed(statement, self._key.sign(signature.signed_bytes(statement)))
 

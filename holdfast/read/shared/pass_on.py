@@ -145,8 +145,6 @@ class _Memory:
 
 
 class _Passing:
-    """One line on one rank."""
-
     def __init__(
         self, line: Line, relay: Relay, views: Mapping[Item, Sequence[torch.Tensor]], tensors: Tensors, files: Files,
         verify: Verify, advance: Callable[[int], None],

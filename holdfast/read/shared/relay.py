@@ -160,11 +160,7 @@ def _drop(groups: list[Any], pending: list[Any]) -> None:
     if waits:
         # A group waits, as it goes, for what is under way in it, which may last until its time is up: so the last to
         # let go of it must be that thread, and not this one.
-        threading.Thread(target=_let_go, args=(kept,), daemon=True).start()
-
-
-def _let_go(kept: list[Any]) -> None:
-    kept.clear()
+        threading.Thread(target=kept.clear, daemon=True).start()
 
 
 def meet(

@@ -212,14 +212,11 @@ def answer_in(error: BaseException, secrets: tuple[str, ...] = ()) -> Answer:
     if code.isdigit():
         status, code = int(code), ""
     message = " ".join(message.split())[:400]
-    return Answer(type(error).__name__, status, code, message, _first(_KIND, depth), _shortened(text), depth)
+    line = " ".join(re.sub(r"<\?xml.*", "", text, flags=re.DOTALL).split())
+    line = _USER.sub("//…@", _QUERY.sub("?…", line))[:500]
+    return Answer(type(error).__name__, status, code, message, _first(_KIND, depth), line, depth)
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
     return match[1] if match else ""
-
-
-def _shortened(text: str) -> str:
-    line = " ".join(re.sub(r"<\?xml.*", "", text, flags=re.DOTALL).split())
-    return _USER.sub("//…@", _QUERY.sub("?…", line))[:500]

@@ -68,7 +68,6 @@ def installed() -> list[Hook]:
 
 @contextmanager
 def hooked(hook: Hook) -> Iterator[None]:
-    """`install` for the block."""
     install(hook)
     try:
         yield
@@ -162,7 +161,6 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove an empty folder."""
     _made(Call("remove folder", os.fspath(path)), lambda: os.rmdir(path))
 
 
@@ -172,7 +170,6 @@ def sync_folder(path: Path) -> None:
 
 
 def listed(path: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, in any order."""
     return _made(Call("list", os.fspath(path)), lambda: _scanned(path))
 
 
@@ -203,7 +200,6 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """All bytes of a regular file."""
     fd = open_regular(path)
     try:
         parts, at = [], 0

@@ -23,7 +23,6 @@ def spec_of(store: Store) -> dict[str, Any] | None:
 
 
 def store_from(spec: dict[str, Any]) -> Store:
-    """The store of a spec."""
     from holdfast.storage.cloud.cloud import Cloud  # obstore is an extra
 
     store: Store = Retrying(Cloud.from_spec(spec["cloud"]), attempts=2)
