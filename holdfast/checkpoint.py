@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
 from typing import Any
@@ -16,12 +15,11 @@ import torch
 
 from holdfast import events
 from holdfast.buffers.stable import wait_for_copies
-from holdfast.commit.commit import commit_late
 from holdfast.commit.folder import what_is_there
 from holdfast.errors import Mismatch, NotACheckpoint, Untrusted
 from holdfast.formats.detect import open_foreign
 from holdfast.formats.own import Own
-from holdfast.formats.reader import Reader
+from holdfast.formats.reader import Reader, TensorInfo
 from holdfast.ondisk import dtypes, manifest, spans, values
 from holdfast.ondisk.box import whole
 from holdfast.ondisk.cells import TensorRecord
@@ -40,24 +38,16 @@ from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_cache, with_default_deadline
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a saved tensor without reading it: torch dtype, global shape, bytes, and its cells' boxes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    record: TensorRecord
-
-    @property
-    def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(offsets, lengths) of each cell that it was saved in."""
-        return [(b.offsets, b.lengths) for b, _ in self.record.boxes()]
-
-
 class Checkpoint:
-    """A checkpoint, ours or foreign, opened lazily. Made by `holdfast.open` and `holdfast.save`."""
+    """An opened checkpoint, of holdfast or of another library. Made by `holdfast.open` and `holdfast.save`.
+
+    Attributes:
+        path: Where it lies.
+        seconds: How long the save took that returned this; 0.0 if it was opened.
+        reader: What reads its format.
+        beside: A place that has the files that ``path`` lacks.
+        require: Public keys, one of which must have signed it.
+    """
 
     def __init__(
         self, path: Place, seconds: float = 0.0, *, reader: Reader | None = None, beside: Place | None = None,
@@ -65,7 +55,6 @@ class Checkpoint:
     ) -> None:  # fmt: skip
         self.path = path
         self.seconds = seconds
-        """How long the save took that returned this; 0.0 if it was opened."""
         self.reader = reader or Own(path, beside=beside, require=require)
 
     def __repr__(self) -> str:
@@ -135,11 +124,23 @@ class Checkpoint:
         return {**stored, **{alias: stored[name] for alias, name in self.manifest.aliases.items()}}
 
     def saved_name(self, name: str) -> str:
-        """The name under which a (possibly tied) tensor is stored."""
+        """Return the name under which a tensor is stored, which for a tied one may be another.
+
+        Args:
+            name: A name of the tensor.
+        """
         return self.manifest.aliases.get(name, name)
 
     def value(self, path: str) -> Any:
-        """One value by its path. Raises KeyError, and Damaged for what no value is."""
+        """Return one value.
+
+        Args:
+            path: Its name, such as ``"scheduler/last_epoch"``.
+
+        Raises:
+            KeyError: There is no such value.
+            Damaged: What is there is no value.
+        """
         return values.decoded(self.manifest.values[path], path, self.path / manifest.FILE_NAME)
 
     @cached_property
@@ -154,13 +155,25 @@ class Checkpoint:
         return self.reader.attachments
 
     def attachment(self, name: str) -> bytes:
-        """The content of an attached file. Raises KeyError for an unknown name, Damaged if it was altered."""
+        """Return the content of an attached file.
+
+        Args:
+            name: Its name; `attachments` lists them.
+
+        Raises:
+            KeyError: There is no such file.
+            Damaged: It was altered.
+        """
         return self.reader.attachment(name)
 
     def prove(self, names: Iterable[str]) -> None:
-        """Raise Damaged unless the files of these tensors are there, each as long as it is said to be.
+        """Check that the files of tensors are there, each as long as it has to be. Called before memory is taken.
 
-        Asked before memory is taken: a manifest can claim any size, and its files are what bears it out.
+        Args:
+            names: Names of tensors.
+
+        Raises:
+            Damaged: A file is missing, or has another size.
         """
         texts = {self.records[name].files for name in names}
         self.files.prove({index for text in texts for index in spans.read(text)})
@@ -169,12 +182,27 @@ class Checkpoint:
         self, name: str, box: Sequence[slice | tuple[int, int]] | None = None, *, into: torch.Tensor | None = None,
         cast: bool = False, verify: Verify = True,
     ) -> torch.Tensor:  # fmt: skip
-        """A tensor, or one box of it, on the CPU or ``into`` a given one; only the byte ranges that hold it are read.
+        """Read a tensor, or one box of it. Only the byte ranges that hold it are read.
 
-        ``box`` has a slice or a pair (start, stop) for each axis; missing axes are taken whole. ``into``: a tensor of
-        the box's shape, on any device and with any strides, which is filled and returned; of the saved dtype, or of
-        any with ``cast``. Raises KeyError for an unknown name, Mismatch for a box outside of the tensor or a given
-        tensor that does not fit, Damaged for altered bytes.
+        Args:
+            name: The tensor's name.
+            box: A slice or a pair (start, stop) for each axis. Missing axes are taken whole.
+            into: A tensor of the box's shape, on any device and with any strides, to fill and return. Without it the
+                result is a new tensor on the CPU.
+            cast: Let ``into`` have another dtype.
+            verify: As in `holdfast.load`.
+
+        Returns:
+            The tensor, of the saved dtype or ``into``'s.
+
+        Raises:
+            KeyError: There is no such tensor.
+            Mismatch: The box lies outside of the tensor, or ``into`` does not fit.
+            Damaged: Bytes are not what was written.
+
+        Example:
+            >>> checkpoint.read("model/tok.weight").shape
+            torch.Size([128, 32])
         """
         record, verify = self.records.get(name), self.reader.verifying(verify)
         if record is None:
@@ -197,26 +225,40 @@ class Checkpoint:
         return list(self.manifest.per_rank)
 
     def per_rank(self, path: str, rank: int) -> Any:
-        """The value that ``rank`` saved as `PerRank` (or `RNG`) at ``path``. Raises KeyError or Damaged."""
+        """Return the value that one rank saved as `PerRank` or `RNG`.
+
+        Args:
+            path: The value's name; `differing` lists them.
+            rank: The rank that saved it.
+
+        Raises:
+            KeyError: There is no such value, or no such rank.
+            Damaged: Bytes are not what was written.
+        """
         return self.reader.per_rank(path, rank)
 
     def state_dict(
         self, only: Patterns = "*", *, into: Mapping[Any, Any] | None = None, cast: bool = False, mmap: bool = False,
         verify: Verify = True,
     ) -> dict[str, Any]:  # fmt: skip
-        """The nested state on the CPU: whole tensors and values whose names fit ``only``.
+        """Return the state on the CPU: whole tensors and values, nested as they were saved, without `per_rank` values.
 
-        ``only``: names of the checkpoint, paths above them, or patterns, one or several. Raises Mismatch, with near
-        names, if one of them fits nothing. Tied tensors come as one. `per_rank` reads values that differ by rank.
+        Args:
+            only: Names of the checkpoint, paths above them, or patterns, one or several.
+            into: Tensors to fill in the place of new ones, nested as the state is or by name, on any device and with
+                any strides. They are what comes back.
+            cast: Let tensors of ``into`` have other dtypes.
+            mmap: Map tensors that lie whole and plain in a local file, so that they take memory where they are looked
+                at. What is written to them never reaches the file. With ``verify=False`` nothing of them is read in
+                advance.
+            verify: As in `holdfast.load`.
 
-        ``into``: tensors to be filled in place of new ones, nested as the state is or by name, on any device and with
-        any strides; of the saved dtypes, or of any with ``cast``. They are what comes back. Raises Mismatch, listing
-        every one that is missing, left over or unlike; then nothing was changed.
+        Raises:
+            Mismatch: ``only`` fits nothing, or ``into`` does not fit; it lists all names. Nothing was changed.
+            Damaged: Bytes are not what was written.
 
-        ``mmap``: a tensor that lies whole and plain in a local file is that file, mapped: it takes memory only where
-        it is looked at, and what is written to it never reaches the file. All others are read: tensors saved in
-        several cells, compressed ones, those in a store. With ``verify`` what is mapped is read once to compare its
-        sums, and not kept; without, only headers are proved, and opening costs nothing (see docs/loading.md).
+        Example:
+            >>> weights = checkpoint.state_dict("model")["model"]
         """
         verify = self.reader.verifying(verify)
         if into is not None and mmap:
@@ -238,12 +280,19 @@ class Checkpoint:
         return nested(leaves, containers, self.path / manifest.FILE_NAME)
 
     def verify(self, *, deep: bool = True, raises: bool = True) -> Verified:
-        """Read and check every byte, by several threads of this process. Raises Damaged, listing all that is hit.
+        """Check every byte. `holdfast.tools.verify` shares the work among ranks.
 
-        ``deep=False`` looks at headers, sizes and attachments alone. ``raises=False``: damages are in what is returned,
-        and not raised. Of a foreign checkpoint every byte of every tensor is read; what the format keeps no sum of
-        counts as ``unverified``. `holdfast.tools.verify` shares the work among the ranks of a group. Raises
-        StorageError if a store or the disk cannot be read.
+        Args:
+            deep: False looks at headers, sizes and attachments alone.
+            raises: False returns damages in the place of raising them.
+
+        Returns:
+            What was checked. Of another library's checkpoint, bytes of which its format keeps no sum count as
+            ``unverified``.
+
+        Raises:
+            Damaged: Bytes are not what was written; it names files, bytes and tensors.
+            StorageError: The disk or store cannot be read.
         """
         began = monotonic()
         findings = self.reader.examine(deep=deep)
@@ -253,16 +302,28 @@ class Checkpoint:
 def open_checkpoint(
     path: str | os.PathLike[str] | Place, *, cache: str | os.PathLike[str] | None = None, require: Keys | None = None
 ) -> Checkpoint:  # fmt: skip
-    """Open the checkpoint at ``path``, ours or of a foreign format: what describes it is read and proved, nothing else.
+    """Open the checkpoint at ``path``, of holdfast or of another library. It reads what describes it, and no tensor.
 
-    ``path``: a folder, a file, or a template with ``{rank}``, as the format's users name it (see docs/formats.md), on
-    disk or, as a URL or from `holdfast.storage.at`, in a store (see docs/stores.md). ``cache``: for a path in a store,
-    a folder on local disk in which the processes of a machine share what they have fetched.
+    Args:
+        path: A folder, a file, or a template with ``{rank}``, as users of its format name it (docs/formats.md); a path,
+            a URL, or a place from `holdfast.storage.at`.
+        cache: For a path in a store, a folder on local disk in which processes of a node share what they have fetched.
+        require: Public keys, one of which must have signed the checkpoint. Then all that is read of it is proved to be
+            what was signed.
 
-    ``require``: public keys, one of which must have signed the checkpoint (see docs/security.md): then all that is read
-    of it is proved to be what was signed.
-    Raises NotACheckpoint if there is none (saying what is there instead), Unsupported for a format version from the
-    future, Damaged if the manifest was altered, Untrusted if it is not signed as required.
+    Returns:
+        The checkpoint. Tensors are read when you ask for them.
+
+    Raises:
+        NotACheckpoint: There is none; it says what is there instead.
+        Unsupported: The format version is of a later holdfast.
+        Damaged: The manifest was altered.
+        Untrusted: It is not signed as required.
+
+    Example:
+        >>> checkpoint = holdfast.open("/ckpt/step-7")
+        >>> checkpoint.read("model/tok.weight", (slice(0, 8),)).shape
+        torch.Size([8, 32])
     """
     target = with_default_deadline(location(path), DEADLINE)
     if cache is not None:
@@ -286,13 +347,3 @@ def open_checkpoint(
         checkpoint = Checkpoint(target, reader=reader)
         events.log.info("%s: read as %s%s", target, reader.format, f" ({reader.reading})" if reader.reading else "")
     return checkpoint
-
-
-def recover(path: str | os.PathLike[str] | Place) -> Checkpoint:
-    """The checkpoint at ``path``; a background save whose ranks all finished, but died before its commit, is committed.
-
-    `CheckpointManager.restore` does so by itself. Raises NotACheckpoint if not all ranks had finished, StorageError.
-    """
-    folder = with_default_deadline(location(path), DEADLINE)
-    commit_late(folder, strict=True)
-    return open_checkpoint(folder)

@@ -37,27 +37,46 @@ def convert(
     max_shard_bytes: int = MAX_SHARD_BYTES, extras: Extras | None = None, overwrite: bool = False,
     verify: Verify = True, group: torch.distributed.ProcessGroup | None = None, deadline: float = DEADLINE,
 ) -> Converted:  # fmt: skip
-    """Write the checkpoint ``source``, ours or foreign, to ``target`` in another format, tensor by tensor.
+    """Write the checkpoint ``source`` to ``target`` in another format, tensor by tensor.
 
-    Called by every rank of ``group`` with the same arguments; each copies its share, and the bytes of the result do not
-    depend on how many there are. ``to``: ``"holdfast"`` (a folder), ``"huggingface"`` (a folder with the model's
-    tensors), ``"torch"`` (a file for `torch.load`), ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
+    Every rank of ``group`` calls it with the same arguments and copies its share; the result does not depend on how
+    many there are. Host memory stays below 512 MiB a rank. If it is killed or fails, nothing lies under the target's
+    name, and the same call goes on from ``<target>.partial``. A ``target`` in a store is first written to the temporary
+    folder of the machine (``TMPDIR``), which needs room for all of it.
 
-    ``only``: what to take, by the source's names, before ``rename``: a name, a path above names, a pattern, or several,
-    each of which must fit something. ``rename``: the source's names to others: a table of names or leading paths (an
-    empty new one drops it), each of which must be there, or a function; for a Hugging Face target the source's names
-    are bare, without ``model/`` and with points. ``dtype``: what floating tensors become. ``step``: noted instead of
-    the source's, in our own format. ``max_shard_bytes``: of tensors in one file; a target other than ``"torch"`` has as
-    many files as it needs. ``extras``: files to put beside a Hugging Face model, its config.json and tokenizer, which
-    `from_pretrained` needs: paths, a folder (all in it but weights), or names with paths or bytes. ``overwrite``
-    replaces a target that exists, once the new one is whole. ``verify`` as in `holdfast.load`.
+    Args:
+        source: A checkpoint of any format that holdfast reads: a path, a URL, or an opened one.
+        target: A folder, a file or a URL.
+        to: ``"holdfast"`` (a folder), ``"huggingface"`` (a folder with the model's tensors), ``"torch"`` (a file for
+            `torch.load`) or ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
+        only: What to take, by the source's names: a name, a path above names, a pattern, or several.
+        rename: The source's names to others: a dict of names or leading paths, or a function. An empty new name drops
+            the tensor. For Hugging Face, the source's names have no ``model/`` and have points.
+        dtype: What floating-point tensors become.
+        step: The step to note in the place of the source's, in our own format.
+        max_shard_bytes: Bytes of tensors in one file at most. A target other than ``"torch"`` has as many files as
+            needed.
+        extras: Files to put beside a Hugging Face model, such as config.json and the tokenizer: paths, a folder, or a
+            dict of names to paths or bytes.
+        overwrite: Replace a target that exists, once the new one is whole.
+        verify: As in `load`.
+        group: The ranks that convert; by default the default process group, or this process alone without one.
+        deadline: Seconds to wait for a rank or a store that makes no progress.
 
-    A ``target`` in a store grows in the temporary folder of the machine (``TMPDIR``), which needs room for all of it,
-    and is uploaded when it is whole, the file that makes it a checkpoint last; its ranks run on one machine.
+    Returns:
+        What was written, and what was left out and why.
 
-    Killed or failed, it leaves nothing under the target's name; the same call then goes on from ``<target>.partial``.
-    Host memory stays below 512 MiB a rank, whatever the size. Raises on every rank the same: NotACheckpoint, Mismatch,
-    Unsupported, Damaged, StorageError, RankLost.
+    Raises:
+        NotACheckpoint: There is no checkpoint at ``source``.
+        Mismatch: ``only`` or ``rename`` fits nothing, or makes two tensors one.
+        Unsupported: The target's format cannot hold something; it names what.
+        Damaged: Bytes of the source are not what was written.
+        StorageError: ``target`` exists, or the disk or store refused.
+        RankLost: A rank did not come.
+
+    Example:
+        >>> holdfast.convert("/ckpt/step-7", "/models/weights.pt", to="torch", only="model").nbytes > 0
+        True
     """
     options = Options(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
     options.check()

@@ -54,19 +54,33 @@ def copy(
     source: str | os.PathLike[str] | Place, target: str | os.PathLike[str] | Place, *, overwrite: bool = False,
     bandwidth: float | None = None, deadline: float = DEADLINE,
 ) -> Copied:  # fmt: skip
-    """Copy the checkpoint ``source`` to ``target``, each a local path, a URL or a place in a store.
+    """Copy a checkpoint of holdfast, or all steps of a run, to another place.
 
-    Called by one process; several may do the same copy at once. A ``source`` that is no checkpoint but a folder of them
-    (the root of a run) is copied step by step, the newest last, to folders of the same names in ``target``.
+    One process calls it. Every block is checked while it passes, and the manifest is written last. A copy that is
+    killed or fails has committed nothing, and the same call goes on from the files that are there. Files that a
+    checkpoint reuses from its siblings are copied into it. Host memory stays below 256 MiB.
 
-    Every block is summed while it passes. The manifest is written last, so that a copy which is killed or fails has
-    committed nothing; the same call then goes on from the files that are there. They are recognised by name and size:
-    names of data files hold save ids, and a file is there whole or not at all. The same checkpoint at ``target`` stays
-    as it is, and files that it lacks are brought back; another one is refused, or with ``overwrite`` replaced in one
-    step once all the new files are there. Files that a checkpoint reuses from its siblings are copied into it.
+    Args:
+        source: A checkpoint, or a folder of checkpoints: a path, a URL, or a place in a store.
+        target: Where the copy goes. A run is copied step by step, the newest last.
+        overwrite: Replace another checkpoint at ``target``, once all new files are there. The same one stays in any
+            case, and gets the files that it lacks.
+        bandwidth: Bytes a second at most.
+        deadline: Seconds to wait for any one answer of a store.
 
-    ``bandwidth``: bytes a second at most. ``deadline``: seconds to wait for any one answer of a store. Host memory
-    stays below 256 MiB. Raises NotACheckpoint, Damaged (naming file and bytes), Unsupported, StorageError.
+    Returns:
+        What was copied, and what was there already.
+
+    Raises:
+        NotACheckpoint: There is no checkpoint at ``source``.
+        Damaged: Bytes of the source are not what was written; it names the file and the bytes.
+        Unsupported: ``source`` is of another format: convert it.
+        StorageError: ``target`` holds another checkpoint, or the disk or store refused.
+        ValueError: ``target`` lies in ``source``.
+
+    Example:
+        >>> holdfast.copy("/ckpt/step-7", "/archive/step-7").committed
+        True
     """
     began = monotonic()
     ours, theirs = location(source), location(target)

@@ -80,7 +80,18 @@ def install(listener: Listener) -> None:
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Call ``listener(event)`` for every event of this process inside the ``with`` block, from any thread."""
+    """Report every event of this process to ``listener`` inside of the ``with`` block.
+
+    Args:
+        listener: Called with each `Event`, from any thread. What it raises is logged, and fails no save.
+
+    Example:
+        >>> seen = []
+        >>> with holdfast.events.listen(lambda event: seen.append(event.task)):
+        ...     _ = holdfast.save({"model": model}, "/ckpt/listened")
+        >>> "save" in seen
+        True
+    """
     install(listener)
     try:
         yield

@@ -22,9 +22,10 @@ from holdfast.buffers.stable import wait_for_copies
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.errors import Mismatch, StorageError
 from holdfast.matching.compare import Matched, compare
-from holdfast.matching.differences import Differences, Loaded, raise_if_any
+from holdfast.matching.differences import Loaded
 from holdfast.matching.hand_back import Filled, hand_back, hand_over_early
 from holdfast.matching.names import asked_of, names_of, own_names, with_named_ids
+from holdfast.matching.verdict import RankNote, Verdict, judge
 from holdfast.ondisk.manifest import FORMAT
 from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, unfit_in_load
 from holdfast.policies.signing.keys import Keys
@@ -55,30 +56,45 @@ def load(
 ) -> Loaded:  # fmt: skip
     """Load the checkpoint at ``path`` into the objects and tensors of ``into``, in place, on any mesh or none.
 
-    Called by every rank of ``group``; each reads only the bytes that its own shards need, and ranks that need the same
-    bytes read them once. Strict: every name of ``into`` must be in the checkpoint and the other way round, with equal
-    shapes and dtypes.
-
-    ``path`` may be a checkpoint of another library too (docs/formats.md): what it holds under first keys that
+    Every rank of ``group`` calls it. Each reads only the bytes that its own shards need, and ranks that need the same
+    bytes read them once. Loading is strict: every name of ``into`` has to be in the checkpoint and the other way round,
+    with equal shapes and dtypes. Of a checkpoint of another library (docs/formats.md), what lies under first keys that
     ``into`` lacks is skipped, and optimizer state under integer ids goes by the order of the live parameters.
 
-    ``only``: what to load, by the names that the checkpoint has: a name, a path above names, a pattern, or several
-    (``"model"``, ``"model/*.weight"``); the rest is left alone on both sides. Each must fit a name of the checkpoint,
-    or one that ``into`` has and the checkpoint lacks. ``rename``: names of the checkpoint to names of ``into``: a
-    mapping of names or leading paths, each of which must be there, or a function.
-    ``cast``: convert where dtypes differ. ``missing="keep"``: what the checkpoint lacks stays as it is.
-    ``verify``: True checks the sums of all blocks read whole; ``"blocks"`` reads blocks whole to check all;
-    False checks none. ``cache``: for a path in a store, a folder on the node's own disk in which its ranks share what
-    they have fetched, so that a node fetches each byte once and a second start fetches nothing (see docs/stores.md).
-    ``share``: ``"off"`` lets every rank read all that it needs by itself (see docs/loading.md).
-    ``require``: public keys, one of which must have signed the checkpoint: then every block that is wanted is read
-    whole and proved to be what was signed (see docs/security.md).
+    Args:
+        path: A folder, a file, a URL, or a place from `holdfast.storage.at`.
+        into: A nested dict of modules, optimizers, tensors and values, as for `save`.
+        only: What to load, by the names in the checkpoint: a name, a path above names, a pattern, or several, such as
+            ``["model", "optimizer/state/*"]``. The rest is left alone on both sides.
+        rename: Names of the checkpoint to names of ``into``: a dict of names or leading paths, or a function.
+        cast: Convert tensors whose dtypes differ.
+        missing: ``"keep"`` leaves what the checkpoint lacks as it is; ``"error"`` raises Mismatch.
+        verify: True checks the sums of all blocks that are read whole. ``"blocks"`` reads blocks whole to check all of
+            them. False checks none.
+        cache: For a path in a store, a folder on the node's disk in which its ranks share what they have fetched.
+        share: ``"off"`` lets every rank read all that it needs by itself; see docs/loading.md.
+        group: The ranks that load; by default the default process group, or this process alone without one.
+        deadline: Seconds to wait for a rank or a store that makes no progress.
+        require: Public keys, one of which must have signed the checkpoint; see docs/security.md.
+        run: The run that the checkpoint has to be of (`Checkpoint.run`).
+        other_model: Load into layers of another kind too, if their tensors have the same names and shapes.
 
-    ``run``: the run that the checkpoint has to be of (16 hex digits, `Checkpoint.run`). ``other_model``: load into
-    layers of another kind too, whose tensors have the same names and shapes (see docs/loading.md).
+    Returns:
+        What was loaded, what was left out, and how many bytes were read.
 
-    Raises on every rank the same: Mismatch listing every name that does not fit (nothing was changed),
-    NotACheckpoint, Damaged (names file and tensor), Untrusted, Unsupported, StorageError, RankLost.
+    Raises:
+        Mismatch: Names, shapes or dtypes do not fit; it lists all of them. Nothing was changed.
+        NotACheckpoint: There is no checkpoint; it says what is there instead.
+        Damaged: Bytes are not what was written; it names the file and the tensor.
+        Untrusted: The checkpoint is not signed as ``require`` says.
+        Unsupported: The format version or a dtype is not known here.
+        StorageError: The disk or the store refused.
+        RankLost: A rank did not come.
+
+    Example:
+        >>> loaded = holdfast.load("/ckpt/step-7", {"model": model}, only="model")
+        >>> loaded.step
+        7
     """
     if require is not None and verify is False:
         raise ValueError("require= has every byte checked that is used: leave out verify=False, or require=")
@@ -132,7 +148,7 @@ def load_opened(
     ):  # fmt: skip
         with events.span("match", where, ranks.rank):
             work = partial(open_and_match, opening, into, options, ranks, where)
-            (matched, demand), verdict = keeping(call, "match", work, _judge, _Verdict)
+            (matched, demand), verdict = keeping(call, "match", work, judge, Verdict)
             shared = sharing.agree(call, demand, verdict.choice)
         with closing(shared):
             with events.span("copy wait", where, ranks.rank):
@@ -146,7 +162,7 @@ def load_opened(
 
 def open_and_match(
     opening: Callable[[], Checkpoint], into: dict[str, Any], options: Options, ranks: Ranks, where: str
-) -> tuple[tuple[Matched, sharing.Demand], _Note]:
+) -> tuple[tuple[Matched, sharing.Demand], RankNote]:
     """Open the checkpoint and compare it with the target; nothing is changed. With a note for the other ranks."""
     with events.span("open", where, ranks.rank):
         checkpoint = opening()
@@ -163,7 +179,7 @@ def open_and_match(
     names = names_of(checkpoint, called, values, asked)
     state, keep = collect(into, ranks, names.saved), options.missing == "keep"
     matched, differences = compare(names, state, cast=options.cast, keep=keep, world_size=ranks.size)
-    note = _Note(differences, early=bool(matched.early.targets))
+    note = RankNote(differences, early=bool(matched.early.targets))
     if options.only != "*":
         note.unfit, note.awaited = unfit_in_load(options.only, options.rename, renamed, own_names(state, into))
     if options.rename is None and checkpoint.format == FORMAT and not options.other_model:
@@ -251,40 +267,11 @@ def keeping(
     return values[0], verdict
 
 
-class _Note(msgspec.Struct, array_like=True):
-    """What one rank tells the first one of its comparison.
-
-    ``unfit``: patterns of ``only=`` that fit nothing, with what errors say of each; ``awaited``: those that fit the
-    target alone. ``early``: whether objects are handed their state early.
-    """
-
-    differences: Differences
-    offer: sharing.Offer = sharing.Offer()
-    early: bool = False
-    unfit: dict[str, str] = {}
-    awaited: list[str] = []
-
-
-class _Verdict(msgspec.Struct, array_like=True):
-    """What the first rank makes of all notes: who shares reading, and whether any rank hands over objects early."""
-
-    choice: sharing.Choice
-    early: bool
-
-
 class _End(msgspec.Struct, array_like=True):
     """How reading ended on a rank that did not fail: whether another one stopped it, and why."""
 
     stopped: bool
     why: str = ""
-
-
-def _judge(notes: list[_Note]) -> _Verdict:
-    """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading."""
-    awaited = {pattern for note in notes for pattern in note.awaited}
-    unfit = {pattern: text for note in notes for pattern, text in note.unfit.items() if pattern not in awaited}
-    raise_if_any([note.differences for note in notes], unfit.values())
-    return _Verdict(sharing.who_shares([note.offer for note in notes]), any(note.early for note in notes))
 
 
 def _all_ended(ends: list[_End]) -> bool:

@@ -109,13 +109,11 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the saves under way, and restore the signal handlers. Idempotent.
 
-        With ``fast`` it then waits for the uploads of the newest step and of those that are due: after a SIGTERM no
-        longer than the grace that is left, and no longer than ``deadline`` seconds in which nothing moves. Steps that
-        are not in the store then are named in a warning; the next start uploads them.
+        With ``fast`` it then waits for the uploads that are due, until nothing moves for ``deadline`` seconds, or the
+        grace after a SIGTERM ends. A warning names steps that are not in the store; the next start uploads them.
 
         Raises:
-            SaveFailed: A save has failed that no `step` has raised, and ``on_failure`` is ``"raise"``. Not after a
-                signal: the last step has had its verdict.
+            SaveFailed: As `wait` does, but not after a signal: then the last step has had its verdict.
         """
         try:
             if self._scrubbing is not None:
@@ -294,8 +292,11 @@ class CheckpointManager:
     def durability(self, step: int) -> Durability:
         """Return where a step is safe. Any rank may ask.
 
-        It looks at the disk once and asks the store once, and waits for its answer for half a minute at most. Without
-        ``fast``, a committed step is safe in ``root`` alone.
+        It looks at the disk and asks the store once, for half a minute at most. Without ``fast`` there is ``root``
+        alone.
+
+        Args:
+            step: The number of a step.
         """
         return self._home.durability(step)
 
@@ -307,9 +308,6 @@ class CheckpointManager:
 
         Returns:
             The interval by Young (1974) and Daly (2006); None before the first save is done.
-
-        Raises:
-            ValueError: ``mtbf`` is not positive.
         """
         return self._record.figures.advice(mtbf)
 

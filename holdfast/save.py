@@ -48,30 +48,38 @@ def save(
     deadline: float = DEADLINE, run: str | None = None, label: str | None = None, degraded: bool = False,
     check_replicas: bool | Patterns = False, sign: Key | Literal[True] | None = None,
 ) -> Checkpoint:  # fmt: skip
-    """Save ``state`` to ``path``, a folder or a URL, and return once it is committed and durable.
+    """Save ``state`` to ``path``, and return once it is committed and durable.
 
-    Called by every rank of ``group`` (default: the default process group; without one, this process alone) with
-    the same ``path``. ``state`` is a nested dict of tensors, values and objects with ``state_dict()``. ``step``
-    defaults to ``state["step"]`` if that is an int. ``files`` are kept beside the state, by name, from a path or
-    from bytes. Each phase may take ``deadline`` seconds. ``run`` (16 hex digits) marks which run made it.
-    ``label`` is what errors call the save; ranks whose paths differ by node, as their disks do, give the same one.
+    Every rank of ``group`` calls it with the same ``path``. Host memory beyond the state stays below 128 MiB a rank.
 
-    With ``base``, an earlier checkpoint beside ``path``, only what differs from it is written: a piece whose bytes are
-    equal stays in the file that has it, which is hard-linked, or, in a store, reused. See docs/incremental.md.
+    Args:
+        state: A nested dict of tensors, values, modules, optimizers and other objects with a ``state_dict``.
+        path: A folder, a URL, or a place from `holdfast.storage.at`.
+        overwrite: Replace a checkpoint that is there, once the new one is committed.
+        step: The training step to note; by default ``state["step"]``, if that is an int.
+        base: An earlier checkpoint beside ``path``. Only what differs from it is written; see docs/incremental.md.
+        files: Files to keep beside the state, by name, from a path or from bytes.
+        group: The ranks that save; by default the default process group, or this process alone without one.
+        deadline: Seconds that each phase may take without progress before a rank is given up.
+        run: The id of the run, 16 hex digits, to note.
+        label: What errors call the save. Ranks whose paths differ, as disks of nodes do, give the same one.
+        degraded: Commit although ranks are lost while they write, if others hold all that those were to write; see
+            docs/crash-safety.md. The first rank's word counts.
+        check_replicas: Compare the sums of tensors that several ranks hold before the commit: True for all of them, or
+            patterns over names. The save fails if a rank holds other bytes, and names it.
+        sign: A private Ed25519 key to sign the checkpoint with; see docs/security.md. Only the first rank needs the
+            key, the others may pass True.
 
-    With ``degraded`` the save commits although ranks are lost while they write, if others hold all that those were to
-    write: they write it too. The first rank's word counts. See docs/crash-safety.md.
+    Returns:
+        The checkpoint, opened.
 
-    With ``check_replicas``, tensors that several ranks hold are summed by each of them and compared before the commit:
-    True for all, or patterns over names, those with a ``!`` left out. The save fails if a rank holds other bytes, and
-    names it. See docs/crash-safety.md.
+    Raises:
+        SaveFailed: The same on every rank, and also the built-in error of its cause (OSError, TypeError, ValueError,
+            TimeoutError). Nothing was committed, an older checkpoint at ``path`` is as it was, and training may go on.
 
-    With ``sign``, a private Ed25519 key (see docs/security.md), the checkpoint is signed before it is committed. The
-    first rank alone needs the key, the others may pass True.
-
-    Host memory beyond the state stays below 128 MiB a rank, whatever its size. Raises SaveFailed, the same on every
-    rank and also the built-in error of its cause (OSError, TypeError, ValueError, TimeoutError); then nothing was
-    committed, training may go on, and an older checkpoint at ``path`` is as it was.
+    Example:
+        >>> holdfast.save({"model": model, "step": 7}, "/ckpt/new").step
+        7
     """
     folder = with_deadline(location(path), deadline)
     label, step = label or label_of(folder, step), step_of(state, step)

@@ -20,15 +20,12 @@ import torch.distributed as dist
 from holdfast import events
 from holdfast.buffers.memory import no_collection
 from holdfast.buffers.stable import before_change
-from holdfast.commit.agree import agree
-from holdfast.commit.gather import Attached, gather
-from holdfast.commit.job import REHEARSAL, Base, Job, attempt, value_of
-from holdfast.commit.outgoing import lay_out
+from holdfast.commit.gather import Attached
+from holdfast.commit.job import REHEARSAL, Base, Job
 from holdfast.errors import HoldfastError, SaveFailed
 from holdfast.events import log
 from holdfast.ondisk.manifest import Manifest
 from holdfast.ondisk.patterns import Patterns
-from holdfast.policies.points import Policies
 from holdfast.policies.replicas.compare import compared_by
 from holdfast.policies.signing.keys import Key, signing
 from holdfast.ranks.ranks import Ranks, ranks_of
@@ -37,6 +34,7 @@ from holdfast.saving import Saving
 from holdfast.saving.background import BackgroundSave
 from holdfast.saving.earlier import EarlierSaves, open_savers
 from holdfast.saving.options import SaverOptions, takes
+from holdfast.saving.rehearsal import rehearse
 from holdfast.state import Recall
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -53,22 +51,21 @@ class _Options(SaverOptions):
 
 
 class Saver:
-    """Saves in the background, so that training hardly notices; owns staging memory and a writer.
+    """Saves in the background, next to training. Owns staging memory and a writer.
 
-    Takes the options of `holdfast.saving.options.SaverOptions` as keywords, and ``group``, the process group (default:
-    the default one). Each rank of the group makes one, all with the same arguments and calls.
+    Each rank of the group makes one, all with the same arguments and calls. Parameters and state of live optimizers are
+    copied while training goes on, and a step of these optimizers waits for it. Everything else is copied before `save`
+    returns. See docs/background.md.
 
-        with holdfast.Saver() as saver:
-            saver.prepare(state)            # optional: the first save then costs what any other costs
-            for step in ...:
-                train(step)
-                saving = saver.save(state, f"/ckpt/{step}")     # returns in milliseconds
-            saving.wait()
+    Args:
+        options: The fields of `SaverOptions`, as keywords, and ``group``, the ranks that save.
 
-    Parameters and state of live optimizers, given as objects or as bare tensors, are copied while training goes on, and
-    a step of these optimizers waits for it; everything else is copied before `save` returns. See docs/background.md.
-    With ``check_replicas`` the sums of replicas are taken while the tensors hold still, which a step may have to wait
-    for. With ``degraded`` each rank keeps copies of another one's share, beside the slots; see docs/crash-safety.md.
+    Example:
+        >>> with holdfast.Saver() as saver:
+        ...     saver.prepare(state)  # optional: the first save then stalls no more than others
+        ...     saving = saver.save(state, "/ckpt/step-9")  # returns in milliseconds
+        ...     saving.wait().nbytes > 0
+        True
     """
 
     @takes(_Options)
@@ -106,34 +103,21 @@ class Saver:
             log.error("%s", error)  # what ended the block is the cause to be seen
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Do now what the first save would have to: agree on the plan, allocate and touch memory, start the writer.
+        """Do what the first save would do before it copies: agree on the plan, take memory, start the writer.
 
-        Called by all ranks, best when the model and the optimizers exist. Optimizers that have not stepped are counted
-        as they will be. Raises HoldfastError, the same on every rank.
+        All ranks call it, best when model and optimizers exist. Optimizers that have not stepped count as they will be.
+
+        Args:
+            state: As for `save`.
+
+        Raises:
+            HoldfastError: The state cannot be saved, or memory cannot be had. The same on every rank.
         """
         self._check_open()
         with events.span("prepare", REHEARSAL, self._ranks.rank, whole=True):
             self._earlier.wait()  # it ends: all waits of a save for other ranks have a deadline
             job = Job(self._ranks, None, None, RUN)
-            with no_collection():
-                gathered = attempt(gather, job, state, {}, self._recall)
-
-            with self._ranks.call("prepare", deadline=self._deadline) as call:
-                agreed = agree(call, job, gathered)
-
-                def reserve() -> bool:
-                    if agreed is None:
-                        raise HoldfastError("a rehearsal was skipped; this is a fault of holdfast")
-                    own = value_of(gathered)
-                    outgoing = lay_out(job, agreed, own, self._pool.lease(), Policies(job))
-                    sizes = [*outgoing.sizes, *outgoing.sizes_to_come]
-                    if own.state.changes.to_come and not any(sizes):
-                        sizes = [1]  # small state that is to come may be this rank's to write
-                    self._pool.prepare(sizes, pinned=outgoing.on_device)
-                    return True
-
-                call.settle("reserve", reserve, lambda notes: True, bool)
-            self._hook(value_of(gathered).state.changes.optimizers)
+            self._hook(rehearse(job, state, self._recall, self._pool, deadline=self._deadline))
 
     def save(
         self, state: Mapping[str, Any], path: str | os.PathLike[str] | Place, *, overwrite: bool = False,
@@ -141,14 +125,29 @@ class Saver:
         run: str | None = None, label: str | None = None, check_replicas: bool | Patterns | None = None,
         sign: Key | Literal[True] | None = None,
     ) -> Saving:  # fmt: skip
-        """Begin to save ``state`` to ``path``, a folder or a URL: the state at this moment, bit for bit, is saved.
+        """Begin to save ``state`` as it is at this moment, bit for bit.
 
-        Called by all ranks, with the arguments of `holdfast.save`. Returns once everything is copied that may change
-        before a step of the optimizer that has it. With ``busy="wait"`` it first waits until a slot is free, and raises
-        the failure of the save that had it if nobody has heard of it: SaveFailed, the same on every rank.
+        All ranks call it. It returns once everything is copied that no step of an optimizer waits for.
 
-        ``base`` is also what an earlier `save` returned: then that save, or if it fails the one that it was based on,
-        once its outcome is known. So ``saving = saver.save(state, path, base=saving)`` writes what changes.
+        Args:
+            state: As for `holdfast.save`.
+            path: A folder, a URL, or a place in a store.
+            overwrite: As for `holdfast.save`.
+            step: As for `holdfast.save`.
+            base: As for `holdfast.save`, or what an earlier call returned: that save or, if it fails, the one that it
+                was based on.
+            files: As for `holdfast.save`.
+            run: As for `holdfast.save`.
+            label: As for `holdfast.save`.
+            check_replicas: In the place of the Saver's own option.
+            sign: In the place of the Saver's own option.
+
+        Returns:
+            The save under way.
+
+        Raises:
+            SaveFailed: An earlier save has failed, and nobody has heard of it; the same on every rank.
+            HoldfastError: The Saver is closed.
         """
         self._check_open()
         folder = with_deadline(location(path), self._deadline)
@@ -204,7 +203,12 @@ class Saver:
         background.run()
 
     def under_way(self, path: Place) -> Saving | None:
-        """The save to ``path`` that goes on although the call of `save` that began it was interrupted, if it does."""
+        """Return the save to ``path`` that goes on although the call of `save` that began it was interrupted, if it
+        does.
+
+        Args:
+            path: As given to `save`.
+        """
         last = self._earlier.last
         return last if last is not None and last.path == path and last.has_started and not last.heard else None
 
@@ -233,11 +237,15 @@ class Saver:
         self._earlier.raise_unheard()
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Wait for the saves under way, then let memory, writer and hooks go. Raises as `wait` does. Idempotent.
+        """Wait for the saves under way, then free memory, writer and hooks. Idempotent; if it is interrupted, call it
+        again.
 
-        If it is interrupted, call it again.
+        Args:
+            timeout: Seconds after which the saves are given up, with a warning. A writer process still finishes what it
+                has.
 
-        After ``timeout`` seconds the saves are given up, with a warning: a writer process still finishes what it has.
+        Raises:
+            SaveFailed: As `wait` does.
         """
         if self._released:
             return

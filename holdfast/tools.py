@@ -1,11 +1,11 @@
 """Tools for checkpoints that are there already: check, mend, sign them, and take parts of them away.
 
-Users and the command call these. Each is defined in `repair`, but for `recover`; nothing here does anything itself.
+Users and the command call these. Each is defined in `repair`; nothing here does anything itself.
 """
 
-from holdfast.checkpoint import recover
 from holdfast.repair import signing
 from holdfast.repair.drop import drop
+from holdfast.repair.recover import recover
 from holdfast.repair.repair import repair
 from holdfast.repair.rescue import rescue
 from holdfast.repair.signing import sign

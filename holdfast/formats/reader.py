@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
+from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.manifest import Manifest
 from holdfast.read.damage import Findings
 from holdfast.read.files import Files
 from holdfast.read.ranges import Verify
 from holdfast.storage.place import Place
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a saved tensor without reading it: torch dtype, global shape, bytes, and its cells' boxes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    record: TensorRecord
+
+    @property
+    def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """(offsets, lengths) of each cell that it was saved in."""
+        return [(b.offsets, b.lengths) for b, _ in self.record.boxes()]
 
 
 class Reader(Protocol):

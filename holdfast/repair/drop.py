@@ -39,21 +39,31 @@ def drop(
     path: str | os.PathLike[str] | Place, sections: Patterns, *, dry_run: bool = False, deadline: float = DEADLINE,
     sign: Key | None = None,
 ) -> Dropped:  # fmt: skip
-    """Take ``sections`` of the checkpoint at ``path`` away for good: ``holdfast.tools.drop(path, "optimizer")``.
+    """Take sections of a checkpoint away for good, such as the optimizer.
 
-    ``sections``: names or patterns of first keys of the state (``"optim*"``); each must fit one that is there, or was.
-    What stays is the same save, and loads with ``only=`` (or into a state without them). A data file holds one section,
-    so whole files go and none is written; a new manifest replaces the old one in one step, and a crash leaves the
-    checkpoint with the sections or without.
-    Sections that are gone already are skipped. ``dry_run=True`` deletes nothing. Call it from one process, while nobody
-    saves to ``path``. ``deadline``: seconds to wait for any one answer of a store.
+    What stays is the same save, and loads with ``only=``. Whole files are deleted and none is written: a new manifest
+    replaces the old one in one step, and a crash leaves the checkpoint with the sections or without. One process calls
+    it, while nobody saves to ``path``.
 
-    A signature of the whole checkpoint is deleted, with a warning, unless ``sign`` is the private key that made it:
-    then what is left is signed again. Untrusted is raised, and nothing is dropped, for another key.
+    Args:
+        path: The checkpoint, a path, a URL or a place in a store.
+        sections: Names or patterns of first keys of the state, such as ``"optim*"``.
+        dry_run: Delete nothing, and return what would go.
+        deadline: Seconds to wait for any one answer of a store.
+        sign: The private key that signed the checkpoint, to sign what is left. Without it, a signature is deleted with
+            a warning.
 
-    A process that has the checkpoint open and reads what is gone gets Damaged. Raises Mismatch if a name or pattern
-    fits no section, ValueError if no tensor would be left, Unsupported if what stays shares bytes with what goes,
-    NotACheckpoint, Damaged, StorageError.
+    Returns:
+        What was deleted. Files that another checkpoint shares go with the last one that names them.
+
+    Raises:
+        Mismatch: A name or pattern fits no section.
+        ValueError: No tensor would be left.
+        Unsupported: What stays shares bytes with what goes.
+        Untrusted: ``sign`` is another key than the one that signed it. Nothing is dropped.
+        NotACheckpoint: There is no checkpoint.
+        Damaged: The manifest cannot be read.
+        StorageError: The disk or store refused.
     """
     folder, patterns = with_deadline(location(path), deadline), patterns_in(sections, "sections=")
     record = read_known(folder)

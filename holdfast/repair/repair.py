@@ -66,21 +66,31 @@ def repair(
     path: str | os.PathLike[str] | Place, *, sources: Iterable[Source] = (), dry_run: bool = False,
     deadline: float = DEADLINE,
 ) -> Repaired:  # fmt: skip
-    """Put right what is damaged in the checkpoint of ours at ``path``, with bytes of ``sources``.
+    """Put right what is damaged in a checkpoint of holdfast, with bytes of other checkpoints.
 
-    ``sources``: checkpoints, or folders of checkpoints, each a local path, a URL or a place in a store: copies of the
-    same checkpoint, and other steps with equal blocks, such as those of tensors that did not change. They are searched
-    in this order, after the checkpoint itself, which may hold the same bytes twice.
+    Every byte is checked first. Good bytes are searched in ``path`` itself and then in ``sources``, checked by the sum
+    of their block, written, made durable and read again. Blocks and headers are written in place, so other steps that
+    share the file are mended too. A file that is missing or too short comes back whole or not at all. Objects in a
+    store are written again as a whole. One process calls it, while nobody saves to ``path``. If it is killed, nothing
+    is worse, and the same call goes on.
 
-    Every byte of ``path`` is checked first. Good bytes for what is wrong are searched, checked by the sum of the block
-    or the digest of the header, written, made durable, and read again. Blocks and headers are written in place, so that
-    other steps that share the file are mended too. Files that are missing or have another size come back whole or not
-    at all. In a store, objects are rewritten whole. What no source has stays as it is, and is in ``left``; no error is
-    raised for it. Call it from one process, while nobody saves to ``path`` or deletes it. If it is killed, nothing is
-    worse, and the same call goes on. ``dry_run=True`` searches in the same way, and writes nothing.
+    Args:
+        path: The checkpoint, a path, a URL or a place in a store.
+        sources: Checkpoints, or folders of checkpoints: copies of the same one, and other steps with equal blocks.
+        dry_run: Search, and write nothing.
+        deadline: Seconds to wait for any one answer of a store.
 
-    Raises NotACheckpoint or Damaged if there is no manifest that can be read (see `rescue`), StorageError if something
-    cannot be read or written. ``deadline``: seconds to wait for any one answer of a store.
+    Returns:
+        What was mended, and in ``left`` what no source has. No error is raised for that.
+
+    Raises:
+        NotACheckpoint: There is no manifest; see `rescue`.
+        Damaged: The manifest cannot be read; see `rescue`.
+        StorageError: Something cannot be read or written.
+
+    Example:
+        >>> holdfast.tools.repair("/ckpt/step-7", sources=["/ckpt/step-8"]).whole
+        True
     """
     began, checkpoint = monotonic(), Checkpoint(with_deadline(location(path), deadline))
     _refuse_without_manifest(checkpoint)

@@ -67,21 +67,29 @@ def rescue(
     folder: str | os.PathLike[str] | Place, *, like: str | os.PathLike[str] | Place | None = None,
     save: str | None = None, step: int | None = None, deadline: float = DEADLINE,
 ) -> Rescued:  # fmt: skip
-    """Make the manifest of the checkpoint in ``folder`` again, if it is lost or cannot be read.
+    """Make the manifest of a checkpoint again, if it is lost or cannot be read.
 
-    It is made from the first of these that is there: what all ranks left when they finished their save (`recover`);
-    what the first rank left; the manifest of ``like``, if that is a copy of the same save; else the headers of the
-    data files, which hold names, shapes, types and sums. Headers do not hold values (steps, settings), which names were
-    tied, and what was a list: with ``like``, a step of the same run, these are taken from there, as they were at
-    *its* step. Without it they are lost, and whether a whole section is missing cannot be told.
+    It is made from the first of these that is there: what all ranks left when they finished their save; what the first
+    rank left; the manifest of ``like``, if that is a copy of the same save; else the headers of the data files. Headers
+    hold names, shapes, dtypes and sums, but no values (steps, settings), no tied names and no lists. With ``like``, a
+    step of the same run, these are taken from there, as they were at its step. Every byte is checked. One process calls
+    it, while nobody saves to the folder. A damaged manifest is kept under another name.
 
-    ``save`` chooses if the folder has files of several saves. ``step`` is the step to be noted; by default the number
-    at the end of the folder's name. Called by one process, while nobody saves to the folder.
+    Args:
+        folder: The folder of the checkpoint, a path or a URL.
+        like: A copy of it, or another step of the same run.
+        save: The id of the save to take, if the folder holds files of several.
+        step: The step to note; by default the number at the end of the folder's name.
+        deadline: Seconds to wait for any one answer of a store.
 
-    Every byte is checked, and what is wrong is in ``damages``: `repair` may mend it. A manifest made from headers
-    says so in its ``producer``; a damaged one is kept aside. Raises StorageError (EEXIST) if there is a manifest
-    that can be read, or somebody saves there; NotACheckpoint if there are no data files; Damaged if no save is whole,
-    saying what lacks; Mismatch if that cannot be told without ``like`` or ``save``, or if ``like`` has other tensors.
+    Returns:
+        What was brought back, what was lost, and what is damaged: `repair` may mend it.
+
+    Raises:
+        StorageError: There is a manifest that can be read, or somebody is saving there (EEXIST).
+        NotACheckpoint: There are no data files.
+        Damaged: No save is whole; it says what lacks.
+        Mismatch: It cannot be decided without ``like`` or ``save``, or ``like`` has other tensors.
     """
     target = with_deadline(location(folder), deadline)
     damaged = _damaged_manifest(target)

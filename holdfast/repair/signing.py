@@ -35,14 +35,25 @@ THREADS = 4
 
 
 def sign(path: str | os.PathLike[str] | Place, key: Key, *, deadline: float = DEADLINE) -> Checkpoint:
-    """Sign the checkpoint at ``path`` with a private Ed25519 ``key``: its maker vouches for what lies there now.
+    """Sign a checkpoint that is there already, with a private Ed25519 key.
 
-    ``key``: 32 raw bytes, a PEM without a password, the path of a file that holds either, or a key of `cryptography`.
-    Every byte is read and proved by the sums of the format on the way, so damage is not signed; an earlier signature
-    is replaced. Called by one process. ``deadline``: seconds to wait for any one answer of a store.
+    Every byte is read and compared with its sum on the way, so damage is not signed. An earlier signature is replaced.
+    One process calls it.
 
-    Raises ValueError for what is no key, Unsupported for a checkpoint of another format, NotACheckpoint, Damaged,
-    StorageError.
+    Args:
+        path: The checkpoint, a path, a URL or a place in a store.
+        key: 32 raw bytes, a PEM without a password, the path of a file with either, or a key of `cryptography`.
+        deadline: Seconds to wait for any one answer of a store.
+
+    Returns:
+        The checkpoint, opened with the key required.
+
+    Raises:
+        ValueError: ``key`` is no private key.
+        Unsupported: The checkpoint is of another format.
+        NotACheckpoint: There is no checkpoint.
+        Damaged: Bytes are not what was written.
+        StorageError: The disk or store refused.
     """
     made, folder = signer(key), with_deadline(location(path), deadline)
     if made is None:

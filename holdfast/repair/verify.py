@@ -24,17 +24,31 @@ def verify(
     path: str | os.PathLike[str] | Place, *, deep: bool = True, raises: bool = True,
     group: dist.ProcessGroup | None = None, deadline: float = DEADLINE,
 ) -> Verified:  # fmt: skip
-    """Check every byte of the checkpoint at ``path``, ours or foreign, on disk or in a store.
+    """Check every byte of the checkpoint at ``path``, of holdfast or of another library.
 
-    Without ``torch.distributed`` this process checks all of it, by several threads. Else all ranks of ``group``
-    (default: all ranks) make this call; each checks a part, even in bytes, and all get the same answer. Every rank must
-    see all files. ``deep=False`` looks at headers, sizes and attachments alone: seconds, for any size.
+    Every rank of ``group`` calls it and checks a part, and all get the same answer. Every rank must see all files.
 
-    Returns what was checked. Raises Damaged, naming files, bytes, and the tensors that are hit; with ``raises=False``
-    that is told in ``damages`` of what is returned. A manifest that cannot be read is raised in any case: Damaged,
-    NotACheckpoint or Unsupported. ``deadline``: seconds to wait for any answer of a store, and for a rank that does
-    not come once another has finished its part (RankLost). Raises StorageError if bytes cannot be read and the device
-    has not failed: that says nothing of them.
+    Args:
+        path: A path, a URL, or a place in a store.
+        deep: False looks at headers, sizes and attachments alone, which takes seconds for any size.
+        raises: False returns damages in the place of raising them. A manifest that cannot be read is raised in any
+            case.
+        group: The ranks that share the work; by default the default process group, or this process alone without one.
+        deadline: Seconds to wait for any one answer of a store, and for a rank once another has finished its part.
+
+    Returns:
+        What was checked, and with ``raises=False`` the ``damages``.
+
+    Raises:
+        Damaged: Bytes are not what was written; it names files, bytes and tensors.
+        NotACheckpoint: There is no checkpoint.
+        Unsupported: The format version is of a later holdfast.
+        StorageError: Bytes cannot be read for another reason than a device that fails.
+        RankLost: A rank did not come.
+
+    Example:
+        >>> holdfast.tools.verify("/ckpt/step-7").whole
+        True
     """
     began, ranks = monotonic(), ranks_of(group)
     opened: list[Checkpoint] = []

@@ -27,15 +27,27 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Keep:
-    """Which committed steps to keep; a step is kept if any rule keeps it.
+    """Which committed steps to keep. A step is kept if any rule keeps it.
 
-    ``last``: the newest so many (at least 1). ``every``: every step that is a multiple of it, for good. ``best``:
-    so many with the best ``metric`` given to `CheckpointManager.step`; ``mode`` says whether less or more is better.
+    Optimizers take most of a checkpoint, and you need them only to go on training. The last three rules keep steps
+    without one; no byte of what stays is written again (see `holdfast.tools.drop`).
 
-    Optimizers take most of a checkpoint, and are only needed to train on. ``optimizer_last``: of the steps that these
-    rules keep only the newest so many keep theirs. ``model_every``: every step that is a multiple of it is kept for
-    good without one, once no rule above wants it whole. ``optimizer`` says what is dropped: sections (first keys of
-    the state) of this name or pattern, or of any of these. No byte of what stays is written again; see `drop`.
+    Args:
+        last: The newest so many, at least 1.
+        every: Every step that is a multiple of it, for good.
+        best: So many with the best ``metric`` given to `CheckpointManager.step`.
+        mode: ``"min"`` if less is better, ``"max"`` if more is.
+        optimizer_last: Of the steps that these rules keep, only the newest so many keep their optimizer.
+        model_every: Every step that is a multiple of it is kept for good, without its optimizer once no other rule
+            keeps it.
+        optimizer: Which sections (first keys of the state) are dropped as the optimizer: a name, a pattern, or several.
+
+    Raises:
+        ValueError: A number is too small, or ``mode`` is neither.
+
+    Example:
+        >>> holdfast.Keep(last=2, every=10_000, best=1).mode
+        'min'
     """
 
     last: int = 2
@@ -57,17 +69,29 @@ class Keep:
             raise ValueError(f"Keep(best={self.best}, mode={self.mode!r}): best is 0 or more, mode is 'min' or 'max'")
 
     def kept(self, steps: Mapping[int, float | None]) -> set[int]:
-        """Of committed ``steps`` with their metrics, those to keep."""
+        """Return the steps to keep.
+
+        Args:
+            steps: The committed steps and their metrics, None for a step without one.
+        """
         models = {s for s in steps if self.model_every is not None and s % self.model_every == 0}
         return self._ruled(steps) | models
 
     def whole(self, steps: Mapping[int, float | None]) -> set[int]:
-        """Of the steps to keep, those that keep their optimizer too."""
+        """Return those of the steps to keep that keep their optimizer too.
+
+        Args:
+            steps: As for `kept`.
+        """
         ruled = self._ruled(steps)
         return ruled if self.optimizer_last is None else set(sorted(ruled)[-self.optimizer_last :])
 
     def verdict(self, steps: Mapping[int, float | None]) -> Kept:
-        """Both, and what the steps that are not whole lose."""
+        """Return both, and what the steps that are not whole lose.
+
+        Args:
+            steps: As for `kept`.
+        """
         return Kept(frozenset(self.kept(steps)), frozenset(self.whole(steps)), self.optimizer)
 
     def _ruled(self, steps: Mapping[int, float | None]) -> set[int]:

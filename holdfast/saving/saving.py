@@ -45,7 +45,15 @@ class Timing:
 
 
 class Saving:
-    """One save under way. Made by `Saver.save`."""
+    """One save under way. Made by `Saver.save` and `CheckpointManager.step`.
+
+    Attributes:
+        path: Where it goes.
+        step: The training step, or None.
+        base: What it is based on.
+        rank: The rank that this process is.
+        began: When it was begun, in Unix seconds.
+    """
 
     def __init__(
         self, path: Place, step: int | None, base: Saving | Place | None = None, rank: int = 0
@@ -108,9 +116,15 @@ class Saving:
         self._heard = True
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until every tensor of the state is copied and may be changed; also if the save failed.
+        """Wait until every tensor of the state is copied and may be changed, also if the save fails.
 
-        Steps of the optimizers that have them wait by themselves. Raises TimeoutError after ``timeout`` seconds.
+        Steps of the optimizers that own them wait by themselves.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Raises:
+            TimeoutError: It is not staged after ``timeout`` seconds. The save goes on.
         """
         if not self.copying.wait(timeout):
             raise TimeoutError(f"{self.path} is not staged after {timeout} s")
@@ -118,8 +132,15 @@ class Saving:
     def wait(self, timeout: float | None = None) -> Checkpoint:
         """Wait until the save is committed and durable on every rank.
 
-        Raises SaveFailed as `holdfast.save` does, also for a save that was skipped; TimeoutError after ``timeout``
-        seconds, which changes nothing: the save goes on.
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            The checkpoint, opened.
+
+        Raises:
+            SaveFailed: The save has failed, or was skipped. The same on every rank.
+            TimeoutError: There is no outcome after ``timeout`` seconds. The save goes on.
         """
         if not self.settled(timeout) and self._error is not None:
             self._heard = True
@@ -127,7 +148,17 @@ class Saving:
         return Checkpoint(self.path, self._ended_at - self._began)
 
     def settled(self, timeout: float | None = None) -> bool:
-        """Wait for the outcome without raising it: True if it is committed. Raises TimeoutError as `wait` does."""
+        """Wait for the outcome without raising a failure.
+
+        Args:
+            timeout: Seconds to wait at most.
+
+        Returns:
+            True if it is committed.
+
+        Raises:
+            TimeoutError: There is no outcome after ``timeout`` seconds. The save goes on.
+        """
         if self._in_callbacks != threading.get_ident() and not self._done.wait(timeout):
             raise TimeoutError(f"{self.path} is not committed after {timeout} s")
         return self._error is None
@@ -171,7 +202,12 @@ class Saving:
         self.finish(failed)
 
     def add_done_callback(self, then: Callable[[Saving], None]) -> None:
-        """Call ``then(self)`` with the outcome: from the thread that learns it, before `wait` returns; or now."""
+        """Call ``then(self)`` once the outcome is known: at once if it is, else from the thread that learns it, before
+        `wait` returns.
+
+        Args:
+            then: A function of the saving.
+        """
         with self._lock:
             if not self._ended_at:
                 self._then.append(then)

@@ -25,11 +25,18 @@ Elsewhere = Literal["error", "first"] | Callable[[Sequence[Any], int, int], Any]
 
 @dataclass
 class PerRank:
-    """A value, or an object with ``state_dict()`` and ``load_state_dict()``, of which every rank has its own.
+    """A value, or an object with ``state_dict`` and ``load_state_dict``, of which every rank has its own.
 
-    On the same world size each rank gets its own back (``value`` is replaced, or the object loaded). On another
-    one ``elsewhere`` decides: ``"error"`` raises Mismatch, ``"first"`` gives every rank the value of rank 0, a
-    callable ``f(values, rank, world_size)`` makes it from the values of all saved ranks, in rank order.
+    On the same world size each rank gets its own back: ``value`` is replaced, or the object loaded.
+
+    Args:
+        value: A plain value, or the object.
+        elsewhere: What a rank gets on another world size. ``"error"`` raises Mismatch, ``"first"`` gives every rank the
+            value of rank 0, and a function ``f(values, rank, world_size)`` makes it from the values of all saved ranks,
+            in rank order.
+
+    Example:
+        >>> state = {"model": model, "seen": holdfast.PerRank(12_000, elsewhere="first")}
     """
 
     value: Any
@@ -39,7 +46,11 @@ class PerRank:
         return self.value.state_dict() if is_stateful(self.value) else self.value
 
     def put(self, value: Any) -> None:
-        """Take a saved value back."""
+        """Take a saved value back.
+
+        Args:
+            value: What `state` returned at the save.
+        """
         if is_stateful(self.value):
             self.value.load_state_dict(value)
         else:
@@ -94,14 +105,19 @@ def choose(elsewhere: object, value_of: Callable[[int], Any], saved_world: int, 
 
 @dataclass
 class RNG:
-    """The random generators of this rank: Python, NumPy (if imported), torch CPU and devices (if used).
+    """The random generators of this rank: Python's, NumPy's if it is imported, torch's on the CPU and on devices in
+    use.
 
-    Put ``holdfast.RNG()`` into the state. On another world size a rank that existed at the save goes on with its
-    own streams; a new rank gets streams seeded from rank 0's state and its own number, so that no two ranks draw
-    the same and the same restart draws the same. ``elsewhere`` overrides that rule, as in `PerRank`.
+    Put one into the state. On another world size, a rank that existed at the save goes on with its own streams. A new
+    rank gets streams that are seeded from rank 0's state and its own number: no two ranks draw the same, and the same
+    restart draws the same. Anything that draws numbers after the restore and did not at the save puts the streams out
+    of step, such as a loader's iterator that is made in the middle of an epoch; `rewind` mends that.
 
-    Anything that draws numbers after the restore, and did not at the save, puts the streams out of step: above all a
-    loader's iterator in the middle of an epoch, which takes a seed when it is made. `rewind` mends that.
+    Args:
+        elsewhere: What a rank gets on another world size, as in `PerRank`, in the place of the rule above.
+
+    Example:
+        >>> state = {"model": model, "rng": holdfast.RNG()}
     """
 
     elsewhere: Elsewhere | None = None
@@ -122,7 +138,11 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set every generator that both the state and this process have."""
+        """Set the generators.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self._loaded = state
         numpy = _numpy()
         if "seed" in state:

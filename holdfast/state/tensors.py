@@ -37,8 +37,18 @@ PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 class Shard:
     """This rank's part of a tensor that torch itself does not know to be sharded.
 
-    ``tensor`` holds the box that begins at ``offsets`` of a global tensor of ``shape``; the shards of all ranks
-    must tile it. Equal boxes on several ranks are replicas. Raises ValueError if the box leaves ``shape``.
+    Args:
+        tensor: The elements of this rank's box, on any device.
+        shape: The shape of the whole tensor.
+        offsets: Where the box begins, one number an axis. The boxes of all ranks together have to cover the tensor;
+            equal boxes on several ranks are replicas.
+
+    Raises:
+        ValueError: The box leaves the tensor.
+
+    Example:
+        >>> import torch
+        >>> state = {"table": holdfast.Shard(torch.zeros(4, 8), shape=(16, 8), offsets=(4, 0))}
     """
 
     tensor: torch.Tensor

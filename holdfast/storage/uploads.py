@@ -9,9 +9,14 @@ from dataclasses import dataclass
 class Upload:
     """Which steps of the fast tier go to the store.
 
-    ``every``: each multiple of it goes, the oldest first. ``newest``: whenever the uploader is free it takes the newest
-    step, if the store has none as new; older ones are passed over. With both they take turns. ``bandwidth``: bytes a
-    second that a node may send at most.
+    Args:
+        every: Each multiple of it goes, the oldest first.
+        newest: Whenever the uploader is free it takes the newest step, if the store has none as new. Older ones are
+            passed over. With ``every``, the two take turns.
+        bandwidth: Bytes a second that a node may send at most.
+
+    Raises:
+        ValueError: Nothing would ever be uploaded, or a number is not positive.
     """
 
     every: int | None = None

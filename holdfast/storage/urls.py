@@ -77,20 +77,27 @@ def location(path: str | os.PathLike[str] | Place, options: Mapping[str, Any] | 
 
 
 def at(url: str, options: Mapping[str, Any] | None = None) -> StorePlace:
-    """The place that ``url`` names, for every function of holdfast that takes a path; what may be said of its store
-    besides goes in ``options``.
+    """Return the place that a URL names, with options that a URL should not hold, such as keys.
 
-    >>> holdfast.save(state, holdfast.storage.at("s3://bucket/run/step-100", {"profile": "lab"}))
-    >>> holdfast.storage.at("s3://bucket/run", {"endpoint_url": "http://10.0.0.5:9000", "read_timeout": 60})
-    >>> holdfast.storage.at("az://container/run", {"account": "lab"}) / "step-100"
+    Every function of holdfast that takes a path takes a place, and a plain URL too, also with options that are no
+    secrets: ``s3://bucket/run?profile=lab``. Credentials, region and endpoint are looked for where the vendors' tools
+    do: the environment, ``~/.aws``, the settings of gcloud and Azure, the machine's role.
 
-    A plain URL can be passed without `at`, also with options that are no secrets: ``s3://bucket/run?profile=lab``.
-    Credentials, region and endpoint are found where the tools of the vendors look: the environment, ``~/.aws``,
-    gcloud's and Azure's settings, the machine's role. Options: endpoint_url, region, profile, anonymous, access_key_id,
-    secret_access_key, session_token, account, account_key, sas_token, token, credential_file, allow_http,
-    virtual_host, verify_tls, ca_file, connect_timeout, read_timeout, write_timeout, retry_timeout, concurrency,
-    part_size, sign_payload, bulk_delete (`storage/cloud/options.py` says what each is).
-    Raises ValueError for a local path, a URL or an option that cannot be meant.
+    Args:
+        url: ``s3://``, ``gs://``, ``az://``, ``r2://``, ``weka://``, or ``https://`` for reading.
+        options: endpoint_url, region, profile, anonymous, access_key_id, secret_access_key, session_token, account,
+            account_key, sas_token, token, credential_file, allow_http, virtual_host, verify_tls, ca_file,
+            connect_timeout, read_timeout, write_timeout, retry_timeout, concurrency, part_size, sign_payload,
+            bulk_delete. docs/stores.md says what each is.
+
+    Raises:
+        ValueError: A local path, or a URL or an option that cannot be meant.
+        Unsupported: The client for stores is not installed.
+
+    Example:
+        >>> run = holdfast.storage.at("s3://bucket/run", {"profile": "lab", "endpoint_url": "http://10.0.0.5:9000"})
+        >>> run / "step-100"
+        Place('s3://bucket/run/step-100')
     """
     place = location(url, options)
     if isinstance(place, StorePlace):
