@@ -46,9 +46,8 @@ class CheckpointManager:
     fails is raised by a later `step`, the same one on all ranks; training may go on either way.
 
     Args:
-        root: The folder of the run, a path or a URL. One run, one root.
-        every: Save every so many steps.
-        options: All other fields of `ManagerOptions`, as keywords.
+        options: The fields of `ManagerOptions` as keywords; ``root``, the folder of the run, comes first, without its
+            name.
 
     Attributes:
         should_stop: True once a signal has asked the run to stop, and its last step is saved: at the same step on all

@@ -43,6 +43,7 @@ class PerRank:
     elsewhere: Elsewhere = "error"
 
     def state(self) -> Any:
+        """Return what is saved."""
         return self.value.state_dict() if is_stateful(self.value) else self.value
 
     def put(self, value: Any) -> None:

@@ -106,7 +106,7 @@ def attach(accelerator: Accelerator, *, loaders: bool = False, deadline: float =
         return values
 
     state_of(accelerator, loaders=False)
-    states = States(accelerator, state, deadline)
+    states = _States(accelerator, state, deadline)
     accelerator.save_state, accelerator.load_state = states.save_state, states.load_state
     return accelerator
 
@@ -152,7 +152,7 @@ _BESIDE = "holdfast"
 """Where in a folder the checkpoint lies if others have files there: hooks of users, or the script."""
 
 
-class States:
+class _States:
     """The two methods that `attach` puts in the place of the Accelerator's own. ``state`` gives what they save."""
 
     def __init__(self, accelerator: Accelerator, state: Callable[[], dict[str, Any]], deadline: float) -> None:
