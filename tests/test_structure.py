@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 PACKAGE = Path(__file__).parent.parent / "holdfast"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -16,9 +16,25 @@ def _name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(_tree(path)))
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _offenders(what: Callable[[Path], Collection[str] | bool], files: Iterable[Path] = FILES) -> dict[str, Any]:
+    """What is wrong with which file: one test for a rule, and not one for each file, of which there are hundreds."""
+    wrong = {_name(path): what(path) for path in files}
+    return {name: fault for name, fault in wrong.items() if fault}
+
+
 def _imports(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -28,7 +44,7 @@ def _imports(path: Path) -> set[str]:
 
 def _imported_modules(path: Path) -> set[str]:
     """The modules named in imports, without the names that are taken from them."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = _nodes(path)
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return plain | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
 
@@ -40,20 +56,22 @@ TAKE_A_GROUP = {
 
 
 # The import linter knows other people's packages as wholes, so it cannot tell `torch.distributed` from `torch`.
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_only_the_state_and_the_ranks_know_torch_distributed(path: Path) -> None:
+def test_only_the_state_and_the_ranks_know_torch_distributed() -> None:
     # `dcp/` is torch's own interface around the rest, and knows nothing but torch.distributed.checkpoint.
     # `ranks.py` talks over the group's store alone; `relay.py` has the one process group that is made for moving bytes.
-    allowed = _name(path).startswith(("state/", "dcp/")) or _name(path) in ("ranks/ranks.py", "read/shared/relay.py")
-    used = {name for name in _imports(path) if name.startswith("torch.distributed")}
-    if _name(path) in TAKE_A_GROUP:
-        used -= {"torch.distributed"}
-    assert allowed or not used
+    def used(path: Path) -> set[str]:
+        if _name(path).startswith(("state/", "dcp/")) or _name(path) in ("ranks/ranks.py", "read/shared/relay.py"):
+            return set()
+        taken = {"torch.distributed"} if _name(path) in TAKE_A_GROUP else set()
+        return {name for name in _imports(path) if name.startswith("torch.distributed")} - taken
+
+    assert _offenders(used) == {}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if _name(p).startswith(("ondisk/", "plan/"))], ids=_name)
-def test_format_and_plan_never_ask_other_ranks(path: Path) -> None:
-    assert not {name for name in _imports(path) if name.startswith(("torch.distributed", "torch.multiprocessing"))}
+def test_format_and_plan_never_ask_other_ranks() -> None:
+    asks = ("torch.distributed", "torch.multiprocessing")
+    pure = [path for path in FILES if _name(path).startswith(("ondisk/", "plan/"))]
+    assert _offenders(lambda path: {name for name in _imports(path) if name.startswith(asks)}, pure) == {}
 
 
 INTERNALS = (
@@ -70,15 +88,12 @@ KNOW_INTERNALS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_only_the_state_knows_dtensors_fsdp_and_optimizers(path: Path) -> None:
-    modules = {
-        name
-        for name in _imported_modules(path)
-        if any(name == root or name.startswith(f"{root}.") for root in INTERNALS)
-    }
-    if not _name(path).startswith("state/"):
-        assert modules == KNOW_INTERNALS.get(_name(path), set())
+def test_only_the_state_knows_dtensors_fsdp_and_optimizers() -> None:
+    def internals(path: Path) -> set[str]:
+        modules = _imported_modules(path)
+        return {name for name in modules if any(name == root or name.startswith(f"{root}.") for root in INTERNALS)}
+
+    assert _offenders(internals, [path for path in FILES if not _name(path).startswith("state/")]) == KNOW_INTERNALS
 
 
 ROOMS_WITH_BOUNDS = ("commit/", "write/", "read/", "state/", "plan/")
@@ -97,7 +112,7 @@ def _fields(kind: ast.ClassDef) -> set[str]:
 
 
 def _classes(path: Path) -> Iterator[ast.ClassDef]:
-    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    yield from (node for node in _nodes(path) if isinstance(node, ast.ClassDef))
 
 
 def test_the_root_holds_few_files() -> None:
@@ -118,26 +133,29 @@ def test_no_class_is_large() -> None:
     assert large == TOO_LARGE
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_two_files_know_the_client_of_the_stores(path: Path) -> None:
-    used = {name for name in _imports(path) if name.split(".")[0] == "obstore"}
-    assert _name(path) in ("storage/cloud/cloud.py", "storage/cloud/credentials.py") or not used
+def test_two_files_know_the_client_of_the_stores() -> None:
+    users = _offenders(lambda path: any(name.split(".")[0] == "obstore" for name in _imports(path)))
+    assert set(users) <= {"storage/cloud/cloud.py", "storage/cloud/credentials.py"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=_name)
-def test_nothing_executes_what_it_reads(path: Path) -> None:
-    assert not _imports(path) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
-    text = path.read_text()
-    if _name(path) == "dcp/reader.py":  # torch's planner takes a value only as what torch.save made of it, in memory
-        text = text.replace("torch.save(value, data)", "")
-    assert "torch.load(" not in text and "torch.save(" not in text and "eval(" not in text and "exec(" not in text
+def test_nothing_executes_what_it_reads() -> None:
+    def executes(path: Path) -> list[str]:
+        text = path.read_text()
+        if _name(path) == "dcp/reader.py":  # torch's planner takes a value as what torch.save made of it, in memory
+            text = text.replace("torch.save(value, data)", "")
+        return [call for call in ("torch.load(", "torch.save(", "eval(", "exec(") if call in text]
+
+    assert _offenders(lambda path: _imports(path) & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}) == {}
+    assert _offenders(executes) == {}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.stat().st_size], ids=_name)
-def test_modules_say_what_they_are(path: Path) -> None:
-    text = ast.get_docstring(ast.parse(path.read_text()))
-    assert text and text.splitlines()[0].endswith(".")
-    assert path.stem not in ("utils", "common", "base", "types", "misc", "helpers")
+def test_modules_say_what_they_are() -> None:
+    def says_nothing(path: Path) -> bool:
+        text = ast.get_docstring(_tree(path)) or ""
+        return not text or not text.splitlines()[0].endswith(".")
+
+    assert _offenders(says_nothing, [path for path in FILES if path.stat().st_size]) == {}
+    assert not {path.stem for path in FILES} & {"utils", "common", "base", "types", "misc", "helpers"}
 
 
 def _loaded_with(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -156,7 +174,7 @@ def test_no_import_leads_back() -> None:
     needs: dict[str, set[str]] = {}
     for module, path in modules.items():
         found = set()
-        for node in _loaded_with(ast.parse(path.read_text()).body):
+        for node in _loaded_with(_tree(path).body):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -178,28 +196,30 @@ FILE_CALLS = {
 NAME_CALLS = {"unlink", "rmdir", "mkdir", "touch", "write_bytes", "write_text", "hardlink_to", "symlink_to", "rmtree"}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if not _name(p).startswith(("formats/", "testing/"))], ids=_name)
-def test_local_files_are_touched_in_one_place(path: Path) -> None:
-    """So that a hook on `storage/local/disk.py` sees every call: tests of crashes and faults rest on it."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+def _file_calls(path: Path) -> list[str]:
+    calls = []
+    for node in _nodes(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             of_os = isinstance(node.func.value, ast.Name) and node.func.value.id == "os"
             if (of_os and node.func.attr in FILE_CALLS) or (not of_os and node.func.attr in NAME_CALLS):
-                found.append(f"{node.lineno}: {ast.unparse(node.func)}")
+                calls.append(f"{node.lineno}: {ast.unparse(node.func)}")
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
-            found.append(f"{node.lineno}: open")
-    assert _name(path) in OF_THE_SYSTEM or not found, found
+            calls.append(f"{node.lineno}: open")
+    return calls
+
+
+def test_local_files_are_touched_in_one_place() -> None:
+    """So that a hook on `storage/local/disk.py` sees every call: tests of crashes and faults rest on it."""
+    files = [path for path in FILES if not _name(path).startswith(("formats/", "testing/"))]
+    assert _offenders(_file_calls, [path for path in files if _name(path) not in OF_THE_SYSTEM]) == {}
 
 
 KINDS_OF_PLACE = {"Place", "LocalPlace", "StorePlace", "Path", "PosixPath", "PurePath", "PurePosixPath"}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if not _name(p).startswith("storage/")], ids=_name)
-def test_nobody_asks_which_kind_of_place_it_is(path: Path) -> None:
-    """A place is asked for what it can do (`is_remote`, `has_locks`, …), so that a third kind needs no change here."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+def _questions_of_kind(path: Path) -> list[str]:
+    questions = []
+    for node in _nodes(path):
         asked: ast.AST | None = None
         if (
             isinstance(node, ast.Call)
@@ -213,5 +233,10 @@ def test_nobody_asks_which_kind_of_place_it_is(path: Path) -> None:
             asked = node.comparators[0]
         names = {ast.unparse(name).rpartition(".")[2] for name in ast.walk(asked)} if asked is not None else set()
         if names & KINDS_OF_PLACE:
-            found.append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
-    assert not found, found
+            questions.append(f"{node.lineno}: {ast.unparse(node)}")  # type: ignore[attr-defined]
+    return questions
+
+
+def test_nobody_asks_which_kind_of_place_it_is() -> None:
+    """A place is asked for what it can do (`is_remote`, `has_locks`, …), so that a third kind needs no change here."""
+    assert _offenders(_questions_of_kind, [path for path in FILES if not _name(path).startswith("storage/")]) == {}
