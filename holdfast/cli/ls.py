@@ -18,12 +18,12 @@ from holdfast.inspect.survey import Step, survey
 
 
 def ls(*, root: str, sizes: bool, fast: str | None, headers: bool, json: bool) -> None:
-    if sizes:
-        if fast or headers:
-            raise typer.BadParameter("--sizes goes without --fast and --headers")
-        show_sizes(root, json=json)
-        return
+    if sizes and (fast or headers):
+        raise typer.BadParameter("--sizes goes without --fast and --headers")
     try:
+        if sizes:
+            show_sizes(root, json=json)
+            return
         steps = survey(root, fast=fast, headers=headers)
     except NotACheckpoint:
         runs = runs_in(root)

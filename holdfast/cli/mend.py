@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import typer
 
 from holdfast import tools
@@ -56,7 +58,7 @@ def _show_verified(report: Verified, hint: str) -> None:
     _show_damages(report.damages)
     unchecked = f", {output.size(report.unverified)} of it without sums" if report.unverified else ""
     checked = "checked" if report.deep else "of headers checked"
-    state = "whole" if report.whole else f"damaged: {len(report.tensors)} tensors are hit"
+    state = "whole" if report.whole else f"damaged, in {_count(report.tensors)}"
     amount = f"{output.size(report.nbytes)} {checked}{unchecked}, {report.seconds:.1f} s"
     output.say(f"{report.path} is {state}{':' if report.whole else ';'} {amount}")
     _show_next(hint)
@@ -74,6 +76,10 @@ def _show_damages(damages: tuple[Damage, ...]) -> None:
             for damage in damages
         ),
     )  # fmt: skip
+
+
+def _count(tensors: Sequence[str]) -> str:
+    return f"{len(tensors)} tensor{'' if len(tensors) == 1 else 's'}"
 
 
 def _show_next(hint: str) -> None:
@@ -99,7 +105,7 @@ def _show_repaired(done: Repaired, hint: str, *, dry_run: bool) -> None:
     elif done.whole:
         output.say(f"{done.path} {'could be' if dry_run else 'is'} whole: {output.size(done.nbytes)} mended")
     else:
-        output.say(f"{done.path} stays damaged: {len(done.tensors)} tensors are hit")
+        output.say(f"{done.path} stays damaged, in {_count(done.tensors)}")
     _show_next(hint)
 
 

@@ -191,6 +191,7 @@ def test_ls_of_a_folder_of_runs(run: Any, tmp_path: Path) -> None:
     assert code == Code.FINE and not err and rows[0][:3] == ["run", "steps", "newest"]
     assert [(row[0], row[1], row[2]) for row in rows[1:3]] == [("a", "3", "step-3"), ("b", "1", "step-1")]
     assert rows[3][:2] == ["fresh", "0"] and "no step was saved here yet" in out and len(rows) == 4
+    assert run("ls", tmp_path, "--sizes")[:2] == (code, out)
     told = json.loads(run("ls", tmp_path, "--json")[1])["runs"]
     assert [one["name"] for one in told] == ["a", "b", "fresh"] and told[0]["newest"]["step"] == 3
     assert told[0]["nbytes"] == sum(
