@@ -60,7 +60,7 @@ def _show(done: Pruned) -> None:
 
 
 def _why(fate: Fate) -> str:
-    lent = f"; {output.size(fate.lent)} stay: other steps have borrowed them" if fate.lent else ""
+    lent = f"; {output.size(fate.lent)} stay: other steps reuse them" if fate.lent else ""
     return ", ".join(fate.why) + lent
 
 

@@ -86,7 +86,7 @@ def _show_head(checkpoint: Checkpoint) -> None:
     if checkpoint.reading:
         output.say(f"read as: {checkpoint.reading}")
     total = usage(checkpoint)
-    cited = f", {output.size(total.cited)} of them borrowed from older steps" if total.cited else ""
+    cited = f", {output.size(total.cited)} of them reused from older steps" if total.cited else ""
     output.say(f"{len(record.tensors)} tensors of {output.size(total.tensors)} in {len(record.files)} files{cited}; "
                + ", ".join(f"{a.name} {output.size(a.nbytes)}" for a in total.by_dtype))  # fmt: skip
     producer = [f"{key} {text}" for key, text in record.producer.items() if key != "kinds" and len(text) < 100]

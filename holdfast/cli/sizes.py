@@ -32,10 +32,10 @@ def show_sizes(path: str, *, tensors: str = "*", depth: int | None = None, json:
 
 
 def _show(total: Usage, reading: str, rows: list[tuple[int, Node]]) -> None:
-    borrowed = f", {output.size(total.cited)} of them borrowed from older steps" if total.cited else ""
+    reused = f", {output.size(total.cited)} of them reused from older steps" if total.cited else ""
     attached = f"; {output.size(total.attached)} attached" if total.attached else ""
     output.say(f"{total.path} ({total.format}): {output.size(total.tensors)} of tensors in files of "
-               f"{output.size(total.files)}{borrowed}{attached}")  # fmt: skip
+               f"{output.size(total.files)}{reused}{attached}")  # fmt: skip
     if reading:
         output.say(f"read as: {reading}")
     for heading, amounts in (("section", total.by_section), ("dtype", total.by_dtype)):

@@ -216,7 +216,7 @@ def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
         if len({save for path in files if (save := datafile.save_of(path))}) > 1:
             text = (
                 "files of several saves, and no manifest.json to say which belong together: a save that died, or one "
-                "that borrowed from older steps and whose manifest was deleted"
+                "that reused files of older steps and whose manifest was deleted"
             )
         mend += f"; {command('prune', '--orphans', place)} shows what can be deleted"
     return _missing(f"{place}: {text}", mend)

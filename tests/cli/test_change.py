@@ -99,7 +99,7 @@ def test_prune(steps: Path, run: Run) -> None:
     code, out, _ = run("prune", steps, "--keep-last", 1, "--keep-best", 1, "--optimizer-last", 1)
     assert code == Code.FINE and "--yes" in out and contents_of(steps) == before
     lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("step-")}
-    assert "no rule keeps it" in lines["step-000000100"] and "borrowed" in lines["step-000000100"]
+    assert "no rule keeps it" in lines["step-000000100"] and "other steps reuse" in lines["step-000000100"]
     assert "best 1" in lines["step-000000300"] and "loses its optimizer" in lines["step-000000300"]
     assert "newest" in lines["step-000000500"]
     code, out, _ = run("prune", steps, "--keep-last", 1, "--keep-best", 1, "--optimizer-last", 1, "--yes", "--json")

@@ -229,9 +229,9 @@ def test_a_swept_step_whose_files_others_borrow(tmp_path: Path, run: Run) -> Non
     delete_checkpoint(tmp_path / "step-1")
     code, found = _checkpoint(run, tmp_path)
     assert code == Code.FINE and [one["verdict"] for one in found] == ["ok", "ok"]
-    assert "step-1 is no checkpoint any more" in found[1]["text"] and "step-2 borrows them" in found[1]["text"]
+    assert "step-1 is no checkpoint any more" in found[1]["text"] and "step-2 reuses them" in found[1]["text"]
     code, [one] = _checkpoint(run, tmp_path / "step-1")
-    assert code == Code.NOT_A_CHECKPOINT and "step-2 borrows them" in one["text"] and "rescue" not in one["mend"]
+    assert code == Code.NOT_A_CHECKPOINT and "step-2 reuses them" in one["text"] and "rescue" not in one["mend"]
 
 
 def test_a_section_that_a_neighbour_has_is_told_to_be_missing(tmp_path: Path, run: Run) -> None:
