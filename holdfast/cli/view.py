@@ -17,9 +17,8 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.errors import HoldfastError, NotACheckpoint
 from holdfast.inspect.runs import run_at
-from holdfast.report.slowest import Phase
 from holdfast.report.timeline import merge
-from holdfast.report.trace import Trace
+from holdfast.report.trace import Phase, Trace
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.view.checkpoint import checkpoint_page, figures
 from holdfast.view.diff import diff_page

@@ -1,7 +1,4 @@
-"""What a disk or a store can do, bare and through holdfast; and how often to save on it.
-
-``holdfast doctor --bench`` calls it. Leaves nothing behind; if it is killed, `orphans` knows its folder.
-"""
+"""What a disk or a store can do, bare and through holdfast; and how often to save on it. Leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -95,23 +92,23 @@ def bench(
     _check_room(place, nbytes)
     rows: list[Row] = []
 
-    def told(what: str, count: int, files: int, seconds: float) -> None:
+    def measured(what: str, count: int, files: int, seconds: float) -> None:
         rows.append(Row(what, count, files, seconds))
         tell(rows[-1])
 
     with _folder(place) as work:
         raw = _Store(as_store(work), nbytes) if work.is_remote else _Disk(work, nbytes)
-        told("raw write", nbytes, 1, min(_timed(raw.write) for _ in range(rounds)))
-        told("raw read", nbytes, 1, min(_timed(raw.read) for _ in range(rounds)))
+        measured("raw write", nbytes, 1, min(_timed(raw.write) for _ in range(rounds)))
+        measured("raw read", nbytes, 1, min(_timed(raw.read) for _ in range(rounds)))
         raw.delete()
-        told("small files", SMALL * SMALL_FILES, SMALL_FILES, _timed(lambda: _write_small(work)))
+        measured("small files", SMALL * SMALL_FILES, SMALL_FILES, _timed(lambda: _write_small(work)))
         state = _state(nbytes)
         stall, save = _saved(state, work, rounds)
-        told("save", nbytes, 1, save)
+        measured("save", nbytes, 1, save)
         for section in state.values():
             for tensor in section.values():
                 tensor.zero_()
-        told("load", nbytes, 1, min(_timed(lambda: load(str_of(work / "step"), state)) for _ in range(rounds)))
+        measured("load", nbytes, 1, min(_timed(lambda: load(str_of(work / "step"), state)) for _ in range(rounds)))
     return Benched(str(place), nbytes, tuple(rows), stall, raw.direct)
 
 

@@ -1,7 +1,4 @@
-"""Diagnoses a path that does not open or load, and names the next command.
-
-`doctor` calls `diagnose`, and the command line calls `advice` for what it cannot open. They change nothing.
-"""
+"""Diagnoses a path that does not open or load, and names the next command. Changes nothing."""
 
 from __future__ import annotations
 
@@ -106,9 +103,6 @@ def _nothing_at(place: Place) -> Finding:
         meant = above / "/".join([near[0], *place.relative_to(above).parts[1:]])
         return _missing(text, f"did you mean {meant}? {command('ls', above)} lists what is there")
     return _missing(text, f"{command('ls', above)} lists what is there")
-
-
-# Ours
 
 
 def _ours(place: Place) -> list[Finding]:
@@ -268,9 +262,6 @@ def _absent(place: Place, files: Sequence[str]) -> str:
         return ""
     named = ", ".join(map(str, lacking[:FEW])) + (", …" if len(lacking) > FEW else "")
     return f" ({len(there)} of {world} ranks had finished, not {named})"
-
-
-# Other formats
 
 
 def _foreign(place: Place, files: Sequence[str]) -> list[Finding]:

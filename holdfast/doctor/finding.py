@@ -1,7 +1,4 @@
-"""One line of a diagnosis, with what to do about it.
-
-All parts of `doctor` make them, and ``holdfast doctor`` prints them.
-"""
+"""One line of a diagnosis, with what to do about it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A folder on a local or network disk: whether a checkpoint can be saved there, safely and quickly.
-
-`doctor` calls `findings`. Writes one small file in a folder of its own, and deletes it again.
-"""
+"""A folder on a local or network disk: whether a checkpoint can be saved there, safely and quickly."""
 
 from __future__ import annotations
 
@@ -69,20 +66,22 @@ def mounted(folder: Place) -> tuple[str, str, str]:
 
 
 def _room(folder: Place) -> Finding:
-    found = os.statvfs(folder)
-    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    status = os.statvfs(folder)
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     text = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB"
     clear = f"holdfast prune {folder}, and the same with --orphans, list what can be deleted"
     if total and free < 0.02 * total:
         return Finding("free space", "warn", text, clear, "storage")
-    if found.f_files and found.f_favail < 1000:
-        return Finding("free space", "warn", f"{text}, but only {found.f_favail} more files", clear, "storage")
+    if status.f_files and status.f_favail < 1000:
+        return Finding("free space", "warn", f"{text}, but only {status.f_favail} more files", clear, "storage")
     return Finding("free space", "ok", text)
 
 
 def _rights(folder: Place) -> Finding:
-    found = disk.stat(folder)
-    text = f"{folder} belongs to user {found.st_uid}, mode {found.st_mode & 0o7777:o}, and you are user {os.geteuid()}"
+    status = disk.stat(folder)
+    text = (
+        f"{folder} belongs to user {status.st_uid}, mode {status.st_mode & 0o7777:o}, and you are user {os.geteuid()}"
+    )
     lacking = [
         name for name, way in (("read", os.R_OK), ("write", os.W_OK), ("enter", os.X_OK)) if not _may(folder, way)
     ]

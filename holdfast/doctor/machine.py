@@ -1,7 +1,4 @@
-"""The machine and its Python: versions, memory, limits. What holdfast would do without, and what it cannot do.
-
-`doctor` calls `findings`. Never allocates more than a page of a device's memory.
-"""
+"""The machine and its Python: versions, memory, limits; what holdfast lacks here, and what it cannot do."""
 
 from __future__ import annotations
 
@@ -53,10 +50,10 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
-    found = str(torch.__version__)
-    if tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit()) < OLDEST_TORCH:
-        return Finding("torch", "fail", f"{found} is too old", 'pip install --upgrade "torch>=2.10"')
-    return Finding("torch", "ok", found)
+    version = str(torch.__version__)
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit()) < OLDEST_TORCH:
+        return Finding("torch", "fail", f"{version} is too old", 'pip install --upgrade "torch>=2.10"')
+    return Finding("torch", "ok", version)
 
 
 def _extra(package: str, extra: str, serves: str) -> Finding:
@@ -119,11 +116,11 @@ def _huge_pages() -> Finding:
 
 def _shared() -> Finding:
     try:
-        found = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except OSError as error:
         return Finding("/dev/shm", "warn", str(error), "mount it: ranks of one machine share what they read through it")
-    free = found.f_bavail * found.f_frsize
-    text = f"{_size(found.f_blocks * found.f_frsize)}, {_size(free)} free"
+    free = status.f_bavail * status.f_frsize
+    text = f"{_size(status.f_blocks * status.f_frsize)}, {_size(free)} free"
     if free < SHM_WANTED:
         return Finding("/dev/shm", "warn", text, "docker run --shm-size=8g; DataLoader workers need it too")
     return Finding("/dev/shm", "ok", text)

@@ -1,7 +1,4 @@
-"""Which command brings back the bytes that a checkpoint lacks, and where it takes them from.
-
-The command line and `checkpoints` call it for damaged paths. It changes nothing.
-"""
+"""Which command brings back the bytes that a checkpoint lacks, and where it takes them from. Changes nothing."""
 
 from __future__ import annotations
 

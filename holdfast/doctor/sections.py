@@ -1,7 +1,4 @@
-"""Which checks a path gets: of the machine, of a folder or a store, and of a checkpoint in it.
-
-`holdfast doctor` calls it. Leaves nothing behind.
-"""
+"""Which checks a path gets: of the machine, of a folder or a store, and of a checkpoint in it."""
 
 from __future__ import annotations
 

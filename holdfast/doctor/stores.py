@@ -1,7 +1,6 @@
-"""A place in a store: who we are to it, its clock, and each verb that a save or a load needs.
+"""A place in a store: whose credentials are used, its clock, and each verb that a save or a load needs.
 
-`doctor` calls `findings`. Writes one tiny file, and deletes it again. Never shows a secret: credentials by where they
-come from.
+A secret is never shown, only where it comes from.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def findings(place: StorePlace, *, write: bool = True) -> Iterator[Finding]:
     else:
         tried = _verb("listing", lambda: patient.store.list(patient.key, deep=False))
     who = _credentials(scheme, options)
-    unfetched = who.verdict == "ok" and _UNFETCHED in tried.text  # where from is known, and nothing came
+    unfetched = who.verdict == "ok" and _UNFETCHED in tried.text  # their source is known, and gave none
     yield Finding(who.name, "fail", tried.text, _WHO, "storage") if unfetched else who
     if endpoint:
         yield _clock(endpoint)
@@ -101,8 +100,8 @@ def _tried(place: StorePlace) -> Iterator[Finding]:
     yield deleted
 
 
-def _same(found: bytes, written: bytes) -> None:
-    if found != written:
+def _same(read: bytes, written: bytes) -> None:
+    if read != written:
         raise OSError("the store returns other bytes than were written")
 
 

@@ -1,7 +1,6 @@
 """Compares two checkpoints name by name: names, shapes, types, and how far the numbers are apart.
 
-`holdfast diff` and the page of a diff call it, for checkpoints of any format. Never holds more than a box of each, and
-never reads tensors whose sums in two checkpoints of holdfast are equal.
+It holds one box of each at most, and does not read tensors whose sums are equal in both.
 """
 
 from __future__ import annotations
@@ -108,9 +107,6 @@ def _differences(
             yield Difference(name, value(a, b, name, values_a[name], values_b[name]), 0)
         elif name not in in_a and name not in in_b:
             yield Difference(name, "only in a" if name in values_a else "only in b", 0)
-
-
-# Tensors
 
 
 def _tensors(a: Checkpoint, b: Checkpoint, both: Mapping[str, TensorRecord]) -> Iterator[Difference]:
@@ -257,9 +253,6 @@ class _Distance:
             name, status, nbytes, self.largest, self.total / self.count, cosine, self.norm_a, self.norm_b, self.norm,
             self.nonfinite,
         )  # fmt: skip
-
-
-# Values
 
 
 def _values(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> dict[str, bool]:

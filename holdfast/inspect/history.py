@@ -1,8 +1,4 @@
-"""The saves of a run, past and under way: from its journal, and from the manifests of steps that no journal has.
-
-`holdfast watch` calls it again and again, the page of a run once. Never reads a data file, never reads a manifest
-twice, never changes anything.
-"""
+"""The saves of a run, past and in progress: from its journal, and from manifests of steps that no journal has."""
 
 from __future__ import annotations
 
@@ -48,7 +44,7 @@ class Underway:
 class History:
     """A run at one moment, ``at`` unix seconds.
 
-    ``entries``: every save that is told of, the oldest first. Those that no journal tells of have no ``start``; their
+    ``entries``: every known save, the oldest first. Those that are in no journal have no ``start``; their
     ``seconds`` and ``stall`` are not known and 0. ``there``: names of the folders that hold a committed step now, by
     step. ``now``: where training was when it last said so. ``saving``: the saves under way. ``unreadable``: folders
     that cannot be looked into, with why. ``fast_of``: the root that this is the fast tier of, None if it is none.

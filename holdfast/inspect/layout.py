@@ -1,7 +1,4 @@
-"""How a saved tensor is cut and where its pieces lie, in a few words: the grid of its cells, the ranks that wrote them.
-
-`holdfast show` calls it. Never reads more than the manifest.
-"""
+"""How a saved tensor is cut and where its pieces lie: the grid of its cells, and the ranks that wrote them."""
 
 from __future__ import annotations
 

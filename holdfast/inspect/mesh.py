@@ -1,6 +1,6 @@
-"""A mesh that need not exist: its axes by name, and how each tensor of a checkpoint would be cut over it. Pure.
+"""A mesh that need not exist: its axes by name, and how each tensor of a checkpoint would be cut over it.
 
-`planning.py` calls it. The cut is torch's: a DTensor's axis in ceiling-sized chunks, FSDP after tensor parallelism.
+The cut is torch's: a DTensor's axis in ceiling-sized chunks, FSDP after tensor parallelism.
 """
 
 from __future__ import annotations

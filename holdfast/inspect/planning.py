@@ -1,7 +1,4 @@
-"""What a load on some mesh would read, rank by rank, planned by the reader's own code without ranks or a GPU.
-
-`holdfast show --mesh` calls it. Reads headers of data files, which say where pieces lie; never a tensor.
-"""
+"""What a load on some mesh would read, rank by rank, planned by the reader's own code without ranks or a GPU."""
 
 from __future__ import annotations
 
@@ -121,8 +118,8 @@ class _Planning:
         self.verify = checkpoint.reader.verifying(verify)
         # Equal spreads are one object: the reader works out once what it knows by identity.
         known: dict[Spread, Spread] = {}
-        found = {name: mesh.spread(name, record.shape, rules) for name, record in records.items()}
-        self.spreads = {name: known.setdefault(spread, spread) for name, spread in found.items()}
+        spreads = {name: mesh.spread(name, record.shape, rules) for name, record in records.items()}
+        self.spreads = {name: known.setdefault(spread, spread) for name, spread in spreads.items()}
         self.headers = [file.header_bytes for file in checkpoint.manifest.data_files]
         # Views of memory that nobody touches: plans only look where they would lie.
         largest = max(record.nbytes for record in records.values())
@@ -132,11 +129,11 @@ class _Planning:
 
     def plan(self, *, share: bool) -> Plan:
         size = self.mesh.ranks
-        choice, told = self._agreed() if share and size > 1 else (Choice(), [])
+        choice, wants_of_senders = self._agreed() if share and size > 1 else (Choice(), [])
         ranks = []
         for rank in range(size):
             demand = self._demand(rank)
-            lines = list(demand.lines(told or _wants(demand), choice, self._line)) if choice.name else []
+            lines = list(demand.lines(wants_of_senders or _wants(demand), choice, self._line)) if choice.name else []
             ranks.append(self._rank(rank, demand, lines))
         nodes = [
             NodeReads(
@@ -169,7 +166,7 @@ class _Planning:
         return self.memory[:nbytes].view(dtypes.torch_dtype(record.dtype)).view(box.lengths)
 
     def _agreed(self) -> tuple[Choice, list[Wants]]:
-        """What all ranks would agree on: who shares, and what those want who tell it; an empty choice if none does."""
+        """What all ranks would agree on: who shares, and what the senders want; an empty choice if none does."""
         offers: list[Offer] = []
         wants: dict[str, Wants] = {}
         for rank in range(self.mesh.ranks):
@@ -178,14 +175,14 @@ class _Planning:
             offers.append(offer)
             wants.setdefault(offer.wants, *_wants(demand))
         choice = who_shares(offers)
-        told = [wants[offers[rank].wants] for rank in choice.senders]
+        wants_of_senders = [wants[offers[rank].wants] for rank in choice.senders]
         if not choice.name:
             return choice, []
         gains = []
         for rank in range(self.mesh.ranks):
             demand = self._demand(rank)
-            gains.append(demand.gain(list(demand.lines(told or _wants(demand), choice, self._line))))
-        return (choice, told) if is_worth_it(gains) else (Choice(), [])
+            gains.append(demand.gain(list(demand.lines(wants_of_senders or _wants(demand), choice, self._line))))
+        return (choice, wants_of_senders) if is_worth_it(gains) else (Choice(), [])
 
     def _line(
         self, holders: Holders, items: list[Item], records: Sequence[TensorRecord], rank: int, host_of: Sequence[int]

@@ -1,7 +1,4 @@
-"""Reads tensors of a checkpoint in pieces that fit in memory: in boxes, many small tensors at once, as plain numbers.
-
-`statistics` and `compare` read with it. Never holds more than a box of each checkpoint, however large a tensor is.
-"""
+"""Reads tensors of a checkpoint in pieces that fit in memory: in boxes, or many small tensors at once."""
 
 from __future__ import annotations
 

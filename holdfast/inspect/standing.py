@@ -1,7 +1,4 @@
-"""The state of a run at one moment, computed from its history. Pure.
-
-`holdfast watch` calls `standing` at each look. Never guesses: what is not known is None.
-"""
+"""The state of a run at one moment, computed from its history. What is not known is None."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Failure:
 class Standing:
     """A run at one moment, ``at`` unix seconds; ages and waits are seconds from then.
 
-    ``step``: the last one that training told of; ``heard``: how long ago. ``starts``: how often it was started, as far
+    ``step``: the last one that training reported; ``heard``: how long ago. ``starts``: how often it was started, as far
     as the journal goes. ``failed_since``: failures since the last save that committed. ``next_step`` is when the next
     save is due, ``next_in`` in how many seconds, as steps went of late. ``there``: steps that are committed,
     by their manifests; ``unreadable``: folders that cannot be looked into, with why. ``fast_of``: the root that this is

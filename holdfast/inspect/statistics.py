@@ -1,7 +1,4 @@
-"""Statistics of a saved tensor: minimum, maximum, mean, NaN, a histogram.
-
-`holdfast show --stats` and the page call it. Reads a tensor in boxes; never holds more than one of them.
-"""
+"""Statistics of a saved tensor, read in boxes: minimum, maximum, mean, NaN, a histogram."""
 
 from __future__ import annotations
 
@@ -153,7 +150,7 @@ def _finite(stretch: torch.Tensor) -> torch.Tensor:
 
 def _histogram(tally: _Tally, parts: _Parts, bins: int) -> tuple[tuple[float, ...], tuple[int, ...]]:
     low, high = tally.low, tally.high
-    if low == high:  # one value, in the middle of a bin that is wide enough to be told from it
+    if low == high:  # one value, in the middle of a bin that is wide enough to differ from it
         half = max(0.5, abs(low) * 1e-3)
         low, high = low - half, high + half
     scale = 1.0 if math.isfinite(high - low) else 0.25

@@ -1,7 +1,6 @@
 """Lists the checkpoints at a root, steps of a run or other formats: how old, how large, and in what health.
 
-`holdfast ls` and the page of a run call it. Reads manifests and lists files. Never opens a data file unless you want
-headers checked, never changes anything.
+It reads manifests and lists files; data files are opened only to check their headers, on request.
 """
 
 from __future__ import annotations
@@ -149,9 +148,6 @@ def _seen(path: Place, name: str, tier: str, *, headers: bool) -> Step:
     return step
 
 
-# Steps of holdfast
-
-
 def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
     """A step of holdfast in any state; None if there is none."""
     if path.has_folders and not path.is_dir():
@@ -237,9 +233,6 @@ def _or_lent(path: Place, step: Step, citations: Reuses | None = None) -> Step:
     if not names:
         return step
     return replace(step, health="lent", fault=what_is_lent(names))
-
-
-# Other formats
 
 
 def _foreign(path: Place, name: str, tier: str) -> Step | None:

@@ -1,7 +1,4 @@
-"""Tensors by module: names cut at ``/`` and ``.``, repeated layers folded into one, sizes added up. Pure.
-
-`holdfast show` and `du` print it, the page draws it. Never knows a checkpoint: only names with their sizes.
-"""
+"""Tensors by module: names cut at ``/`` and ``.``, repeated layers folded into one, sizes added up."""
 
 from __future__ import annotations
 

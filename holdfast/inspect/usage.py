@@ -1,7 +1,4 @@
-"""Disk usage: of one checkpoint by section, module and dtype; of a root, with files that steps share counted once.
-
-`--sizes` of `holdfast ls` and `show` calls it. Reads manifests and lists files. Never deletes anything.
-"""
+"""Disk usage: of a checkpoint by section, module and dtype; of a root, with files that steps share counted once."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Other checkpoints that hold the same file, or a block with the same sum.
+"""Other checkpoints that hold the same file, or a block with the same sum; every byte they give is checked.
 
-`repair` searches them for good bytes. They never return a byte that was not checked, and never write.
-
-We rejected a list of what checkpoints share, because a sum and a length already identify a block. So a frozen layer
-is found however it was cut into files.
+A sum and a length identify a block, so a frozen layer is recognised however it was cut into files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Deletes sections of a checkpoint, such as the optimizer, without writing the rest again.
-
-Users call `drop`, the manager's steps call `drop_from` by the rules of `Keep`. At any moment a checkpoint is there.
-"""
+"""Deletes sections of a checkpoint, such as the optimizer, without writing the rest again."""
 
 from __future__ import annotations
 

@@ -1,14 +1,4 @@
-"""Mends one damaged data file: writes bad blocks in place, or the whole file again under its name.
-
-`repair` calls it for each file. It never writes a byte that it has not checked, and never overwrites one that is right:
-
-- *In place*, if the file has its size. Only bad blocks and a bad header are overwritten. Those bytes are wrong already,
-  so a crash leaves nothing worse. Other checkpoints that share the file by a hard link, or reuse it, are mended with
-  it; rewriting it would leave them with the bad one.
-- *As a new file*, if it is missing or has another size, in a store, behind a symbolic link, or if the disk refuses to
-  write there: all of it goes to a temporary file, is synced, and takes its name in one step. A file with holes never
-  takes the name: its size would be right, and a reader that does not verify would use it.
-"""
+"""Mends one damaged data file: writes bad blocks in place, or the whole file again under its name."""
 
 from __future__ import annotations
 
@@ -68,7 +58,12 @@ def mend_file(
     at: StorePlace, path: Place, index: int, file: FileRecord, header: Header | None, faults: Sequence[Fault],
     donors: Donors, *, dry_run: bool,
 ) -> Mending:  # fmt: skip
-    """Mend one data file at ``path``, which as a place in a store is ``at``.
+    """Mend one data file at ``path``, which as a place in a store is ``at``. No byte is written that was not checked.
+
+    If the file has its size, only bad blocks and a bad header are overwritten, in place: checkpoints that share the
+    file by a hard link are mended with it, and a crash leaves nothing worse. If it is missing, has another size, lies
+    in a store or behind a symbolic link, or if the disk refuses to write there, all of it is written to a temporary
+    file, synced, and renamed. A file with holes never takes the name: its size would be right.
 
     ``header`` is None if the file has none that is right. ``dry_run`` looks for everything, and writes nothing. Raises
     StorageError if the file cannot be written.
@@ -93,7 +88,7 @@ def mend_file(
         except StorageError as error:
             if error.errno != errno.EIO or dry_run:
                 raise
-            log.warning("%s: the disk refuses the place of bad bytes, so the file is written anew: %s", path, error)
+            log.warning("%s: the disk refuses the place of bad bytes, so all of it is written again: %s", path, error)
             done.mended.clear()
     work.rewrite(at, path, header, fits=fits, dry_run=dry_run)
     return done

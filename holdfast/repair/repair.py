@@ -1,8 +1,4 @@
-"""Repairs a checkpoint with bytes of other checkpoints that hold the same.
-
-Users call `repair`, and so does scrubbing. It writes only bytes that it has checked, never overwrites what is right,
-and never changes a manifest.
-"""
+"""Repairs a checkpoint with checked bytes of other checkpoints that hold the same. A manifest is never changed."""
 
 from __future__ import annotations
 
@@ -132,7 +128,7 @@ def _refuse_without_manifest(checkpoint: Checkpoint) -> None:
             "manifest back"
         ) from None
     except Damaged as error:
-        raise Damaged(f"{error}; holdfast.tools.rescue may make its manifest anew, then it can be repaired") from None
+        raise Damaged(f"{error}; holdfast.tools.rescue may make its manifest again, then it can be repaired") from None
 
 
 def _donors(sources: Iterable[Source], target: Place, record: Manifest) -> list[Donor]:

@@ -1,7 +1,6 @@
-"""The story of a rescue: the manifest of a checkpoint is lost or damaged, and made anew from what its data files say.
+"""Makes the manifest of a checkpoint again, if it is lost or damaged, from what the data files say.
 
-Users call `rescue`. Never replaces a manifest that can be read, never joins files of two saves, and never commits a
-checkpoint in which a tensor has a hole.
+Files of two saves are never joined, and no checkpoint is committed in which a tensor has a hole.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def rescue(
     else:
         commit(target, record, replaces=False)
     take_away(target, record.save)
-    log.warning("%s: the manifest was made anew from %s; %s", target, origin, "; ".join(lost) or "nothing is lost")
+    log.warning("%s: the manifest was made again from %s; %s", target, origin, "; ".join(lost) or "nothing is lost")
     return _rescued(target, record, origin, lost)
 
 
@@ -193,7 +192,7 @@ def _chosen(
     if unsure and whole[0][1] == "headers":
         raise Mismatch(
             f"{target}: {'; '.join(unsure)}. They may have had none, or it is lost: name a step of the same run with "
-            f"like=, by which that can be told, or take what is there with save={whole[0][0].save!r}"
+            f"like=, which shows it, or take what is there with save={whole[0][0].save!r}"
         )
     return whole[0]
 
@@ -243,7 +242,7 @@ def _filled(target: Place, drafted: Manifest) -> Manifest:
             first, nbytes = (target / file.path).read_start(8)
             data, _ = (target / file.path).read_start(datafile.header_length(first, nbytes))
             file = FileRecord(file.path, nbytes, len(data), blocks.digest(data))
-        except (FileNotFoundError, ValueError) as error:  # it is found to lack
+        except (FileNotFoundError, ValueError) as error:  # reported as missing
             log.debug("%s: %s", target / file.path, error)
         rows.append(manifest.file_row(file))
     return msgspec.structs.replace(drafted, files=rows)
@@ -299,7 +298,7 @@ def _losses(made: Rebuilt, like: Manifest | None) -> list[str]:
     if like is None:
         return [
             "values, tied names, lists and tuples are lost, and so is the id of the run",
-            "whether a whole section is missing cannot be told without like=",
+            "without like= nobody knows whether a whole section is missing",
             *(f"section {text}" for text in made.unsure),
         ]
     losses = [

@@ -1,8 +1,4 @@
-"""Signing: a checkpoint that is there already, and keys to sign with.
-
-Users call `sign`, `generate` and `load_key`; `save` and `open` sign and check by themselves. Never changes a checkpoint
-but for the signature beside its manifest, and never shows a private key.
-"""
+"""Signs a checkpoint that is there already, and makes and loads keys."""
 
 from __future__ import annotations
 

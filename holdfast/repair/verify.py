@@ -1,7 +1,4 @@
-"""The story of a verification: every byte of a checkpoint checked, by all ranks of a group together.
-
-Users call `verify`. Never changes what it looks at, and never gives two ranks different verdicts.
-"""
+"""Checks every byte of a checkpoint, by all ranks of a group together; all get the same answer."""
 
 from __future__ import annotations
 

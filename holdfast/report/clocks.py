@@ -1,11 +1,6 @@
-"""How far this process's clock is from the first rank's: questions and answers over the store, beside a call.
+"""How far this process's clock is from the first rank's: questions and answers over the store, in a thread of its own.
 
-The recorder of a timeline makes a `Clocks`, and starts a measurement when ranks meet. A thread of its own asks or
-answers, so no rank waits for it; of the ranks of a host, which have one clock, one asks. Never a collective, and
-nothing of this happens without a timeline.
-
-We rejected working the clocks out from the rounds of a save, because that is only as exact as the slowest rank is
-quick. We rejected a barrier, because it is a collective.
+Of the ranks of a host, which have one clock, one asks. Nothing of this happens without a timeline.
 """
 
 from __future__ import annotations
@@ -93,8 +88,6 @@ class Clocks:
         except RuntimeError as error:  # the store is gone, and the run with it; the wall clock has to do
             log.debug("no clock could be measured: %s", error)
 
-    # On the first rank
-
     def _answer(self, store: Any, prefix: str, others: int) -> None:
         until, pause, asked, kinds = time.monotonic() + PATIENCE, _BETWEEN, 0, {self.kind}
         store.add(f"{prefix}/of/{self.kind}", 1)  # ranks of this clock need not ask
@@ -124,8 +117,6 @@ class Clocks:
             if kind == self.kind.encode():
                 break
         return kinds
-
-    # On all others
 
     def _come(self, store: Any, prefix: str) -> None:
         """Of the ranks of one clock the first to come asks; askers are numbered, so that none has to be looked for."""

@@ -1,8 +1,4 @@
-"""Where bars are shown: a terminal, the cell of a notebook, or lines of text.
-
-`progress` asks `found` for one and shows its bars there. Never decides what is shown, and leaves nothing behind when a
-bar is dropped, but for the lines of text.
-"""
+"""Where bars are shown: a terminal, the cell of a notebook, or lines of text."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ class Display(Protocol):
         """Take a bar away."""
 
 
-def found(*, forced: bool) -> Display | None:
+def display_here(*, forced: bool) -> Display | None:
     """Where this process can show bars; None in a pipe, but lines of text if they are ``forced``."""
     if _in_kernel():
         return Cell()

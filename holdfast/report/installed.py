@@ -1,6 +1,6 @@
 """The listeners that every program has: progress bars, and the timeline that the environment asks for.
 
-`events` imports this module with the first event of a process; importing it installs them. Nobody else imports it.
+`events` imports this module with the first event of a process; importing it installs them.
 """
 
 from holdfast.events import install

@@ -1,7 +1,4 @@
-"""The parts of a timeline read back, and their clocks brought together.
-
-`trace` calls it. Never fails for a line that breaks off or makes no sense: it is counted, and the others are used.
-"""
+"""The parts of a timeline read back, and their clocks brought together. Broken lines are counted and passed over."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """What one process writes down for a timeline: its spans, as lines of JSON, in a file of its own.
 
-`timeline` starts one. A thread writes, so that no save waits for the folder; a line is lost only with the process, if
-it is killed within milliseconds. Never fails what it observes: a folder that cannot be written ends the recording.
+A thread writes, so that no save waits for the folder. A folder that cannot be written ends the recording.
 """
 
 from __future__ import annotations
@@ -102,8 +101,6 @@ class Recorder:
             ranks.meetings.remove(self._meet)
         _recorders.discard(self)
 
-    # Called by the engine, in any thread: nothing here may wait
-
     def _see(self, span: Span) -> None:
         self._write(
             Line(
@@ -129,8 +126,6 @@ class Recorder:
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="holdfast-timeline", daemon=True)
                     self._thread.start()
-
-    # The thread
 
     def _run(self) -> None:
         fd = -1

@@ -1,8 +1,4 @@
-"""OpenTelemetry: saves and loads as spans with their phases, and metrics of them.
-
-Users call `install`, with the extra ``otel``. Nothing of OpenTelemetry is imported before that. Never exports anything
-itself: the providers of the application do.
-"""
+"""OpenTelemetry: saves and loads as spans with their phases, and metrics of them. Call `install`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Timelines: what every rank did when, written down while it happens and joined into one trace afterwards.
-
-Users call `timeline`, or set HOLDFAST_TIMELINE; `merge` and ``holdfast view`` join the parts. Costs nothing until
-it is asked for: what records and what joins is imported then.
-"""
+"""Timelines: what every rank did when, written down while it happens and joined into one trace afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""For tests of what is built on holdfast: faults on order, damage, a store in memory, what every store has to pass.
-
-Users import it in their tests; only the contracts need pytest. Never imported by the rest of the library.
-"""
+"""For tests of what is built on holdfast: faults, damage, a store in memory, and tests that every store has to pass."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What every store keeps, as tests: inherit the class, return your store, and pytest runs them on it.
-
-holdfast's own stores pass these, on real servers too. Never touches what lies outside a fresh folder of its own.
-"""
+"""What every store keeps, as tests: inherit the class, return your store, and pytest runs them on it."""
 
 from __future__ import annotations
 
@@ -64,8 +61,6 @@ class StoreContract(Reading):
     def folders(self, there: Mapping[str, bytes]) -> Iterable[str]:
         return {folder_of(key)[:-1] for key in there}
 
-    # Writing whole files
-
     def test_what_is_put_is_there_at_once(self, store: Store, below: str) -> None:
         for n in range(5):
             content, began = secrets.token_bytes(n * 100), time.time()
@@ -73,11 +68,11 @@ class StoreContract(Reading):
             assert store.size(f"{below}/f{n}") == len(content)
             assert content_of(store, f"{below}/f{n}") == content
             for deep in (True, False):
-                found = store.list(below, deep=deep)
-                assert [entry.key for entry in found.files] == [f"{below}/f{m}" for m in range(n + 1)]
-                assert [entry.nbytes for entry in found.files] == [m * 100 for m in range(n + 1)]
-                assert found.folders == []
-            assert abs(found.files[n].modified - began) < 600, "seconds since the epoch, by a clock that is about right"
+                listing = store.list(below, deep=deep)
+                assert [entry.key for entry in listing.files] == [f"{below}/f{m}" for m in range(n + 1)]
+                assert [entry.nbytes for entry in listing.files] == [m * 100 for m in range(n + 1)]
+                assert listing.folders == []
+            assert abs(listing.files[n].modified - began) < 600, "unix seconds, by a clock that is about right"
 
     def test_put_replaces(self, store: Store, below: str) -> None:
         for content in (b"a" * 1000, b"b" * 10, b"", b"c" * 2000, secrets.token_bytes(1 << 20)):
@@ -172,8 +167,6 @@ class StoreContract(Reading):
 
     # Creating
 
-    # Of two that create equal bytes both may be told True: after a lost answer, what is there says who wrote it.
-
     def test_create_writes_once(self, store: Store, below: str) -> None:
         for key, content in ((f"{below}/f", b"first"), (f"{below}/none", b"")):
             assert store.create(key, content) is True
@@ -198,27 +191,25 @@ class StoreContract(Reading):
             assert won.count(True) == 1 and won.count(False) == 15
             assert content_of(store, f"{below}/{turn}") == b"%d" % won.index(True)
 
-    # Listing and deleting
-
     def test_listing_goes_by_whole_components(self, store: Store, below: str) -> None:
         names = ["a", "b/c", "b/d/e", "b/d/f", "b/d.e/f", "b/d-e", "bc/x", "b.c", "B/x", "z/b/c"]
         for name in names:
             store.put(f"{below}/{name}", [name.encode()], len(name))
 
-        def told(prefix: str, *, deep: bool) -> tuple[list[str], list[str]]:
-            found = store.list(f"{below}{prefix}", deep=deep)
-            assert all(entry.nbytes == len(entry.key) - len(below) - 1 for entry in found.files)
-            return [e.key[len(below) + 1 :] for e in found.files], [
-                folder[len(below) + 1 :] for folder in found.folders
+        def names_in(prefix: str, *, deep: bool) -> tuple[list[str], list[str]]:
+            listing = store.list(f"{below}{prefix}", deep=deep)
+            assert all(entry.nbytes == len(entry.key) - len(below) - 1 for entry in listing.files)
+            return [e.key[len(below) + 1 :] for e in listing.files], [
+                folder[len(below) + 1 :] for folder in listing.folders
             ]
 
-        assert told("", deep=True) == (sorted(names), [])
-        assert told("", deep=False) == (["a", "b.c"], ["B", "b", "bc", "z"])
-        assert told("/b", deep=True) == (["b/c", "b/d-e", "b/d.e/f", "b/d/e", "b/d/f"], [])
-        assert told("/b", deep=False) == (["b/c", "b/d-e"], ["b/d", "b/d.e"])
-        assert told("/b/d", deep=False) == (["b/d/e", "b/d/f"], [])
+        assert names_in("", deep=True) == (sorted(names), [])
+        assert names_in("", deep=False) == (["a", "b.c"], ["B", "b", "bc", "z"])
+        assert names_in("/b", deep=True) == (["b/c", "b/d-e", "b/d.e/f", "b/d/e", "b/d/f"], [])
+        assert names_in("/b", deep=False) == (["b/c", "b/d-e"], ["b/d", "b/d.e"])
+        assert names_in("/b/d", deep=False) == (["b/d/e", "b/d/f"], [])
         for nothing in ("/absent", "/a", "/b/c", "/b/d/e/f", "/z/b/c/d"):
-            assert told(nothing, deep=True) == told(nothing, deep=False) == ([], [])
+            assert names_in(nothing, deep=True) == names_in(nothing, deep=False) == ([], [])
         everything = store.list("", deep=False)
         assert "holdfast-contract" in everything.folders
 
@@ -227,8 +218,8 @@ class StoreContract(Reading):
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda key: store.put(key, [b"x"], 1), keys))
         assert [entry.key for entry in store.list(below, deep=True).files] == keys
-        found = store.list(below, deep=False)
-        assert found.files == [] and found.folders == [key[:-2] for key in keys]
+        listing = store.list(below, deep=False)
+        assert listing.files == [] and listing.folders == [key[:-2] for key in keys]
         store.delete([f"{below}/absent", *keys[1:]])
         assert [entry.key for entry in store.list(below, deep=True).files] == keys[:1]
         assert store.list(below, deep=False).folders == [keys[0][:-2]], "an empty folder is none"
@@ -275,8 +266,8 @@ class StoreContract(Reading):
 
     def _has(self, store: Store, prefix: str, files: Mapping[str, bytes]) -> None:
         """Below a prefix there are these files and nothing else."""
-        found = store.list(prefix, deep=True)
-        assert [(e.key, e.nbytes) for e in found.files] == sorted((key, len(data)) for key, data in files.items())
+        listing = store.list(prefix, deep=True)
+        assert [(e.key, e.nbytes) for e in listing.files] == sorted((key, len(data)) for key, data in files.items())
         if not files:
             assert store.list(prefix, deep=False) == ([], [])
         assert {key: content_of(store, key) for key in files} == dict(files)

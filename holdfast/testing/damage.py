@@ -1,8 +1,4 @@
-"""Damage to a checkpoint on disk: a bad block, a flipped bit, a cut or a missing file; each says what it hit.
-
-For tests of what a program does then. Never touches a checkpoint but the one it is given, though files that it shares
-with others by hard links (incremental saves) are theirs too.
-"""
+"""Damage to a checkpoint on disk: a bad block, a flipped bit, a cut or a missing file; each says what it hit."""
 
 from __future__ import annotations
 
@@ -51,20 +47,20 @@ def corrupt_block(
     """
     checkpoint = Checkpoint(LocalPlace(path).absolute())
     files = _data_files(checkpoint)
-    found: dict[str, list[tuple[int, Piece, int]]] = {}
+    blocks_of: dict[str, list[tuple[int, Piece, int]]] = {}
     for name, record in checkpoint.manifest.tensors.items():
         if fnmatchcase(name, tensor):
             for box, index in record.boxes():
                 piece = files.header(index).pieces[datafile.key_of(names.in_section(name), box, record.shape)]
                 blocks = ((index, piece, n) for n in range(-(-piece.nbytes // BLOCK)))
-                found.setdefault(name, []).extend(blocks)
-    if not found:
+                blocks_of.setdefault(name, []).extend(blocks)
+    if not blocks_of:
         raise ValueError(f"{path} has no tensor {tensor!r} with bytes; it has {', '.join(checkpoint.tensors)}")
     chance = random.Random(seed)
-    name = chance.choice(sorted(found))
-    if block is not None and not 0 <= block < len(found[name]):
-        raise ValueError(f"{name} has {len(found[name])} blocks, so there is no block {block}")
-    index, piece, number = chance.choice(found[name]) if block is None else found[name][block]
+    name = chance.choice(sorted(blocks_of))
+    if block is not None and not 0 <= block < len(blocks_of[name]):
+        raise ValueError(f"{name} has {len(blocks_of[name])} blocks, so there is no block {block}")
+    index, piece, number = chance.choice(blocks_of[name]) if block is None else blocks_of[name][block]
     begin, nbytes = piece.begin + number * BLOCK, min(BLOCK, piece.nbytes - number * BLOCK)
     at = begin + chance.randrange(nbytes)
     length = min(SECTOR, begin + nbytes - at)
@@ -90,13 +86,13 @@ def flip_bit(
     at = chance.randrange(size) if offset is None else offset
     if not 0 <= at < size:
         raise ValueError(f"{target} has {size} bytes, so there is no byte {at}")
-    told = _told(target, at, 1)
+    damage = _damage_at(target, at, 1)
     with target.open("r+b") as opened:
         opened.seek(at)
         byte = opened.read(1)[0]
         opened.seek(at)
         opened.write(bytes([byte ^ 1 << (chance.randrange(8) if bit is None else bit)]))
-    return told
+    return damage
 
 
 def truncate(
@@ -112,31 +108,31 @@ def truncate(
     left = chance.randrange(nbytes) if size is None else size
     if not 0 <= left < nbytes:
         raise ValueError(f"{target} has {nbytes} bytes, and cannot be cut to {left}")
-    told = _told(target, left, nbytes - left)
+    damage = _damage_at(target, left, nbytes - left)
     os.truncate(target, left)
-    return told
+    return damage
 
 
 def drop_file(path: str | os.PathLike[str], *, file: str = "*.safetensors", seed: int = 0) -> Damage:
     """Delete a file, or one of those of the checkpoint at ``path`` that fit ``file``; ``seed`` chooses."""
     target = _one_of(path, file, random.Random(seed), by_size=False)
-    told = _told(target, 0, target.stat().st_size)
+    damage = _damage_at(target, 0, target.stat().st_size)
     target.unlink()
-    return told
+    return damage
 
 
 def _one_of(path: str | os.PathLike[str], pattern: str, chance: random.Random, *, by_size: bool) -> Path:
     at = Path(path).absolute()
     if at.is_file():
         return at
-    found = sorted(f for f in at.rglob("*") if f.is_file() and fnmatchcase(f.relative_to(at).as_posix(), pattern))
-    weights = [f.stat().st_size if by_size else 1 for f in found]
+    files = sorted(f for f in at.rglob("*") if f.is_file() and fnmatchcase(f.relative_to(at).as_posix(), pattern))
+    weights = [f.stat().st_size if by_size else 1 for f in files]
     if not sum(weights):
         raise ValueError(f"{path} has no file {pattern!r}" + (" with bytes" if by_size else ""))
-    return chance.choices(found, weights)[0]
+    return chance.choices(files, weights)[0]
 
 
-def _told(file: Path, begin: int, nbytes: int) -> Damage:
+def _damage_at(file: Path, begin: int, nbytes: int) -> Damage:
     """What these bytes of a file are; read before they are changed."""
     folder = next((at for at in file.parents if (at / manifest.FILE_NAME).is_file()), None)
     if folder is None:

@@ -1,8 +1,4 @@
-"""Faults of a disk, on order: the n-th call fails, a write is torn, a bit flips, everything is slow.
-
-For tests of training scripts, and holdfast's own. Never touches what lies outside of ``under``, and nothing once its
-``with`` block has ended.
-"""
+"""Faults of a disk: the n-th call fails, a write is torn, a bit flips, everything is slow."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from holdfast.storage.local import disk
 from holdfast.testing.orders import Hit, Order, Ordered, Tally, verbs_of
@@ -41,11 +37,10 @@ class Faults:
         self._tally.close()
 
 
-@contextmanager
 def faults(
     verbs: Verbs = "change", *, nth: int = 1, times: int = 1, error: int | str = errno.EIO,
     under: str | os.PathLike[str] | None = None, rank: int | None = None, done: bool = False,
-) -> Iterator[Faults]:  # fmt: skip
+) -> AbstractContextManager[Faults]:  # fmt: skip
     """Inside the block the ``nth`` call of these ``verbs`` (the first is 1) fails with ``error``.
 
     Of this process, in any thread, and of its writer process: they are counted together, by each rank for itself.
@@ -58,62 +53,51 @@ def faults(
     number = getattr(errno, error, None) if isinstance(error, str) else error
     if not isinstance(number, int):
         raise ValueError(f"{error!r} is no error of a system: take a number, or a name of the module errno")
-    with _ordered(_order("fail", verbs, nth, times, under, rank, error=number, done=done)) as found:
-        yield found
+    return _ordered(_order("fail", verbs, nth, times, under, rank, error=number, done=done))
 
 
-@contextmanager
 def torn_writes(
     *, nth: int = 1, times: int = 1, error: int = errno.EIO, under: str | os.PathLike[str] | None = None,
     rank: int | None = None,
-) -> Iterator[Faults]:  # fmt: skip
+) -> AbstractContextManager[Faults]:  # fmt: skip
     """Inside the block the ``nth`` write stops in its middle, and fails with ``error``."""
-    with _ordered(_order("tear", "write", nth, times, under, rank, error=error)) as found:
-        yield found
+    return _ordered(_order("tear", "write", nth, times, under, rank, error=error))
 
 
-@contextmanager
 def short_writes(
     *, nth: int = 1, times: int = 0, under: str | os.PathLike[str] | None = None, rank: int | None = None
-) -> Iterator[Faults]:
+) -> AbstractContextManager[Faults]:
     """Inside the block writes write the first half of what they are given, and say so: no failure, and no loss."""
-    with _ordered(_order("shorten", "write", nth, times, under, rank)) as found:
-        yield found
+    return _ordered(_order("shorten", "write", nth, times, under, rank))
 
 
-@contextmanager
 def flip(
     verbs: Verbs = "write", *, nth: int = 1, times: int = 1, seed: int = 0,
     under: str | os.PathLike[str] | None = None, rank: int | None = None,
-) -> Iterator[Faults]:  # fmt: skip
+) -> AbstractContextManager[Faults]:  # fmt: skip
     """Inside the block one bit of what the ``nth`` write has written, or read has brought, is another; nobody says so.
 
     ``verbs`` is "write" or "read".
     """
     if not set(verbs_of(verbs)) <= {"write", "read"}:
         raise ValueError(f'what flips is what a "write" or a "read" moves, not {verbs!r}')
-    with _ordered(_order("flip", verbs, nth, times, under, rank, seed=seed)) as found:
-        yield found
+    return _ordered(_order("flip", verbs, nth, times, under, rank, seed=seed))
 
 
-@contextmanager
 def slow(
     verbs: Verbs = "any", *, seconds_per_call: float = 0.0, bytes_per_second: float = 0.0, nth: int = 1, times: int = 0,
     under: str | os.PathLike[str] | None = None, rank: int | None = None,
-) -> Iterator[Faults]:  # fmt: skip
+) -> AbstractContextManager[Faults]:  # fmt: skip
     """Inside the block each call takes so many seconds more, and those that move bytes the time of so many more."""
     order = _order("slow", verbs, nth, times, under, rank, seconds=seconds_per_call, rate=bytes_per_second)
-    with _ordered(order) as found:
-        yield found
+    return _ordered(order)
 
 
-@contextmanager
 def count_calls(
     verbs: Verbs = "any", *, under: str | os.PathLike[str] | None = None, rank: int | None = None
-) -> Iterator[Faults]:
+) -> AbstractContextManager[Faults]:
     """Nothing fails; ``count`` and ``hits`` say how many calls there were, and which."""
-    with _ordered(_order("count", verbs, 1, 0, under, rank)) as found:
-        yield found
+    return _ordered(_order("count", verbs, 1, 0, under, rank))
 
 
 def this_rank() -> int:
@@ -136,9 +120,9 @@ def _order(
 
 @contextmanager
 def _ordered(order: Order) -> Iterator[Faults]:
-    found = Faults(Tally())
+    met = Faults(Tally())
     try:
-        with disk.hooked(Ordered(order, found._tally, this_rank)):
-            yield found
+        with disk.hooked(Ordered(order, met._tally, this_rank)):
+            yield met
     finally:
-        found._close()
+        met._close()

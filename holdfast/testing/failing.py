@@ -1,7 +1,4 @@
-"""A store that fails when it is told to: for tests of what becomes of a save or a load then.
-
-Tests of holdfast and of its users put it around `Memory`. Never fails by chance.
-"""
+"""A store that fails at chosen calls: for tests of what becomes of a save or a load then."""
 
 from __future__ import annotations
 

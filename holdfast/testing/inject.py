@@ -1,7 +1,6 @@
-"""Runs a training script, unchanged, with faults.
+"""Runs a training script, unchanged, with faults: ``python -m holdfast.testing.inject FAULTS SCRIPT ARGUMENTS…``.
 
-``python -m holdfast.testing.inject FAULTS SCRIPT ARGUMENTS…``, also under torchrun. Never evaluates what it is given:
-FAULTS are calls of the functions below with plain arguments, nothing else.
+FAULTS are calls of the functions below with plain arguments; nothing in them is evaluated.
 """
 
 from __future__ import annotations

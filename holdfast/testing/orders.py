@@ -1,10 +1,6 @@
-"""Orders to a disk: which of its calls fail or lie or are slow, how, and what was hit.
+"""Which calls on a disk fail or lie or are slow, and how: hooks of `storage/local/disk.py`, also in the writer process.
 
-`faults` gives them, as hooks of `storage/local/disk.py`; the writer process carries them out too, so this file imports
-the standard library alone. Never fails by chance: an order says which call it hits.
-
-Both processes count in one shared memory, so the n-th call is the n-th of both. We rejected an environment variable:
-production code would have to read it, and a writer process that runs already would not see it.
+They count in memory that both processes share. An environment variable would not reach a writer that runs already.
 """
 
 from __future__ import annotations
@@ -94,7 +90,7 @@ class Order:
     seed: int = 0
 
     def fits(self, call: Asked) -> bool:
-        """Whether a call is one of those that are counted, whoever makes it."""
+        """Whether a call is one of those that are counted, by any rank."""
         if call.verb not in self.verbs or (_is_of_journal(call.path) and not _is_of_journal(self.under)):
             return False
         return any(_is_under(path, self.under) for path in (call.path, call.target) if path)
@@ -186,10 +182,10 @@ class Ordered:
         self.tally.close()
 
 
-def arrive(told: dict[str, Any], fds: list[int]) -> Ordered:
-    """The hook that `Ordered.travel` told of, in the process that it was sent to."""
-    here = told.pop("here")
-    return Ordered(Order(**{**told, "verbs": tuple(told["verbs"])}), Tally(fds[0]), lambda: here)
+def arrive(order: dict[str, Any], fds: list[int]) -> Ordered:
+    """The hook that `Ordered.travel` describes, in the process that it was sent to."""
+    here = order.pop("here")
+    return Ordered(Order(**{**order, "verbs": tuple(order["verbs"])}), Tally(fds[0]), lambda: here)
 
 
 def _is_under(path: str, under: str) -> bool:

@@ -1,7 +1,4 @@
-"""Ranks that die or freeze at a phase of a save or a load.
-
-For tests of training scripts, and holdfast's own. Never touches another process than the one it is called in.
-"""
+"""Ranks that die or freeze at a phase of a save or a load."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from holdfast import events
 from holdfast.events import LOADING, SAVING, Event
@@ -17,24 +14,21 @@ from holdfast.events import LOADING, SAVING, Event
 PHASES = (*SAVING, *LOADING)
 
 
-@contextmanager
 def kill_at(
     phase: str, *, rank: int | None = None, nth: int = 1, under: str | os.PathLike[str] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside the block this process is killed (SIGKILL) when it comes to ``phase`` for the ``nth`` time.
 
     ``phase`` is one of `SAVING` or `LOADING`, as docs/testing.md describes them. ``rank``: only if it is that rank's,
     counted in the group that saves or loads. ``under``: only of what is saved to or loaded from that path, or below
     it; so ``nth`` counts the saves of a run, and ``under="run/step-000000100"`` names one. Raises ValueError.
     """
-    with at_phase(phase, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=rank, nth=nth, under=under):
-        yield
+    return at_phase(phase, lambda: os.kill(os.getpid(), signal.SIGKILL), rank=rank, nth=nth, under=under)
 
 
-@contextmanager
 def freeze_at(
     phase: str, *, rank: int | None = None, nth: int = 1, under: str | os.PathLike[str] | None = None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside the block this process is stopped (SIGSTOP) when it comes to ``phase``, as `kill_at` counts.
 
     All its threads stand still until somebody sends it SIGCONT; its writer process goes on.
@@ -45,8 +39,7 @@ def freeze_at(
     def stop() -> None:
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
-    with at_phase(phase, stop, rank=rank, nth=nth, under=under):
-        yield
+    return at_phase(phase, stop, rank=rank, nth=nth, under=under)
 
 
 @contextmanager
@@ -56,7 +49,7 @@ def at_phase(
 ) -> Iterator[None]:  # fmt: skip
     """Inside the block ``act()`` is called when this process comes to ``phase``, as `kill_at` counts.
 
-    In the thread that came there, which goes on when it returns; what it raises is logged, and changes nothing.
+    In the thread that reached the phase, which goes on when it returns; what it raises is logged, and changes nothing.
     """
     if phase not in PHASES:
         raise ValueError(

@@ -1,7 +1,4 @@
-"""What holds for every store that is read, as tests; and all that holds for one that is only read.
-
-`contract.py` builds on it, users inherit `ReadOnlyContract`. Never writes, but to see that it is refused.
-"""
+"""What holds for every store that is read, as tests; and all that holds for one that is only read."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class Reading:
                 for end in [None, *sorted(e for e in ends if e >= begin)]:
                     got = store.get(key, begin, end)
                     assert bytes_of(got) == content[begin:end], f"bytes {begin}:{end} of {key}, which has {n}"
-                    assert got.nbytes == n, f"the size of {key}, told with bytes {begin}:{end}"
+                    assert got.nbytes == n, f"the size of {key}, as answered with bytes {begin}:{end}"
 
     def test_what_is_missing(self, store: Store, there: Mapping[str, bytes]) -> None:
         beside = {f"{folder_of(key)}absent-{secrets.token_hex(8)}" for key in there}
@@ -75,13 +72,13 @@ class ReadOnlyContract(Reading):
     def test_it_lists_or_says_that_it_does_not(self, store: Store, there: Mapping[str, bytes]) -> None:
         for folder in {folder_of(key)[:-1] for key in there}:
             try:
-                found = store.list(folder, deep=False)
+                listing = store.list(folder, deep=False)
             except OSError as error:
                 assert getattr(error, "unlisted", False), "an error that says so has an attribute `unlisted`"
                 assert store.url in str(error)
                 continue
-            told = {entry.key: entry.nbytes for entry in found.files}
-            assert told.items() >= {(key, len(data)) for key, data in there.items() if folder_of(key)[:-1] == folder}
+            sizes = {entry.key: entry.nbytes for entry in listing.files}
+            assert sizes.items() >= {(key, len(data)) for key, data in there.items() if folder_of(key)[:-1] == folder}
 
     def test_writing_is_refused(self, store: Store, there: Mapping[str, bytes]) -> None:
         key = f"{folder_of(next(iter(there)))}refused-{secrets.token_hex(8)}"

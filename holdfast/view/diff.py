@@ -1,7 +1,4 @@
-"""The page of a diff: how far two checkpoints are apart, by layer and kind of parameter, tensor by tensor.
-
-`holdfast view A --against B` calls `diff_page`. Reads every tensor whose sums do not prove it the same; keeps none.
-"""
+"""The page of a diff: how far two checkpoints are apart, by layer and kind of parameter, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""One HTML document that is whole in itself: style, scripts, and the data that they show.
+"""One HTML document that holds its style, its scripts, and the data that they show.
 
-Called by the pages of this package. Never lets what it shows become markup or script, and never lets a page reach a
-network: a policy in its head names the scripts that may run by their sums, and nothing else.
+What it shows never becomes markup or script, and a policy in its head keeps the page from any network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The page of a run: its saves over steps or over time, restarts, failures, and in what health the steps are.
-
-`holdfast view` calls `run_page` for a folder of steps. Reads the journal, manifests and sizes of files; no data file.
-"""
+"""The page of a run: its saves over steps or over time, restarts, failures, and in what health the steps are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Serves the page of a checkpoint to a browser on this machine, with statistics computed on request.
 
-`holdfast view --serve` calls it. Listens on loopback alone, and answers only requests with the token of its address: no
-other users of the machine, no pages of other sites that guess the port. Never serves files.
+It listens on loopback alone, and answers only requests with the token of its address. It never serves files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A timeline as lanes of a page: what each rank did when, from `holdfast.report.timeline` or any Chrome trace.
-
-`holdfast view --timeline` calls it. Never trusts a trace: its times may be anything, its files of any size.
-"""
+"""A timeline as lanes of a page, from what `timeline` wrote or any Chrome trace; the trace may be hostile."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_a_swept_step_whose_files_others_borrow_is_neither_dead_nor_written(tmp_
         assert {name: step.health for name, step in found.items()} == {
             "step-1": "lent", "step-2": "whole", "step-3": "whole",
         }  # fmt: skip
-        assert "since step-2, step-3 borrow them" in found["step-1"].fault
+        assert "since step-2, step-3 reuse them" in found["step-1"].fault
         assert by_name(root / "step-1")[""].health == "lent"
         stray = next(iter(save_on(state_of(1, model=9), root / "other").data_files)).path
         (root / "step-1" / stray).write_small(b"x")  # a save there, of whichever kind, is told as before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -98,51 +97,6 @@ def test_nothing_in_a_real_pipe(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "manifest.json").exists()
 
 
-# Rank 1 tells how far it is once rank 0 listens, and rank 0 shows its bar until it has heard that.
-NODE = """
-import os, sys, time, torch, torch.distributed as dist, holdfast
-from pathlib import Path
-from holdfast import events
-from holdfast.report import progress
-rank, folder = int(os.environ["RANK"]), Path(%r)
-progress.PATIENCE = 0.0
-
-class Hearing(progress.Hearing):
-    def __init__(self, heard):
-        super().__init__(heard)
-        (folder / "hears").touch()
-
-progress.Hearing = Hearing
-events.reached("gather", "x", 0)  # the first event installs them
-bars = next(one for one in events._listeners if isinstance(one, progress.Bars))
-
-def wait(event, until=time.monotonic() + 240):
-    if rank == 1 and event.kind == "advance":
-        while not (folder / "hears").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-    if rank == 0 and event.kind == "end":
-        while not any(bar.shares for bar in bars._bars.values()) and time.monotonic() < until:
-            time.sleep(0.01)
-
-events._listeners.insert(0, wait)
-dist.init_process_group("gloo")
-holdfast.save({f"w{rank}": torch.zeros(4_000_000)}, folder / "a")
-dist.destroy_process_group()
-"""
-
-
-def test_one_bar_for_the_ranks_of_a_node(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    start = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [Watched(NODE % str(tmp_path), {**start, "RANK": r, "LOCAL_RANK": r}) for r in "01"]
-    first, second = (rank.written() for rank in ranks)
-    assert second == ""
-    # Half of it is rank 1's.
-    assert "/32.0 MB" in first and "node" in first and not seen(first)
-
-
 class Handle:
     """What IPython returns for an output that can be changed."""
 
@@ -183,15 +137,13 @@ def test_a_bar_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown[-1] == {"text/plain": "", "text/html": ""}
 
 
-@pytest.mark.parametrize(
-    ("world", "heard", "said"),
-    [("", 1, ""), ("", 2, "2 ranks of this node"), ("1", 1, ""), ("8", 1, "this rank's share"),
-     ("8", 3, "3 of 8 ranks of this node"), ("8", 8, "node")],
-)  # fmt: skip
-def test_whose_bytes_a_bar_shows(world: str, heard: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if world:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", world)
-    assert progress._whose(heard) == said
+def test_a_bar_of_several_ranks_says_that_it_is_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", lines := io.StringIO())
+    monkeypatch.setenv(progress.VARIABLE, "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(display, "LINES", 0.0)
+    _watch(Bars())
+    assert "this rank's share" in lines.getvalue()
 
 
 def test_without_a_launcher_the_first_rank_shows_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
