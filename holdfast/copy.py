@@ -17,7 +17,7 @@ import msgspec
 
 from holdfast import events
 from holdfast.commit.commit import commit, place_signature
-from holdfast.commit.folder import copy_hint, goes_along, is_leaving, taken
+from holdfast.commit.folder import copy_hint, goes_along, is_orphan, taken
 from holdfast.commit.transfer import CopyStats, copy_files, home, self_contained
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
 from holdfast.formats.own import read_known, read_manifest
@@ -202,8 +202,8 @@ def _refuse_others(target: Place, own: Manifest, paths: list[str]) -> None:
     """Orphans of dead saves may stay beside the copy, to be swept later; other files are refused."""
     named = {file.path for file in own.data_files} | {path for path, _, _ in own.attachments}
     strays = [path for path in paths if path not in named]
-    orphans = [path for path in strays if is_leaving(path)]
-    foreign = [path for path in strays if not is_leaving(path) and not (orphans and goes_along(target, path))]
+    orphans = [path for path in strays if is_orphan(path)]
+    foreign = [path for path in strays if not is_orphan(path) and not (orphans and goes_along(target, path))]
     if foreign:
         raise taken(f"{target} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
     if target.has_locks and target.living(orphans):

@@ -69,7 +69,7 @@ def address_of(data: object) -> int:
 
 
 def lend(memory: memoryview, back: Callable[[], object]) -> memoryview:
-    """A view of writable ``memory``; once nothing refers to it any more, ``back`` is called, from whichever thread.
+    """A view of writable ``memory``; once nothing refers to it any more, ``back`` is called, from any thread.
 
     So memory is known to be free although its reader does not say when it is done.
     """

@@ -40,7 +40,7 @@ Watched = list[tuple[str, torch.Tensor, int]]
 
 
 class Copying:
-    """The copies of one save: whoever changes a tensor that should hold still waits until they are made.
+    """The copies of one save: a change of a tensor that should hold still waits until they are made.
 
     Copies that are only queued on a device can still be torn by a change that waits for nothing. So the tensors are
     looked at once more: before the first change that did wait, or when the copies have landed.
@@ -192,7 +192,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def wait_for_copies() -> None:
-    """Wait until no save of this process copies any more; for whoever is about to change tensors in place."""
+    """Wait until no save of this process copies any more; for callers that change tensors in place."""
     for copying in _all_under_way():
         copying.wait()
 

@@ -103,7 +103,7 @@ def remove_old_files(folder: Place, old: Manifest, new: Manifest, reused: Reused
         signed = {signature.file_name(old)} - {signature.file_name(new)}
         storage.delete(*gone, *(folder / path for path in signed))
         if new.save != old.save:
-            delete_hint(folder)  # what saves through holdfast.dcp leave is written anew after the commit
+            delete_hint(folder)  # holdfast.dcp writes its own again after the commit
         for above in {path.parent for path in gone}:
             above.delete_if_empty()
         now = reused_by(new)

@@ -20,7 +20,7 @@ from holdfast.storage.place import Place
 HINT = ".metadata"
 HINT_BEGINS = b"\x80\x04\x8c\x2csaved by holdfast: load it with holdfast.dcp0"
 """A file beside a checkpoint that tells programs of torch.distributed.checkpoint that there is one, and how it begins:
-a string for whoever unpickles it, which is dropped."""
+a string that is dropped as the file is unpickled."""
 
 ASIDE = "manifest.json.damaged"
 """What `rescue` keeps a damaged manifest as: it stays as long as the checkpoint does."""
@@ -30,7 +30,7 @@ TAKEN = "already holds a committed checkpoint"
 
 
 def prepare(folder: Place, *, overwrite: bool) -> None:
-    """Create the folder, or make sure that it may take a save; leavings of dead saves are removed."""
+    """Create the folder, or make sure that it may take a save; orphans of dead saves are removed."""
     if folder.has_folders and folder.exists() and not folder.is_dir():
         raise taken(f"{folder} is a file")
     files = folder.files_below()  # of a store the one request that tells everything
@@ -38,7 +38,7 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
         if not overwrite:
             raise taken(f"{folder} {TAKEN}")
         return
-    ours = [f for f in files if is_leaving(f)]
+    ours = [f for f in files if is_orphan(f)]
     foreign = [f for f in files if f not in ours and not (ours and goes_along(folder, f)) and f != ASIDE]
     if foreign:
         raise taken(f"{folder} holds other files ({foreign[0]}{' and more' if len(foreign) > 1 else ''})")
@@ -59,7 +59,7 @@ def prepare(folder: Place, *, overwrite: bool) -> None:
     folder.make_home()
 
 
-def is_leaving(path: str) -> bool:
+def is_orphan(path: str) -> bool:
     """Whether a file of an uncommitted folder, by its relative path, is what a save of ours leaves."""
     return (
         _save_of(path) is not None
@@ -98,9 +98,9 @@ def delete_hint(folder: Place) -> None:
         (folder / HINT).delete()
 
 
-def may_hold_leavings(files: Sequence[str]) -> bool:
+def may_hold_orphans(files: Sequence[str]) -> bool:
     """Whether a folder of these files can hold more than one committed save, by their names alone."""
-    saves = {_save_of(path) for path in files if is_leaving(path)}
+    saves = {_save_of(path) for path in files if is_orphan(path)}
     return manifest.FILE_NAME not in files or len(saves) > 1 or None in saves
 
 
@@ -116,7 +116,7 @@ def taken(text: str) -> StorageError:
 
 
 def refuse_cited(folder: Place) -> None:
-    """Raises StorageError (EEXIST) if other checkpoints reuse files of the folder: whoever replaces all of it asks."""
+    """Raises StorageError (EEXIST) if other checkpoints reuse files of a folder that is to be replaced."""
     if reused_in(folder):
         error = StorageError(
             f"{folder} holds files that checkpoints beside it reuse, and cannot be replaced: choose another path, or "
@@ -188,25 +188,25 @@ def sweep_dead(path: Place, reused: Callable[[Place], Collection[str]] = reused_
 
     What is ``reused`` stays: `reused_in` unless the caller knows it cheaper.
     """
-    leavings = [f for f in path.files_below() if is_leaving(f)]
-    if path.may_live(leavings):
+    orphans = [f for f in path.files_below() if is_orphan(f)]
+    if path.may_live(orphans):
         return False
-    if leavings and (path / manifest.FILE_NAME).is_file():
+    if orphans and (path / manifest.FILE_NAME).is_file():
         return False  # committed since the caller looked: locks go after the commit, so now it can be seen
-    kept = reused(path) if leavings else ()
-    if any(f not in kept for f in leavings):
+    kept = reused(path) if orphans else ()
+    if any(f not in kept for f in orphans):
         log.info("sweeping %s: a save that never committed", path)
     _delete_ours(path, kept)
     return True
 
 
 def sweep_beside(path: Place, record: Manifest, reused: Callable[[Place], Collection[str]] = reused_in) -> bool:
-    """Delete leavings of dead saves beside a committed checkpoint: data files that no manifest names.
+    """Delete orphans of dead saves beside a committed checkpoint: data files that no manifest names.
 
     False if a living save may need them.
     """
     named = {f.path for f in record.data_files}
-    strays = [f for f in path.files_below() if is_leaving(f) and f not in named]
+    strays = [f for f in path.files_below() if is_orphan(f) and f not in named]
     strays = [f for f in strays if signature.save_of(f) != record.save]
     kept = reused(path) if strays else ()
     strays = [f for f in strays if f not in kept]
@@ -220,7 +220,7 @@ def sweep_beside(path: Place, record: Manifest, reused: Callable[[Place], Collec
 
 
 def _delete_ours(path: Place, kept: Collection[str]) -> None:
-    ours = [f for f in path.files_below() if is_leaving(f) or goes_along(path, f)]
+    ours = [f for f in path.files_below() if is_orphan(f) or goes_along(path, f)]
     storage.delete(*(path / f for f in ours if f not in kept))
     path.delete_empty_folders()
 
@@ -243,7 +243,7 @@ def what_is_there(folder: Place) -> str:
         if folder.name == manifest.FILE_NAME:
             return f"{folder} is a file of a checkpoint: give its folder {folder.parent}"
         if not folder.stat().st_size:
-            return f"{folder} is empty: whoever wrote it broke off, or the disk was full"
+            return f"{folder} is empty: its writer broke off, or the disk was full"
         return f"{folder} is a file of no format that holdfast reads (docs/formats.md lists them)"
     below = sorted(p.parent.name for p in folder.glob(f"*/{manifest.FILE_NAME}"))
     if below:

@@ -1,7 +1,7 @@
 """Files that a checkpoint has reused from its siblings: who reuses what, and what of it nobody needs any more.
 
-Whoever deletes asks here first: `folder`, `commit`, the manager's steps. Reads manifests alone, and deletes no file but
-one that a save of ours wrote and that no committed checkpoint names.
+`folder`, `commit` and the manager ask here before they delete. Reads manifests alone. Deletes only files that a save of
+ours wrote and that no committed checkpoint names.
 
 We rejected counts of references, and marks beside files that are reused, because they would have to stay right through
 every crash and every copy by another program.
@@ -138,7 +138,7 @@ def reused_beside(folder: Place) -> ReusedPaths:
 def who_reuses(folder: Place, files: Collection[str], reuses: Reuses | None = None) -> list[str]:
     """The checkpoints beside ``folder`` that reuse ``files`` of it, if they reuse every one; else none.
 
-    Then these files are neither a save under way nor a dead one's leavings: what a swept step has lent. ``reuses``
+    Then these files are neither a save under way nor a dead one's orphans, but what a swept step has lent. ``reuses``
     of the folder's root, if the caller asks of several folders. Raises StorageError.
     """
     root, name = root_of(folder)

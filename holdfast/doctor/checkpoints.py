@@ -9,7 +9,7 @@ from difflib import get_close_matches
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.commit.commit import finished
-from holdfast.commit.folder import is_leaving, may_hold_leavings, unfinished, what_is_lent
+from holdfast.commit.folder import is_orphan, may_hold_orphans, unfinished, what_is_lent
 from holdfast.commit.reused import Reuses, who_reuses
 from holdfast.commit.sections import dropped_of
 from holdfast.doctor.finding import Finding
@@ -48,7 +48,7 @@ def diagnose(path: str | os.PathLike[str] | Place) -> list[Finding]:
     if steps:
         return _run(place, steps)
     files = place.files_below()
-    if any(datafile.save_of(name) or name.startswith("parts/") for name in files if is_leaving(name)):
+    if any(datafile.save_of(name) or name.startswith("parts/") for name in files if is_orphan(name)):
         return [_uncommitted(place, files)]
     begun = unfinished(files)
     if begun or (files and all(name.startswith(f"{storage.JOURNAL}/") for name in files)):
@@ -130,7 +130,7 @@ def _ours(place: Place) -> list[Finding]:
         findings.insert(0, Finding(NAME, "ok", f"{text}; {command('verify', place)} reads every byte"))
     files = place.files_below()
     named = {file.path for file in record.data_files}
-    if may_hold_leavings([path for path in files if path not in named or path == manifest.FILE_NAME]):
+    if may_hold_orphans([path for path in files if path not in named or path == manifest.FILE_NAME]):
         text = "files lie beside it that it does not name"
         findings.append(Finding(NAME, "warn", text, command("prune", "--orphans", place)))
     return findings
@@ -148,7 +148,7 @@ def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
     citations = Reuses(root)
     for name in sorted(set(root.folder_names()) - {step.name for step in steps}):
         files = (root / name).files_below()
-        lent_to = who_reuses(root / name, [path for path in files if is_leaving(path)], citations)
+        lent_to = who_reuses(root / name, [path for path in files if is_orphan(path)], citations)
         if lent_to:
             findings.append(Finding(NAME, "ok", f"{name} is {what_is_lent(lent_to)}"))
         elif any(datafile.save_of(path) for path in files):
@@ -190,7 +190,7 @@ def _empty(place: Place) -> Finding:
 
 
 def _uncommitted(place: Place, files: Sequence[str]) -> Finding:
-    lent_to = who_reuses(place, [path for path in files if is_leaving(path)])
+    lent_to = who_reuses(place, [path for path in files if is_orphan(path)])
     if lent_to:
         text = f"{place} is {what_is_lent(lent_to)}"
         return _missing(text, f"take one of these, and leave its files where they are; {command('ls', place.parent)}")

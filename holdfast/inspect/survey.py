@@ -16,7 +16,7 @@ from typing import Literal
 
 from holdfast.checkpoint import open_checkpoint
 from holdfast.commit.commit import finished, sizes_of_save
-from holdfast.commit.folder import is_leaving, what_is_lent, what_is_there
+from holdfast.commit.folder import is_orphan, what_is_lent, what_is_there
 from holdfast.commit.reused import Reuses, who_reuses
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, StorageError, Unsupported
@@ -227,7 +227,7 @@ def _or_lent(path: Place, step: Step, citations: Reuses | None = None) -> Step:
     if step.health not in ("writing", "unfinished"):
         return step
     try:
-        names = who_reuses(path, [name for name in path.files_below() if is_leaving(name)], citations)
+        names = who_reuses(path, [name for name in path.files_below() if is_orphan(name)], citations)
     except StorageError as error:
         return replace(step, health="unreadable", fault=str(error))
     if not names:

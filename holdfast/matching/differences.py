@@ -95,7 +95,7 @@ class Loaded:
     ``cast``: name to (saved, own) dtype; ``renamed``: saved name to own name.
     Bytes are this rank's: ``bytes_needed`` by its boxes, ``bytes_read`` from storage, ``bytes_received`` from ranks
     that want the same and have read them, ``bytes_unverified`` of those needed whose blocks were read only in part, by
-    whichever rank, and so could not be checked (``verify="blocks"`` checks all).
+    any rank, and so could not be checked (``verify="blocks"`` checks all).
     """
 
     checkpoint: Checkpoint

@@ -107,7 +107,7 @@ def decode(data: bytes, where: str) -> Part:
 
 
 def _fault(part: Part) -> str | None:
-    """What is said in it that cannot be: it is believed before there is a manifest that is proved as a whole."""
+    """What it says that cannot be. It is used before there is a manifest that is proved as a whole."""
     if not _ID.fullmatch(part.save) or not 0 <= part.rank < part.world_size <= MAX_RANKS:
         return f"rank {part.rank} of {part.world_size} of save {part.save[:40]!r} cannot be"
     manifest = part.manifest

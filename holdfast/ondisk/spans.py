@@ -100,7 +100,7 @@ def expand(text: str) -> tuple[int, ...]:
 def ranges(numbers: Iterable[int]) -> str:
     """``[0, 1, 2, 3, 7]`` as ``"0-3,7"``: ascending runs, in order; where these are many, axes of a mesh if it has any.
 
-    So the files of a tensor are few characters whichever way it lies over a mesh of thousands of ranks.
+    So the files of a tensor are few characters, however it lies over a mesh of thousands of ranks.
     """
     numbers = list(numbers)
     plain: list[list[int]] = []

@@ -162,7 +162,7 @@ def _alike(spread: Placed, position: int) -> tuple[int, ...]:
 def atoms_of(items: Sequence[Item], records: Sequence[TensorRecord]) -> list[Atom]:
     """All bytes of the items in parts that are read whole, in the order in which they lie in files.
 
-    A block of a file is never parted among ranks: whoever reads it can check its sum.
+    A block of a file is never parted among ranks, so that its reader can check its sum.
     """
     atoms: list[Atom] = []
     for number, (tensor, box) in enumerate(items):

@@ -1,6 +1,6 @@
 """Leaves by name as the nested dicts, lists and other containers that they were saved from.
 
-Called by whoever hands values or tensors back. Never looks at a leaf.
+What hands values or tensors back calls it. Never looks at a leaf.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What one rank saved as a value of its own, read back from that rank's file.
 
-An opened checkpoint asks for it. Believes nothing that the file says of itself.
+An opened checkpoint asks for it. Checks all that the file says of itself.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from holdfast.commit.commit import finished
-from holdfast.commit.folder import goes_along, is_leaving, standing_save, what_is_lent, what_is_there
+from holdfast.commit.folder import goes_along, is_orphan, standing_save, what_is_lent, what_is_there
 from holdfast.commit.reused import Reuses, reused_in, root_of, who_reuses
 from holdfast.errors import Damaged, Mismatch, NotACheckpoint, StorageError, Unsupported
 from holdfast.events import log
@@ -152,7 +152,7 @@ def _step(folder: Place, cited: Callable[[], Collection[str]], citations: Reuses
     sizes = folder.sizes_below()
     if MARK in sizes:
         return Spared(str(folder), "a conversion is being uploaded, or broke off: the same call would go on from it")
-    ours = [path for path in sizes if is_leaving(path)]
+    ours = [path for path in sizes if is_orphan(path)]
     if record is not None:
         named = {file.path for file in record.data_files}
         ours = [path for path in ours if path not in named and signature.save_of(path) != record.save]

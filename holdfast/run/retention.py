@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
-from holdfast.commit.folder import delete_checkpoints, may_hold_leavings, sweep_beside, sweep_dead
+from holdfast.commit.folder import delete_checkpoints, may_hold_orphans, sweep_beside, sweep_dead
 from holdfast.commit.reused import ReusedPaths, Reuses
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported, Untrusted
 from holdfast.events import log
@@ -213,7 +213,7 @@ class KeptSteps(Steps):
             name, _, path = file.partition("/")
             if name in files:
                 files[name].append(path)
-        return {name for name, paths in files.items() if may_hold_leavings(paths)}
+        return {name for name, paths in files.items() if may_hold_orphans(paths)}
 
     @contextmanager
     def _gently(self) -> Iterator[None]:

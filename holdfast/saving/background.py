@@ -118,7 +118,7 @@ class BackgroundSave:
             settle(
                 Call(ranks, self._label, self._deadline, True), self.job, self._agreed, self._outgoing, self._policies
             )
-        except BaseException as error:  # noqa: BLE001 - kept, and raised by whoever waits for this save
+        except BaseException as error:  # noqa: BLE001 - kept, and raised where this save is waited for
             failed = error
         self.end(failed)
 

@@ -1,6 +1,6 @@
 """What becomes of a save in the background: when its tensors may change, whether it is committed, where the time went.
 
-Made by the Saver, held by whoever called it. Never starts anything.
+The Saver makes it and returns it to its caller. Never starts a save by itself.
 """
 
 from __future__ import annotations

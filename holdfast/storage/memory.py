@@ -1,6 +1,6 @@
 """A store in the memory of this process, for tests and examples; `holdfast.testing` gives it to users.
 
-Whoever needs a store without a server calls it. Never writes anything to a disk.
+For code that needs a store without a server. Never writes anything to a disk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Memory:
         data = bytearray()
         for chunk in chunks:
             data += chunk
-            del chunk  # whoever makes the next one may need its memory
+            del chunk  # the next one may need its memory
         if len(data) != nbytes:
             raise ValueError(f"cannot write {self._url}/{key}: {nbytes} bytes were announced, {len(data)} given")
         with self._lock:

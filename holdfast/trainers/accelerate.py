@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.commit.folder import is_leaving
+from holdfast.commit.folder import is_orphan
 from holdfast.errors import Unsupported
 from holdfast.events import log
 from holdfast.load import load
@@ -235,7 +235,7 @@ class _States:
         """Where in a folder the checkpoint goes, as the first rank sees it."""
 
         def place(_: list[None]) -> str:
-            alone = all(is_leaving(path) for path in folder.files_below())
+            alone = all(is_orphan(path) for path in folder.files_below())
             return "" if alone or (folder / FILE_NAME).is_file() else _BESIDE
 
         with ranks_of(None).call(f"save_state {folder}", deadline=self._deadline) as call:

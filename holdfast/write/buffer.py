@@ -161,7 +161,7 @@ class StagingBuffer:
 
     def _allocate(self, nbytes: int) -> None:
         if self.worker.shares_memory:
-            # Nameless, so that nothing is left behind whoever is killed, and not bounded by the size of /dev/shm.
+            # Nameless, so that nothing is left behind by a killed process, and not bounded by the size of /dev/shm.
             fd = os.memfd_create("holdfast", os.MFD_CLOEXEC)
             try:
                 _extend(fd, nbytes)

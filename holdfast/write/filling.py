@@ -180,7 +180,7 @@ class FilledFile:
             self.handover.give_chunk(chunk, used)
 
     def land_first(self) -> None:
-        """Wait for the chunk that devices fill first, of whichever file it is, and hand it over."""
+        """Wait for the chunk that devices fill first, of any file, and hand it over."""
         first = self._landing.popleft()
         try:
             first.moment.wait()

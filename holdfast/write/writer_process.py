@@ -36,8 +36,7 @@ ORPHANED = 1.0
 """Seconds between two looks whether the parent still lives: a forked child of it may hold the socket open."""
 
 
-# Messages: each a length, a JSON head and bytes; answers go back as lines of JSON, and
-# so do spans of time, to whoever watches.
+# Messages: each a length, a JSON head and bytes. Answers go back as lines of JSON, and so do spans of time.
 
 
 def send(to: socket.socket, head: dict[str, Any], data: Sequence[bytes] = (), fds: Sequence[int] = ()) -> None:

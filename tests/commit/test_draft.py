@@ -83,9 +83,9 @@ def test_many_ranks_and_tensors_stay_a_few_ranges() -> None:
     "written, cites, told",
     [
         ([_file("m", 0, 1)], [_cite("x", 0, 1, "1" * 16, [0])], "which nobody planned"),
-        ([], [_cite("m", 0, 1, "1" * 16, [0])], "neither written nor cited"),
-        ([], [_cite("m", 0, 1, "1" * 16, [0]), _cite("m", 0, 1, "2" * 16, [0])], "cited for the same tensors"),
-        ([], [_cite("m", 0, 1, "1" * 16, [0, 1]), _cite("m", 0, 1, "2" * 16, [0])], "cited twice"),
+        ([], [_cite("m", 0, 1, "1" * 16, [0])], "neither written nor reused"),
+        ([], [_cite("m", 0, 1, "1" * 16, [0]), _cite("m", 0, 1, "2" * 16, [0])], "reused for the same tensors"),
+        ([], [_cite("m", 0, 1, "1" * 16, [0, 1]), _cite("m", 0, 1, "2" * 16, [0])], "reused twice"),
     ],
 )
 def test_what_does_not_fit_the_plan_is_refused(written: list[FileRecord], cites: list[ReusedFile], told: str) -> None:

@@ -239,5 +239,5 @@ def test_what_a_swept_step_has_lent_is_no_save_under_way() -> None:
     folders.delete_checkpoint(root / "step-1")
     for place in (root, root / "step-1"):
         done = collect(place)
-        assert not done.orphans and ["step-2 borrows them" in one.why for one in done.spared] == [True]
+        assert not done.orphans and ["step-2 reuses them" in one.why for one in done.spared] == [True]
     holdfast.tools.verify(root / "step-2")

@@ -54,7 +54,7 @@ def leave_litter() -> None:
     """What dead saves left is never swept."""
     retention.sweep_dead = lambda path, cited=None: True
     retention.sweep_beside = lambda path, record, cited=None: True
-    folder.prepare.__globals__["is_leaving"] = lambda path: False
+    folder.prepare.__globals__["is_orphan"] = lambda path: False
 
 
 def keep_descriptors() -> None:

@@ -33,10 +33,10 @@ from holdfast.storage.place import Place
 from holdfast.write.datafiles import KEPT, DataFile, OpenFiles
 
 SMALLEST = 16 << 10
-"""A file of which fewer bytes are wanted is not worth a line in the manifest: they are written anew."""
+"""A file of which fewer bytes are wanted is not worth a line in the manifest: they are written again."""
 
 MOST = 16
-"""Files that one rank reuses for one section; of more, those with the fewest bytes are written anew."""
+"""Files that one rank reuses for one section; of more, those with the fewest bytes are written again."""
 
 _NO_LINKS = {
     getattr(errno, name) for name in ("EPERM", "EACCES", "EXDEV", "EMLINK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL")
@@ -190,7 +190,7 @@ def _same(base: OpenedBase, index: int, claims: Sequence[Claim], copier: Copier)
         try:
             header = base.files.header(index)
         except (HoldfastError, OSError) as error:
-            log.warning("what %s holds is written anew: %s", base.files.path(index), error)
+            log.warning("what %s holds is written again: %s", base.files.path(index), error)
             return []
         for claim in claims:
             for key, source in zip(claim.keys, claim.sources, strict=True):
@@ -216,7 +216,7 @@ def _bring(base: OpenedBase, index: int, section: str, folder: Place, opened: Op
         if error.errno in _NO_LINKS:
             log.debug("%s is reused where it lies: %s", source, error)
             return beside
-        log.warning("what %s holds is written anew: %s", source, error)
+        log.warning("what %s holds is written again: %s", source, error)
         return None
 
 
@@ -231,7 +231,7 @@ def _link(source: Place, target: Place, nbytes: int, opened: OpenFiles) -> bool:
         return os.path.samefile(source, target)
     opened.paths.append(target)
     if len(opened.descriptors) < KEPT:
-        # Locked as a file that is being written: whoever sweeps sees that this save lives.
+        # Locked as a file that is being written: a sweep sees that this save lives.
         opened.descriptors.append(target.open_locked())
     return True
 

@@ -195,7 +195,7 @@ def _temporary() -> str:
 
 
 def _in_folder(folder: LocalPlace, work: Callable[[], T]) -> T:
-    """Do ``work`` in a folder that is made if need be; whoever deletes the last file of it may just take it away."""
+    """Do ``work`` in a folder that is made if need be. Another process may just delete it with its last file."""
     for _ in range(_ATTEMPTS):
         try:
             folder.make_folder()
@@ -226,7 +226,7 @@ def _write(fd: int, path: LocalPlace, chunks: Iterable[Buffer], nbytes: int) -> 
     at = 0
     for chunk in chunks:  # what this raises is raised as it is
         at = _write_one(fd, path, chunk, at)
-        del chunk  # whoever makes the next one may need its memory
+        del chunk  # the next one may need its memory
     if at != nbytes:
         raise ValueError(f"cannot write {path}: {nbytes} bytes were announced, {at} given")
 

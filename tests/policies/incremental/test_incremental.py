@@ -265,7 +265,7 @@ def test_a_damaged_file_of_the_base_is_not_borrowed(how: str, tmp_path: Path, ca
     first = holdfast.save(_state(1), tmp_path / "1")
     _damage_file(tmp_path / "1", how)
     second = holdfast.save(_state(2), tmp_path / "2", base=first)
-    assert all(file.save is None for file in second.manifest.data_files) and "written anew" in caplog.text
+    assert all(file.save is None for file in second.manifest.data_files) and "written again" in caplog.text
     _is(tmp_path / "2", _state(2))
 
 
@@ -564,7 +564,7 @@ def load_sharded(root: str, step: int) -> list[str]:
 
 
 def test_another_number_of_ranks(tmp_path: Path) -> None:
-    """Pieces that are cut otherwise are written anew; what is cut alike is found, whoever wrote it."""
+    """Pieces that are cut otherwise are written again; what is cut alike is reused, of any writer."""
     root = str(tmp_path)
     pool.run(2, save_sharded, root, 1, None)
     pool.run(2, save_sharded, root, 2, 1)
