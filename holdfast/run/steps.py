@@ -161,6 +161,10 @@ class Steps:
             for path in (self.committed().values() if among is None else among)
             if path != chosen and path.name not in refused and path.name not in self.broken
         }
+        if self.root.is_remote and len(others) > FEW:  # one listing, and not a request for each step
+            times = self.root.modified_below()
+            written = {name: times.get(f"{name}/{manifest.FILE_NAME}", 0.0) for name in (chosen.name, *others)}
+            others = {name: path for name, path in others.items() if written[name] >= written[chosen.name]}
 
         def look(path: Place) -> Made | None:
             try:

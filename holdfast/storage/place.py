@@ -156,6 +156,10 @@ class Place(ABC):
         """Relative paths of all files in this folder with their bytes."""
 
     @abstractmethod
+    def modified_below(self) -> dict[str, float]:
+        """When each file below was last modified, in Unix seconds, by its path."""
+
+    @abstractmethod
     def files_near(self, *, levels: int) -> list[str]:
         """The files that lie at most so many folders deep, the upper ones first, of a folder with however many.
 

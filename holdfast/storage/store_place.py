@@ -219,6 +219,9 @@ class StorePlace(Place):
     def sizes_below(self) -> dict[str, int]:
         return {path: nbytes for path, nbytes, _ in self._entries()}
 
+    def modified_below(self) -> dict[str, float]:
+        return {path: modified for path, _, modified in self._entries()}
+
     def files_below(self) -> list[str]:
         return list(self.sizes_below())
 

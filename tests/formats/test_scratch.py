@@ -329,3 +329,33 @@ def test_links_in_archives(tmp_path: Path, home: Path) -> None:
     with pytest.raises(Unsupported, match="a symbolic link"):
         scratch.unpacked(tmp_path / "a", wanted)
     assert left(home) == []
+
+
+def test_memory_that_an_archive_may_take(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.formats.machine import compressed
+
+    monkeypatch.setattr(compressed, "_MEMORY", 1 << 20)
+    path = tmp_path / "a"
+    path.write_bytes(lzma.compress(packed(MEMBERS), preset=9))  # whose dictionary takes 64 MiB
+    with pytest.raises(Damaged, match=r"[Mm]emory"):
+        scratch.unpacked(path, wanted)
+    assert left(home) == []
+
+
+@pytest.mark.parametrize("form", [lzma.FORMAT_XZ, lzma.FORMAT_ALONE])
+def test_streams_of_xz_one_after_the_other(tmp_path: Path, form: int) -> None:
+    import io
+
+    from holdfast.formats.machine.compressed import _Lzma
+
+    one, two = bytes(range(256)) * 9000, b"the second" * 1000
+    data = lzma.compress(one, form) + (b"\0\0\0\0" + lzma.compress(two, form) if form == lzma.FORMAT_XZ else b"")
+    for nbytes in (1 << 20, 1000):
+        stream, parts = _Lzma(io.BufferedReader(io.BytesIO(data)), form), []  # type: ignore[arg-type]
+        while part := stream.read(nbytes):
+            parts.append(part)
+        assert b"".join(parts) == one + (two if form == lzma.FORMAT_XZ else b"")
+    stream = _Lzma(io.BufferedReader(io.BytesIO(data[:-20])), form)  # type: ignore[arg-type]
+    with pytest.raises(EOFError, match="in the middle"):
+        while stream.read(1 << 20):
+            pass

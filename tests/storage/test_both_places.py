@@ -47,6 +47,7 @@ def test_what_lies_below(place: Place) -> None:
         (place / path).write_small(path.encode())
     assert place.files_below() == ["a", "b/a", "b/c/d"] and place.sizes_below() == {"a": 1, "b/a": 3, "b/c/d": 5}
     assert place.folder_names() == ["b"] and place.file_names() == ["a"]
+    assert {*place.modified_below()} == {"a", "b/a", "b/c/d"} and all(place.modified_below().values())
     assert {path.name for path in place.iterdir()} == {"a", "b"} and all(
         type(p) is type(place) for p in place.iterdir()
     )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -245,14 +246,16 @@ def copy_within(bucket: Bucket, source: str, target: str) -> None:
 
 @pytest.mark.slow
 def test_a_manager_of_300_steps_asks_little(bucket: Bucket) -> None:
+    holdfast.save(state_of(1), bucket.direct("run/step-000000001"))
+    for step in range(2, 300):
+        copy_within(bucket, "run/step-000000001", f"run/step-{step:09d}")
+    time.sleep(1)  # a store's times are whole seconds
     holdfast.save(state_of(300), bucket.direct("run/step-000000300"))
-    for step in range(1, 300):
-        copy_within(bucket, "run/step-000000300", f"run/step-{step:09d}")
     into = empty_like(state_of(300))
     with holdfast.CheckpointManager(bucket.at("run"), every=1, worker="none", keep=holdfast.Keep(last=400)) as manager:
         assert manager.steps() == list(range(1, 301))
         listing = asked(bucket)
-        assert sum(listing.values()) <= 10 and set(listing) == {"list"}, listing
+        assert sum(listing.values()) <= 10 and set(listing) == {"list", "get .went-back"}, listing
         assert manager.steps() == list(range(1, 301))
         assert sum(asked(bucket).values()) <= 2
     with holdfast.CheckpointManager(bucket.at("run"), every=1, worker="none", keep=holdfast.Keep(last=400)) as manager:
@@ -260,7 +263,7 @@ def test_a_manager_of_300_steps_asks_little(bucket: Bucket) -> None:
         assert loaded is not None and loaded.step == 300 and is_same(into, state_of(300))
         restoring = asked(bucket)
         data = restoring.pop("get data")
-        assert data <= 4 and sum(restoring.values()) <= 10, restoring
+        assert data <= 4 and sum(restoring.values()) <= 15, restoring  # 300 steps: none of them is asked by itself
 
 
 def test_a_manager_keeps_what_it_is_told(bucket: Bucket) -> None:

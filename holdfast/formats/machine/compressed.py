@@ -21,11 +21,36 @@ _MAGIC = {
     b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"]\0\0": "lzma", b"(\xb5/\xfd": "zstd",
     b"\x04\"M\x18": "lz4", b"\x89LZO": "lzop",
 }  # fmt: skip
+_MEMORY = 1 << 30
+"""Bytes that unpacking xz or lzma may take, of which the strongest preset takes a sixteenth."""
+
+
+class _Lzma:
+    """What a file of xz or lzma holds, as `lzma.LZMAFile` reads it, in bounded memory."""
+
+    def __init__(self, packed: io.BufferedReader, form: int) -> None:
+        self._packed, self._form = packed, form
+        self._stream = lzma.LZMADecompressor(form, memlimit=_MEMORY)
+
+    def read(self, nbytes: int) -> bytes:
+        while True:
+            data = b""
+            if self._stream.eof:  # another stream may follow, after padding
+                data = self._stream.unused_data.lstrip(b"\0") or self._packed.read1(_PIECE).lstrip(b"\0")
+                if not data:
+                    return b""
+                self._stream = lzma.LZMADecompressor(self._form, memlimit=_MEMORY)
+            elif self._stream.needs_input and not (data := self._packed.read1(_PIECE)):
+                raise EOFError("it ends in the middle of a stream")
+            if unpacked := self._stream.decompress(data, nbytes):
+                return unpacked
+
+
 _OPENERS: dict[str, Callable[[Any], Any]] = {
     "gzip": lambda packed: gzip.GzipFile(fileobj=packed),
     "bzip2": bz2.BZ2File,
-    "xz": partial(lzma.LZMAFile, format=lzma.FORMAT_XZ),
-    "lzma": partial(lzma.LZMAFile, format=lzma.FORMAT_ALONE),
+    "xz": partial(_Lzma, form=lzma.FORMAT_XZ),
+    "lzma": partial(_Lzma, form=lzma.FORMAT_ALONE),
 }
 
 

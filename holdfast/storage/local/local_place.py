@@ -167,14 +167,18 @@ class LocalPlace(PosixPath, Place):
         return sorted(self._walk())
 
     def sizes_below(self) -> dict[str, int]:
-        sizes = {}
+        return {path: status.st_size for path, status in self._statuses()}
+
+    def modified_below(self) -> dict[str, float]:
+        return {path: status.st_mtime for path, status in self._statuses()}
+
+    def _statuses(self) -> Iterator[tuple[str, os.stat_result]]:
         for path in self.files_below():
             try:
-                sizes[path] = disk.stat(self / path).st_size
+                yield path, disk.stat(self / path)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ELOOP):  # deleted meanwhile, or a link that leads nowhere
                     raise
-        return sizes
 
     def _walk(self, above: str = "") -> Iterator[str]:
         """Relative paths of all files; what is deleted meanwhile is left out. Raises StorageError."""
