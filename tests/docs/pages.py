@@ -14,7 +14,6 @@ Called by the tests of the pages. Never runs anything. What it looks for in a pa
 
 from __future__ import annotations
 
-import doctest
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +28,6 @@ _TITLE = re.compile(r'title="([^"]+)"')
 _NOTE = re.compile(r"^\s*<!--\s*(?P<word>not run|raises|prints|before)\b:?\s*(?P<text>.*?)\s*(?P<end>-->)?$")
 _INDENTED = re.compile(r"^ {4,}\S")
 _OPENS_INDENTED = re.compile(r"^\s*([-*+]|\d+\.|!!!|\?\?\?\+?|===)\s")
-
-
-GIVEN = """
-import holdfast
-from tests.docs import made
-from tests.docs.tiny import model, optimizer, state
-
-made.profile("lab")
-"""
-"""What the examples of docstrings take for granted."""
 
 
 class Malformed(ValueError):
@@ -69,22 +58,8 @@ def pages() -> list[str]:
     return ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
 
 
-def modules() -> list[str]:
-    """All modules with examples in their docstrings, as pages: `>>>`, as ever, in one namespace a module."""
-    found = sorted((ROOT / "holdfast").rglob("*.py"))
-    return [path.relative_to(ROOT).as_posix() for path in found if ">>> " in path.read_text()]
-
-
 def blocks_of(page: str) -> list[Block]:
-    text = (ROOT / page).read_text()
-    return examples(page, text) if page.endswith(".py") else parse(page, text)
-
-
-def examples(page: str, text: str) -> list[Block]:
-    """The examples of a module's docstrings."""
-    begin = Block(page, 1, "python", GIVEN, hidden=True)
-    found = doctest.DocTestParser().get_examples(text)
-    return [begin, *(Block(page, example.lineno + 1, "python", example.source) for example in found)]
+    return parse(page, (ROOT / page).read_text())
 
 
 def parse(page: str, text: str) -> list[Block]:

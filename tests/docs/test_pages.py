@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.ask import ask
-from tests.docs.pages import ROOT, RUN, blocks_of, modules, pages
+from tests.docs.pages import ROOT, RUN, blocks_of, pages
 from tests.servers import Server
 
 MOST_NOT_RUN = 0.2
@@ -19,7 +19,7 @@ MOST_NOT_RUN = 0.2
 NEEDS_A_STORE = re.compile(r"\b(s3|gs|az|abfss|r2|weka|https)://")
 
 
-@pytest.mark.parametrize("page", [*pages(), *modules()])
+@pytest.mark.parametrize("page", pages())
 def test_what_a_page_shows(page: str, warm: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     blocks = [block for block in blocks_of(page) if not block.not_run]
     if not any(block.language in RUN for block in blocks):
