@@ -82,7 +82,7 @@ def test_options_of_a_local_path_are_refused() -> None:
 def test_a_place_is_passed_through() -> None:
     place = StorePlace(Memory(), "run")
     assert location(place) is place
-    with pytest.raises(ValueError, match="holdfast.at"):
+    with pytest.raises(ValueError, match="holdfast.storage.at"):
         location(place, {"region": "x"})
 
 

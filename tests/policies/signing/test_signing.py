@@ -498,6 +498,6 @@ def test_without_the_package_that_signs_it_is_said_which_one_it_is(
         lambda: holdfast.tools.signing.generate(tmp_path / "key"),
         lambda: holdfast.tools.signing.load_key(bytes(32)),
     ):
-        with pytest.raises(holdfast.errors.Unsupported, match=r"holdfast\[sign\]"):
+        with pytest.raises(holdfast.errors.Unsupported, match=r"holdfast-torch\[sign\]"):
             work()
     assert not list(tmp_path.iterdir())
