@@ -28,6 +28,8 @@ __all__ = [
     "dcp",
     "deepspeed",
     "huggingface",
+    "load_each",
+    "old_checkpoints",
     "olmo",
     "profile",
     "run",
@@ -167,3 +169,26 @@ def _layers(step: int) -> dict[str, Any]:
 def script(name: str) -> None:
     """A training script of the user's, with ``--root``: DDP, a save at every step, goes on where it was."""
     Path(name).write_text(Path(__file__).with_name("a_script.py").read_text())
+
+
+OLD = ("runs/dcp/step-700", "runs/old/step7.pt", "runs/ds", "runs/composer/ep0-ba7-rank0.pt", "runs/olmo/latest")
+
+
+def old_checkpoints() -> None:
+    """One checkpoint of each library that the page on migration names, and the files of a Hugging Face model."""
+    for make_one, path in zip((dcp, torch_save, deepspeed, composer), OLD, strict=False):
+        make_one(path)
+    olmo("runs/olmo/step1000")
+    config("base-model")
+
+
+def load_each() -> None:
+    """Load each of them into a new model and optimizer, and compare."""
+    import holdfast
+
+    for path in OLD:
+        state = make()
+        holdfast.load(path, {key: state[key] for key in ("model", "optimizer")})
+        assert state["optimizer"].state, path
+        for name, tensor in state["model"].state_dict().items():
+            assert torch.equal(tensor, holdfast.open(path).read(f"model/{name}")), (path, name)
