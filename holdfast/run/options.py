@@ -108,6 +108,10 @@ class ManagerOptions(RhythmOptions):
 class ResumeOptions:
     """Which steps a run may go on from."""
 
+    step: int | Literal["best"] | None = None
+    """Go back to this step, or to the ``"best"`` by its metric, in the place of the newest. No other is tried. Training
+    goes on from there: with the first save after it the later steps no longer count. See docs/resume.md."""
+
     run: str | None = None
     """The id of the run that the step has to belong to, or ``"any"``. Without it, Mismatch is raised if a step of
     another run was saved after the newest one by number. See docs/resume.md."""
@@ -117,6 +121,10 @@ class ResumeOptions:
 
     require: Keys | None = None
     """Public keys: only a step that one of them has signed is loaded. If there is no other, Untrusted is raised."""
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.step != "best" and (isinstance(self.step, bool) or self.step < 0):
+            raise ValueError(f'step={self.step!r} is the number of a step, or "best"')
 
     @property
     def of_run(self) -> str | None:
@@ -130,14 +138,6 @@ class RestoreOptions(ResumeOptions):
 
     only: Patterns = "*"
     """Load these parts of the state alone; see `load`. Then the newest step is taken, even if it has lost sections."""
-
-    step: int | Literal["best"] | None = None
-    """Go back to this step, or to the ``"best"`` by its metric, in the place of the newest. No other is tried. Training
-    goes on from there: with the first save after it the later steps no longer count. See docs/resume.md."""
-
-    def __post_init__(self) -> None:
-        if self.step is not None and self.step != "best" and (isinstance(self.step, bool) or self.step < 0):
-            raise ValueError(f'step={self.step!r} is the number of a step, or "best"')
 
     @property
     def complete(self) -> bool:
