@@ -25,7 +25,7 @@ help:  ## this list
 demo: $(READY)  ## train on 4 ranks, kill ranks in the middle of saves, go on with 2 and with 1: under two minutes
 	$(BIN)/python examples/demo.py
 
-FAST := -m "not slow and not timed" -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
+FAST := -m "not slow and not timed" --hypothesis-profile=quick -n $(JOBS) --dist worksteal --durations=25 --durations-min=2
 test: lint  ## lint and all tests that take seconds, some at a time: none of them depends on how long anything takes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST)
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from holdfast.storage.local.local_place import LocalPlace
 from tests import pool
+from tests.marks import mark_slow_cases
 from tests.servers.fixtures import (
     azurite,
     ceph,
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 settings.register_profile("holdfast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("holdfast"), max_examples=15)
 settings.load_profile("holdfast")
 torch.set_num_threads(1)
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every command that they start.
@@ -52,7 +54,8 @@ FETCHED = {"ceph", "ceph_ssl", "lying_ceph", "azurite", "nginx", "nginx_without_
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs such a server is left to `make test-all`."""
+    """What needs such a server is left to `make test-all`, and so are the slow cases of a test."""
+    mark_slow_cases(items)
     for item in items:
         told = getattr(item, "callspec", None)
         named = {value for value in told.params.values() if isinstance(value, str)} if told else set()

@@ -81,6 +81,7 @@ def test_killed_it_leaves_no_target_and_the_same_call_goes_on(to: str, source: P
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.slow
 def test_one_rank_killed_and_gone_on_with_alone(source: Path, tmp_path: Path) -> None:
     survivor, died = pool.attempt(2, convert_and_be_killed, str(source), str(tmp_path / "t.pt"), "torch", 1)
     pool.close(2)
@@ -134,6 +135,7 @@ def test_ranks_that_would_make_different_targets(source: Path, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """One tensor of 400 MB, to every format, cast or not: resident memory rises by far less than it."""
     holdfast.save({"model": {"w": torch.arange(100_000_000.0).view(10_000, 10_000)}}, tmp_path / "c")

@@ -528,6 +528,7 @@ def test_the_same_copy_twice_at_once(kept: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["disk", "store"])
+@pytest.mark.fast_cases("disk")
 def test_of_two_checkpoints_for_one_target_one_wins_and_is_whole(far: bool, tmp_path: Path) -> None:
     sources = [save(tmp_path / f"s{n}", n, mib=1, files={f"{n}.txt": b"x"}) for n in range(3)]
     for attempt in range(5):
@@ -631,6 +632,7 @@ class Slow(Memory):
             time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     state: dict[str, Any] = {f"part{n}": {"w": torch.full((40 << 20,), float(n))} for n in range(3)}  # 160 MiB each
     record = holdfast.save(state, tmp_path / "large").manifest

@@ -560,6 +560,7 @@ def _unwritable(start: Path) -> Iterator[None]:
     ("world", "worker", "slots", "late"),
     [(3, "process", 1, 0.03), (3, "thread", 1, 0.3), (2, "thread", 2, 0.05), (2, "none", 1, 0.0)],
 )
+@pytest.mark.fast_cases("3-process-1-0.03", "2-none-1-0.0")
 def test_all_ranks_raise_a_failure_at_the_same_later_step(
     world: int, worker: str, slots: int, late: float, tmp_path: Path
 ) -> None:
@@ -574,6 +575,7 @@ def test_all_ranks_raise_a_failure_at_the_same_later_step(
 
 
 @pytest.mark.parametrize(("every", "poll", "late"), [(2, 1, 0.02), (1, 4, 0.01), (4, 5, 0.3)])
+@pytest.mark.fast_cases("1-4-0.01")
 def test_no_rank_raises_a_failure_twice_when_busy_saves_are_skipped(
     every: int, poll: int, late: float, tmp_path: Path
 ) -> None:
@@ -643,6 +645,7 @@ def test_sweeping_leaves_a_save_under_way_alone(tmp_path: Path) -> None:
         assert manager.steps() == [3] and _names(tmp_path) == ["step-000000003"]
 
 
+@pytest.mark.slow
 def test_retention_goes_on_while_saves_overlap(tmp_path: Path) -> None:
     losses = {step: float(abs(step - 7)) for step in range(1, 25)}
     keep = Keep(last=2, every=10, best=1)

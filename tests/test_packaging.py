@@ -73,11 +73,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
+@pytest.mark.slow
 def test_the_quick_start_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     told = _run([str(installed / "bin/python"), "-c", QUICK_START], tmp_path)
     assert told.strip().startswith(str(installed))
 
 
+@pytest.mark.slow
 def test_the_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     _run([str(installed / "bin/python"), "-c", QUICK_START], tmp_path)
     assert "step-7 is whole" in _run([str(installed / "bin/holdfast"), "verify", "step-7"], tmp_path)

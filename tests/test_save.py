@@ -202,6 +202,7 @@ class Sleepy:
     def load_state_dict(self, state: dict[str, int]) -> None: ...
 
 
+@pytest.mark.slow
 def test_dcp_4_a_hanging_rank_is_named(tmp_path: Path) -> None:
     pool.run(3, save_step, str(tmp_path / "zero"), 0)
     texts = pool.run(3, hang_on_rank_2, str(tmp_path / "one"))

@@ -121,6 +121,7 @@ def save_twice(layout: str, root: str, worker: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", meshes.LAYOUTS)
 @pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.slow_cases("thread-FSDP2 2", "thread-FSDP2 4", "thread-HSDP x TP 2x2x2")
 def test_every_layout_is_written_as_a_blocking_save_writes_it(layout: str, worker: str, tmp_path: Path) -> None:
     assert pool.run(meshes.LAYOUTS[layout][0], save_twice, layout, str(tmp_path), worker)[0] == []
 
@@ -209,6 +210,9 @@ def many_saves(root: str, worker: str, count: int, fail_every: int) -> tuple[dic
     ids=["300 saves", "every third fails", "100 saves of 2 ranks", "of 2 ranks, every third fails"],
 )
 @pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.fast_cases(
+    "thread-300 saves", "thread-of 2 ranks, every third fails", "process-of 2 ranks, every third fails"
+)
 def test_nothing_grows(world: int, count: int, fail_every: int, worker: str) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as root:
         for early, late, living in pool.run(world, many_saves, root, worker, count, fail_every):
@@ -236,6 +240,7 @@ def dropped(root: str, worker: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.fast_cases("thread")
 def test_a_saver_dropped_without_close_lets_everything_go(worker: str, tmp_path: Path) -> None:
     early, late = pool.run(1, dropped, str(tmp_path), worker)[0]
     assert late.pop("resident") - early.pop("resident") < 30
@@ -335,6 +340,7 @@ def test_a_killed_writer_fails_its_save_and_the_next_one_starts_another(tmp_path
     assert _processes() == before
 
 
+@pytest.mark.slow
 def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
     """Whatever the moment: a failure that says so, or a whole checkpoint; and the next save works."""
     with holdfast.Saver() as saver:
@@ -574,6 +580,7 @@ _SLOW = pytest.mark.slow
         pytest.param("thread", "stdin", marks=_SLOW),
     ],
 )
+@pytest.mark.fast_cases("process-file")
 def test_an_interpreter_that_ends_waits_for_its_last_save(how: str, worker: str, tmp_path: Path) -> None:
     """No close(), and no ``if __name__ == "__main__"``, which other ways to start a process would need."""
     script = SCRIPT.format(worker=worker, path=str(tmp_path), count=2 if how == "file" else 1)
@@ -679,6 +686,7 @@ def prepared_for_many(root: str, worker: str, sections: int) -> tuple[int, int, 
 
 
 @pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.fast_cases("thread")
 def test_many_small_sections_take_little_memory(worker: str, tmp_path: Path) -> None:
     for figures in pool.run(1, prepared_for_many, str(tmp_path), worker, 300):
         assert max(figures) < 24 << 20, "what is saved, and what Python needs for 300 files"
@@ -748,6 +756,7 @@ def all_at_once(root: str, rounds: int) -> str:
 
 
 @pytest.mark.parametrize(("world", "rounds"), [(2, 10), (3, 6)])
+@pytest.mark.fast_cases("2-10")
 def test_savers_saves_loads_and_collectives_at_the_same_time(world: int, rounds: int, tmp_path: Path) -> None:
     assert pool.run(world, all_at_once, str(tmp_path), rounds) == [""] * world
     for kind in ("one", "two", "blocking"):
@@ -797,6 +806,7 @@ def one_rank_misses_a_save(root: str) -> list[bool]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_rank_that_missed_a_save_catches_up(tmp_path: Path) -> None:
     first, second = pool.run(2, one_rank_misses_a_save, str(tmp_path))
     assert first == [True, False, True] and second == [True, True]
@@ -804,6 +814,7 @@ def test_a_rank_that_missed_a_save_catches_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.fast_cases("thread")
 def test_a_forked_child_leaves_the_save_to_its_parent(tmp_path: Path, worker: Any) -> None:
     """It has neither the threads nor the writer: it waits for nothing, and takes nothing away from its parent."""
     gate = threading.Event()

@@ -27,6 +27,7 @@ def test_any_state_on_any_mesh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [35, 47])  # ties, frozen parameters, three groups, a compiled module, uneven shards
+@pytest.mark.fast_cases("47")
 def test_a_few_states(seed: int, tmp_path: Path) -> None:
     verdict, problems = trial(seed, tmp_path)
     assert verdict == "right", problems

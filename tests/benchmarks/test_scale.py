@@ -161,6 +161,7 @@ WORLDS = [
 
 
 @pytest.mark.parametrize(("model", "sharding"), WORLDS, ids=["FSDP", "HSDP", "3-D", "EP"])
+@pytest.mark.fast_cases("FSDP")
 def test_what_64_ranks_plan_stays_small(model: Model, sharding: Any) -> None:
     saved = save(World(model, sharding(64)), memory=False)
     cost = saved.cost

@@ -27,6 +27,7 @@ from holdfast.write.datafiles import DataFile, OpenFiles, Written
 from holdfast.write.worker import ThreadWorker
 from holdfast.write.write import Writing
 from tests.gpu.standin import DEVICE, Device, Event, Stream, pretend, pretend_states, pretended
+from tests.marks import examples
 
 LONG = 240.0
 
@@ -226,7 +227,7 @@ def write_all(images: list[DataFile], folder: Path, windows: int) -> tuple[list[
     return writing.written(), [(folder / image.path).read_bytes() for image in images]
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 @given(images(), st.integers(1, 5), st.integers(1, 3000), st.integers(1, 6000))
 def test_files_from_a_device_are_those_from_the_host(
     tmp_path_factory: pytest.TempPathFactory, images: list[DataFile], windows: int, small: int, batch: int

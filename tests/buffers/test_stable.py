@@ -18,6 +18,7 @@ import holdfast
 from holdfast.buffers import stable
 from holdfast.ondisk import dtypes
 from tests import meshes, pool
+from tests.marks import examples
 from tests.tearing import (
     HOLDS,
     MOMENTS,
@@ -40,7 +41,7 @@ limits = st.sampled_from([None, 2 * WINDOW])
 holds = st.sampled_from(HOLDS)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     st.sampled_from(list(OPTIMIZERS)), st.sampled_from(["thread", "thread", "process"]), st.integers(1, 2), limits,
     holds, st.lists(moments, min_size=1, max_size=3),
@@ -54,7 +55,7 @@ def test_a_save_is_the_state_at_its_call_whatever_happens_next(
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.sampled_from(list(OPTIMIZERS)), st.sampled_from(["thread", "process"]), st.integers(1, 3), limits,
     st.tuples(st.integers(0, 30_000), st.integers(0, 3000)), st.lists(moments, min_size=1, max_size=6),
@@ -98,6 +99,7 @@ def on_ranks(layout: str, root: str, worker: str, hold: int) -> list[str]:
 
 @pytest.mark.parametrize(("layout", "worker"), [("FSDP2 2", "thread"), ("DDP 2", "process"), ("FSDP1 2", "thread")])
 @pytest.mark.parametrize("hold", [0, 1 << 20], ids=["staged at once", "copied aside"])
+@pytest.mark.fast_cases("staged at once-FSDP1 2-thread", "copied aside-FSDP2 2-thread", "copied aside-DDP 2-process")
 def test_no_tear_on_two_ranks(layout: str, worker: str, hold: int, tmp_path: Path) -> None:
     assert pool.run(2, on_ranks, layout, str(tmp_path), worker, hold) == [[], []]
 
@@ -264,6 +266,7 @@ def test_a_failed_save_holds_nobody(tmp_path: Path) -> None:
             saving.wait(LONG)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_waits_too(tmp_path: Path) -> None:
     state = build("AdamW", 1)
     train(state)

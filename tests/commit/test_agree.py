@@ -22,6 +22,7 @@ from holdfast.ranks.ranks import Call, Ranks
 from holdfast.state import Collected
 from holdfast.state.leaves import layout_of
 from tests.fleets import Counting, Fleet, one_text
+from tests.marks import examples
 
 LONG = 240.0
 
@@ -161,7 +162,7 @@ def test_a_rank_that_forgot_makes_all_tell_again() -> None:
     assert max(store.largest for store in stores[1:]) <= 64
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 11), st.booleans()), min_size=1, max_size=25), st.integers(0, 1 << 30))
 def test_whatever_is_forgotten_the_plan_follows_from_what_ranks_have(saves: list[tuple[int, bool]], seed: int) -> None:
     chance, fleet = random.Random(seed), Fleet(4)

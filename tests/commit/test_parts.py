@@ -107,6 +107,7 @@ def ours_in_shared_memory() -> set[str]:
 
 
 @pytest.mark.parametrize("moment", ["staged", "written"])
+@pytest.mark.fast_cases("written")
 def test_what_was_staged_when_the_trainer_died_is_committed_late(moment: str, tmp_path: Path) -> None:
     shared = ours_in_shared_memory()
     pid = killed(tmp_path / "c", moment)

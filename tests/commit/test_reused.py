@@ -37,6 +37,7 @@ from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
 from tests.citing import SECTIONS, is_state, needed, save_on, state_of
+from tests.marks import examples
 
 NAME = "step-{step}"
 
@@ -303,6 +304,7 @@ def check(root: Place, states: dict[int, dict[str, Any]], ending: str) -> None:
 
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("kind", ["links", "cited"])
+@pytest.mark.fast_cases("links-retire", "links-drop", "cited-retire the newest", "cited-overwrite")
 def test_a_kill_at_any_moment(ending: str, kind: str, tmp_path: Path) -> None:
     n, template = 0, tmp_path / kind
     states = chain(template)
@@ -407,9 +409,10 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS, remembers=st.booleans())
 @pytest.mark.parametrize("kind", ["links", "cited", "store", "saved", "saved in a store"])
+@pytest.mark.fast_cases("links", "saved")
 def test_any_sequence(
     kind: str, operations: list[tuple[str, int, str]], remembers: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -41,6 +41,7 @@ CASES: list[tuple[Callable[[Path], None], Callable[[Path], int | None], Callable
 
 
 @pytest.mark.parametrize("work, restore, save_on", CASES, ids=["over one", "a step"])
+@pytest.mark.fast_cases("over one")
 def test_a_lost_reply_loses_nothing(work: Any, restore: Any, save_on: Any) -> None:
     number, last, lost = -1, 0, 0
     while number <= last:

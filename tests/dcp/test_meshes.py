@@ -83,6 +83,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LOADED)
+@pytest.mark.fast_cases("FSDP2 2")
 def test_any_mesh_loads_what_any_mesh_saved(layout: str, folders: list[str]) -> None:
     assert pool.run(meshes.LAYOUTS[layout][0], load_across, layout, folders, False)[0] == []
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
+import pytest
+
 from tests.trainers.lives import KILLED, live
 from tests.trainers.scripts import EXAMPLES, play
 
@@ -19,6 +21,7 @@ def test_fewer_than_ten_lines_change() -> None:
     assert len(changes) - len(added) > len(added)  # and more go than come
 
 
+@pytest.mark.slow
 def test_it_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     (whole, silent) = live(2, play, "ddp_after.py", tmp_path / "whole", [], {}, "")
     assert len(whole) == 5 and silent == []

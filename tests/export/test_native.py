@@ -62,6 +62,7 @@ def test_files_are_bounded(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.fast_cases("torch.bfloat16")
 def test_cast(dtype: torch.dtype, source: Path, tmp_path: Path) -> None:
     converted = holdfast.convert(source, tmp_path / "c", dtype=dtype, only=["model", "optimizer"])
     checkpoint = holdfast.open(tmp_path / "c")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -14,6 +13,7 @@ import holdfast
 from holdfast.export.partial import Journal, Partial, Row
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
+from tests import pool
 
 
 def _begun(target: Path, plan: str = "a", *, overwrite: bool = False) -> tuple[Partial, dict[int, Row]]:
@@ -88,7 +88,7 @@ def _begin_and_die(target: Path) -> None:
 
 
 def test_a_dead_process_holds_nobody_up(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_begin_and_die, args=(tmp_path / "t",))
+    process = pool.context.Process(target=_begin_and_die, args=(tmp_path / "t",))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL and (tmp_path / "t.partial" / "lock").exists()

@@ -21,6 +21,7 @@ from holdfast.export import torch_file
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from tests.export.test_pickles import _TREES
+from tests.marks import examples
 from tests.ondisk.test_values import same
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64, torch.float8_e4m3fn]
@@ -59,7 +60,7 @@ def bits(node: Any) -> Any:
     return type(node)(map(bits, node)) if type(node) in (list, tuple) else node
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(state=STATES)
 def test_torch_reads_what_was_copied(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = written(state, LocalPlace(tmp_path_factory.mktemp("state")))

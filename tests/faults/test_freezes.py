@@ -27,17 +27,24 @@ def saves(does: str, of: int, phases: list[str], **how: Any) -> list[dict[str, A
 
 SOME: list[dict[str, Any]] = [
     {"does": "save", "phase": "written"},
-    {"does": "save", "phase": "claimed", "of": 0},
     {"does": "load", "phase": "reading"},
     {"does": "writer", "phase": "writer"},
+]
+MORE: list[dict[str, Any]] = [
+    {"does": "save", "phase": "claimed", "of": 0},
     {"does": "background", "phase": "staging", "then": "left"},
     {"does": "save", "phase": "committed", "of": 0, "number": KILL, "then": "left"},
 ]
 
 
 def test_a_frozen_rank_is_named_and_learns_the_same(tmp_path: Path) -> None:
-    """In saves, in a load that is shared, with a writer process that hangs; the first rank too, once it decides."""
+    """In a save, in a load that is shared, with a writer process that hangs."""
     run(tmp_path, SOME)
+
+
+@pytest.mark.slow
+def test_a_first_rank_that_freezes_or_dies_once_it_decides(tmp_path: Path) -> None:
+    run(tmp_path, MORE)
 
 
 @pytest.mark.slow

@@ -279,6 +279,7 @@ def test_all_goes_wrong_from_one_request_on(story: str, moto: Server, tmp_path: 
 
 
 @pytest.mark.parametrize("kind_of_save", ["save", "save in the background"])
+@pytest.mark.fast_cases("save")
 def test_a_commit_that_lands_after_the_save_was_given_up_is_whole(
     kind_of_save: str, moto: Server, tmp_path: Path
 ) -> None:

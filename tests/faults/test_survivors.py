@@ -53,6 +53,7 @@ def test_all_trainers_die_and_their_writers_are_threads(world: int, tmp_path: Pa
     run(tmp_path, [{"stage": s, "world": world, "worker": "thread", "expect": expected[s]} for s in stages])
 
 
+@pytest.mark.slow
 def test_one_trainer_dies_and_its_writer_finishes(tmp_path: Path) -> None:
     """The others raise SaveFailed and name it; their files wait for the restart."""
     run(

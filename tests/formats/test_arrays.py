@@ -22,6 +22,7 @@ from holdfast.formats.machine.torch_files import load_pickle
 from holdfast.formats.stored import Opaque, Stored
 from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import hostile
+from tests.marks import examples
 from tests.ondisk.test_format import bytes_of
 
 WHERE = LocalPlace("some/file.pt")
@@ -57,7 +58,7 @@ def any_arrays(draw: st.DrawFn) -> np.ndarray:
     return array.copy(order="K") if draw(st.booleans()) else array
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), suppress_health_check=list(HealthCheck))
 @given(any_arrays(), st.sampled_from(PROTOCOLS))
 def test_arrays(array: np.ndarray, protocol: int) -> None:
     if array.dtype.kind == "b":

@@ -130,6 +130,7 @@ def test_deepspeed_on_any_number_of_ranks(tmp_path: Path, world: int, stage: int
 
 
 @pytest.mark.parametrize("extension", ["tar", "tgz", "tar.bz2", "tar.lzma", "tar.xz"])
+@pytest.mark.fast_cases("tar", "tgz", "tar.xz")
 def test_every_extension(tmp_path: Path, home: Path, extension: str) -> None:
     run = run_of(SHAPES)
     archives(tmp_path, zero12(run, 2), 2, f"x{{rank}}rank{{rank}}.{extension}")

@@ -17,6 +17,7 @@ from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from tests.formats import packed, truth
 from tests.formats.deepspeed_made import Run, half, run_of, universal, write, zero3, zero12
 from tests.formats.truth import same
+from tests.marks import examples
 
 SHAPES = [(5, 3), (1,), (7,), (2, 3, 4), (), (13, 1)]
 
@@ -96,7 +97,7 @@ def test_real_tensor_parallel_zero_3(tmp_path: Path) -> None:
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(shapes=shapes, world=st.integers(1, 9), groups=st.integers(1, 3), stage=st.integers(1, 3), data=st.data())
 def test_any_shapes_on_any_number_of_ranks(shapes: list[Any], world: int, groups: int, stage: int, data: Any) -> None:
     run = run_of(shapes, min(groups, len(shapes)))

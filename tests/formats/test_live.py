@@ -64,6 +64,7 @@ def test_into_one_process(name: str) -> None:
     ("world", "names"), [(2, NAMES[1::2]), *(pytest.param(n, NAMES, marks=pytest.mark.slow) for n in (2, 3))],
     ids=["2-half", "2-all", "3-all"],
 )  # fmt: skip
+@pytest.mark.slow
 def test_into_fsdp2(world: int, names: list[str]) -> None:
     for rank, wrong in enumerate(pool.run(world, load_each, names)):
         assert wrong == [], rank

@@ -24,6 +24,7 @@ from holdfast.formats.olmo import olmo
 from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import olmo_made as made
 from tests.formats.truth import GOLDEN, NAMES, check, same
+from tests.marks import examples
 
 GOLDEN_NAMES = [name for name in NAMES if name.startswith("olmo_")]
 TENSORS = {"a.w": torch.randn(5, 3), "a.b": torch.randn(2), "c": torch.randn(9, 2, 2)}
@@ -64,7 +65,7 @@ blocks = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
 models = st.tuples(blocks.filter(bool), st.lists(blocks.filter(bool), max_size=2))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(models, st.integers(1, 9), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_flat_parameters_of_any_shapes_and_world_size(
     tmp_path_factory: pytest.TempPathFactory, model: Any, world: int, old: bool, dtype: torch.dtype

@@ -30,6 +30,7 @@ from holdfast.formats.machine.pickles import EndsEarly, Name, Record
 from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import hostile
 from tests.formats.truth import GOLDEN, NAMES
+from tests.marks import examples
 
 WHERE = LocalPlace("some/file.pt")
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -92,13 +93,13 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(values, st.sampled_from(PROTOCOLS))
 def test_data_comes_as_python_reads_it(value: Any, protocol: int) -> None:
     assert load(pickle.dumps(value, protocol)) == value
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(values, st.sampled_from(PROTOCOLS), st.data())
 def test_a_pickle_cut_short_ends_early_wherever_it_is_cut(value: Any, protocol: int, data: st.DataObject) -> None:
     pickled = pickle.dumps(value, protocol)
@@ -333,6 +334,7 @@ def test_what_is_kept_elsewhere_is_refused() -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", hostile.bombs())
+@pytest.mark.slow_cases("integers that do not count up")
 def test_bombs(name: str) -> None:
     data, reason = hostile.bombs()[name]
     tracemalloc.start()
@@ -462,7 +464,7 @@ def _as_torch(data: bytes) -> Any:
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=800, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(800), suppress_health_check=list(HealthCheck))
 @given(mutated())
 def test_mutated_pickles(data: bytes) -> None:
     with hostile.listening() as heard:
@@ -486,7 +488,7 @@ opcodes = st.one_of(
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=1500, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(1500), suppress_health_check=list(HealthCheck))
 @given(st.lists(opcodes, max_size=60))
 def test_any_opcodes(parts: list[bytes]) -> None:
     with hostile.listening() as heard:

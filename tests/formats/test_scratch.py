@@ -72,6 +72,7 @@ def unpacked_times() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("kind", list(COMPRESS))
+@pytest.mark.fast_cases("xz")
 def test_the_wanted_members(tmp_path: Path, home: Path, kind: str) -> None:
     found = scratch.unpacked(archive(tmp_path / "a", kind), wanted)
     assert {name: part.read() for name, part in found.items()} == {k: v for k, v in MEMBERS if wanted(k)}
@@ -186,6 +187,7 @@ def test_a_child_lets_its_parent_read_on(tmp_path: Path, home: Path) -> None:
     assert len(found["composer_states.pt"].read()) == 6000
 
 
+@pytest.mark.slow
 def test_a_program_that_just_ends(tmp_path: Path, home: Path) -> None:
     program = (
         "import sys; from holdfast.formats.machine import scratch; "
@@ -230,6 +232,7 @@ def test_a_process_killed_while_unpacking(tmp_path: Path, home: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", list(COMPRESS))
+@pytest.mark.fast_cases("gz")
 def test_bombs(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     bombs = {
         "claims it": packed([("composer_states.pt", bytes(8 << 20))]),
@@ -271,6 +274,7 @@ def test_a_full_disk(tmp_path: Path, small_disk: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", list(COMPRESS))
+@pytest.mark.fast_cases("gz", "xz")
 def test_cut_off_and_altered(tmp_path: Path, home: Path, kind: str) -> None:
     whole = archive(tmp_path / "a", kind).read_bytes()
     for length in (len(whole) // 2, len(whole) - 1):

@@ -34,6 +34,7 @@ from holdfast.formats.stored import (
 )
 from holdfast.ondisk import dtypes
 from holdfast.storage.local.local_place import LocalPlace
+from tests.marks import examples
 from tests.ondisk.test_format import bytes_of
 from tests.ondisk.test_format import of_bytes as tensor_of_bytes
 
@@ -119,7 +120,7 @@ def small_tiles(tile: int) -> Iterator[None]:
         gather.TILE, gather.READ, gather.SHORT = before
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(views(), st.sampled_from([16, 64, 500, 1 << 20]))
 def test_views(view: tuple[torch.Tensor, torch.Tensor], tile: int) -> None:
     storage, tensor = view
@@ -159,6 +160,7 @@ def test_conjugates_and_negatives(dtype: torch.dtype, tile: int) -> None:
                 assert same(found, tensor)
 
 
+@pytest.mark.slow
 def test_a_large_view_takes_bounded_memory(tmp_path: Path) -> None:
     # In a process of its own, whose memory before and after can be compared: 200 MB turned, and every 50th column.
     path = tmp_path / "storage"
@@ -312,7 +314,7 @@ def _assert_not_all_runs(found: Stored) -> None:
     raise AssertionError(found.pieces)
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), suppress_health_check=list(HealthCheck))
 @given(programs())
 def test_any_steps(made: tuple[torch.Tensor, Stored]) -> None:
     tensor, found = made

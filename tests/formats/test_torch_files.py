@@ -32,6 +32,7 @@ from holdfast.ondisk import dtypes
 from holdfast.storage.local.local_place import LocalPlace
 from tests.formats import hostile
 from tests.formats.truth import GOLDEN
+from tests.marks import examples
 from tests.ondisk.test_format import bytes_of
 from tests.ondisk.test_format import of_bytes as tensor_of_bytes
 
@@ -115,7 +116,7 @@ def made(draw: st.DrawFn) -> Made:
     return Made(dtype, shape, draw(st.binary(min_size=nbytes, max_size=nbytes)), tuple(views))
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(st.lists(made(), min_size=1, max_size=4), st.booleans(), st.integers(1, 5))
 def test_tensors_as_torch_loads_them(groups: list[Made], new: bool, protocol: int) -> None:
     state = {f"{n}.{i}.{view}": tensor for n, group in enumerate(groups)
@@ -640,7 +641,7 @@ SEEDS = _seeds()
 
 @pytest.mark.timeout(200)
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(range(len(SEEDS))), st.data())
 def test_mutated_files(seed: int, draw: st.DataObject) -> None:
     data = SEEDS[seed]

@@ -20,6 +20,7 @@ from holdfast.formats.machine import zips
 from holdfast.formats.machine.zips import Archive, is_zip
 from holdfast.formats.sources import Memory, Stretch, all_of, file
 from holdfast.storage.local.local_place import LocalPlace
+from tests.marks import examples
 
 WHERE = LocalPlace("some/archive.zip")
 
@@ -56,7 +57,7 @@ def test_what_zipfile_writes(method: int) -> None:
             assert (member.nbytes, member.crc32) == (len(data), zlib.crc32(data))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.dictionaries(st.text(min_size=1, max_size=20).filter(lambda n: "\0" not in n and n.isprintable()),
                     st.binary(max_size=3000), max_size=8),
@@ -316,7 +317,7 @@ SEEDS = [written(MEMBERS), written(MEMBERS, zipfile.ZIP_DEFLATED), _with_wide_nu
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=400, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(400), suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(range(len(SEEDS))), st.data())
 def test_mutated_archives(seed: int, draw: st.DataObject) -> None:
     data = SEEDS[seed]

@@ -15,6 +15,7 @@ import pytest
 from tests.fuzz import trial
 from tests.fuzz.targets import TARGETS, changed, seeds
 from tests.fuzz.trial import tried
+from tests.marks import examples
 
 FEW, MANY = 60, 1500
 
@@ -43,7 +44,7 @@ def _faults(target: str, numbers: range | tuple[int, ...], folder: Path) -> dict
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_is_wrong_is_told_or_read(target: str, tmp_path: Path) -> None:
-    assert _faults(target, range(FEW), tmp_path) == {}
+    assert _faults(target, range(examples(FEW)), tmp_path) == {}
 
 
 @pytest.mark.parametrize("target", FOUND)

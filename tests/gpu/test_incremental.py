@@ -36,6 +36,7 @@ def test_a_device_takes_the_fingerprints_of_the_host(lab: Lab, monkeypatch: pyte
     assert len(set(taken.values())) > 0.9 * len(taken), "and they tell tensors apart"
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_shows(lab: Lab) -> None:
     made = Fingerprints()
     data = states.noise((3_000_001,), torch.uint8, lab.kind, 1)
@@ -49,6 +50,7 @@ def test_any_flipped_bit_shows(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("how", ["blocking", "background"])
+@pytest.mark.slow
 def test_what_did_not_change_is_not_copied(how: str, lab: Lab, tmp_path: Path) -> None:
     """Files that stay are known from fingerprints; what trains is copied, and so is a file with a flipped bit."""
     frozen = {f"f{number}": states.noise((300, 500), torch.float32, lab.kind, number) for number in range(6)}
@@ -82,6 +84,7 @@ def test_what_did_not_change_is_not_copied(how: str, lab: Lab, tmp_path: Path) -
     assert copied[4] >= frozen["f3"].nbytes
 
 
+@pytest.mark.slow
 def test_fingerprints_are_taken_of_the_moment_of_the_call(lab: Lab, tmp_path: Path) -> None:
     """Training is far ahead or far behind when they are taken: they are of the state that is saved."""
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 3)

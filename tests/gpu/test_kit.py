@@ -72,6 +72,7 @@ def test_passes_too(): pass
 """
 
 
+@pytest.mark.slow
 def test_a_hang_and_a_crash_are_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the tests behind them run, in another process."""
     tests = tmp_path / "tests"
@@ -115,6 +116,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.slow
 def test_a_part_that_measures_is_ended_and_what_it_had_is_kept(
     hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +149,7 @@ def test_wheels_of_this_python_are_unpacked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [part.name for part in PARTS if part.module])
+@pytest.mark.slow
 def test_what_is_measured_runs_in_small(name: str, tmp_path: Path) -> None:
     run = a_run(tmp_path)
     [part] = chosen([name], small=True)

@@ -31,6 +31,7 @@ def empty_like(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["load", "state_dict", "read"])
+@pytest.mark.slow
 def test_into_tensors_of_every_kind(how: str, lab: Lab, tmp_path: Path) -> None:
     there = states.every_kind("cpu", 3)
     holdfast.save({"s": there}, tmp_path / "c")
@@ -55,6 +56,7 @@ def test_casts(lab: Lab, tmp_path: Path) -> None:
         assert torch.equal(here.cpu(), there.to(dtype))
 
 
+@pytest.mark.slow
 def test_boxes(lab: Lab, tmp_path: Path) -> None:
     there = states.noise((3000, 2000), torch.float32, "cpu", 1)
     holdfast.save({"t": there}, tmp_path / "c")
@@ -65,6 +67,7 @@ def test_boxes(lab: Lab, tmp_path: Path) -> None:
         assert differences({"t": here.cpu()}, {"t": there[box].contiguous()}) == []
 
 
+@pytest.mark.slow
 def test_a_load_keeps_to_the_order_of_the_stream_that_called_it(lab: Lab, tmp_path: Path) -> None:
     """What was queued before comes before it, what is queued next comes after, whichever threads copy."""
     there = states.noise((5_000_001,), torch.int32, "cpu", 1)
@@ -81,6 +84,7 @@ def test_a_load_keeps_to_the_order_of_the_stream_that_called_it(lab: Lab, tmp_pa
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+@pytest.mark.fast_cases("fresh-AdamW")
 def test_training_goes_on_bit_for_bit(name: str, stepped: bool, lab: Lab, tmp_path: Path) -> None:
     """Into optimizers that have state and into those that have none yet; with the device's random numbers."""
     whole = states.Training(MAKERS[name], lab.kind, 3)
@@ -98,6 +102,7 @@ def test_training_goes_on_bit_for_bit(name: str, stepped: bool, lab: Lab, tmp_pa
     assert {key: tensor.device for key, tensor in resumed.tensors()} == where
 
 
+@pytest.mark.slow
 def test_the_device_s_random_numbers_come_back(lab: Lab, tmp_path: Path) -> None:
     state = {"rng": holdfast.RNG()}
     torch.randn(5, device=lab.kind)
@@ -108,6 +113,7 @@ def test_the_device_s_random_numbers_come_back(lab: Lab, tmp_path: Path) -> None
     assert torch.equal(torch.randn(100, device=lab.kind).cpu(), first)
 
 
+@pytest.mark.slow
 def test_between_the_device_and_the_host(lab: Lab, tmp_path: Path) -> None:
     """Saved from one, loaded into the other; and a state of which a part lies on each, in one file."""
     near = {f"n{number}": states.noise((1000, 7), torch.float32, "cpu", number) for number in range(20)}
@@ -122,6 +128,7 @@ def test_between_the_device_and_the_host(lab: Lab, tmp_path: Path) -> None:
     assert differences({name: tensor.cpu() for name, tensor in swapped.items()}, there) == []
 
 
+@pytest.mark.slow
 def test_an_optimizer_whose_state_is_offloaded(lab: Lab, tmp_path: Path) -> None:
     """Parameters on the device, moments in pinned memory of the host, brought over for each step."""
     training = states.Training(states.OPTIMIZERS["AdamW foreach"], lab.kind, 3)
@@ -152,6 +159,7 @@ def test_an_optimizer_whose_state_is_offloaded(lab: Lab, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["blocking", "thread", "process"])
+@pytest.mark.slow
 def test_a_default_device(how: str, lab: Lab, tmp_path: Path) -> None:
     """Of the user's: our own memory stays in the host."""
     torch.set_default_device(lab.kind)

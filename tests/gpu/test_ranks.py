@@ -15,6 +15,7 @@ BOTH = "cpu:gloo,cuda:nccl" if REAL else "gloo"
 
 
 @pytest.mark.parametrize("worker", [None, "process"], ids=["blocking", "background"])
+@pytest.mark.slow
 def test_replicas_are_compared_on_the_device(worker: str | None, tmp_path: Path) -> None:
     for said in ranks.run(2, "gloo", "replicas", str(tmp_path), worker):
         assert said[0] == "saved"
@@ -23,6 +24,7 @@ def test_replicas_are_compared_on_the_device(worker: str | None, tmp_path: Path)
 
 
 @pytest.mark.parametrize("big", [False, True], ids=["small windows", "large"])
+@pytest.mark.slow
 def test_two_ranks_share_one_reading(big: bool, tmp_path: Path) -> None:
     said = ranks.run(2, "gloo", "shares", str(tmp_path), big)
     assert [one["wrong"] for one in said] == [[], []]
@@ -30,19 +32,23 @@ def test_two_ranks_share_one_reading(big: bool, tmp_path: Path) -> None:
     assert sum(one["read"] for one in said) <= 1.05 * said[0]["needed"]
 
 
+@pytest.mark.slow
 def test_plain_tensors_are_compared_as_they_were_at_the_call(tmp_path: Path) -> None:
     assert ranks.run(2, "gloo", "plain", str(tmp_path)) == [[], []]
 
 
+@pytest.mark.slow
 def test_tensors_on_a_mesh_of_two(tmp_path: Path) -> None:
     assert ranks.run(2, "gloo", "on_a_mesh", str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize(("how", "backend"), [("plain", ALONE), ("mixed", ALONE), ("offloaded", BOTH)])
+@pytest.mark.fast_cases("plain-gloo")
 def test_a_sharded_model(how: str, backend: str, tmp_path: Path) -> None:
     world = 1 if REAL else 2
     assert ranks.run(world, backend, "sharded", str(tmp_path), how) == [[]] * world
 
 
+@pytest.mark.slow
 def test_a_group_of_one_that_knows_nccl_alone(tmp_path: Path) -> None:
     assert ranks.run(1, ALONE, "alone", str(tmp_path)) == [[]]

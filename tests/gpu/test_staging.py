@@ -39,6 +39,7 @@ def saved(path: Path, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("how", ["blocking", "thread", "process", "process in waves", "thread, another stream"])
+@pytest.mark.fast_cases("thread")
 def test_every_kind_of_tensor_comes_to_its_file(how: str, lab: Lab, tmp_path: Path) -> None:
     state = states.every_kind(lab.kind, 1)
     expected = on_host(state)
@@ -60,6 +61,7 @@ def test_every_kind_of_tensor_comes_to_its_file(how: str, lab: Lab, tmp_path: Pa
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_a_save_has_what_was_queued_before_it_and_nothing_that_came_after(seed: int, lab: Lab, tmp_path: Path) -> None:
     """The device is far behind when the save is called, and the copies are late when training goes on."""
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, seed)
@@ -93,6 +95,7 @@ def _flat(checkpoint: holdfast.Checkpoint) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.slow
 def test_the_call_waits_for_nothing_on_the_device(worker: str, lab: Lab, tmp_path: Path) -> None:
     """Not for what is queued, and not for its own copies: training goes on at once."""
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 1)
@@ -109,6 +112,7 @@ def test_the_call_waits_for_nothing_on_the_device(worker: str, lab: Lab, tmp_pat
         saving.wait().verify()
 
 
+@pytest.mark.slow
 def test_the_arena_is_pinned_once_and_let_go(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot is allocated and pinned by `prepare`; saves that fit into it take it as it is."""
     seen: list[str] = []
@@ -132,6 +136,7 @@ def test_the_arena_is_pinned_once_and_let_go(lab: Lab, tmp_path: Path, monkeypat
     assert len(made) == 1 and seen[1:] == ["unpin"]
 
 
+@pytest.mark.slow
 def test_memory_that_cannot_be_pinned_serves_as_well(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "pin", lambda address, nbytes: False)
     state = states.every_kind(lab.kind, 2, large=300_001)
@@ -152,6 +157,7 @@ def test_a_refused_pin_leaves_no_error_behind(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("how", ["blocking", "thread", "process"])
+@pytest.mark.slow
 def test_a_copy_is_queued_and_the_host_goes_on(how: str, lab: Lab) -> None:
     """So it is into pinned memory. Into other memory CUDA would hold the host up until it is done."""
     ones = torch.ones(buffers.CHUNK, dtype=torch.uint8, device=lab.kind)
@@ -178,6 +184,7 @@ def test_a_copy_is_queued_and_the_host_goes_on(how: str, lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("limit", [2, 3])
+@pytest.mark.slow
 def test_in_waves_no_window_is_used_twice_at_a_time(limit: int, lab: Lab, tmp_path: Path) -> None:
     """A state of dozens of small windows goes through two: each is landed and written before it is filled again."""
     window = 8192
@@ -197,6 +204,7 @@ def test_in_waves_no_window_is_used_twice_at_a_time(limit: int, lab: Lab, tmp_pa
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip"])
+@pytest.mark.slow
 def test_two_slots_take_two_saves_at_a_time(busy: str, lab: Lab, tmp_path: Path) -> None:
     training = states.Training(states.OPTIMIZERS["SGD"], lab.kind, 4)
     training.run(1)
@@ -215,6 +223,7 @@ def test_two_slots_take_two_saves_at_a_time(busy: str, lab: Lab, tmp_path: Path)
 
 
 @pytest.mark.parametrize("what", ["contiguous", "scattered", "incremental"])
+@pytest.mark.slow
 def test_a_save_takes_little_memory_of_the_device(what: str, lab: Lab, tmp_path: Path) -> None:
     """Ten saves: what they allocate beside the state, and what the allocator keeps of it, does not add up."""
     count = (16 if lab.fake is None else 1) * MIB

@@ -25,6 +25,7 @@ SECONDS = 20.0 if REAL else 2.0
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.slow
 def test_a_save_is_the_state_at_its_call_whatever_happens_next(worker: str, lab: Lab, tmp_path: Path) -> None:
     """Random optimizers, memory limits and moments; copies that are late, and a device that is far behind."""
     for number, draw in enumerate(trials(SECONDS, least=8, most=400)):
@@ -45,6 +46,7 @@ def test_a_save_is_the_state_at_its_call_whatever_happens_next(worker: str, lab:
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.fast_cases("AdamW-")
 def test_a_step_that_is_too_early_waits(name: str, scaled: bool, lab: Lab, tmp_path: Path) -> None:
     """Copies that come late; the step comes at once. Every optimizer of torch's in every way to step."""
     training = states.Training(MAKERS[name], lab.kind, 3, scaled=scaled)
@@ -86,6 +88,7 @@ def test_without_the_hook_these_tests_would_see_the_tear(
 
 
 @pytest.mark.parametrize("first", ["nothing", "a step", "wait_staged", "a load"])
+@pytest.mark.slow
 def test_a_change_by_hand_is_seen_unless_something_waited(first: str, lab: Lab, tmp_path: Path) -> None:
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 3)
     training.run(1)
@@ -117,6 +120,7 @@ def test_a_change_by_hand_is_seen_unless_something_waited(first: str, lab: Lab, 
     assert differences(other.copy(), there) == []
 
 
+@pytest.mark.slow
 def test_buffers_and_averages_may_change_at_once(lab: Lab, tmp_path: Path) -> None:
     """More than is copied aside: staged on the device before anything else that the caller queues there."""
     averages = {f"w{i}": states.noise((1 << 20,), torch.float32, lab.kind, i) for i in range(24)}
@@ -130,6 +134,7 @@ def test_buffers_and_averages_may_change_at_once(lab: Lab, tmp_path: Path) -> No
     assert differences({name: checkpoint.read(f"ema/{name}") for name in averages}, there) == []
 
 
+@pytest.mark.slow
 def test_a_scaled_run_goes_on_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
     """GradScaler, autocast and dropout: scale, growth and the device's random numbers come back."""
     whole = states.Training(states.OPTIMIZERS["AdamW"], lab.kind, 3, scaled=True)
@@ -148,6 +153,7 @@ def test_a_scaled_run_goes_on_bit_for_bit(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.slow
 def test_other_types_of_parameters(dtype: torch.dtype, lab: Lab, tmp_path: Path) -> None:
     training = states.Training(states.OPTIMIZERS["AdamW"], lab.kind, 3, dtype=dtype)
     training.run(2)
@@ -183,6 +189,7 @@ class HalfMoments(torch.optim.Optimizer):
                 parameter.add_(moment.to(parameter.dtype), alpha=-group["lr"])
 
 
+@pytest.mark.slow
 def test_moments_of_eight_bits(lab: Lab, tmp_path: Path) -> None:
     training = states.Training(HalfMoments, lab.kind, 3, dtype=torch.bfloat16)
     training.run(2)
@@ -239,6 +246,7 @@ GRAPHED = states.CAPTURABLE["AdamW capturable"] if REAL else states.OPTIMIZERS["
 
 
 @pytest.mark.parametrize("captured", ["before the first save", "after a save"])
+@pytest.mark.slow
 def test_a_step_from_a_graph_after_a_wait(captured: str, lab: Lab, tmp_path: Path) -> None:
     """Replays run no hook, so `wait_staged` comes before them; and a capture has nothing to wait for."""
     training = states.Training(GRAPHED, lab.kind, 3)
@@ -261,6 +269,7 @@ def test_a_step_from_a_graph_after_a_wait(captured: str, lab: Lab, tmp_path: Pat
             assert differences(training.copy(), there), "the graph stepped"
 
 
+@pytest.mark.slow
 def test_a_graph_goes_on_over_tensors_that_were_loaded_into(lab: Lab, tmp_path: Path) -> None:
     """A load fills the tensors that a graph has captured, in place."""
     training = states.Training(GRAPHED, lab.kind, 3)
@@ -277,6 +286,7 @@ def test_a_graph_goes_on_over_tensors_that_were_loaded_into(lab: Lab, tmp_path: 
 
 
 @needs_cuda
+@pytest.mark.slow
 def test_the_lab_s_delays_delay(lab: Lab) -> None:
     """Else all tests of late copies would pass for nothing."""
     still_stuck = lab.stuck()
@@ -288,6 +298,7 @@ def test_the_lab_s_delays_delay(lab: Lab) -> None:
     assert not lab.under_way()
 
 
+@pytest.mark.slow
 def test_a_lab_ends_what_it_began() -> None:
     with a_lab() as made:
         made.late()

@@ -30,6 +30,7 @@ def script(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["blocking", "background"])
+@pytest.mark.fast_cases("blocking")
 def test_a_full_device_is_no_trouble_for_plain_tensors(how: str, lab: Lab, tmp_path: Path) -> None:
     """Copies need no memory there; small tensors are gathered in some only if it can be had."""
     training = states.Training(states.OPTIMIZERS["AdamW fused"], lab.kind, 1)
@@ -47,6 +48,7 @@ def test_a_full_device_is_no_trouble_for_plain_tensors(how: str, lab: Lab, tmp_p
 
 
 @pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.fast_cases("thread")
 def test_running_out_of_memory_in_the_middle_costs_one_save(worker: str, lab: Lab, tmp_path: Path) -> None:
     """Tensors that lie scattered are made contiguous on the device, which needs memory: the save fails, no more."""
     plain = {f"p{number}": states.noise((1 << 20,), torch.float32, lab.kind, number) for number in range(20)}
@@ -67,6 +69,7 @@ def test_running_out_of_memory_in_the_middle_costs_one_save(worker: str, lab: La
         assert differences({key: checkpoint.read(f"model/{key}") for key in there}, there) == []
 
 
+@pytest.mark.slow
 def test_a_device_that_fails_for_good_fails_saves_and_lets_the_process_end(lab: Lab, tmp_path: Path) -> None:
     said = script("fails", tmp_path)
     assert said["second"].startswith("SaveFailed") and said["blocking"].startswith("SaveFailed"), said
@@ -77,6 +80,7 @@ def test_a_device_that_fails_for_good_fails_saves_and_lets_the_process_end(lab: 
             assert name == "first"
 
 
+@pytest.mark.slow
 def test_a_writer_ends_the_save_of_a_trainer_that_was_killed(lab: Lab, tmp_path: Path) -> None:
     """The memory that was pinned for a device belongs to both, and the system lets it go when the last one ends."""
     assert script("killed", tmp_path) == {}
@@ -94,6 +98,7 @@ def test_a_writer_ends_the_save_of_a_trainer_that_was_killed(lab: Lab, tmp_path:
 
 
 @needs_cuda
+@pytest.mark.slow
 def test_a_capture_beside_a_save_ends_in_words(lab: Lab, tmp_path: Path) -> None:
     """CUDA may end the capture, the save, or neither; each says so, and both work afterwards."""
     said = script("captures", tmp_path)
@@ -106,10 +111,12 @@ def test_a_capture_beside_a_save_ends_in_words(lab: Lab, tmp_path: Path) -> None
         assert said["saved"].startswith("SaveFailed") and not (tmp_path / "c").exists(), said
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu_leaves_the_device_alone(lab: Lab, tmp_path: Path) -> None:
     assert script("untouched", tmp_path) == {"used": False}
 
 
+@pytest.mark.slow
 def test_a_load_holds_no_copy_of_the_state_in_host_memory(lab: Lab, tmp_path: Path) -> None:
     said = script("loads", tmp_path)
     assert said["equal"]

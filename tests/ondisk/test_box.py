@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.ondisk import box as boxes
 from holdfast.ondisk.box import Box, Grid, flat_boxes, grid_of, intersect, parse, runs, tiling_fault, whole
+from tests.marks import examples
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -131,7 +132,7 @@ def test_inside_and_covers(shape: tuple[int, ...], data: st.DataObject) -> None:
     assert boxes.covers(box, shape) == (lengths == shape)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(shapes, st.data())
 def test_flat_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
     total = prod(shape)
@@ -145,7 +146,7 @@ def test_flat_boxes(shape: tuple[int, ...], data: st.DataObject) -> None:
     assert len(found) <= max(2 * len(shape) - 1, 1)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(shape_and_boxes(1), st.data())
 def test_runs(case: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, [outer] = case
@@ -212,7 +213,7 @@ def test_regular_cuts(length: int, cell: int) -> None:
     assert all(n == cell for n in lengths[:-1]) and all(0 < n <= cell for n in lengths)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tilings(), st.data())
 def test_tiling_fault_against_counting(case: tuple[tuple[int, ...], list[Box]], data: st.DataObject) -> None:
     shape, pieces = case

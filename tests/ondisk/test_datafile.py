@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from holdfast.ondisk import blocks, datafile, dtypes
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.datafile import Header, Piece, arrange, build_header, parse_header, sums_length
+from tests.marks import examples
 
 NAMED = [
     "float64", "int64", "uint64", "float32", "int32", "uint32", "bfloat16", "float16", "int16", "uint16",
@@ -157,7 +158,7 @@ def test_truncated(pieces: list[Piece], data: st.DataObject) -> None:
     assert read_or_refuse(file, len(file) + data.draw(st.integers(1, 9))) is None
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(piece_lists(huge=False), st.data())
 def test_altered_bytes(pieces: list[Piece], data: st.DataObject) -> None:
     file = bytearray(header_of(pieces) + bytes(data_bytes(pieces)))
@@ -193,7 +194,7 @@ metadata = st.dictionaries(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(st.sampled_from(["a", "b", "a[0:1]"]), entries), metadata, st.integers(0, 24))
 def test_lying_headers(pieces: dict[str, Any], meta: dict[str, Any], payload: int) -> None:
     data, size = with_json(json.dumps({"__metadata__": meta, **pieces}).encode(), payload)

@@ -21,6 +21,7 @@ from holdfast.ranks.ranks import Ranks
 from holdfast.state import collect
 from holdfast.storage.local.local_place import LocalPlace
 from tests import format_reader
+from tests.marks import examples
 from tests.ondisk.test_values import plain, same
 
 DTYPES = sorted(dtypes._BY_NAME)
@@ -159,7 +160,7 @@ def equal(a: Any, b: Any) -> bool:
     return same(a, b)
 
 
-several = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+several = settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @several

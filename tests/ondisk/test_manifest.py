@@ -18,6 +18,7 @@ from holdfast.ondisk import dtypes, manifest
 from holdfast.ondisk.box import Box, Grid, whole
 from holdfast.ondisk.cells import Cells, TensorRecord, cells_for
 from holdfast.ondisk.manifest import FileRecord, Manifest, expand, ranges
+from tests.marks import examples
 from tests.ondisk.test_box import box_in, counted, cut_points, shapes, tilings
 
 SAVE = "7c1e09ab52d3f410"
@@ -339,7 +340,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.sampled_from([f for f in Manifest.__struct_fields__ if f not in ("format", "version")]), json_values)
 def test_any_field_may_be_anything(field: str, value: Any) -> None:
     fields = json.loads(manifest._encoder.encode(small()))

@@ -16,6 +16,7 @@ from holdfast.ondisk.box import Box, intersect, tiling_fault, whole
 from holdfast.plan.degraded import Key, kept_by, listed, spare_of, taken_over, writer_of
 from holdfast.plan.plan import Plan, file_of, make_plan
 from holdfast.plan.spread import WHOLE, Placed, Split, Spread, boxes_held
+from tests.marks import examples
 from tests.plan.test_plan import DTYPES, Rank, boxes_of, explicit, joined, pieces, small_shapes, splits_on
 
 MESHES = [(1,), (2,), (4,), (7,), (2, 2), (4, 3), (2, 8), (2, 2, 3), (3, 1, 4)]
@@ -95,7 +96,7 @@ def losses(draw: st.DrawFn, world: int) -> set[int]:
     return draw(st.sets(st.integers(0, world - 1), min_size=1, max_size=max(1, world // 2)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.sampled_from(MESHES), st.data())
 def test_any_placement_on_any_mesh(mesh: tuple[int, ...], data: st.DataObject) -> None:
     """DDP, FSDP, HSDP, TP beside DP: mesh axes that replicate or cut."""
@@ -119,7 +120,7 @@ def test_any_placement_on_any_mesh(mesh: tuple[int, ...], data: st.DataObject) -
     assert heirs <= {first}, "buffers come from one rank, whole"
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(explicit(), st.sampled_from(DTYPES), st.data())
 def test_any_boxes(cut: tuple[tuple[int, ...], list[list[Box]]], dtype: str, data: st.DataObject) -> None:
     """Experts and other shards of one's own: some ranks have several boxes, some none."""

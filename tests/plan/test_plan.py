@@ -23,6 +23,7 @@ from holdfast.plan.layout import Layout, TensorLayout, digest_of
 from holdfast.plan.owners import CUT_SHARE, SMALLEST_CUT, deal, pieces_of
 from holdfast.plan.plan import Plan, make_plan
 from holdfast.plan.spread import WHOLE, Boxes, Placed, Split, Spread, boxes_held
+from tests.marks import examples
 
 
 @dataclass
@@ -126,7 +127,7 @@ def splits_on(draw: st.DrawFn, mesh: tuple[int, ...], dims: int) -> tuple[Split 
     return tuple(draw(choice) for _ in mesh)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(meshes(), st.data())
 def test_any_placement_on_any_mesh(mesh: tuple[int, ...], data: st.DataObject) -> None:
     world = prod(mesh)
@@ -172,7 +173,7 @@ def boxes_of(rank: int, held: Sequence[Box]) -> Boxes:
     return Boxes(((rank, tuple((b.offsets, b.lengths) for b in held)),))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(explicit(), st.sampled_from(DTYPES))
 def test_explicit_boxes(case: tuple[tuple[int, ...], list[list[Box]]], dtype: str) -> None:
     shape, held = case
@@ -283,7 +284,7 @@ def test_few_tensors_are_even_over_many_ranks() -> None:
 fine = st.tuples(st.integers(600, 3000), st.integers(1, 64), st.sampled_from(["float32", "bfloat16", "int8"]))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.lists(fine, min_size=1, max_size=12), st.integers(2, 16))
 def test_replicated_bytes_are_balanced(tensors: list[tuple[int, int, str]], world: int) -> None:
     state: dict[str, tuple[str, tuple[int, ...], Spread]] = {

@@ -13,6 +13,7 @@ from holdfast.ondisk.box import Box
 from holdfast.plan.layout import Layout, TensorLayout
 from holdfast.plan.plan import make_plan
 from holdfast.plan.spread import WHOLE, Boxes, Placed, Split, Spread, boxes_held
+from tests.marks import examples
 from tests.plan.plan_reference import reference
 from tests.plan.test_plan import pieces
 
@@ -100,7 +101,7 @@ def join(ranks: Sequence[Sequence[tuple[str, str, tuple[int, ...], Spread, bool]
     return layouts, index
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(told())
 def test_every_rank_writes_what_a_plain_list_says(case: Told) -> None:
     layouts, index = case

@@ -102,7 +102,8 @@ CASES = {"FSDP": fsdp, "HSDP": hsdp, "3-D": three_d, "EP": expert_parallel, "DDP
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(case, marks=pytest.mark.slow if case == "DDP" else ()) for case in CASES]
+    scope="module",
+    params=[pytest.param(case, marks=() if case in ("FSDP", "3-D") else pytest.mark.slow) for case in CASES],
 )
 def told(request: pytest.FixtureRequest) -> tuple[str, list[Layout], list[int]]:
     return (request.param, *CASES[request.param]())

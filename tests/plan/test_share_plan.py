@@ -32,6 +32,7 @@ from holdfast.plan.spread import WHOLE, Boxes, Placed, Split, Whole, boxes_held
 from holdfast.read.shared import share
 from holdfast.read.shared.relay import seat_of
 from holdfast.read.shared.share import Offer, who_shares
+from tests.marks import examples
 
 BLOCK = 64
 
@@ -78,7 +79,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[TensorRecord, Box]:
     return TensorRecord(dtype, shape, cells, ",".join(ranges([f]) for f in files)), box
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(cut_tensors(), min_size=1, max_size=3), st.integers(1, 6))
 def test_atoms_are_all_bytes_once_in_blocks(told: list[tuple[TensorRecord, Box]], readers: int) -> None:
     records = [record for record, _ in told]

@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from holdfast.ondisk.box import Box, tiling_fault, whole
 from holdfast.plan.spread import WHOLE, Boxes, Placed, Split, axis_runs, boxes_held, coordinate, placed_runs
+from tests.marks import examples
 
 Case = tuple[tuple[int, ...], Placed, list[Placement]]
 
@@ -75,7 +76,7 @@ def cut_out(shape: tuple[int, ...], box: Box) -> torch.Tensor:
     return numbers[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.lengths, strict=True))]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(cases())
 def test_every_rank_holds_what_torch_gives_it(case: Case) -> None:
     shape, spread, placements = case
@@ -87,7 +88,7 @@ def test_every_rank_holds_what_torch_gives_it(case: Case) -> None:
         assert found == sorted(local.flatten().tolist())
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cases())
 def test_runs_say_where_each_box_lies_in_the_local_tensor(case: Case) -> None:
     shape, spread, placements = case
@@ -101,7 +102,7 @@ def test_runs_say_where_each_box_lies_in_the_local_tensor(case: Case) -> None:
             assert torch.equal(part, cut_out(shape, box))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cases())
 def test_shape_and_offset_are_those_of_torch(case: Case) -> None:
     few, spread, placements = case
@@ -117,7 +118,7 @@ def test_shape_and_offset_are_those_of_torch(case: Case) -> None:
             assert tuple(axis[0].start for axis in axes) == tuple(offsets)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cases())
 def test_all_ranks_together_hold_the_tensor(case: Case) -> None:
     shape, spread, _ = case

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from holdfast.ranks import notices as module
 from holdfast.ranks.notices import Kind, Notice, Notices
+from tests.marks import examples
 
 
 @dataclass
@@ -75,7 +76,7 @@ def acted(
         return list(threads.map(train, range(ranks)))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     ranks=st.integers(2, 5),
     poll=st.integers(1, 5),
@@ -93,7 +94,7 @@ def test_all_ranks_act_on_each_notice_at_the_same_step_once(ranks: int, poll: in
         assert notice.at < step <= notice.at + 2 * poll + 1 and step % poll == 0
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     ranks=st.integers(2, 5),
     poll=st.integers(1, 3),

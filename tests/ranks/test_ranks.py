@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from holdfast import events
 from holdfast.errors import Damaged, HoldfastError, Mismatch, RankLost, SaveFailed, StorageError, Unsupported
 from holdfast.ranks.ranks import Call, Ranks
+from tests.marks import examples
 
 SOON = 1.0
 """A deadline for rounds in which somebody is missing."""
@@ -453,7 +454,7 @@ step = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(step, min_size=1, max_size=6))
 def test_any_sequence_of_failures_leaves_the_ranks_together(steps: list[tuple[Any, ...]]) -> None:
     """Every step ends in one outcome on every rank that took part; after all of them a plain call works."""

@@ -23,6 +23,7 @@ from holdfast.ranks import messages, rounds
 from holdfast.ranks.messages import FAN_IN, Node, tree_of
 from holdfast.ranks.ranks import Ranks
 from tests.fleets import Counting, Dead, Deadly, Fleet, comes_to, one_text, outcomes_of
+from tests.marks import examples
 
 LONG = 240.0
 """A deadline for rounds in which everybody comes."""
@@ -118,6 +119,7 @@ def test_no_rank_does_more_than_its_share(size: int, fan_in: int) -> None:
     assert max(store.operations for store in stores) < 600
 
 
+@pytest.mark.slow
 def test_two_blocks_of_16384_ranks() -> None:
     """The words of all other blocks lie there, joined; what the ranks of these two do is what each rank would."""
     size, here = 16384, [*range(128), *range(640, 768)]
@@ -164,6 +166,7 @@ def test_labels_are_told_in_full_only_when_they_differ() -> None:
 
 
 @pytest.mark.parametrize("kind", ["TCPStore", "FileStore"])
+@pytest.mark.fast_cases("FileStore")
 def test_other_stores(kind: str, tmp_path: Path) -> None:
     """Each rank has a client of its own; a leader dies, a rank is missing and comes late."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) if kind == "TCPStore" else None
@@ -205,6 +208,7 @@ def test_looking_at_a_key_that_somebody_takes_away_does_not_wait(kind: str, tmp_
 @pytest.mark.parametrize(
     ("size", "fan_in", "who"), cases(deep=["leader", "first", "several"], wide=["member"], large="several")
 )
+@pytest.mark.fast_cases("leader-64-in-3-levels")
 def test_a_rank_that_dies_before_its_word_is_named_alone(size: int, fan_in: int, who: str) -> None:
     """Not those whose words a dead leader did not pass on."""
     fleet, width = Fleet(size, fan_in), tree_of(size, fan_in).width
@@ -234,6 +238,7 @@ DEATHS = {
     ("size", "fan_in", "when"),
     cases(deep=list(DEATHS), wide=["after it has gathered", "while it waits"], large="after it has gathered"),
 )
+@pytest.mark.slow_cases("while it waits-128-in-2-levels", "after it has gathered-128-in-2-levels")
 def test_a_leader_that_dies_after_its_word_only_delays_the_others(size: int, fan_in: int, when: str) -> None:
     fleet, leader = Fleet(size, fan_in), 2 * tree_of(size, fan_in).width
     fleet.dies(leader, *DEATHS[when])
@@ -257,6 +262,7 @@ def test_a_first_rank_that_dies_before_its_claim_is_named(size: int, fan_in: int
 @pytest.mark.parametrize(
     ("size", "fan_in", "when"), cases(deep=["before it tells", "told"], wide=["told"], large="told")
 )
+@pytest.mark.fast_cases("before it tells-64-in-3-levels")
 def test_a_first_rank_that_dies_after_its_claim_is_named(size: int, fan_in: int, when: str) -> None:
     """Before it has told its own block that it decides, or after."""
     fleet = Fleet(size, fan_in)
@@ -276,6 +282,7 @@ def test_a_first_rank_that_dies_after_its_claim_is_named(size: int, fan_in: int,
 
 
 @pytest.mark.parametrize(("size", "fan_in"), SIZES)
+@pytest.mark.slow_cases("128-in-2-levels")
 def test_a_first_rank_that_dies_after_the_decision_is_not_missed(size: int, fan_in: int) -> None:
     """The verdict stands; its own block reads it there."""
     fleet = Fleet(size, fan_in)
@@ -295,6 +302,7 @@ def test_a_first_rank_that_dies_after_the_decision_is_not_missed(size: int, fan_
     assert set(found.values()) == {size * (size - 1) // 2}
 
 
+@pytest.mark.slow
 def test_whoever_names_the_absent_may_die_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_NAMING", 0.5)
     fleet = Fleet(64, 4)
@@ -321,6 +329,7 @@ def test_whoever_names_the_absent_may_die_over_it(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("slow", [0, 4, 16, 5])
+@pytest.mark.fast_cases("4", "16", "5")
 def test_a_frozen_rank_that_wakes_reads_what_stands(slow: int) -> None:
     """It stops after its word; if it is the first one the others give the round up, else they go on without it."""
     fleet = Fleet(64, 4)
@@ -362,7 +371,7 @@ def test_giving_up_and_hurrying_end_waits_of_a_tree() -> None:
 plan = st.tuples(st.sampled_from(["well", "dies", "late", "never"]), st.floats(0, 1))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(size=st.integers(5, 30), fan_in=st.integers(2, 5), odd=st.lists(plan, max_size=4), seed=st.integers(0, 1 << 30))
 def test_random_deaths_and_delays_leave_one_verdict(
     size: int, fan_in: int, odd: list[tuple[str, float]], seed: int

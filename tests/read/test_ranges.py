@@ -27,6 +27,7 @@ from holdfast.read.read import Wanted, read_boxes
 from holdfast.read.source import ReadStats
 from holdfast.storage.local.local_place import LocalPlace
 from tests.buffers.test_device import DEVICE, pretended
+from tests.marks import examples
 
 SMALL = {"BLOCK": 256, "SPAN": 512, "GAP": 24, "DIRECT_FROM": 64, "PACKED": 128, "PACKED_RUNS": 3}
 
@@ -102,7 +103,7 @@ def boxes(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     return Box(tuple(starts), tuple(draw(st.integers(1, n - s)) for n, s in zip(shape, starts, strict=True)))
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=examples(300), suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.data(), shapes, dtypes, kinds, st.sampled_from([True, False, "blocks"]), st.sampled_from([0, 16, 13]))
 def test_any_box_comes_to_any_view(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: Sequence[int], dtype: torch.dtype, kind: str,
@@ -125,7 +126,7 @@ def test_any_box_comes_to_any_view(
         assert stats.unverified <= (stats.needed if verify else 0)
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=examples(200), suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.data(), shapes, dtypes, kinds, st.booleans(), st.integers(0, 100))
 def test_ranges_hold_exactly_what_is_wanted(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, shape: Sequence[int], dtype: torch.dtype, kind: str,
@@ -154,7 +155,7 @@ def test_ranges_hold_exactly_what_is_wanted(
             assert wanted == covered
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.data(), shapes, dtypes, st.integers(0, 50))
 def test_spans_begin_and_end_where_boxes_do(
     data: st.DataObject, shape: Sequence[int], dtype: torch.dtype, gap: int

@@ -36,6 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", [*SHARING, pytest.param("HSDP x TP 2x2x2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hosts", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow_cases("1-HSDP 2x2", "1-compiled DDP 3")
 def test_every_mesh_that_shares(layout: str, hosts: int, checkpoints: list[tuple[str, str]]) -> None:
     world = meshes.LAYOUTS[layout][0]
     for rank, (problems, received) in enumerate(pool.run(world, share_trials.load_meshes, layout, checkpoints, hosts)):
@@ -44,6 +45,7 @@ def test_every_mesh_that_shares(layout: str, hosts: int, checkpoints: list[tuple
 
 
 @pytest.mark.parametrize(("world", "hosts"), [(4, 1), (4, 2), (3, 2), (4, 4), (2, 1)])
+@pytest.mark.fast_cases("4-2", "2-1")
 def test_a_ddp_state_is_read_once(world: int, hosts: int, saved: Path) -> None:
     sizes = pool.run(world, share_trials.load_big, str(saved), {}, hosts)
     needed = sizes[0]["needed"]
@@ -55,11 +57,13 @@ def test_a_ddp_state_is_read_once(world: int, hosts: int, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
+@pytest.mark.fast_cases("1")
 def test_a_default_device_of_the_user_is_not_where_windows_lie(hosts: int, saved: Path) -> None:
     assert all(s["received"] for s in pool.run(4, share_trials.load_big, str(saved), {}, hosts, 1 << 16, "meta"))
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.fast_cases("2")
 def test_in_many_windows(hosts: int, saved: Path) -> None:
     sizes = pool.run(4, share_trials.load_big, str(saved), {}, hosts, 1 << 16)
     assert sum(s["read"] for s in sizes) <= 1.05 * sizes[0]["needed"]
@@ -123,6 +127,12 @@ def test_damage_is_found_by_one_and_told_to_all(hosts: int, tmp_path: Path) -> N
         ("interrupted while waiting", "HoldfastError", "KeyboardInterrupt"),
     ],
 )  # fmt: skip
+@pytest.mark.slow_cases(
+    "cannot read-StorageError-it is broken-2",
+    "cannot copy-HoldfastError-out of memory-2",
+    "interrupted-HoldfastError-KeyboardInterrupt-2",
+    "interrupted while waiting-HoldfastError-KeyboardInterrupt-1",
+)
 def test_a_rank_that_fails_stops_all(how: str, kind: str, says: str, hosts: int, saved: Path) -> None:
     found = pool.run(4, share_trials.load_failing, str(saved), how, 1, hosts, 60.0)
     told = {(name, text) for rank, (name, text, _) in enumerate(found) if rank != 1}
@@ -141,12 +151,14 @@ def test_a_connection_that_breaks_ends_the_load_on_all(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["memory", "gloo"])
+@pytest.mark.fast_cases("memory")
 def test_ranks_that_cannot_connect_read_by_themselves(what: str, saved: Path) -> None:
     for size in pool.run(4, share_trials.load_unconnected, str(saved), what):
         assert size["received"] == 0 and size["read"] >= size["needed"]
 
 
 @pytest.mark.parametrize(("how", "hosts"), [("killed", 1), ("killed while copying", 3)])
+@pytest.mark.fast_cases("killed-1")
 def test_a_rank_that_is_killed_is_named(how: str, hosts: int, saved: Path) -> None:
     pool.run(3, share_trials.load_big, str(saved), {})  # all is imported: the deadline is for the kill alone
     found = pool.attempt(3, share_trials.load_failing, str(saved), how, 1, hosts, 5.0)

@@ -20,6 +20,7 @@ from holdfast.storage.local import disk
 from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from tests.damaging import contents_of, flip, spots, state_of
+from tests.marks import examples
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 @given(data=st.data())
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_random_damage(data: st.DataObject, saved: Path, tmp_path_factory: Any) -> None:
     """With a copy all comes back bit for bit; without one exactly what was hit is told, and nothing changes."""
     copied = tmp_path_factory.mktemp("damage") / "c"

@@ -21,6 +21,7 @@ from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from tests import pool
 from tests.damaging import contents_of, flip, spots, state_of
+from tests.marks import examples
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def found_in(path: Any) -> set[tuple[str, str, Any, int, int]]:
 
 
 @given(data=st.data())
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_exactly_what_was_damaged_is_told(data: st.DataObject, saved: Path, tmp_path_factory: Any) -> None:
     copied = LocalPlace(tmp_path_factory.mktemp("damage")) / "c"
     shutil.copytree(saved, copied)

@@ -30,6 +30,7 @@ from holdfast.report.clocks import Measured
 from holdfast.report.parts import parts_in
 from holdfast.report.recording import SUFFIX, Header, Line, Who
 from holdfast.report.trace import joined
+from tests.marks import examples
 from tests.report.trace_format import check
 
 STATE = {"w": torch.zeros(1000), "step": 1}
@@ -85,7 +86,7 @@ def _part(draw: st.DrawFn) -> list[Any]:
     return lines
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(_part(), min_size=1, max_size=4), st.data())
 def test_whatever_was_written_down_is_a_trace(tmp_path_factory: Any, parts: list[list[Any]], data: Any) -> None:
     folder = tmp_path_factory.mktemp("timeline")

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import Keep
+from tests.marks import examples
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.dictionaries(st.integers(0, 100), st.none() | st.floats(allow_nan=True), min_size=1, max_size=30),
     st.builds(Keep, last=st.integers(1, 5), every=st.none() | st.integers(1, 20), best=st.integers(0, 4)),
@@ -77,7 +78,7 @@ def test_what_stays_whole(keep: Keep, kept: set[int], whole: set[int]) -> None:
     assert verdict.and_whole([4]) == (kept | {4}, whole | {4}, "optim*")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.sets(st.integers(0, 100), min_size=1, max_size=30),
     st.builds(

@@ -84,6 +84,7 @@ def test_a_finished_save_is_not_an_orphan(root: Path) -> None:
     assert not collect(root).orphans
 
 
+@pytest.mark.slow
 def test_conversions_and_benchmarks_that_were_killed(root: Path) -> None:
     script = (
         "import os, signal, sys, holdfast\n"

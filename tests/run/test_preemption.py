@@ -136,6 +136,7 @@ TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
 
 @pytest.mark.parametrize("worker", ["process", "thread"])
 @pytest.mark.parametrize("signals", [{"0": TERM}, {"2": USR1}, {"0": TERM, "1": TERM, "2": TERM}])
+@pytest.mark.fast_cases("signals0-process", "signals1-thread", "signals2-thread")
 def test_the_save_under_way_is_the_last_one(worker: str, signals: dict[str, int], tmp_path: Path) -> None:
     root = tmp_path / "run"
     options = {"worker": worker, "blocked": 1, "release": 0.3, "signals": signals, "at": 6, "every": 4}
@@ -201,6 +202,7 @@ def test_saves_that_were_skipped_do_not_hide_the_one_under_way(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("signals", [{"0": TERM}, {"1": TERM}, {"0": TERM, "1": TERM, "2": TERM}])
+@pytest.mark.fast_cases("signals0")
 def test_a_save_that_cannot_be_done_in_time_is_given_up_on_all_ranks(
     signals: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

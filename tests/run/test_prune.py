@@ -18,6 +18,7 @@ from holdfast.run.prune import name_of, prune
 from holdfast.run.retention import KeptSteps
 from holdfast.storage.local.local_place import LocalPlace
 from tests.citing import save_on, state_of
+from tests.marks import examples
 
 
 def _run(root: Path, steps: range, *, incremental: bool = True) -> None:
@@ -37,7 +38,7 @@ def _free_bytes(root: Path) -> int:
     return sum(found.values())
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     last=st.integers(1, 3), every=st.none() | st.integers(2, 4), model_every=st.none() | st.integers(2, 3),
     optimizer_last=st.none() | st.integers(1, 2),

@@ -309,7 +309,7 @@ def test_close_gives_up_when_nothing_moves(tmp_path: Path, caplog: pytest.LogCap
 def test_training_that_fails_does_not_wait_for_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Moody()
     store.free.clear()
-    with pytest.raises(ZeroDivisionError), _manager(StorePlace(store, "run"), tmp_path / "fast") as manager:
+    with pytest.raises(ZeroDivisionError), _manager(StorePlace(store, "run"), tmp_path / "fast", grace=0.2) as manager:
         _train(manager, 1)
         raise ZeroDivisionError
     store.free.set()
@@ -317,6 +317,7 @@ def test_training_that_fails_does_not_wait_for_uploads(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize("when", ["before", "within", "after"])
+@pytest.mark.fast_cases("within")
 def test_an_upload_goes_on_after_any_fault(when: Any, tmp_path: Path) -> None:
     """Each request of an upload fails once: the step comes whole, and no file is sent twice but the faulty one."""
     nth = 0

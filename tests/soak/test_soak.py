@@ -27,6 +27,7 @@ def counts_of(ended: subprocess.CompletedProcess[str]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_few_episodes(tmp_path: Path) -> None:
     counts = counts_of(soak(tmp_path, "--seed", "7", "--episodes", "4"))
     assert counts["episodes"] == 4 and counts["violations"] == 0

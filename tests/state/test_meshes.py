@@ -21,6 +21,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str
 
 
 @pytest.mark.parametrize("layout", meshes.LAYOUTS)
+@pytest.mark.slow_cases("FSDP2 2", "FSDP2 4", "HSDP 2x2", "HSDP x TP 2x2x2", "FSDP1 flat 4", "FSDP1 hybrid 2x2")
 def test_load_on_every_mesh(layout: str, checkpoints: list[tuple[str, str]]) -> None:
     for rank, problems in enumerate(pool.run(meshes.LAYOUTS[layout][0], meshes.load_all, layout, checkpoints, 1)):
         wrong = {saved: names for saved, names in zip(meshes.LAYOUTS, problems, strict=True) if names}
@@ -28,6 +29,7 @@ def test_load_on_every_mesh(layout: str, checkpoints: list[tuple[str, str]]) -> 
 
 
 @pytest.mark.parametrize("layout", ["one process", "FSDP2 x TP 2x2", "FSDP1 2", "FSDP1 flat 4", "DDP 2"])
+@pytest.mark.slow_cases("FSDP2 x TP 2x2", "FSDP1 flat 4")
 def test_optimizer_that_never_stepped(layout: str, checkpoints: list[tuple[str, str]]) -> None:
     for rank, problems in enumerate(pool.run(meshes.LAYOUTS[layout][0], meshes.load_all, layout, checkpoints, 0)):
         wrong = {saved: names for saved, names in zip(meshes.LAYOUTS, problems, strict=True) if names}

@@ -17,6 +17,7 @@ from torch import nn
 import holdfast
 from holdfast.ranks.ranks import Ranks
 from holdfast.state import Collected, Recall, collect
+from tests.marks import examples
 
 State = dict[str, Any]
 
@@ -139,7 +140,7 @@ def attempt(state: State, recall: Recall | None) -> Collected | Exception:
         return error
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.lists(st.sampled_from(CHANGES), max_size=3), min_size=1, max_size=6))
 def test_recalled_is_what_a_fresh_walk_finds(rounds: list[list[Callable[[State], None]]]) -> None:
     torch.manual_seed(0)

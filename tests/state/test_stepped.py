@@ -25,6 +25,7 @@ from holdfast.state import stepped
 from tests import meshes, pool
 from tests.buffers.test_stable import Gate
 from tests.dcp import savers
+from tests.marks import examples
 from tests.owning import ACTS, Owning, cloned, run
 from tests.tearing import WINDOW, differences, patched
 
@@ -42,7 +43,7 @@ def nobody_steps_yet() -> Iterator[None]:
     savers.close_all()
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     st.sampled_from(KINDS), st.sampled_from(["thread", "thread", "process"]), st.integers(1, 2), limits,
     st.lists(acts, min_size=1, max_size=4),
@@ -56,7 +57,7 @@ def test_a_save_of_bare_tensors_is_the_state_at_its_call(
 
 
 @pytest.mark.slow
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     st.sampled_from(KINDS), st.sampled_from(["thread", "process"]), st.integers(1, 3), limits,
     st.tuples(st.integers(0, 30_000), st.integers(0, 3000)), st.lists(acts, min_size=1, max_size=6),
@@ -137,6 +138,7 @@ def _flat(node: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["FSDP2 2", "TP 2", "DDP 2"])
 @pytest.mark.parametrize("through", ["dcp", "Saver"])
+@pytest.mark.fast_cases("dcp-FSDP2 2", "Saver-TP 2", "Saver-DDP 2")
 def test_no_tear_of_what_get_state_dict_gives(layout: str, through: str, tmp_path: Path) -> None:
     assert pool.run(2, on_ranks, layout, str(tmp_path), through) == [[], []]
 

@@ -26,6 +26,7 @@ from holdfast.save import save_in
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.urls import location
 from tests import format_reader
+from tests.marks import examples
 from tests.ondisk.test_values import plain, same
 
 LONG = packing.LONG
@@ -94,7 +95,7 @@ def nests(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 trees = st.recursive(st.one_of(plain, closed), nests, max_leaves=10)
-several = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+several = settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @several

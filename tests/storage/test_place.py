@@ -18,6 +18,7 @@ from holdfast.storage.local.local import Local
 from holdfast.storage.store import Store
 from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
+from tests.marks import examples
 
 NAMES = ["a", "b.c", "b", "model.tar.gz", ".hidden", "step-1"]
 keys = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map("/".join)
@@ -78,7 +79,7 @@ trees = st.lists(keys, max_size=8).map(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(trees, st.lists(keys, max_size=4))
 def test_it_answers_as_a_path_does(tmp_path_factory: pytest.TempPathFactory, there: list[str], also: list[str]) -> None:
     root = tmp_path_factory.mktemp("tree")

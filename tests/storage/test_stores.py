@@ -115,6 +115,7 @@ def test_in_the_background(worker: Any, bucket: Bucket) -> None:
         assert not [path for path in bucket.files(f"step-{state['step']}") if path.startswith("parts/")]
 
 
+@pytest.mark.slow
 def test_a_save_larger_than_its_ring(bucket: Bucket) -> None:
     """More than all its windows hold, in two files: each is summed before it is staged, and goes out as it is."""
     rows = (PARTS * PART // 2 + 12 * MIB) // 1024

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.testing import Damage, corrupt_block, drop_file, flip_bit, truncate
+from tests.marks import examples
 
 
 def state() -> dict[str, object]:
@@ -38,7 +39,7 @@ def refused(path: Path, damage: Damage) -> None:
         assert damage.tensor.partition("/")[2] in str(caught.value)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 1000))
 def test_a_corrupt_block_is_found_where_it_was_said_to_be(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     path = tmp_path_factory.mktemp("damage") / "c"
@@ -62,6 +63,7 @@ def test_the_block_that_was_asked_for(saved: Path) -> None:
 
 @pytest.mark.parametrize("file", ["*", "*.safetensors", "manifest.json", "attachments/*"])
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow_cases("0-*", "1-*.safetensors", "2-*", "3-*", "4-*.safetensors")
 def test_a_flipped_bit_is_found(saved: Path, file: str, seed: int) -> None:
     before = {f: f.read_bytes() for f in saved.rglob("*") if f.is_file()}
     damage = flip_bit(saved, file=file, seed=seed)

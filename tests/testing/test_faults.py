@@ -20,6 +20,7 @@ from holdfast.storage.local import disk
 from holdfast.storage.local.durable import write_small
 from holdfast.testing import Hit, count_calls, faults, flip, short_writes, slow, torn_writes
 from holdfast.testing.orders import CHANGING, GROUPS, JOURNAL, LOOKING, VERBS
+from tests.marks import examples
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def disk_write(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @example(seed=639, nth=1)  # beyond the end of the file, if that is not minded
 @given(seed=st.integers(0, 1 << 30), nth=st.sampled_from([1, 3, 4]))
 def test_a_bit_that_flips_on_its_way_is_found(tmp_path_factory: pytest.TempPathFactory, seed: int, nth: int) -> None:

@@ -42,6 +42,7 @@ def test_a_script_dies_where_it_was_told_to(script: Path, tmp_path: Path) -> Non
     assert ended.stdout.splitlines() == [f"arguments ['{tmp_path}/run', '--more']", "saved 1"]
 
 
+@pytest.mark.slow
 def test_one_that_is_started_again_runs_without_faults(script: Path, tmp_path: Path) -> None:
     faults = 'kill_at("commit"); faults("any", times=0)'
     ended = run(faults, str(script), str(tmp_path / "run"), TORCHELASTIC_RESTART_COUNT="1")
@@ -49,6 +50,7 @@ def test_one_that_is_started_again_runs_without_faults(script: Path, tmp_path: P
     assert ended.stdout.splitlines()[-1] == "saved 3"
 
 
+@pytest.mark.slow
 def test_a_module_and_several_faults(script: Path, tmp_path: Path) -> None:
     faults = 'slow("write", seconds_per_call=0.001); faults(["link", "replace"], nth=2, error=errno.ENOSPC)'
     ended = subprocess.run(

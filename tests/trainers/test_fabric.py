@@ -21,6 +21,7 @@ def about(weights: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("kind", "world"), [("alone", 1), ("compiled", 1), ("ddp", 2), ("fsdp2", 2)])
 @pytest.mark.parametrize("background", [False, True])
+@pytest.mark.fast_cases("False-alone-1", "True-fsdp2-2")
 def test_a_program_goes_on_by_plain_names(tmp_path: Path, kind: str, world: int, background: bool) -> None:
     ended = live(world, f"{RUNS}:save", tmp_path, kind, background)
     step = tmp_path / "step-000000002"
@@ -35,6 +36,7 @@ def test_a_program_goes_on_by_plain_names(tmp_path: Path, kind: str, world: int,
 
 
 @pytest.mark.parametrize(("kind", "world"), [("alone", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.fast_cases("alone-1", "ddp-2")
 def test_what_plain_objects_saved_loads_into_those_of_fabric(tmp_path: Path, kind: str, world: int) -> None:
     loaded = live(world, f"{RUNS}:load_what_torch_saved", tmp_path, kind)
     plain = holdfast.open(tmp_path / "plain").state_dict()["model"]

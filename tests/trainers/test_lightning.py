@@ -131,6 +131,7 @@ def test_the_example(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["alone", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.fast_cases("alone")
 def test_the_best_step_and_the_last(tmp_path: Path, kind: str) -> None:
     found = live(1 if kind == "alone" else 2, f"{FITS}:fit_and_look_back", tmp_path, kind)
     assert found == [

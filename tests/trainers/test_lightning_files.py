@@ -46,6 +46,7 @@ def test_a_save_that_fails_leaves_the_file_before_it(tmp_path: Path) -> None:
     assert on_a_rank("faults", tmp_path) == (["failed", "perhaps", "saved"], True)
 
 
+@pytest.mark.slow
 def test_a_byte_that_was_altered_is_found(tmp_path: Path) -> None:
     assert on_a_rank("flipped_bytes", tmp_path) == []
 

@@ -22,6 +22,7 @@ FILES_AND_FOLDERS = pytest.mark.parametrize("extension", [".ckpt", ""])
 
 
 @FILES_AND_FOLDERS
+@pytest.mark.fast_cases(".ckpt")
 def test_a_link_that_is_removed_takes_no_checkpoint_along(tmp_path: Path, extension: str) -> None:
     steps = {f"epoch={epoch}{extension}": 2 * epoch + 2 for epoch in range(3)}
     found = on_a_rank("links_with_names_that_change", tmp_path, extension)
@@ -30,6 +31,9 @@ def test_a_link_that_is_removed_takes_no_checkpoint_along(tmp_path: Path, extens
 
 @pytest.mark.parametrize("target", ["first.ckpt", "ROOT/first.ckpt", "folder", "file.ckpt", "nothing"])
 @pytest.mark.parametrize("link", ["link.ckpt", "link"])
+@pytest.mark.fast_cases(
+    "link.ckpt-ROOT/first.ckpt", "link.ckpt-nothing", "link-first.ckpt", "link-folder", "link-file.ckpt"
+)
 def test_a_link_itself_is_removed_or_replaced(tmp_path: Path, target: str, link: str) -> None:
     others = {"folder": 1, "first.ckpt": 1, "file.ckpt": "a file"}
     (tmp_path / "removed").mkdir()
@@ -62,6 +66,7 @@ def test_what_has_taken_a_name_meanwhile_is_not_removed(tmp_path: Path, extensio
 
 
 @pytest.mark.parametrize(("worker", "extension"), [("thread", ""), ("process", ""), ("process", ".ckpt")])
+@pytest.mark.fast_cases("thread-", "process-.ckpt")
 def test_a_save_outside_of_training_is_whole_when_it_returns(tmp_path: Path, worker: str, extension: str) -> None:
     assert on_a_rank("saves_around_fit", tmp_path, worker, extension) == {
         "before all": 0, "in validate": 0, "teardown of validate": 0, "after validate": 0, "start of fit": 0,

@@ -47,6 +47,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "gpt2", "mixtral"])
+@pytest.mark.fast_cases("llama", "tied")
 def test_a_saved_model_is_loaded_by_transformers(tmp_path, kind):
     model = model_of(kind)
     holdfast.save({"model": model, "step": 3}, tmp_path / "saved")

@@ -77,6 +77,7 @@ def test_what_is_told_of_a_whole_checkpoint(tab: Callable[..., Tab], saved: Path
     assert page.get_attribute("#tensors", "aria-rowcount") == "5"
 
 
+@pytest.mark.slow
 def test_statistics_are_in_the_page_if_it_was_made_with_them(
     tab: Callable[..., Tab], saved: Path, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_damage_is_marked(tab: Callable[..., Tab], saved: Path, tmp_path: Path) 
     assert page.locator(".note.bad li").count() == 1, "one fault of one file, however many tensors it hits"
 
 
+@pytest.mark.slow
 def test_what_has_no_tensor_has_no_empty_frames(tab: Callable[..., Tab], tmp_path: Path) -> None:
     holdfast.save({"step": 3}, tmp_path / "bare")
     page = tab().open(written(tmp_path, tmp_path / "bare"))
@@ -184,6 +186,7 @@ def test_columns_sort(tab: Callable[..., Tab], large: Path) -> None:
     assert page.get_attribute("#tensors [role=columnheader] >> nth=0", "aria-sort") == "descending"
 
 
+@pytest.mark.slow
 def test_shards_are_where_the_manifest_says(tab: Callable[..., Tab], tmp_path: Path) -> None:
     quarters = [Box((a, b), (a + 3 and 3, 5 if b else 4)) for a in (0, 3) for b in (0, 4)]
     deep = [Box((a, b, c), (2, 1, 3)) for a in (0, 2) for b in (0, 1) for c in (0, 3)]
@@ -254,6 +257,7 @@ def test_contrast_by_day_and_by_night(tab: Callable[..., Tab], saved: Path, tmp_
         assert page.evaluate(script("inks")) >= 4.5
 
 
+@pytest.mark.slow
 def test_ten_thousand_tensors(tab: Callable[..., Tab], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {
         f"model/layers.{n // 100}.experts.{n % 100}.w.weight": rows("bfloat16", (1024 + n, 64), 16)
@@ -308,6 +312,7 @@ def test_a_page_reads_only_what_it_shows(tmp_path: Path) -> None:
     assert store.read < manifest + 2 * 16_384
 
 
+@pytest.mark.slow
 def test_pages_of_other_formats(tmp_path: Path, tab: Callable[..., Tab]) -> None:
     holdfast.save({"model": {"w": torch.ones(8, 8), "b": torch.ones(8)}, "step": 3}, tmp_path / "c")
     for to in ("dcp", "torch", "huggingface"):
@@ -319,6 +324,7 @@ def test_pages_of_other_formats(tmp_path: Path, tab: Callable[..., Tab]) -> None
         )
 
 
+@pytest.mark.slow
 def test_what_is_tied_is_told_in_both_themes(tab: Callable[..., Tab], tmp_path: Path) -> None:
     tensors = {"model/w": record("float32", (4,), [Box((0,), (4,))], [0])}
     path = written(tmp_path, drafted(tmp_path / "c", tensors, aliases={"model/head": "model/w"}), look=False)
@@ -328,6 +334,7 @@ def test_what_is_tied_is_told_in_both_themes(tab: Callable[..., Tab], tmp_path: 
         page.click("#theme")
 
 
+@pytest.mark.slow
 def test_a_state_of_empty_tensors(tab: Callable[..., Tab], tmp_path: Path) -> None:
     holdfast.save({"model": {"none": torch.zeros(0, 3), "nothing": torch.zeros(0)}}, tmp_path / "c")
     page = tab().open(written(tmp_path, tmp_path / "c"))

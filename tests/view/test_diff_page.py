@@ -106,6 +106,7 @@ def test_the_map_tells_and_opens_a_tensor(tab: Callable[..., Tab], written: Path
     assert page.is_visible("#tip")
 
 
+@pytest.mark.slow
 def test_several_in_one_place_and_what_they_are(tab: Callable[..., Tab], written: Path) -> None:
     page = shown(tab, written)
     page.fill("#filter", "experts.2")
@@ -121,6 +122,7 @@ def test_a_name_reads_from_its_beginning_to_its_end(tab: Callable[..., Tab], wri
     assert page.evaluate(script("reads_forward"), "#names .cut")
 
 
+@pytest.mark.slow
 def test_the_colour_can_say_something_else(tab: Callable[..., Tab], written: Path) -> None:
     page = shown(tab, written)
     pictures = []
@@ -137,6 +139,7 @@ def test_the_colour_can_say_something_else(tab: Callable[..., Tab], written: Pat
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.fast_cases("dark")
 def test_it_can_be_read(scheme: str, tab: Callable[..., Tab], written: Path) -> None:
     page = shown(tab, written, scheme=scheme)
     page.click("#names .row")
@@ -146,6 +149,7 @@ def test_it_can_be_read(scheme: str, tab: Callable[..., Tab], written: Path) -> 
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing lies beside the page"
 
 
+@pytest.mark.slow
 def test_two_that_are_the_same(tab: Callable[..., Tab], pair: tuple[Path, Path], tmp_path: Path) -> None:
     one = holdfast.open(pair[0])
     path = tmp_path / "page.html"
@@ -167,6 +171,7 @@ def test_the_numbers_in_the_page_are_those_of_compare(pair: tuple[Path, Path], w
     assert contents(a, b, found.values())["kinds"] == data["kinds"]
 
 
+@pytest.mark.slow
 def test_ten_thousand_names(tab: Callable[..., Tab], pair: tuple[Path, Path], tmp_path: Path) -> None:
     made = (
         Difference(f"model/layers.{n % 100}.part{n // 100}.weight", "changed", 8, 0.1, 0.1, 0.9, 1.0, 1.0, n / 1e4)
@@ -181,6 +186,7 @@ def test_ten_thousand_names(tab: Callable[..., Tab], pair: tuple[Path, Path], tm
     expect(page.locator("#names .row")).to_have_count(1)
 
 
+@pytest.mark.slow
 def test_a_map_of_thousands_of_columns_and_many_sections(tab: Callable[..., Tab], pair: tuple[Path, Path]) -> None:
     """States of optimizers by number, as other libraries save them: wider than a canvas may be."""
     names = [f"part{n % 12}/{'abc'[n // 12 % 3]}.{n}.w[0]" for n in range(12_000)]

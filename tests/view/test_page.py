@@ -97,6 +97,7 @@ def test_numbers_and_ticks(tab: Callable[..., Tab], tmp_path: Path) -> None:
     assert told == ["1.00 s", "2 min 0 s", "3 min 0 s", "2 h 0 min", "3 h 0 min"]
 
 
+@pytest.mark.slow
 def test_there_is_a_theme_for_day_and_night(tab: Callable[..., Tab], tmp_path: Path) -> None:
     text = page("theme", [], {})
     probe = "H.header('theme', '/a/path'); H.ready();"

@@ -158,6 +158,7 @@ def test_it_can_be_read(scheme: str, tab: Callable[..., Tab], written: Path) -> 
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing lies beside the page"
 
 
+@pytest.mark.slow
 def test_a_run_of_ten_thousand_saves(tab: Callable[..., Tab], tmp_path: Path) -> None:
     told(tmp_path, 10_000)
     path = tmp_path / "run.html"

@@ -19,6 +19,7 @@ from holdfast.storage.local.disk import SECTOR
 from holdfast.write.buffer import Chunk, StagingBuffer, room_for
 from holdfast.write.jobs import Worker
 from holdfast.write.worker import ThreadWorker
+from tests.marks import examples
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_waiting_for_a_chunk_that_comes_back() -> None:
     worker.close()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.sampled_from(["take", "give", "begin", "grow"]), max_size=40))
 def test_any_order_of_calls(calls: list[str]) -> None:
     """Never one chunk twice at the same time, never more than there are, never a change while one is lent."""
@@ -165,7 +166,7 @@ def test_any_order_of_calls(calls: list[str]) -> None:
 sizes = st.lists(st.integers(0, 60_000), max_size=20)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(sizes, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_room_for_files_holds_them_all_at_once_in_any_order(sizes: list[int], sectors: int, random: Random) -> None:
     """A store's files wait in memory until their headers are known: with too little they would wait for ever."""
@@ -193,7 +194,7 @@ def test_room_for_files_holds_them_all_at_once_in_any_order(sizes: list[int], se
     worker.close()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(sizes, st.integers(1, 3), st.integers(2, 5), st.randoms(use_true_random=False))
 def test_less_memory_than_files_goes_round(sizes: list[int], sectors: int, chunks: int, random: Random) -> None:
     """Whatever comes back first: what is not lent can be taken again, up to the last byte."""

@@ -18,6 +18,7 @@ from holdfast.storage.local import disk, durable
 from holdfast.storage.local.disk import SECTOR
 from holdfast.write import activity, file_writer, writer_process
 from holdfast.write.file_writer import Fault, FileWriter
+from tests.marks import examples
 
 LONG = 240.0
 
@@ -148,7 +149,7 @@ def test_writes_of_two_files_do_not_wait_for_each_other_to_be_finished(
         os.close(fd)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, SECTOR)), max_size=16))
 def test_any_writes_are_what_a_plain_file_would_hold(writes: list[tuple[int, int]]) -> None:
     made = FileWriter(Answers())

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.write import writer_process
+from tests.marks import examples
 
 heads = st.dictionaries(st.text(max_size=5), st.integers() | st.text(), max_size=3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(heads, st.lists(st.binary(max_size=3000), max_size=3), st.integers(0, 2)), max_size=8))
 def test_messages_come_out_as_they_went_in(messages: list[tuple[dict[str, Any], list[bytes], int]]) -> None:
     ours, theirs = socket.socketpair()

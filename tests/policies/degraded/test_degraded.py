@@ -26,10 +26,19 @@ def test_a_rank_is_lost(tmp_path: Path) -> None:
     run(
         tmp_path,
         [
-            {"at": {"0": "write"}, "lost": [0], "base": True},
             {"kind": "hsdp", "at": {"3": "durable"}, "lost": [3], "worker": "process"},
-            {"at": {"0": "durable"}, "lost": [0], "signal": FREEZE, "worker": "thread"},
             {"kind": "fsdp", "at": {"2": "write"}, "refused": FSDP},
+        ],
+    )
+
+
+@pytest.mark.slow
+def test_the_first_rank_is_lost(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        [
+            {"at": {"0": "write"}, "lost": [0], "base": True},
+            {"at": {"0": "durable"}, "lost": [0], "signal": FREEZE, "worker": "thread"},
         ],
     )
 

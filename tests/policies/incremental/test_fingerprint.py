@@ -18,6 +18,7 @@ from holdfast.policies.incremental import fingerprint, same
 from holdfast.policies.incremental.fingerprint import Fingerprints
 from holdfast.ranks.ranks import ranks_of
 from tests.gpu.standin import pretend, pretend_states
+from tests.marks import examples
 
 SMALL_ROW, SMALL_ROWS = 8, 3
 """Stretches of 32 bytes, three at a time: tensors of a test have many of them."""
@@ -64,7 +65,7 @@ def test_swaps_types_and_lengths_show(small: Fingerprints) -> None:
 
 
 @given(st.binary(min_size=1, max_size=300), st.binary(min_size=1, max_size=300), st.integers(0, 7), st.integers(0, 299))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_equal_if_and_only_if_the_bytes_are(one: bytes, other: bytes, shift: int, at: int) -> None:
     rows = fingerprint.ROW, fingerprint.ROWS
     fingerprint.ROW, fingerprint.ROWS = SMALL_ROW, SMALL_ROWS

@@ -25,6 +25,7 @@ from holdfast.storage.store_place import StorePlace
 from holdfast.testing import Failing, Memory
 from holdfast.write import write
 from tests import format_reader, pool
+from tests.marks import examples
 from tests.programs import run_code
 
 KB = 256
@@ -590,8 +591,9 @@ _CHANGE = st.tuples(
 
 
 @pytest.mark.parametrize("links", [True, False])
-@settings(max_examples=15, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck), deadline=None)
 @given(saves=st.lists(st.tuples(st.lists(_CHANGE, max_size=4), st.integers(0, 3)), min_size=2, max_size=6))
+@pytest.mark.fast_cases("True")
 def test_any_sequence_of_changes_and_saves(
     saves: list[Any], links: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

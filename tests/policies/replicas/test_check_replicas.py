@@ -71,6 +71,14 @@ def save_flipped(path: str, kind: str, what: str, by: str, checked: Any) -> str:
 @pytest.mark.parametrize("by", ["save", "saver"])
 @pytest.mark.parametrize("what", ["parameter", "moment"])
 @pytest.mark.parametrize("kind", ["ddp", "hsdp", "tp"])
+@pytest.mark.fast_cases(
+    "ddp-parameter-save",
+    "ddp-moment-saver",
+    "hsdp-parameter-saver",
+    "hsdp-moment-save",
+    "tp-parameter-saver",
+    "tp-moment-save",
+)
 def test_one_flipped_bit_is_named(kind: str, what: str, by: str, tmp_path: Path) -> None:
     results = pool.attempt(WORLD, save_flipped, str(tmp_path / "c"), kind, what, by, True)
     name = "model/0.weight" if what == "parameter" else "optimizer/state/0.weight/exp_avg"

@@ -136,6 +136,7 @@ def test_how_many_requests_each_verb_takes(behind: Cloud, proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("chunk", [3 * MIB, 5 * MIB, 23 * MIB], ids=["smaller", "equal", "larger"])
+@pytest.mark.fast_cases("larger")
 def test_an_upload_has_the_parts_that_are_asked_for_and_no_more_at_once(moto: Server, proxy: Proxy, chunk: int) -> None:
     proxy.latency = 0.2
     store = cloud(moto.through(proxy.endpoint), moto.bucket(), {"part_size": 5 * MIB, "concurrency": 2})
@@ -209,6 +210,7 @@ def test_silence_ends_an_attempt_and_the_next_one_succeeds(moto: Server, proxy: 
     assert proxy.fired() == 3
 
 
+@pytest.mark.slow
 def test_an_upload_may_be_slower_than_a_read(moto: Server) -> None:
     # The server says nothing while a part comes in: that is no silence.
     with Proxy(moto.endpoint, bandwidth=MIB) as slow:

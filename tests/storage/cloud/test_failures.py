@@ -142,6 +142,20 @@ ANSWERS: dict[str, tuple[str, int, bytes, str, bool]] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.slow_cases(
+    "clock ahead",
+    "wrong token",
+    "wrong region",
+    "gateway",
+    "too many",
+    "request timeout",
+    "google token",
+    "google bucket",
+    "azure sas",
+    "azure clock",
+    "azure permission",
+    "azure container",
+)
 def test_what_clouds_answer(canned: Canned, name: str) -> None:
     scheme, status, body, text, transient = ANSWERS[name]
     canned.status, canned.body = status, body
@@ -154,6 +168,7 @@ def test_what_clouds_answer(canned: Canned, name: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.slow_cases("list-az", "size-gs", "size-az", "create-gs", "create-az", "put-az", "delete-gs", "delete-az")
 def test_a_denied_verb_names_its_permission(canned: Canned, scheme: str, verb: str) -> None:
     canned.status, canned.body = 403, xml("AccessDenied", "Access Denied")
     error = said(store_at(canned.endpoint, scheme), verb)
