@@ -140,18 +140,18 @@ def _ranks(checkpoint: Checkpoint, path: str) -> int:
 ASKED = 256
 """Files of a checkpoint in a store whose headers are read by default; of a local one all are."""
 
-TOLD, FEW = 100, 3
+FAULTS, FEW = 100, 3
 """Faults that a page lists, and what each of them hits that is named."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """``kind``: "good", "bad" or "" (not looked at). ``told``: damages, or why nothing was looked at."""
+    """``kind``: "good", "bad" or "" (not looked at). ``faults``: what is damaged, in words."""
 
     kind: str
     words: str
     note: str
-    told: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
     hit: tuple[str, ...] = ()
 
 
@@ -180,7 +180,7 @@ def _faults(verified: Verified) -> tuple[str, ...]:
         faults.setdefault((damage.file, damage.what), []).append(str(damage))
     return tuple(
         f"{', '.join(hit[:FEW])}{f' and {len(hit) - FEW} more' if len(hit) > FEW else ''}: {what}"
-        for (_, what), hit in [*faults.items()][:TOLD]
+        for (_, what), hit in [*faults.items()][:FAULTS]
     )
 
 

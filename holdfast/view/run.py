@@ -73,7 +73,7 @@ def contents(root: str, history: History, steps: Iterable[Step]) -> dict[str, An
             "backlog": [entry.backlog for entry in entries],
             **{name: [_timed(entry, entry.phases.get(name)) for entry in entries] for name in _PHASES},
         },
-        "told": [name != "" for name in starts],
+        "journaled": [name != "" for name in starts],
         "errors": {number: entry.error for number, entry in enumerate(entries) if entry.error},
         "steps": [
             [step.step, step.name, _KINDS.get(step.health, "bad"), step.health, step.fault, list(step.lost)]

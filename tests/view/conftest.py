@@ -32,8 +32,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
     def running(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
         code = app.run([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return running
 

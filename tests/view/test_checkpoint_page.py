@@ -83,8 +83,8 @@ def test_statistics_are_in_the_page_if_it_was_made_with_them(
 ) -> None:
     page = tab().open(written(tmp_path, saved, stats="model/*"))
     assert page.evaluate(SELECTED) == "model/tok.weight"
-    told = text(page, ".statistics")
-    assert "NaN1" in told and "Infinite1" in told
+    statistics = text(page, ".statistics")
+    assert "NaN1" in statistics and "Infinite1" in statistics
     assert page.locator(".statistics rect.bar").count() == 60
     page.hover(".statistics rect[fill=transparent] >> nth=30")
     assert "elements" in text(page, ".tip")
@@ -158,10 +158,10 @@ def test_all_of_it_by_keyboard(tab: Callable[..., Tab], large: Path) -> None:
     assert page.evaluate("document.activeElement.id") == "filter"
     page.keyboard.type("layers.7.*w?.weight")
     page.keyboard.type("*")
-    page.locator(".told").filter(has_text=re.compile("^0 of")).wait_for()
+    page.locator(".counted").filter(has_text=re.compile("^0 of")).wait_for()
     press("Escape")
     page.keyboard.type("model/layers.7.*w?.weight")
-    page.wait_for_selector(".told:has-text('7 of 873')")
+    page.wait_for_selector(".counted:has-text('7 of 873')")
     press("ArrowDown")
     press("End")
     press("Enter")
@@ -274,12 +274,12 @@ def test_ten_thousand_tensors(tab: Callable[..., Tab], tmp_path: Path, capsys: p
     page.keyboard.press("End")
     assert page.evaluate("document.querySelector('.row.active').getAttribute('aria-rowindex')") == "10001"
     with capsys.disabled():
-        told = [
+        took = [
             f"{max(times):.0f} ms at most, {sorted(times)[len(times) // 2]:.0f} ms in the middle"
             for times in (scrolled, filtered)
         ]
         print(
-            f"\n10,000 tensors, {path.stat().st_size / 1e6:.1f} MB; two frames: a scroll {told[0]}, a filter {told[1]}"
+            f"\n10,000 tensors, {path.stat().st_size / 1e6:.1f} MB; two frames: a scroll {took[0]}, a filter {took[1]}"
         )
 
 

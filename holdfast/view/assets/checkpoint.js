@@ -48,7 +48,7 @@
   // ---- filter
 
   const input = el("input", { class: "field", type: "search", id: "filter", placeholder: "Filter: part of a name, or a glob like */wq.weight", "aria-label": "Filter tensors by name", autocomplete: "off", spellcheck: "false" });
-  const told = el("span", { class: "muted told", "aria-live": "polite" });
+  const counted = el("span", { class: "muted counted", "aria-live": "polite" });
   /** A test of names, as the command line has it: a glob over the whole name, else a part of it. */
   function test(words) {
     const wanted = words.trim().toLowerCase();
@@ -63,7 +63,7 @@
     narrowed = input.value.trim() !== "";
     table.filter(narrowed ? fits : null);
     const { shown } = table, bytes = shown.reduce((n, t) => n + (t.alias ? 0 : t.bytes), 0);
-    told.textContent = narrowed ? `${H.count(shown.length)} of ${H.plural(tensors.length, "tensor")}, ${H.bytes(bytes)}` : `${H.plural(tensors.length, "tensor")}, ${H.bytes(total)}`;
+    counted.textContent = narrowed ? `${H.count(shown.length)} of ${H.plural(tensors.length, "tensor")}, ${H.bytes(bytes)}` : `${H.plural(tensors.length, "tensor")}, ${H.bytes(total)}`;
     stored.forEach((t) => { t.pale = !fits(t); });
     map?.again();
   }
@@ -95,7 +95,7 @@
   };
   const root = H.tree(stored.filter((t) => t.bytes > 0), "state");
   stored.forEach((t, i) => { t.shade = ((i * 7) % 5) / 2 - 1; });
-  const nodeTold = (node) => {
+  const describe = (node) => {
     const share = el("div", null, `${H.bytes(node.bytes)} · ${H.percent(node.bytes / (total || 1))} of the state`);
     if (node.leaf) return [el("b", null, node.leaf.name), el("div", null, `${node.leaf.dtype} · ${H.shape(node.leaf.shape)}`), share];
     const above = [];
@@ -169,9 +169,9 @@
   main.replaceChildren(...[
     facts,
     data.health.kind !== "bad" ? null : el("div", { class: "note bad" }, el("b", null, `${data.health.words}: `), data.health.note,
-      data.health.told.length ? list(data.health.told, (words) => el("li", null, words)) : null),
+      data.health.faults.length ? list(data.health.faults, (words) => el("li", null, words)) : null),
     tensors.length ? null : el("p", { class: "note" }, "There is no tensor in it."),
-    tensors.length ? el("div", { class: "toolbar" }, input, told, root.children.length ? colours : null) : null,
+    tensors.length ? el("div", { class: "toolbar" }, input, counted, root.children.length ? colours : null) : null,
     tensors.length ? el("div", { class: "grid halves" },
       el("div", { class: "grid column" },
         root.children.length ? H.card("State by bytes", crumbs, el("div", { class: "body" }, field, key)) : null,
@@ -190,7 +190,7 @@
   ].filter(Boolean));
   if (root.children.length) {
     map = H.treemap({
-      host: field, root, label: "Treemap of the state by bytes", fill: (t) => (t.pale ? null : COLOURS[by][0](t, t.shade)), hit: (t) => t.bad, told: nodeTold,
+      host: field, root, label: "Treemap of the state by bytes", fill: (t) => (t.pale ? null : COLOURS[by][0](t, t.shade)), hit: (t) => t.bad, describe,
       open: (t) => choose(t, "map"), moved: trail,
     });
     trail(root);

@@ -68,7 +68,7 @@
   const figure = (v) => (v === null || v === undefined ? "–" : H.number(v));
   /** Close to 1 it is what lacks that tells one from another. */
   const cosine = ({ cosine: v }) => (v !== null && v > 0.9999 && v < 1 ? `1 − ${Number((1 - v).toPrecision(2))}` : figure(v));
-  const told = (r, k, group) => {
+  const describe = (r, k, group) => {
     const t = leading(group), more = group.length > 1 ? el("div", null, `the furthest of ${group.length} here`) : null;
     return [el("b", null, t.name), more, el("div", null, STATUS[t.status][1]),
       t.status === "changed" || t.status === "dtype" ? [el("div", null, `relative change ${figure(t.relative)}`), el("div", null, `cosine ${cosine(t)}`), el("div", null, `largest ${figure(t.largest)}`)] : null,
@@ -95,7 +95,7 @@
     });
     const host = el("div", { class: "heat", id: "map" });
     H.empty(field, host);
-    map = H.heatmap({ host, rows: shownKinds.map(([kind]) => kind), columns, cell, fill, sign: (group) => (leading(group).nonfinite ? "!" : STATUS[leading(group).status][2]), told, open: (group) => open(leading(group)), label: "Differences by layer" });
+    map = H.heatmap({ host, rows: shownKinds.map(([kind]) => kind), columns, cell, fill, sign: (group) => (leading(group).nonfinite ? "!" : STATUS[leading(group).status][2]), describe, open: (group) => open(leading(group)), label: "Differences by layer" });
   }
   const which_section = several ? H.segmented("Which section", [...sections.map((name) => [name, name]), ["", "all"]], section, (to) => { section = to; lay(); }) : null;
   lay();

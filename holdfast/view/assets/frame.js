@@ -71,10 +71,10 @@ const H = (() => {
     if (!(high > low)) return [low];
     const rough = (high - low) / n, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
-    const found = [];
+    const marks = [];
     if (!(Math.max(Math.abs(low), Math.abs(high)) / step < 2 ** 50)) return [low]; // they differ in the last bits: nothing round lies between
-    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) found.push(i * step);
-    return found;
+    for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) marks.push(i * step);
+    return marks;
   }
 
   // ---- theme

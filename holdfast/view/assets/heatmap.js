@@ -2,10 +2,10 @@
 "use strict";
 /**
  * H.heatmap({ host, rows: [label], columns: [number or null], cell(row, column) → thing or undefined, fill(thing) → colour,
- *             sign(thing) → "" or a mark, told(row, column, thing) → nodes, open(thing), label }) → { again(), mark(thing) }
+ *             sign(thing) → "" or a mark, describe(row, column, thing) → nodes, open(thing), label }) → { again(), mark(thing) }
  * Arrow keys move, Enter opens. A column of null is for what has no number.
  */
-H.heatmap = ({ host, rows, columns, cell, fill, sign, told, open, label }) => {
+H.heatmap = ({ host, rows, columns, cell, fill, sign, describe, open, label }) => {
   const ROW = 21, HEAD = 24, LEAST = 7, MOST = 44;
   let left = 0, wide = MOST, at = [0, 0], marked = null;
   const outline = H.el("div", { class: "outline", hidden: true });
@@ -76,7 +76,7 @@ H.heatmap = ({ host, rows, columns, cell, fill, sign, told, open, label }) => {
     const box = under(event);
     place(box);
     host.style.cursor = box ? "pointer" : "default";
-    if (box) H.tip.show(event.clientX, event.clientY, ...told(...box, cell(...box))); else H.tip.hide();
+    if (box) H.tip.show(event.clientX, event.clientY, ...describe(...box, cell(...box))); else H.tip.hide();
   });
   host.addEventListener("pointerleave", () => { place(); H.tip.hide(); });
   host.addEventListener("click", (event) => { const box = under(event); if (box) { at = box; open(cell(...box)); } });
@@ -95,7 +95,7 @@ H.heatmap = ({ host, rows, columns, cell, fill, sign, told, open, label }) => {
       if (inside(to) && cell(...to) !== undefined) at = to;
       again();
       place();
-      const box = inner.getBoundingClientRect(), words = told(...at, cell(...at));
+      const box = inner.getBoundingClientRect(), words = describe(...at, cell(...at));
       H.tip.show(box.left + left + at[1] * wide, box.top + HEAD + at[0] * ROW + 6, ...words);
       H.say(words.flat(3).filter(Boolean).map((node) => node.textContent).join(", "));
     } else if (event.key === "Enter" || event.key === " ") { const thing = cell(...at); if (thing !== undefined) open(thing); }

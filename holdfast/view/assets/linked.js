@@ -2,14 +2,14 @@
 // Uses frame.js.
 "use strict";
 /**
- * H.linked({ n, told, picked, moved }) → { chart(host, options), axis(values, format, ticks), zoom(low, high), reset(), show(i), … }
+ * H.linked({ n, describe, picked, moved }) → { chart(host, options), axis(values, format, ticks), zoom(low, high), reset(), show(i), … }
  *
- * n: how many points; told(i) → what a tooltip says of one; picked(i): chosen by a click or Enter; moved(): zoomed.
+ * n: how many points; describe(i) → what a tooltip says of one; picked(i): chosen by a click or Enter; moved(): zoomed.
  * axis: where each point stands (they need not be in order), how that is written, and its ticks; breaks[i]: no line leads to point i.
  * options: { label, height, y: format, zero, series: [{ name, values, colour, kind: "line"|"bars"|"stack" }], marks(draw) }
  * A drag zooms, a double click or Escape shows all. Arrows read off, + and - zoom, Shift with arrows moves along.
  */
-H.linked = ({ n, told, picked = null, moved = null, breaks = [] }) => {
+H.linked = ({ n, describe, picked = null, moved = null, breaks = [] }) => {
   const charts = [], LEFT = 62, RIGHT = 10, TOP = 8, BOTTOM = 22;
   let xs = [], order = [], write = H.count, ticksOf = H.ticks, full = [0, 1], range = [0, 1], at = -1;
   const known = (v) => v !== null && v !== undefined;
@@ -173,7 +173,7 @@ H.linked = ({ n, told, picked = null, moved = null, breaks = [] }) => {
         }
       }
       context.textAlign = "left";
-      if (!some) context.fillText("Nothing is told of these saves.", LEFT + 8, height / 2 - 8);
+      if (!some) context.fillText("Nothing is known about these saves.", LEFT + 8, height / 2 - 8);
       context.save();
       context.beginPath(); context.rect(LEFT, 0, w - LEFT - RIGHT + 4, height - BOTTOM + 1); context.clip();
       for (let i = 1; i < n; i += 1) {
@@ -223,7 +223,7 @@ H.linked = ({ n, told, picked = null, moved = null, breaks = [] }) => {
         return;
       }
       show(order[nearest(back(here))]);
-      H.tip.show(event.clientX, event.clientY, ...told(at));
+      H.tip.show(event.clientX, event.clientY, ...describe(at));
     });
     host.addEventListener("pointerup", (event) => {
       const began = from, here = px(event);
@@ -249,7 +249,7 @@ H.linked = ({ n, told, picked = null, moved = null, breaks = [] }) => {
         const to = event.key === "Home" ? 0 : event.key === "End" ? seen.length - 1 : now < 0 ? (by > 0 ? 0 : seen.length - 1) : now + by;
         if (!seen.length) return;
         show(seen[Math.min(seen.length - 1, Math.max(0, to))]);
-        const box = host.getBoundingClientRect(), words = told(at);
+        const box = host.getBoundingClientRect(), words = describe(at);
         H.tip.show(box.left + X(xs[at]), box.top + TOP, ...words);
         H.say(words.flat(3).filter(Boolean).map((node) => node.textContent).join(", "));
       } else if (event.key === "+" || event.key === "=") scaleBy(0.5);

@@ -12,11 +12,11 @@
   indices.forEach((i) => {
     const last = starts.at(-1);
     if (last && last.id === c.start[i] && last.ranks === c.ranks[i]) { last.end = i; return; }
-    starts.push({ id: c.start[i], ranks: c.ranks[i], first: i, end: i, told: data.told[c.start[i]] });
+    starts.push({ id: c.start[i], ranks: c.ranks[i], first: i, end: i, journaled: data.journaled[c.start[i]] });
   });
   const breaks = new Array(n).fill(false);
   starts.forEach((s) => { breaks[s.first] = true; });
-  const restarts = new Set(starts.filter((s) => s.told).map((s) => s.id)).size;
+  const restarts = new Set(starts.filter((s) => s.journaled).map((s) => s.id)).size;
 
   // ---- what is there now
 
@@ -53,11 +53,11 @@
   // ---- charts
 
   const line = (name, values, colour) => ({ name, values, colour, kind: "line" });
-  const told = (i) => {
+  const describe = (i) => {
     const row = (name, value) => (value === "–" ? null : el("div", null, `${name}: ${value}`));
-    const found = health(i);
+    const state = health(i);
     return [
-      el("b", null, `Step ${H.count(c.step[i])}`), el("div", { class: KIND[c.outcome[i]] }, c.outcome[i] + (found ? ` · ${found.words}` : "")),
+      el("b", null, `Step ${H.count(c.step[i])}`), el("div", { class: KIND[c.outcome[i]] }, c.outcome[i] + (state ? ` · ${state.words}` : "")),
       row("begun", H.time(c.began[i])), row("metric", H.number(c.metric[i])), row("took", H.seconds(c.seconds[i])), row("training waited", H.seconds(c.stall[i])),
       row("size", H.bytes(c.bytes[i])), c.written[i] !== c.bytes[i] ? row("written", H.bytes(c.written[i])) : null, row("throughput", perSecond(c.rate[i])),
       row("a step took", H.seconds(c.step_seconds[i])), row("ranks", H.count(c.ranks[i])), c.backlog[i] === null ? null : row("to be uploaded", H.plural(c.backlog[i], "step")),
@@ -65,7 +65,7 @@
     ];
   };
   const zoomed = el("button", { type: "button", class: "plain", id: "reset", hidden: true, click: () => charts.reset() }, "Show all");
-  const charts = H.linked({ n, told, breaks, picked: (i) => open(i), moved: (is) => { zoomed.hidden = !is; } });
+  const charts = H.linked({ n, describe, breaks, picked: (i) => open(i), moved: (is) => { zoomed.hidden = !is; } });
   const clock = (v, by) => {
     const when = new Date(v * 1000), two = (x) => String(x).padStart(2, "0");
     const hours = `${two(when.getHours())}:${two(when.getMinutes())}`;
@@ -75,9 +75,9 @@
   /** Round times of the day in the zone of whoever looks: every minute, hour, day, … */
   const times = (low, high, most) => {
     const EACH = [1, 5, 15, 30, 60, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 1209600, 2592000, 7776000, 31536000];
-    const by = EACH.find((s) => (high - low) / s <= most) ?? (high - low) / most, off = new Date(low * 1000).getTimezoneOffset() * 60, found = [];
-    for (let v = Math.ceil((low - off) / by) * by + off; v <= high; v += by) found.push(v);
-    return found;
+    const by = EACH.find((s) => (high - low) / s <= most) ?? (high - low) / most, off = new Date(low * 1000).getTimezoneOffset() * 60, marks = [];
+    for (let v = Math.ceil((low - off) / by) * by + off; v <= high; v += by) marks.push(v);
+    return marks;
   };
   /** Steps are whole: between 1 and 2 there is none to name. */
   const whole = (low, high, n) => H.ticks(low, high, Math.min(n, Math.max(1, Math.floor(high - low)))).filter(Number.isInteger);
@@ -97,7 +97,7 @@
       context.fillRect(a, from, Math.max(3, b - a), to - from);
       context.font = `600 11px ${H.family("--sans")}`;
       context.fillStyle = H.ink(fill);
-      const words = [H.plural(s.ranks, "rank"), s.told && restarts > 1 ? `start ${s.id + 1 - data.told.slice(0, s.id).filter((t) => !t).length}` : null].filter(Boolean).join(" · ");
+      const words = [H.plural(s.ranks, "rank"), s.journaled && restarts > 1 ? `start ${s.id + 1 - data.journaled.slice(0, s.id).filter((t) => !t).length}` : null].filter(Boolean).join(" · ");
       if (context.measureText(words).width < b - a - 12) context.fillText(words, a + 7, (from + to) / 2 + 0.5);
     });
     indices.forEach((i) => {
@@ -133,14 +133,14 @@
   function open(i) {
     charts.show(i, true);
     table.select(i);
-    const found = health(i), path = found && there.get(c.step[i]) ? `${data.path.replace(/\/$/, "")}/${there.get(c.step[i]).name}` : null;
+    const state = health(i), path = state && there.get(c.step[i]) ? `${data.path.replace(/\/$/, "")}/${there.get(c.step[i]).name}` : null;
     const total = c.seconds[i] ?? 0, parts = PHASES.filter(([, values]) => values[i]);
     const bar = el("div", { class: "phases" }, parts.map(([name, values, colour]) => {
       const piece = el("i", { style: { flex: String(Math.max(values[i] / (total || 1), 0.004)), background: H.stroke(colour) }, title: `${name} ${H.seconds(values[i])}` });
       return piece;
     }));
     H.empty(detail,
-      el("div", { class: "head" }, el("h2", null, `Step ${H.count(c.step[i])}`), H.badge(KIND[c.outcome[i]], c.outcome[i]), found ? H.badge(found.kind, found.words) : null,
+      el("div", { class: "head" }, el("h2", null, `Step ${H.count(c.step[i])}`), H.badge(KIND[c.outcome[i]], c.outcome[i]), state ? H.badge(state.kind, state.words) : null,
         el("button", { type: "button", class: "plain", "aria-label": "Close", click: shut }, "✕")),
       el("div", { class: "body" },
         H.pairs([
@@ -150,8 +150,8 @@
         ]),
         parts.length ? [el("h3", { class: "apart" }, "Where the time went"), bar, el("ul", { class: "list" }, parts.map(([name, values, colour]) => el("li", null, el("span", null, el("i", { class: "swatch", style: { background: H.stroke(colour) } }), name), el("span", null, H.seconds(values[i])))))] : null,
         data.errors[i] ? el("p", { class: `note apart ${c.outcome[i] === "failed" ? "bad" : "warn"}` }, data.errors[i]) : null,
-        found?.fault ? el("p", { class: `note apart ${found.kind}` }, found.fault) : null,
-        found?.lost.length ? el("p", { class: "note apart" }, `It has lost ${found.lost.join(", ")} since.`) : null,
+        state?.fault ? el("p", { class: `note apart ${state.kind}` }, state.fault) : null,
+        state?.lost.length ? el("p", { class: "note apart" }, `It has lost ${state.lost.join(", ")} since.`) : null,
         path ? [el("h3", { class: "apart" }, "Look into it"), el("code", { class: "command" }, `holdfast view ${/^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replace(/'/g, "'\\''")}'`}`)] : null));
     detail.hidden = false;
     halves.classList.replace("column", "halves");
@@ -181,7 +181,7 @@
   // ---- the page
 
   const notes = [
-    ...(data.state === "unknown" ? [el("p", { class: "note" }, "No journal was kept of this run: what is shown comes from the steps that are there. How long saves took, and which failed, is not told.")] : []),
+    ...(data.state === "unknown" ? [el("p", { class: "note" }, "No journal was kept of this run: what is shown comes from the steps that are there. How long saves took, and which failed, is not known.")] : []),
     ...bad.map(([step, name, , , fault]) => el("p", { class: "note bad" }, `Step ${H.count(step)} (${name}): ${fault}`)),
   ];
   H.empty(main, facts, notes,

@@ -5,11 +5,11 @@
 
   /** The numbers that a text such as "0-3,7" or "0+8x1+128x8" stands for: ondisk/spans.py. At most `limit`. */
   H.spans = (text, limit = MANY) => {
-    const found = [];
+    const all = [];
     for (const term of text ? text.split(",") : []) {
       const range = /^(\d+)(?:-(\d+))?$/.exec(term);
       if (range) {
-        for (let i = Number(range[1]); i <= Number(range[2] ?? range[1]) && found.length < limit; i += 1) found.push(i);
+        for (let i = Number(range[1]); i <= Number(range[2] ?? range[1]) && all.length < limit; i += 1) all.push(i);
         continue;
       }
       const [start, ...axes] = term.split("+");
@@ -18,9 +18,9 @@
         const [count, step] = axis.split("x").map(Number);
         numbers = numbers.slice(0, limit).flatMap((n) => Array.from({ length: Math.min(count, limit) }, (_, i) => n + i * step)).slice(0, limit);
       }
-      found.push(...numbers.slice(0, limit - found.length));
+      all.push(...numbers.slice(0, limit - all.length));
     }
-    return found;
+    return all;
   };
 
   const cutsOf = (shape, cells) => (cells === null ? shape.map((n) => [0, n]) : Array.isArray(cells)
@@ -36,15 +36,15 @@
     if (tensor.shape.includes(0)) return [];
     const files = H.spans(tensor.files), cuts = cutsOf(tensor.shape, tensor.cells);
     if (!cuts) return tensor.cells.boxes.slice(0, MANY).map(([offsets, lengths], i) => ({ offsets, lengths, file: files[i] }));
-    let found = [[[], []]];
+    let boxes = [[[], []]];
     for (const axis of cuts) {
       const next = [];
-      for (const [offsets, lengths] of found) {
+      for (const [offsets, lengths] of boxes) {
         for (let i = 0; i + 1 < axis.length && next.length < MANY; i += 1) next.push([[...offsets, axis[i]], [...lengths, axis[i + 1] - axis[i]]]);
       }
-      found = next;
+      boxes = next;
     }
-    return found.map(([offsets, lengths], i) => ({ offsets, lengths, file: files[i] }));
+    return boxes.map(([offsets, lengths], i) => ({ offsets, lengths, file: files[i] }));
   };
 
   /**
@@ -97,7 +97,7 @@
     const name = (cell) => { const f = files[cell.file]; return f && f[2] !== null ? `rank ${f[2]}` : f ? `file ${cell.file}` : "no file"; };
     const box = (cell) => (cell.offsets.length ? cell.offsets.map((o, d) => `${o}:${o + cell.lengths[d]}`).join(", ") : "");
     const bytes = (cell) => cell.lengths.reduce((n, l) => n * l, 1) * itemsize;
-    const told = (cell) => [H.el("b", null, name(cell)), H.el("div", null, `[${box(cell)}] · ${H.bytes(bytes(cell))}`), H.el("div", { class: "break" }, files[cell.file]?.[0] ?? "")];
+    const describe = (cell) => [H.el("b", null, name(cell)), H.el("div", null, `[${box(cell)}] · ${H.bytes(bytes(cell))}`), H.el("div", { class: "break" }, files[cell.file]?.[0] ?? "")];
     H.canvas(host, (context, width, tall) => {
       const surface = H.css("--surface");
       context.font = `11px ${H.family("--sans")}`;
@@ -118,13 +118,13 @@
       const bounds = host.getBoundingClientRect(), [, x, y, w, h] = placed[at];
       outline.hidden = false;
       Object.assign(outline.style, { left: `${x * 100}%`, top: `${y * 100}%`, width: `${w * 100}%`, height: `${h * 100}%` });
-      H.tip.show(px ?? bounds.left + (x + w / 2) * bounds.width, py ?? bounds.top + (y + h / 2) * bounds.height, ...told(cells[placed[at][0]]));
+      H.tip.show(px ?? bounds.left + (x + w / 2) * bounds.width, py ?? bounds.top + (y + h / 2) * bounds.height, ...describe(cells[placed[at][0]]));
     };
     const hide = () => { outline.hidden = true; H.tip.hide(); };
     host.addEventListener("pointermove", (event) => {
       const bounds = host.getBoundingClientRect(), px = (event.clientX - bounds.left) / bounds.width, py = (event.clientY - bounds.top) / bounds.height;
-      const found = placed.findIndex(([, x, y, w, h]) => px >= x && px < x + w && py >= y && py < y + h);
-      if (found < 0) hide(); else show(found, event.clientX, event.clientY);
+      const index = placed.findIndex(([, x, y, w, h]) => px >= x && px < x + w && py >= y && py < y + h);
+      if (index < 0) hide(); else show(index, event.clientX, event.clientY);
     });
     host.addEventListener("pointerleave", hide);
     host.addEventListener("blur", hide);
@@ -133,7 +133,7 @@
       if (!by || !placed.length) return;
       event.preventDefault();
       show((at + by + placed.length) % placed.length);
-      H.say(told(cells[placed[at][0]]).map((n) => n.textContent).join(", "));
+      H.say(describe(cells[placed[at][0]]).map((n) => n.textContent).join(", "));
     });
     const axis = (d) => `axis ${d}: ${H.count(tensor.shape[d])}`;
     const caption = !placed.length ? "" : tensor.shape.length === 0 ? "one number" : [down === null ? null : `↓ ${axis(down)}`, along.length ? `→ ${along.map(axis).join(", then ")}` : null,

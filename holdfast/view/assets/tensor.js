@@ -7,13 +7,13 @@
   /** A name that fits itself alone, also where it has the signs of a glob in it. */
   const pattern = (name) => quoted(name.replace(/[[*?]/g, (sign) => `[${sign}]`));
 
-  function figures(found) {
-    const rows = [["Min", H.number(found.min)], ["Max", H.number(found.max)], ["Mean", H.number(found.mean)], ["Std", H.number(found.std)],
-      ["Norm", H.number(found.norm)], ["Zeros", found.zeros ? `${H.count(found.zeros)} (${H.percent(found.zeros / found.count)})` : "0"],
-      ["NaN", el("span", { class: found.nan ? "bad" : "" }, H.count(found.nan))], ["Infinite", el("span", { class: found.inf ? "bad" : "" }, H.count(found.inf))]];
+  function figures(of) {
+    const rows = [["Min", H.number(of.min)], ["Max", H.number(of.max)], ["Mean", H.number(of.mean)], ["Std", H.number(of.std)],
+      ["Norm", H.number(of.norm)], ["Zeros", of.zeros ? `${H.count(of.zeros)} (${H.percent(of.zeros / of.count)})` : "0"],
+      ["NaN", el("span", { class: of.nan ? "bad" : "" }, H.count(of.nan))], ["Infinite", el("span", { class: of.inf ? "bad" : "" }, H.count(of.inf))]];
     const chart = el("div", null);
     const node = el("div", { class: "statistics" }, el("dl", { class: "figures" }, rows.map(([name, value]) => el("div", null, el("dt", null, name), el("dd", null, value)))), chart);
-    if (found.counts?.length) requestAnimationFrame(() => H.histogram(chart, found.edges, found.counts, { label: `Histogram of ${found.name}` }));
+    if (of.counts?.length) requestAnimationFrame(() => H.histogram(chart, of.edges, of.counts, { label: `Histogram of ${of.name}` }));
     return node;
   }
 
@@ -31,11 +31,11 @@
       ask.textContent = `Reading ${H.bytes(tensor.bytes)} …`;
       try {
         const answer = await fetch(`statistics?name=${encodeURIComponent(tensor.name)}`);
-        const told = await answer.json();
-        if (!answer.ok) throw new Error(told.error);
-        known.set(tensor.name, told);
-        H.empty(host, figures(told));
-        H.say(`Min ${H.number(told.min)}, max ${H.number(told.max)}, mean ${H.number(told.mean)}, ${H.plural(told.nan, "NaN")}`);
+        const result = await answer.json();
+        if (!answer.ok) throw new Error(result.error);
+        known.set(tensor.name, result);
+        H.empty(host, figures(result));
+        H.say(`Min ${H.number(result.min)}, max ${H.number(result.max)}, mean ${H.number(result.mean)}, ${H.plural(result.nan, "NaN")}`);
       } catch (error) {
         H.empty(host, el("p", { class: "note bad" }, error instanceof TypeError ? "The server does not answer: it was ended. Start it again and open the address that it prints." : error.message), ask);
         ask.disabled = false;

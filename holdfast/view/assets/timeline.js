@@ -10,7 +10,7 @@
     return `${(at * unit).toFixed(digits)} ${word}`;
   }
 
-  /** told: { lanes: [[process, thread]], names, spans: [[lane, name, begin, length, detail]], dropped, window: [from, to] or null }, times in seconds. */
+  /** { lanes: [[process, thread]], names, spans: [[lane, name, begin, length, detail]], dropped, window: [from, to] or null }, times in seconds. */
   H.timeline = ({ lanes, names, spans, dropped, window: first }) => {
     // Spans of a lane that lie over each other (one calls the other) get rows of their own.
     const ends = lanes.map(() => []), depth = [];
@@ -97,7 +97,7 @@
         if (box) { context.strokeStyle = text; context.lineWidth = 2; context.strokeRect(box[1], box[2], box[3], box[4]); context.lineWidth = 1; }
       }
     });
-    const told = (i) => {
+    const describe = (i) => {
       const [lane, name, begin, length, detail] = spans[i];
       return [H.el("b", null, names[name]), H.el("div", null, `${H.seconds(length)}, from ${H.seconds(begin)} on`), H.el("div", null, lanes[lane].join(" · ")), detail ? H.el("div", null, detail) : null];
     };
@@ -128,8 +128,8 @@
         return;
       }
       const box = host.getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
-      const found = [...drawn].reverse().find(([, x, y, w, h]) => px >= x - 1 && px <= x + w + 1 && py >= y && py < y + h);
-      if (found) H.tip.show(event.clientX, event.clientY, ...told(found[0])); else H.tip.hide();
+      const hit = [...drawn].reverse().find(([, x, y, w, h]) => px >= x - 1 && px <= x + w + 1 && py >= y && py < y + h);
+      if (hit) H.tip.show(event.clientX, event.clientY, ...describe(hit[0])); else H.tip.hide();
     });
     host.addEventListener("pointerleave", H.tip.hide);
     host.addEventListener("dblclick", (event) => zoom(0.4, second(event)));
@@ -148,7 +148,7 @@
       const y = (firsts[lane] + depth[at]) * ROW;
       if (y < top || y + ROW > top + host.clientHeight - TOP) { top = 0; scroll(y - 40); }
       again();
-      H.say(told(at).filter(Boolean).map((n) => n.textContent).join(", "));
+      H.say(describe(at).filter(Boolean).map((n) => n.textContent).join(", "));
     }
     const button = (words, does, run) => H.el("button", { type: "button", class: "icon", "aria-label": does, title: does, click: run }, words);
     return H.card("Timeline", [dropped ? H.el("span", { class: "muted" }, `${H.count(dropped)} shorter spans are left out`) : null,

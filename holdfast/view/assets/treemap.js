@@ -62,9 +62,9 @@
 
   /**
    * host: an element with a height. root: of H.tree. fill(leaf) → colour, or null to leave it pale; hit(leaf) → marked as bad;
-   * told(node) → what its tooltip shows; open(leaf): a leaf was chosen; moved(node): zoomed to a node.
+   * describe(node) → what its tooltip shows; open(leaf): a leaf was chosen; moved(node): zoomed to a node.
    */
-  H.treemap = ({ host, root, label, fill, hit, told, open, moved }) => {
+  H.treemap = ({ host, root, label, fill, hit, describe, open, moved }) => {
     let at = root, cells = [], frames = [], tops = [], active = 0, over = null, laid = "";
     const outline = H.el("div", { class: "outline", hidden: true });
     host.setAttribute("role", "application");
@@ -172,7 +172,7 @@
       if (!cell) { leave(); return; }
       over = cell;
       mark();
-      H.tip.show(event.clientX, event.clientY, ...told(cell.node), H.el("div", null, goes.node.leaf ? "Click to open" : `Click to go into ${goes.node.label}`));
+      H.tip.show(event.clientX, event.clientY, ...describe(cell.node), H.el("div", null, goes.node.leaf ? "Click to open" : `Click to go into ${goes.node.label}`));
       host.style.cursor = goes.node.leaf ? "pointer" : "zoom-in";
     });
     function leave() { over = null; mark(); H.tip.hide(); }
@@ -209,7 +209,7 @@
         over = null;
         mark();
         const { node, x, y, h } = tops[active], box = host.getBoundingClientRect();
-        H.tip.show(box.left + x + 10, box.top + y + Math.min(h, 40), ...told(node));
+        H.tip.show(box.left + x + 10, box.top + y + Math.min(h, 40), ...describe(node));
         H.say(`${node.label}, ${H.bytes(node.bytes)}, ${H.percent(node.bytes / (root.bytes || 1))}`);
       } else if (event.key === "Enter" && tops[active]) take(tops[active].node);
       else if ((event.key === "Escape" || event.key === "Backspace") && at.parent) go(at.parent);
