@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError, Untrusted
-from holdfast.inspect.statistics import Statistics, statistics
+from holdfast.inspect.statistics import Statistics, statistics, statistics_of_all
 from holdfast.ondisk import signature, spans
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.containers import as_text
@@ -24,7 +24,10 @@ from holdfast.read.damage import Verified
 from holdfast.view.page import page
 from holdfast.view.traces import Timeline
 
-SCRIPTS = ("table.js", "chart.js", "treemap.js", "shards.js", "timeline.js", "tensor.js", "checkpoint.js")
+SCRIPTS = (
+    "table.js", "chart.js", "treemap.js", "heatmap.js", "norms.js", "shards.js", "timeline.js", "tensor.js",
+    "checkpoint.js",
+)  # fmt: skip
 BINS = 60
 LONG = 400
 """Characters of a value that are shown."""
@@ -47,7 +50,9 @@ def checkpoint_page(
     data = contents(checkpoint, look=look)
     data |= {"served": served, "timeline": timeline}
     if stats is not None:
-        data["statistics"] = {name: figures(checkpoint, name) for name in _named(checkpoint, stats)}
+        data["statistics"] = {
+            one.name: one for one in statistics_of_all(checkpoint, _named(checkpoint, stats), bins=BINS)
+        }
     return page(f"{_title(checkpoint)} · holdfast", SCRIPTS, data, served=served)
 
 

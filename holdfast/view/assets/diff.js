@@ -158,7 +158,7 @@
   const halves = el("div", { class: "grid column" },
     el("div", { class: "grid column" },
       known.length ? H.card("By layer", [key, which_section, measures], el("div", { class: "body" }, field)) : null,
-      H.card("Names", [words, input, which_], el("div", { class: "body flush sideways" }, table.node))), detail);
+      H.card("Names", [words, input, which_], el("div", { class: "body flush" }, table.node))), detail);
   H.empty(main, facts, all.length && all.length === count("same") ? el("p", { class: "note" }, "Both hold the same, to the last bit.") : null, halves);
   H.key("/", "filter by name", () => { input.focus(); });
   H.key("m", "what the colour says", () => { const kinds = Object.keys(MEASURES); measures.querySelector(`[data-value=${kinds[(kinds.indexOf(measure) + 1) % kinds.length]}]`).click(); });

@@ -1,12 +1,14 @@
-// A map of kinds of things (rows) by number (columns), on a canvas. Uses frame.js.
+// A map of things in rows and columns, on a canvas: kinds by number, or layers by kind. Uses frame.js.
 "use strict";
 /**
- * H.heatmap({ host, rows: [label], columns: [number or null], cell(row, column) → thing or undefined, fill(thing) → colour,
- *             sign(thing) → "" or a mark, describe(row, column, thing) → nodes, open(thing), label }) → { again(), mark(thing) }
- * Arrow keys move, Enter opens. A column of null is for what has no number.
+ * H.heatmap({ host, rows: [label], columns: [number, null or label], cell(row, column) → thing or undefined,
+ *             fill(thing, column) → colour, sign(thing) → "" or a mark, describe(row, column, thing) → nodes, open(thing), label }) → { again(), mark(thing) }
+ * Arrow keys move, Enter opens. A column of null is for what has no number; labels of columns are written upwards.
  */
 H.heatmap = ({ host, rows, columns, cell, fill, sign, describe, open, label }) => {
-  const ROW = 21, HEAD = 24, LEAST = 7, MOST = 44;
+  const upright = columns.some((column) => typeof column === "string");
+  const ROW = 21, LEAST = upright ? 18 : 7, MOST = 44, HIGHEST = 260;
+  const HEAD = upright ? Math.min(HIGHEST, H.widest(columns, "400 11.5px --sans") + 14) : 24;
   let left = 0, wide = MOST, at = [0, 0], marked = null;
   const outline = H.el("div", { class: "outline", hidden: true });
   host.tabIndex = 0;
@@ -36,7 +38,14 @@ H.heatmap = ({ host, rows, columns, cell, fill, sign, describe, open, label }) =
     const every = Math.max(1, Math.ceil(26 / wide));
     let shown = 0;
     columns.forEach((number, k) => {
-      if (number === null) context.fillText("–", left + (k + 0.5) * wide, HEAD / 2);
+      if (upright) {
+        context.save();
+        context.translate(left + (k + 0.5) * wide, HEAD - 7);
+        context.rotate(-Math.PI / 2);
+        context.textAlign = "left";
+        context.fillText(labelled(context, number, HEAD - 10), 0, 0.5);
+        context.restore();
+      } else if (number === null) context.fillText("–", left + (k + 0.5) * wide, HEAD / 2);
       else if (shown++ % every === 0) context.fillText(String(number), left + (k + 0.5) * wide, HEAD / 2);
     });
     rows.forEach((words, r) => {
@@ -48,7 +57,7 @@ H.heatmap = ({ host, rows, columns, cell, fill, sign, describe, open, label }) =
       columns.forEach((number, k) => {
         const thing = cell(r, k);
         if (thing === undefined) return;
-        const gap = wide > 10 ? 1 : 0.5, colour = fill(thing);
+        const gap = wide > 10 ? 1 : 0.5, colour = fill(thing, k);
         context.fillStyle = colour;
         context.fillRect(left + k * wide + gap / 2, y + 1, wide - gap, ROW - 2);
         const mark = sign(thing);

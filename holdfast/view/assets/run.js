@@ -174,7 +174,7 @@
   });
   const FILTERS = { all: () => true, there: (i) => there.has(c.step[i]) && newest.get(c.step[i]) === i, failed: (i) => c.outcome[i] !== "saved" };
   const filter = H.segmented("Which saves", [["all", "all"], ["there", "there now"], ["failed", "not saved"]], "all", (to) => table.show([...indices].reverse().filter(FILTERS[to])));
-  const halves = el("div", { class: "grid column" }, H.card("Saves", filter, el("div", { class: "body flush sideways" }, table.node)), detail);
+  const halves = el("div", { class: "grid column" }, H.card("Saves", filter, el("div", { class: "body flush" }, table.node)), detail);
   table.node.id = "saves";
   table.node.style.height = `${Math.min(12, Math.max(3, n)) * 30 + 42}px`;
 

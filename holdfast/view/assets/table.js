@@ -12,26 +12,36 @@ H.named = (name, kind = "", more = null) => {
 };
 
 /**
- * H.table({ label, columns, rows, picked, sort: [column, 1 or -1] }) → { node, show(rows), filter(test), select(row), refresh(), focus(), shown }
+ * H.table({ label, columns, rows, picked, sort: [column, 1 or -1] }) → { node, show(rows), columns(list), filter(test), select(row), … }
  *
  * columns: { name, width (of a grid column), value (row → what it is sorted by), cell (row → text or node; default value),
  *            right: true for figures, ascending: true if it is sorted upwards first, spare: true to leave it out on a narrow screen,
- *            narrow: its width there }
- * picked(row) is called by a click or Enter. Arrows, Page Up and Down, Home and End move.
+ *            narrow: its width there, title: a longer name }
+ * picked(row) is called by a click or Enter. Arrows, Page Up and Down, Home and End move. A table whose columns have no room scrolls sideways.
  */
-H.table = ({ label, columns, rows, picked, sort = null }) => {
+H.table = ({ label, columns: first, rows, picked, sort = null }) => {
   const ROW = 30, SPARE = 6;
-  let all = [...rows], shown = all, fits = null, active = 0, chosen = null, sorting = sort, pool = [];
+  let columns = first, all = [...rows], shown = all, fits = null, active = 0, chosen = null, sorting = sort, pool = [];
   const name = `table-${(H.table.number = (H.table.number ?? 0) + 1)}`;
   const spacer = H.el("div", { style: { width: "1px" } });
   const none = H.el("div", { class: "none", hidden: true }, all.length ? "Nothing fits." : "There is none.");
   const kind = (column) => `${column.right ? "right" : ""} ${column.spare ? "spare" : ""}`;
-  const heads = H.el("div", { class: "heads", role: "row", "aria-rowindex": 1 }, columns.map((column, i) =>
-    H.el("div", { role: "columnheader", class: kind(column) }, H.el("button", { type: "button", click: () => order(i) }, column.name))));
+  const heads = H.el("div", { class: "heads", role: "row", "aria-rowindex": 1 });
+  const above = H.el("div", { class: "above", role: "rowgroup" }, heads);
   const body = H.el("div", { class: "rows", role: "rowgroup", tabindex: 0, "aria-label": label }, spacer, none);
-  const node = H.el("div", { class: "table", role: "grid", "aria-label": label, "aria-colcount": columns.length,
-    style: { "--columns": columns.map((c) => c.width).join(" "), "--narrow": columns.filter((c) => !c.spare).map((c) => c.narrow ?? c.width).join(" ") } }, heads, body);
+  const node = H.el("div", { class: "table", role: "grid", "aria-label": label }, above, body);
 
+  /** Pixels that columns of these widths need at least: of each the first number of pixels in it, gaps and padding. */
+  const least = (widths, gap, padding) => `${widths.reduce((sum, width) => sum + Number(/(\d+)px/.exec(width)?.[1] ?? 0), gap * (widths.length - 1) + 2 * padding)}px`;
+  function build() {
+    const widths = columns.map((c) => c.width), narrow = columns.filter((c) => !c.spare).map((c) => c.narrow ?? c.width);
+    const style = { "--columns": widths.join(" "), "--least": least(widths, 16, 16), "--narrow": narrow.join(" "), "--narrow-least": least(narrow, 10, 12) };
+    Object.entries(style).forEach(([key, to]) => node.style.setProperty(key, to));
+    node.setAttribute("aria-colcount", columns.length);
+    H.empty(heads, columns.map((column, i) =>
+      H.el("div", { role: "columnheader", class: kind(column) }, H.el("button", { type: "button", title: column.title ?? null, click: () => order(i) }, column.name))));
+    pool.splice(0).forEach((row) => row.remove());
+  }
   function order(index) {
     const first = columns[index].ascending ? 1 : -1;
     sorting = sorting && sorting[0] === index ? [index, -sorting[1]] : [index, first];
@@ -104,6 +114,8 @@ H.table = ({ label, columns, rows, picked, sort = null }) => {
     picked?.(chosen);
   }
   body.addEventListener("scroll", H.frame(draw), { passive: true });
+  body.addEventListener("scroll", () => { above.scrollLeft = body.scrollLeft; }, { passive: true });
+  above.addEventListener("scroll", () => { body.scrollLeft = above.scrollLeft; }, { passive: true }); // a heading that Tab brought into sight
   body.addEventListener("click", (event) => {
     const row = event.target.closest(".row");
     if (row) pick(Number(row.dataset.index));
@@ -117,17 +129,26 @@ H.table = ({ label, columns, rows, picked, sort = null }) => {
     event.preventDefault();
   });
   new ResizeObserver(draw).observe(body);
+  build();
   arrange();
   return {
     node,
     /** Show these rows instead, in the order that the columns have. */
     show(next) { all = [...next]; pool.forEach((row) => { row.of = undefined; }); body.scrollTop = 0; arrange(); },
+    /** Have these columns instead. What it is sorted by stays, if there still is a column of that name. */
+    columns(next) {
+      const index = sorting ? next.findIndex((column) => column.name === columns[sorting[0]].name) : -1;
+      sorting = index < 0 ? null : [index, sorting[1]];
+      columns = next;
+      build();
+      arrange();
+    },
+    /** Sort by the same column again: what it shows has changed. */
+    resort() { pool.forEach((row) => { row.of = undefined; }); arrange(); },
     /** Show those rows alone that pass a test. */
     filter(test) { fits = test; body.scrollTop = 0; narrow(); },
     /** Mark a row and bring it into sight, without calling picked. */
     select(row) { chosen = row; const at = shown.indexOf(row); if (at >= 0) { active = at; reveal(); } else draw(); },
-    /** Draw rows anew, whose content has changed. */
-    refresh() { pool.forEach((row) => { row.of = undefined; }); draw(); },
     focus() { body.focus(); },
     get shown() { return shown; },
   };

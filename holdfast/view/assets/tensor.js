@@ -17,9 +17,21 @@
     return node;
   }
 
-  function statistics(tensor, known) {
+  /** Ask the server for the statistics of a tensor, and keep them in `known`. Throws an Error whose message is for the page. */
+  H.ask = async (name, known) => {
+    let answer;
+    try {
+      answer = await fetch(`statistics?name=${encodeURIComponent(name)}`);
+    } catch { throw new Error("The server does not answer: it was ended. Start it again and open the address that it prints."); }
+    const result = await answer.json();
+    if (!answer.ok) throw new Error(result.error);
+    known.set(name, result);
+    return result;
+  };
+
+  function statistics(tensor, known, learned) {
     const host = el("div", { class: "on-demand" });
-    const ready = known.get(tensor.name);
+    const ready = known.get(tensor.name) ?? known.get(tensor.alias);
     if (ready) return H.empty(host, figures(ready));
     if (!H.data.served) {
       const command = `holdfast view ${H.data.quoted} --stats ${pattern(tensor.name)}`;
@@ -30,14 +42,12 @@
       ask.disabled = true;
       ask.textContent = `Reading ${H.bytes(tensor.bytes)} …`;
       try {
-        const answer = await fetch(`statistics?name=${encodeURIComponent(tensor.name)}`);
-        const result = await answer.json();
-        if (!answer.ok) throw new Error(result.error);
-        known.set(tensor.name, result);
+        const result = await H.ask(tensor.name, known);
         H.empty(host, figures(result));
         H.say(`Min ${H.number(result.min)}, max ${H.number(result.max)}, mean ${H.number(result.mean)}, ${H.plural(result.nan, "NaN")}`);
+        learned();
       } catch (error) {
-        H.empty(host, el("p", { class: "note bad" }, error instanceof TypeError ? "The server does not answer: it was ended. Start it again and open the address that it prints." : error.message), ask);
+        H.empty(host, el("p", { class: "note bad" }, error.message), ask);
         ask.disabled = false;
         ask.textContent = "Try again";
       }
@@ -45,8 +55,8 @@
     return H.empty(host, ask);
   }
 
-  /** Fill the panel. tensor: as checkpoint.js makes them; known: Map of statistics by name. */
-  H.panel = (host, tensor, { known, total, names }) => {
+  /** Fill the panel. tensor: as checkpoint.js makes them; known: Map of statistics by name; learned(): one was added. */
+  H.panel = (host, tensor, { known, total, names, learned }) => {
     const { data } = H, drawing = H.shards(tensor, data.files, tensor.itemsize);
     const { owners } = drawing, several = new Set(owners.map((o) => o.who)).size;
     const [prefix, last] = H.parted(tensor.name);
@@ -59,6 +69,6 @@
         el("section", null, el("h3", null, "Shards ", el("span", { class: "plain" }, spread)), drawing.node,
           el("ul", { class: "owners", tabindex: 0, "aria-label": "Files of this tensor" }, owners.slice(0, SHOWN).map((o) => el("li", null, el("i", { style: { background: H.colour(o.colour) } }), el("b", null, o.who), el("span", { class: "cut muted", title: o.path }, H.shortPath(o.path)), el("span", null, H.bytes(o.bytes)))),
             owners.length > SHOWN ? el("li", { class: "muted" }, `and ${H.count(owners.length - SHOWN)} more files`) : null)),
-        el("section", null, el("h3", null, "Statistics"), statistics(tensor, known))));
+        el("section", null, el("h3", null, "Statistics"), statistics(tensor, known, learned))));
   };
 }

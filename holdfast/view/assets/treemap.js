@@ -1,7 +1,19 @@
-// A squarified treemap on a canvas: groups in groups down to leaves, by bytes. Uses frame.js.
+// A treemap on a canvas: groups in groups down to leaves, by bytes, in the order of the layers. Uses frame.js.
 "use strict";
 {
   const HEAD = 19, LINE = 11;
+
+  const numbered = /^(.*?)(\d+)$/s;
+  /** Things in their order, but those whose names differ in their last number alone stand by that number where the first of them stands. */
+  H.ordered = (things, nameOf) => {
+    const stems = new Map();
+    for (const thing of things) {
+      const name = nameOf(thing), match = numbered.exec(name), stem = match ? `#${match[1]}` : name;
+      if (!stems.has(stem)) stems.set(stem, []);
+      stems.get(stem).push([match ? Number(match[2]) : 0, thing]);
+    }
+    return [...stems.values()].flatMap((group) => group.sort((a, b) => a[0] - b[0]).map(([, thing]) => thing));
+  };
 
   /** Leaves [{ path: [keys], bytes, … }] as a tree: { label, bytes, children, leaf, parent }; groups of one are joined. */
   H.tree = (leaves, label) => {
@@ -18,46 +30,43 @@
     }
     const settle = (node) => {
       if (!node.children) return node;
-      let children = [...node.children.values()].map(settle);
+      let children = H.ordered([...node.children], ([key]) => key).map(([, child]) => settle(child));
       while (node.parent && children.length === 1 && children[0].children) {
         node.label = `${node.label}${children[0].label.match(/^[.[/]/) ? "" : "."}${children[0].label}`;
         children = children[0].children;
       }
-      node.children = children.sort((a, b) => b.bytes - a.bytes);
+      node.children = children;
       node.children.forEach((child, i) => { child.parent = node; child.number = i; });
       return node;
     };
     return settle(root);
   };
 
-  /** Rectangles of `items` (largest first, by bytes), each as near to a square as it gets: calls place(item, x, y, w, h). */
-  function squarify(items, x, y, w, h, place) {
-    let left = items.reduce((sum, item) => sum + item.bytes, 0), first = 0;
-    while (first < items.length && left > 0 && w > 0 && h > 0) {
-      const scale = (w * h) / left, side = Math.min(w, h);
-      let last = first, sum = 0, worst = Infinity;
-      while (last < items.length) {
-        const next = sum + items[last].bytes * scale;
-        const most = items[first].bytes * scale, least = items[last].bytes * scale;
-        if (least <= 0) break;
-        const ratio = Math.max((side * side * most) / (next * next), (next * next) / (side * side * least));
-        if (ratio > worst) break;
-        worst = ratio;
-        sum = next;
-        last += 1;
-      }
-      if (last === first) break;
-      const thick = sum / side;
-      let at = w < h ? x : y;
-      for (let i = first; i < last; i += 1) {
-        const long = (items[i].bytes * scale) / thick;
-        if (w < h) place(items[i], at, y, long, thick); else place(items[i], x, at, thick, long);
-        at += long;
-        left -= items[i].bytes;
-      }
-      if (w < h) { y += thick; h -= thick; } else { x += thick; w -= thick; }
-      first = last;
+  /**
+   * Rectangles of `items` in their order, in strips that are read as lines of text are: calls place(item, x, y, w, h). A strip takes the
+   * next item as long as its rectangles come nearer to squares by that, in the mean.
+   */
+  function strips(items, x, y, w, h, place) {
+    if (!(w > 0 && h > 0)) return;
+    const some = items.filter((item) => item.bytes > 0), scale = (w * h) / some.reduce((sum, item) => sum + item.bytes, 0);
+    const ratio = (strip, sum) => {
+      const high = (sum * scale) / w;
+      return strip.reduce((total, item) => { const wide = (item.bytes * scale) / high; return total + Math.max(wide / high, high / wide); }, 0) / strip.length;
+    };
+    const put = (strip, sum, top) => {
+      const high = (sum * scale) / w;
+      strip.reduce((left, item) => { const wide = (item.bytes * scale) / high; place(item, left, top, wide, high); return left + wide; }, x);
+      return top + high;
+    };
+    let strip = [], sum = 0, mean = Infinity, top = y;
+    for (const item of some) {
+      const longer = ratio([...strip, item], sum + item.bytes);
+      if (strip.length && longer > mean) { top = put(strip, sum, top); [strip, sum] = [[], 0]; }
+      strip.push(item);
+      sum += item.bytes;
+      mean = strip.length === 1 ? ratio(strip, sum) : longer;
     }
+    if (strip.length) put(strip, sum, top);
   }
 
   /**
@@ -84,7 +93,7 @@
       if (w < 2.5 || h < 2.5) { cells.push({ node, name, x, y, w, h }); return; }
       const inner = framed ? [x + 3, y + HEAD, w - 6, h - HEAD - 3] : [x + apart, y + apart, w - 2 * apart, h - 2 * apart];
       const parts = [];
-      squarify(node.children, ...inner, (child, cx, cy, cw, ch) => { if (cw * ch > 0.2) parts.push([child, cx, cy, cw, ch]); });
+      strips(node.children, ...inner, (child, cx, cy, cw, ch) => { if (cw * ch > 0.2) parts.push([child, cx, cy, cw, ch]); });
       // Of a hundred layers alike a dozen would be a pixel larger and have frames: those of most bytes decide for all.
       const groups = parts.filter(([child]) => !child.leaf), sum = (those) => those.reduce((n, [child]) => n + child.bytes, 0);
       const each = 2 * sum(groups.filter(([, , , cw, ch]) => large(cw, ch))) >= sum(groups);
