@@ -7,7 +7,7 @@
  */
 H.heatmap = ({ host, rows, columns, cell, fill, sign, describe, open, label }) => {
   const upright = columns.some((column) => typeof column === "string");
-  const ROW = 21, LEAST = upright ? 18 : 7, MOST = 44, HIGHEST = 260;
+  const ROW = !upright || rows.length <= 60 ? 21 : rows.length <= 160 ? 12 : 6, NAMED = Math.ceil(13 / ROW), LEAST = upright ? 18 : 7, MOST = 44, HIGHEST = 260;
   const HEAD = upright ? Math.min(HIGHEST, H.widest(columns, "400 11.5px --sans") + 14) : 24;
   let left = 0, wide = MOST, at = [0, 0], marked = null;
   const outline = H.el("div", { class: "outline", hidden: true });
@@ -53,17 +53,17 @@ H.heatmap = ({ host, rows, columns, cell, fill, sign, describe, open, label }) =
       context.textAlign = "right";
       context.font = `11.5px ${family}`;
       context.fillStyle = r === at[0] && document.activeElement === host ? text : muted;
-      context.fillText(labelled(context, words, left - 10), left - 9, y + ROW / 2);
+      if (r % NAMED === 0) context.fillText(labelled(context, words, left - 10), left - 9, y + ROW / 2);
       columns.forEach((number, k) => {
         const thing = cell(r, k);
         if (thing === undefined) return;
         const gap = wide > 10 ? 1 : 0.5, colour = fill(thing, k);
         context.fillStyle = colour;
-        context.fillRect(left + k * wide + gap / 2, y + 1, wide - gap, ROW - 2);
+        context.fillRect(left + k * wide + gap / 2, y + (ROW > 12 ? 1 : 0.5), wide - gap, ROW - (ROW > 12 ? 2 : 1));
         const mark = sign(thing);
-        if (!mark) return;
+        if (!mark || ROW < 12) return;
         context.textAlign = "center";
-        context.font = `700 ${wide > 12 ? 12 : 9}px ${H.family("--sans")}`;
+        context.font = `700 ${wide > 12 && ROW > 12 ? 12 : 9}px ${H.family("--sans")}`;
         context.fillStyle = H.ink(colour);
         context.fillText(mark, left + (k + 0.5) * wide, y + ROW / 2 + 0.5);
       });

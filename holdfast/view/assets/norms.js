@@ -15,7 +15,7 @@
 
   const MEASURES = {
     norm: { words: "norm", note: "The root of the sum of squares. The scale is logarithmic." },
-    ratio: { words: "against its kind", note: "The norm divided by the median of its column. The scale is logarithmic." },
+    ratio: { words: "against its kind", note: "The norm divided by the median of the same parameter of all layers. The scale is logarithmic." },
   };
   const median = (values) => { const sorted = [...values].sort((a, b) => a - b); return sorted[Math.floor(sorted.length / 2)]; };
   const nonfinite = (statistics) => statistics.nan + statistics.inf;
@@ -26,7 +26,7 @@
    */
   H.norms = ({ tensors, known, served, open }) => {
     const all = tensors.filter((t) => served || known.has(t.name)), sections = [...new Set(all.map((t) => t.section))];
-    let section = sections[0], measure = "norm", cells = new Map(), places = new Map(), range = null, medians = [], map = null;
+    let section = sections[0], measure = "norm", cells = new Map(), places = new Map(), range = null, medians = new Map(), stems = [], map = null;
     const key = el("div", { class: "scale" }), field = el("div"), left = el("p", { class: "muted small", hidden: true });
 
     /** Of several in one place the one to be looked at first: with NaN, else of the largest norm. */
@@ -36,19 +36,20 @@
       return nonfinite(b) !== nonfinite(a) ? (nonfinite(b) > nonfinite(a) ? t : best) : (b.norm ?? -1) > (a.norm ?? -1) ? t : best;
     });
     const normOf = (group) => known.get(leading(group).name)?.norm ?? null;
-    const ratioOf = (group, k) => { const norm = normOf(group); return norm > 0 && medians[k] ? norm / medians[k] : null; };
+    const kindOf = ([r, k]) => `${k} ${stems[r]}`;
+    const ratioOf = (group) => { const norm = normOf(group), typical = medians.get(kindOf(places.get(group[0]))); return norm > 0 && typical ? norm / typical : null; };
     const part = (norm) => (range[0] === range[1] ? 0.5 : Math.log(norm / range[0]) / Math.log(range[1] / range[0]));
-    function fill(group, k) {
+    function fill(group) {
       const statistics = known.get(leading(group).name);
       if (!statistics) return H.css("--sunken");
       if (nonfinite(statistics)) return H.css("--bad");
       if (!statistics.norm) return H.css("--line");
-      return measure === "norm" ? H.ramp(0.12 + 0.88 * part(statistics.norm)) : H.diverge(Math.log10(ratioOf(group, k) ?? 1));
+      return measure === "norm" ? H.ramp(0.12 + 0.88 * part(statistics.norm)) : H.diverge(Math.log10(ratioOf(group) ?? 1));
     }
     const describe = (r, k, group) => {
-      const t = leading(group), statistics = known.get(t.name), ratio = ratioOf(group, k);
+      const t = leading(group), statistics = known.get(t.name), ratio = ratioOf(group);
       return [el("b", null, t.name), group.length > 1 ? el("div", null, `the largest of ${H.count(group.length)} here`) : null,
-        ...(statistics ? [el("div", null, `norm ${H.number(statistics.norm)}`), ratio === null ? null : el("div", null, `${H.number(Number(ratio.toPrecision(3)))} × the median of its column`), el("div", null, `std ${H.number(statistics.std)}`),
+        ...(statistics ? [el("div", null, `norm ${H.number(statistics.norm)}`), ratio === null ? null : el("div", null, `${H.number(Number(ratio.toPrecision(3)))} × the median of its kind`), el("div", null, `std ${H.number(statistics.std)}`),
           nonfinite(statistics) ? el("div", { class: "bad" }, `${H.count(statistics.nan)} NaN, ${H.count(statistics.inf)} infinite`) : null] : [el("div", null, "not read")])].filter(Boolean);
     };
     const swatch = (colour, words) => [el("i", { class: "none", style: { background: colour } }), el("span", { class: "muted" }, words)];
@@ -62,15 +63,16 @@
       key.title = MEASURES[measure].note;
     }
     function measured() {
-      const byColumn = new Map();
-      for (const [place, group] of cells) {
-        const norm = normOf(group), k = Number(place.split(",")[1]);
-        if (norm > 0) byColumn.set(k, [...(byColumn.get(k) ?? []), norm]);
+      const byKind = new Map();
+      for (const group of cells.values()) {
+        const norm = normOf(group), kind = kindOf(places.get(group[0]));
+        if (!(norm > 0)) continue;
+        if (!byKind.has(kind)) byKind.set(kind, []);
+        byKind.get(kind).push(norm);
       }
-      const norms = [...byColumn.values()].flat();
+      const norms = [...byKind.values()].flat();
       range = norms.length ? norms.reduce(([low, high], norm) => [Math.min(low, norm), Math.max(high, norm)], [Infinity, 0]) : null;
-      medians = [];
-      byColumn.forEach((values, k) => { medians[k] = median(values); });
+      medians = new Map([...byKind].filter(([, values]) => values.length > 1).map(([kind, values]) => [kind, median(values)]));
     }
     function lay() {
       const those = all.filter((t) => t.section === section), layers = new Map(), kinds = new Map();
@@ -81,6 +83,7 @@
       }
       const rows = H.ordered([...layers.keys()], (layer) => layer), columns = [...kinds.keys()];
       rows.forEach((layer, r) => layers.set(layer, r));
+      stems = rows.map((layer) => layer.replace(/\d+$/, "*"));
       [cells, places] = [new Map(), new Map()];
       for (const t of those) {
         const [layer, kind] = H.placed(t), place = [layers.get(layer), kinds.get(kind)];

@@ -47,26 +47,30 @@
    * next item as long as its rectangles come nearer to squares by that, in the mean.
    */
   function strips(items, x, y, w, h, place) {
-    if (!(w > 0 && h > 0)) return;
-    const some = items.filter((item) => item.bytes > 0), scale = (w * h) / some.reduce((sum, item) => sum + item.bytes, 0);
+    const some = items.filter((item) => item.bytes > 0);
+    if (!(w > 0 && h > 0 && some.length)) return;
+    const scale = (w * h) / some.reduce((sum, item) => sum + item.bytes, 0);
     const ratio = (strip, sum) => {
       const high = (sum * scale) / w;
       return strip.reduce((total, item) => { const wide = (item.bytes * scale) / high; return total + Math.max(wide / high, high / wide); }, 0) / strip.length;
     };
-    const put = (strip, sum, top) => {
-      const high = (sum * scale) / w;
-      strip.reduce((left, item) => { const wide = (item.bytes * scale) / high; place(item, left, top, wide, high); return left + wide; }, x);
-      return top + high;
-    };
-    let strip = [], sum = 0, mean = Infinity, top = y;
+    const bytesOf = (strip) => strip.reduce((sum, item) => sum + item.bytes, 0), all = [];
+    let strip = [], sum = 0, mean = Infinity;
     for (const item of some) {
       const longer = ratio([...strip, item], sum + item.bytes);
-      if (strip.length && longer > mean) { top = put(strip, sum, top); [strip, sum] = [[], 0]; }
+      if (strip.length && longer > mean) { all.push(strip); [strip, sum] = [[], 0]; }
       strip.push(item);
       sum += item.bytes;
       mean = strip.length === 1 ? ratio(strip, sum) : longer;
     }
-    if (strip.length) put(strip, sum, top);
+    const before = all.at(-1), joined = [...(before ?? []), ...strip]; // a few at the end would be a thin line of their own
+    if (before && ratio(joined, bytesOf(joined)) * joined.length < ratio(before, bytesOf(before)) * before.length + mean * strip.length) all.splice(-1, 1, joined);
+    else all.push(strip);
+    all.reduce((top, those) => {
+      const high = (bytesOf(those) * scale) / w;
+      those.reduce((left, item) => { const wide = (item.bytes * scale) / high; place(item, left, top, wide, high); return left + wide; }, x);
+      return top + high;
+    }, y);
   }
 
   /**
