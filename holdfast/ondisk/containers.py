@@ -134,10 +134,11 @@ def note_of(node: Any, named: Sequence[tuple[str, Any]], *, ordered: bool, exact
     unclear = numbers and any(type(key) is str and looks_like_integer(key) for _, key in named)
     if kind == "dict" and not (ordered or others or unclear):
         return "dict" if numbers or not node else None
+    # Of an empty tuple msgspec leaves out the default itself alone, and Python 3.10 makes others of generators.
     return Container(
         kind,
-        keys=tuple((name, scalars.encode_key(key)) for name, key in named if type(key) is not str),
-        order=tuple(name for name, _ in named) if ordered else (),
+        keys=tuple((name, scalars.encode_key(key)) for name, key in named if type(key) is not str) or (),
+        order=(tuple(name for name, _ in named) if ordered else ()) or (),
         factory=factory_of(node) if kind == "defaultdict" else None,
     )
 

@@ -495,3 +495,9 @@ def test_any_opcodes(parts: list[bytes]) -> None:
         found = outcome(b"".join(parts) + b".", _as_torch)
     assert heard == []
     assert isinstance(found, HoldfastError) or inert.expanded(found, 10**6) is None or repr(found) is not None
+
+
+def test_a_signal_by_name_as_python_3_10_pickles_it() -> None:
+    assert load(b"csignal\nSIGTERM\n.") == load(b"csignal\nSignals\n(I15\ntR.")
+    with pytest.raises(Unsupported, match=r"names signal\.alarm"):
+        load(b"csignal\nalarm\n.")

@@ -6,6 +6,7 @@ A name is compared with lists; it is never imported or looked up.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -84,6 +85,8 @@ _RUNS = re.compile(
     r"serialization|utils\.(cpp_extension|bottleneck|collect_env|_config_module|data\.datapipes|model_zoo)|"
     r"distributed\.(rpc|run|launch(er)?|elastic))\..+)(\..+)?"
 )
+SIGNALS = {f"signal.{number.name}": int(number) for number in signal.Signals}
+"""Signals by name, as Python 3.10 pickles them; later ones pickle a call with the number."""
 _RECORDS_OF_BUILTINS = frozenset(["builtins.object", "builtins.range", "builtins.slice"])
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg", "torch.tensor": "torch._tensor"}
 _OLD_NAMES = {"builtins.long": "builtins.int", "builtins.unicode": "builtins.str", "builtins.xrange": "builtins.range"}

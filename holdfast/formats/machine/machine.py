@@ -127,10 +127,12 @@ class Machine:
         for i, key in enumerate(keys):
             yield self.key(key, count + i)
 
-    def name(self, module: Any, text: Any) -> Name:
+    def name(self, module: Any, text: Any) -> Name | Record:
         if not isinstance(module, str) or not isinstance(text, str):
             raise TypeError("a name that is no text")
         full = inert.full_name(module, text)
+        if full in inert.SIGNALS:
+            return Record("signal.Signals", (inert.SIGNALS[full],))
         if not (full in self.calls or full in _METHODS or inert.is_known(full)):
             raise Unsupported(
                 f"{self.where}: its pickle names {full[:200]}, which is no tensor, container or number and no class "

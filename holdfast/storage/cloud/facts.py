@@ -164,7 +164,7 @@ class Facts:
     def _time(self, tag: str) -> datetime | None:
         match = re.search(rf"<{tag}>(.*?)</{tag}>", self.answer.depth)
         try:
-            time = datetime.fromisoformat(match[1]) if match else None
+            time = datetime.fromisoformat(match[1].replace("Z", "+00:00")) if match else None  # Python 3.10 knows no Z
         except ValueError:
             return None
         return time.replace(tzinfo=timezone.utc) if time and time.tzinfo is None else time
