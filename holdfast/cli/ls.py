@@ -70,6 +70,8 @@ def _show_steps(steps: Sequence[Step]) -> None:
     for step in steps:
         if step.fault:
             output.say(f"{step.name or step.path}: {step.fault}")
+    if any(step.health == "left behind" for step in steps):
+        output.say("left behind: training went back and goes on without these; restore(state, step=…) still loads one")
 
 
 def health(step: Step) -> str:

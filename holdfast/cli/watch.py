@@ -138,6 +138,7 @@ def _lines(now: Standing) -> list[tuple[str, str | Text]]:
         lines.append(("next save", f"step {now.next_step:,}{wait}"))
     counts = [f"{now.saved:,} saved", f"{now.failed:,} failed", f"{now.skipped:,} skipped"]
     present = "none is there now" if not now.there else f"{len(now.there):,} there now"
+    present += f", {len(now.left_behind):,} of them left behind" if now.left_behind else ""
     lines.append(("saves", f"{', '.join(c for c in counts if not c.startswith('0 ')) or 'none yet'}; {present}"))
     if now.failure is not None:
         since = f"{now.failed_since:,} since the last save; " if now.failed_since else ""
@@ -190,7 +191,7 @@ def _saves(history: History) -> RenderableType:
 def _fate(step: int, history: History) -> str:
     """What became of a saved step that is not there as it was saved."""
     if step in history.there:
-        return ""
+        return ", left behind" if step in history.behind else ""
     return ", unreadable" if any(ends_with(name, step) for name in history.unreadable) else ", swept"
 
 

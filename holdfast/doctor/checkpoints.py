@@ -18,6 +18,8 @@ from holdfast.errors import Damaged, HoldfastError, Mismatch, NotACheckpoint, St
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.repair.rescue import rescuable
+from holdfast.run import going_back
+from holdfast.run.going_back import WentBack
 from holdfast.run.steps import Steps
 from holdfast.run.whole import fault_of, lacking_files
 from holdfast.storage import storage
@@ -137,14 +139,16 @@ def _ours(place: Place) -> list[Finding]:
 
 
 def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
-    newest = steps[-1]
-    text = f"{root} is the folder of a run, with {len(steps)} checkpoints: the newest is {newest.name}"
-    findings = [Finding(NAME, "ok", text, f"{command('ls', root)} lists them")]
+    counting, findings = _counting(root, steps)
+    text = f"{root} is the folder of a run, with {len(steps)} checkpoints: the newest is {counting[-1].name}"
+    left = len(steps) - len(counting)
+    text += f"; training went back, and goes on without {left} later {'one' if left == 1 else 'ones'}" if left else ""
+    findings.insert(0, Finding(NAME, "ok", text, f"{command('ls', root)} lists them"))
     for step in steps[-FEW:]:
         fault = fault_of(step)
         if fault is not None:
             findings.append(_damaged(f"{step.name}: {fault}", command("doctor", step)))
-    findings += _other_runs(root, steps)
+    findings += _other_runs(root, counting)
     citations = Reuses(root)
     for name in sorted(set(root.folder_names()) - {step.name for step in steps}):
         files = (root / name).files_below()
@@ -155,6 +159,22 @@ def _run(root: Place, steps: Sequence[Place]) -> list[Finding]:
             one = _uncommitted(root / name, files)
             findings.append(Finding(NAME, "warn", one.text, one.mend, one.kind))
     return findings
+
+
+def _counting(root: Place, steps: Sequence[Place]) -> tuple[Sequence[Place], list[Finding]]:
+    """The steps that training did not leave behind when it went back; and what is wrong with the mark that says so."""
+    try:
+        mark = going_back.read(root)
+    except Damaged as error:
+        return steps, [_damaged(str(error), command("ls", root))]
+    asked = Steps(root, "{step}")
+    behind = {step for step in steps if mark is not None and _is_behind(asked, step, mark)}
+    return [step for step in steps if step not in behind] or steps, []
+
+
+def _is_behind(asked: Steps, step: Place, mark: WentBack) -> bool:
+    made = asked.made_by(step)
+    return made is not None and made.save in mark.saves
 
 
 def _other_runs(root: Place, steps: Sequence[Place]) -> list[Finding]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import pairwise
 
 from holdfast.commit.commit import sizes_of_save
 from holdfast.commit.folder import what_is_there
@@ -16,6 +17,7 @@ from holdfast.events import log
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import datafile, manifest, part
 from holdfast.run.journal import ASK, Entry, Now, Reader, joined, printable
+from holdfast.run.steps import Steps
 from holdfast.run.tiers.nodes import root_of_fast
 from holdfast.run.whole import metric_of
 from holdfast.storage.place import Place
@@ -48,6 +50,7 @@ class History:
     ``seconds`` and ``stall`` are not known and 0. ``there``: names of the folders that hold a committed step now, by
     step. ``now``: where training was when it last said so. ``saving``: the saves under way. ``unreadable``: folders
     that cannot be looked into, with why. ``fast_of``: the root that this is the fast tier of, None if it is none.
+    ``behind``: the steps that are there and no longer count, since training went back and on without them.
     """
 
     at: float
@@ -57,6 +60,7 @@ class History:
     saving: list[Underway]
     unreadable: dict[str, str] = field(default_factory=dict)
     fast_of: str | None = None
+    behind: frozenset[int] = frozenset()
 
     @property
     def saved(self) -> list[Entry]:
@@ -97,10 +101,22 @@ class Past:
             if refused:
                 raise StorageError(refused[min(refused)])
             raise NotACheckpoint(what_is_there(root))
+        entries = joined([*journal.entries, *others])
         return History(
-            time.time(), joined([*journal.entries, *others]), dict(sorted(there.items())), journal.now, saving,
+            time.time(), entries, dict(sorted(there.items())), journal.now, saving,
             dict(sorted(refused.items())), self._fast_of() if journal.now is None else None,
+            self._behind(there, entries),
         )  # fmt: skip
+
+    def _behind(self, there: dict[int, str], entries: Sequence[Entry]) -> frozenset[int]:
+        if all(entry.step < later.step for entry, later in pairwise(entries)):
+            return frozenset()  # training never went back: in a store, asking for the mark costs a request
+        try:
+            steps = Steps(self.root, "{step}")
+            return frozenset(step for step, name in there.items() if steps.is_behind(step, self.root / name))
+        except HoldfastError as error:  # the mark cannot be read: a restore says so
+            log.debug("%s", error)
+            return frozenset()
 
     def _fast_of(self) -> str | None:
         root = root_of_fast(self.root) if self.root.has_folders else None

@@ -20,7 +20,7 @@ from holdfast.storage.wrappers.layers import with_default_deadline
 
 @dataclass(frozen=True)
 class Run:
-    """One run below a folder: its checkpoints in numbers, and the newest of them.
+    """One run below a folder: its checkpoints in numbers, and the newest that counts.
 
     ``nbytes``: what all its steps wrote. ``newest``: None for a run that has not saved yet, or that cannot be read
     (``fault`` says why).
@@ -67,4 +67,5 @@ def _run(path: Place, name: str) -> Run:
         return Run(name, str(path), fault="no step was saved here yet")
     except HoldfastError as error:
         return Run(name, str(path), fault=str(error))
-    return Run(name, str(path), len(steps), sum(step.own for step in steps), steps[-1])
+    counting = [step for step in steps if step.health != "left behind"]
+    return Run(name, str(path), len(steps), sum(step.own for step in steps), (counting or steps)[-1])

@@ -72,6 +72,7 @@ class Standing:
     best: Save | None
     backlog: int | None
     there: list[int]
+    left_behind: list[int]
     unreadable: dict[str, str]
     fast_of: str | None
     stalls: list[float | None]
@@ -91,6 +92,7 @@ def standing(root: str, history: History) -> Standing:
     next_in = None
     if next_step is not None and now is not None and step_seconds is not None and state != "silent":
         next_in = max((next_step - now.step) * step_seconds - (at - now.at), 0.0)
+    counting = [entry for entry in saved if entry.step not in history.behind]
     newest = now or (entries[-1] if entries else None)
     return Standing(
         root=root, at=at, state=state, step=now.step if now is not None else last.step if last is not None else None,
@@ -102,8 +104,9 @@ def standing(root: str, history: History) -> Standing:
         skipped=sum(entry.outcome == "skipped" for entry in entries),
         failed_since=sum(last is None or entry.began > last.began for entry in failed),
         failure=Failure(failed[-1].step, max(at - failed[-1].began, 0.0), failed[-1].error) if failed else None,
-        best=_best(saved, at, largest=now is not None and now.mode == "max"),
+        best=_best(counting, at, largest=now is not None and now.mode == "max"),
         backlog=newest.backlog if newest is not None else None, there=[*history.there],
+        left_behind=sorted(history.behind),
         unreadable=history.unreadable, fast_of=history.fast_of,
         stalls=[entry.stall if entry.outcome == "saved" else None for entry in recent],
         rates=[rate_of(entry) for entry in recent],

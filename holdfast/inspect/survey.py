@@ -27,6 +27,8 @@ from holdfast.ondisk.manifest import Manifest
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.files import DataFiles
 from holdfast.read.source import ReadStats
+from holdfast.run import going_back
+from holdfast.run.going_back import WentBack
 from holdfast.run.tiers.nodes import MARK
 from holdfast.run.whole import lacking_files, metric_of
 from holdfast.storage.local import disk
@@ -42,7 +44,9 @@ MOST_FILES = 1000
 
 _NUMBERED = re.compile(r"(?:^|step|iter|iteration|checkpoint|ckpt|ba)[-_=]?(?P<step>\d{1,17})(?=\D|$)", re.IGNORECASE)
 
-Health = Literal["whole", "opens", "partly here", "pending", "writing", "lent", "unfinished", "damaged", "unreadable"]
+Health = Literal[
+    "whole", "opens", "partly here", "pending", "writing", "lent", "unfinished", "damaged", "unreadable", "left behind"
+]
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Step:
     ``health``, of which ``fault`` says why:
 
     - ``whole``: every file is there, as long as the manifest says; if headers were asked for, these are right too.
+    - ``left behind``: every file is there, but training went back to an earlier step and goes on without this one.
     - ``opens``: another format, whose description is consistent.
     - ``partly here``: on a fast tier, of which each node has the files of its own ranks.
     - ``pending``: all ranks had finished, and the save was not committed: `holdfast.tools.rescue` commits it.
@@ -110,8 +115,9 @@ def _look(root: Place, tier: str, *, headers: bool) -> list[Step]:
     if (root / manifest.FILE_NAME).is_file() or (not root.is_remote and root.is_file()):
         return [_seen(root, "", tier, headers=headers)]
     names = [name for name in root.folder_names() if not name.startswith(".")]
+    mark = _mark(root)
     with ThreadPoolExecutor(ASKERS, thread_name_prefix="holdfast-survey") as pool:
-        ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, headers=headers), names) if step]
+        ours = [step for step in pool.map(lambda n: _ours(root / n, n, tier, mark, headers=headers), names) if step]
     citations = Reuses(root)
     ours = [_or_lent(root / step.name, step, citations) for step in ours]
     named = {step.name for step in ours}
@@ -127,6 +133,14 @@ def _look(root: Place, tier: str, *, headers: bool) -> list[Step]:
     # A file that says which step is the latest is none itself.
     single = [step for step in files if step is not None and not _is_of_a_run(step, names)]
     return [*ours, *(step for step in folders if step is not None), *single]
+
+
+def _mark(root: Place) -> WentBack | None:
+    try:
+        return going_back.read(root)
+    except HoldfastError as error:  # the steps are listed nevertheless
+        log.warning("%s", error)
+        return None
 
 
 def _is_of_a_run(step: Step, folders: list[str]) -> bool:
@@ -148,7 +162,7 @@ def _seen(path: Place, name: str, tier: str, *, headers: bool) -> Step:
     return step
 
 
-def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
+def _ours(path: Place, name: str, tier: str, mark: WentBack | None = None, *, headers: bool) -> Step | None:
     """A step of holdfast in any state; None if there is none."""
     if path.has_folders and not path.is_dir():
         return None
@@ -174,6 +188,8 @@ def _ours(path: Place, name: str, tier: str, *, headers: bool) -> Step | None:
     )  # fmt: skip
     try:
         health, fault = _health(path, record, headers=headers)
+        if health == "whole" and mark is not None and mark.leaves(step.step, record.save):
+            health = "left behind"
         return replace(step, health=health, fault=fault, metric=metric_of(path))
     except (HoldfastError, OSError) as error:
         return replace(step, fault=str(error))

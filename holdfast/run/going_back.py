@@ -27,6 +27,10 @@ class WentBack(msgspec.Struct, frozen=True):
     to: int
     saves: frozenset[str]
 
+    def leaves(self, step: int | None, save: str) -> bool:
+        """Whether this save of a step no longer counts."""
+        return step is not None and step > self.to and save in self.saves
+
 
 def read(root: Place) -> WentBack | None:
     """The mark of a run; None if it never went back. Raises Damaged, StorageError."""

@@ -71,9 +71,10 @@ def prune(
 ) -> Pruned:
     """Delete of the steps below ``root`` what ``keep`` does not keep; with ``dry_run`` only tell what would go.
 
-    The newest step that is whole stays as it is, whatever the rules and whatever was saved after it. ``name``: what
-    step folders are called (``"step-{step}"``); by default it follows from the folders. Files that steps which stay
-    have borrowed stay. A run may be under way: its manager's newest step is never touched.
+    The newest step that is whole stays as it is, whatever the rules and whatever was saved after it. The rules do
+    not count steps that training left behind when it went back; these stay until training has passed them. ``name``:
+    what step folders are called (``"step-{step}"``); by default it follows from the folders. Files that steps which
+    stay have borrowed stay. A run may be under way: its manager's newest step is never touched.
     Raises NotACheckpoint if no steps are there, ValueError if ``root`` is a fast tier or names are mixed, StorageError.
     """
     place = with_deadline(location(root), deadline)
@@ -87,10 +88,14 @@ def prune(
     if not committed:
         raise NotACheckpoint(f"{place} holds no step: {what_is_there(place)}")
     faults, lost = _looked_at(committed)
-    rated = {step: steps.metric(path) if keep.best else None for step, path in committed.items()}
-    kept = _kept(keep, rated, faults, lost)
+    behind = steps.behind(committed)
+    counting = [step for step in committed if step not in behind] or list(committed)
+    rated = {step: steps.metric(committed[step]) if keep.best else None for step in counting}
+    later = [step for step in behind if step > max(counting)]
+    kept = _kept(keep, rated, faults, lost).and_whole(later)  # these stay as with a manager, until training passes them
     others = tuple(sorted({*place.folder_names()} - {path.name for path in steps.folders()}))
-    fates = _fates(place, committed, keep, kept, rated, faults, others)
+    why = {step: _reasons(step, keep, rated, kept, faults) for step in committed}
+    fates = _fates(place, committed, kept, why, others)
     if not dry_run:
         steps.prune(kept, committed)
         left = steps.committed()
@@ -148,6 +153,8 @@ def _kept(keep: Keep, rated: dict[int, float | None], faults: dict[int, str], lo
 
 
 def _reasons(step: int, keep: Keep, rated: dict[int, float | None], kept: Kept, faults: dict[int, str]) -> list[str]:
+    if step not in rated:
+        return ["left behind", *([f"damaged: {faults[step]}"] if step in faults else [])]
     reasons = []
     if step in Keep(last=keep.last).kept(rated):
         reasons.append("newest" if keep.last == 1 else f"newest {keep.last}")
@@ -171,8 +178,7 @@ def _best(keep: Keep, rated: dict[int, float | None]) -> set[int]:
 
 
 def _fates(
-    root: Place, committed: dict[int, Place], keep: Keep, kept: Kept, rated: dict[int, float | None],
-    faults: dict[int, str], others: Collection[str],
+    root: Place, committed: dict[int, Place], kept: Kept, why: dict[int, list[str]], others: Collection[str]
 ) -> tuple[Fate, ...]:  # fmt: skip
     going = [committed[step].name for step in committed if step not in kept.steps]
     stay = [path.name for path in committed.values() if path.name not in going]
@@ -182,7 +188,7 @@ def _fates(
     fates = []
     for step, path in committed.items():
         sizes = path.sizes_below()
-        fate = Fate(step, path.name, "nothing", tuple(_reasons(step, keep, rated, kept, faults)), sum(sizes.values()))
+        fate = Fate(step, path.name, "nothing", tuple(why[step]), sum(sizes.values()))
         if path.name in going:
             freed = account.of(path.name, sizes)
             lent = fate.nbytes - freed

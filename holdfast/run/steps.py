@@ -102,7 +102,7 @@ class Steps:
         if path.name in self._counting:
             return False
         made = self.made_by(path)
-        if made is not None and made.save in mark.saves:
+        if made is not None and mark.leaves(step, made.save):
             return True
         self._counting.add(path.name)
         return False

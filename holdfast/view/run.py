@@ -25,6 +25,7 @@ _KINDS = {
     "pending": "warn",
     "writing": "",
     "lent": "",
+    "left behind": "",
     "unfinished": "warn",
 }
 

@@ -14,8 +14,14 @@ import torch
 
 import holdfast
 from holdfast import CheckpointManager, Keep
+from holdfast.doctor.checkpoints import diagnose
 from holdfast.errors import Damaged, NotACheckpoint
+from holdfast.inspect.history import Past
+from holdfast.inspect.runs import runs_in
+from holdfast.inspect.standing import standing
+from holdfast.inspect.survey import survey
 from holdfast.run.going_back import FILE, WentBack
+from holdfast.run.prune import prune
 from holdfast.storage.memory import Memory
 from holdfast.storage.place import Place
 from holdfast.storage.store_place import StorePlace
@@ -245,3 +251,59 @@ def test_all_ranks_go_back(tmp_path: Path) -> None:
     first, second = pool.run(2, _goes_back, str(tmp_path))
     assert first == second and first[1:] == [[100, 200], 207]
     assert "there is no step 250 in" in first[0][0]
+
+
+def test_lists_and_reports_say_which_steps_were_left_behind(root: Path | Place) -> None:
+    with run(root) as manager:
+        train(manager, 100, 500, at_200=0.5, at_300=0.4, at_500=0.1)
+    with run(root) as manager:
+        manager.restore(state_at(0), step=200)
+        assert {step.health for step in survey(root)} == {"whole"}, "until it saves, nothing has changed"
+        train(manager, 300, 300, course=7, at_300=0.3)
+    health = {step.step: step.health for step in survey(root)}
+    assert health == {100: "whole", 200: "whole", 300: "whole", 400: "left behind", 500: "left behind"}
+    history = Past(root).look()
+    now = standing(str(root), history)
+    assert now.left_behind == [400, 500] and now.there == [100, 200, 300, 400, 500]
+    assert now.best is not None and now.best.step == 300
+    text = "\n".join(finding.text for finding in diagnose(root))
+    assert "the newest is step-300; training went back, and goes on without 2 later ones" in text
+
+
+def test_the_newest_of_a_run_is_none_that_was_left_behind(tmp_path: Path) -> None:
+    with run(tmp_path / "run") as manager:
+        train(manager, 100, 300)
+    with run(tmp_path / "run") as manager:
+        manager.restore(state_at(0), step=100)
+        manager.save(150, state_at(150))
+    [line] = runs_in(tmp_path)
+    assert line.newest is not None and line.newest.step == 150 and line.steps == 4
+
+
+def test_steps_are_listed_though_the_mark_cannot_be_read(tmp_path: Path) -> None:
+    with run(tmp_path) as manager:
+        train(manager, 100, 100)
+    (tmp_path / FILE).write_text("{")
+    assert [step.health for step in survey(tmp_path)] == ["whole"]
+    assert Past(tmp_path).look().behind == frozenset()
+    assert any(finding.verdict == "fail" and FILE in finding.text for finding in diagnose(tmp_path))
+
+
+def test_prune_keeps_the_step_that_training_goes_on_from(root: Path | Place) -> None:
+    with run(root) as manager:
+        train(manager, 100, 500, at_100=0.9, at_200=0.5, at_300=0.4, at_500=0.1)
+    with run(root) as manager:
+        manager.restore(state_at(0), step=200)
+        train(manager, 300, 300, course=7, at_300=0.6)
+        manager.save(450, state_at(450))
+    done = prune(root, Keep(last=1, best=1), dry_run=False)
+    assert {fate.step: (fate.goes, fate.why) for fate in done.steps} == {
+        100: ("all", ("no rule keeps it",)),
+        200: ("nothing", ("best 1 (metric 0.5)",)),
+        300: ("all", ("no rule keeps it",)),
+        450: ("nothing", ("newest",)),
+        500: ("nothing", ("left behind",)),
+    }
+    with run(root) as manager:
+        loaded = manager.restore(state_at(0))
+        assert loaded is not None and loaded.step == 450
