@@ -5,6 +5,7 @@ Users call `convert`. Never holds more than a few windows of the state, and neve
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from time import monotonic
@@ -120,7 +121,9 @@ def _look(place: StorePlace, ranks: Ranks, *, overwrite: bool) -> str:
 def _warn(converted: Converted) -> None:
     lost = converted.left_out
     if lost:
-        events.log.warning(
+        # A Hugging Face folder is for the model alone: nobody is surprised that the optimizer is not there.
+        events.log.log(
+            logging.INFO if converted.to == "huggingface" else logging.WARNING,
             "%s leaves out %d names for which the format %r has no place (%s%s); Converted.left_out lists them",
             converted.path, len(lost), converted.to, ", ".join(lost[:3]), ", …" if len(lost) > 3 else "",
         )  # fmt: skip

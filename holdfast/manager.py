@@ -163,13 +163,13 @@ class CheckpointManager:
             >>> manager.wait()
         """
         step = index(step)
-        if metric is None and self.keep.best and not self._warned:
+        due = step % self.every == 0 if due is None else due
+        if due and metric is None and self.keep.best and not self._warned:
             self._warned = True
             log.warning(
-                "Keep(best=%d) keeps the steps with the best metric, and step %d has come without one: pass metric= to "
+                "Keep(best=%d) keeps the steps with the best metric, and step %d is saved without one: pass metric= to "
                 "step. Steps that are saved without a metric are never among the best", self.keep.best, step,
             )  # fmt: skip
-        due = step % self.every == 0 if due is None else due
         self._record.arrived(step, metric)
         try:
             if self._announcements.hear(step):

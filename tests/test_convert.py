@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -265,12 +266,16 @@ def test_progress_is_told_and_what_is_left_out_is_logged_once(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[holdfast.events.Event] = []
-    with holdfast.events.listen(seen.append):
-        converted = holdfast.convert(holdfast.open(source), tmp_path / "t", to="huggingface")
+    with holdfast.events.listen(seen.append), caplog.at_level(logging.INFO, "holdfast"):
+        converted = holdfast.convert(
+            holdfast.open(source), tmp_path / "t", to="huggingface", extras={"config.json": b"{}"}
+        )
     assert [e.kind for e in seen][0] == "start" and seen[-1].kind == "end"
     assert {e.task for e in seen} == {"convert"} and seen[-1].done == seen[-1].total > states.wide(0).nbytes
     assert {"optimizer/columns", "config/lr", "rng", "mine"} <= set(converted.left_out)
     (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert repr(converted).startswith(f"Converted('{tmp_path / 't'}', 'huggingface', {len(converted.tensors)} tensors")
     assert f"leaves out {len(converted.left_out)} names" in record.getMessage()
 
 

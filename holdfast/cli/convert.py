@@ -98,7 +98,8 @@ def _renames_of(pairs: list[str] | None) -> dict[str, str] | None:
 def _show(done: Converted) -> None:
     """Print what a conversion did."""
     output.say(
-        f"{done.path} ({done.to}): {len(done.tensors)} tensors, {output.size(done.nbytes)}, {done.seconds:.1f} s"
+        f"{done.path} ({done.to}): {output.count(len(done.tensors), 'tensor')}, "
+        f"{output.size(done.nbytes)}, {done.seconds:.1f} s"
     )
     pairs = sorted({f"{old} → {new}" for old, new in done.cast.values()})
     notes = (

@@ -33,7 +33,8 @@ def _show(done: Copied) -> None:
     there = f", {stats.skipped} files were there" if stats.skipped else ""
     what = f"{len(done.steps)} steps" if done.steps else "copied" if done.committed else "the same checkpoint was there"
     output.say(
-        f"{done.target}: {what}; {stats.files} files, {output.size(stats.nbytes)} copied{there}, {done.seconds:.1f} s"
+        f"{done.target}: {what}; {output.count(stats.files, 'file')}, {output.size(stats.nbytes)} copied{there}, "
+        f"{done.seconds:.1f} s"
     )
 
 

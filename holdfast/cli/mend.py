@@ -118,7 +118,7 @@ def rescue(*, folder: str, like: str | None, save: str | None, step: int | None,
 
 
 def _show_rescued(done: Rescued) -> None:
-    output.say(f"{done.path} is a checkpoint again: {done.tensors} tensors, {output.size(done.nbytes)}")
+    output.say(f"{done.path} is a checkpoint again: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}")
     output.say(f"made from {done.origin}, save {done.save}, step {done.step}")
     for lost in done.lost:
         output.say(f"- {lost}")

@@ -126,13 +126,25 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, gap: bool = 
         return
     if gap:
         say("")
-    if not _quiet:
-        # In a pipe, a table is as wide as its cells need: other programs search and cut it.
-        _console(width=None if sys.stdout.isatty() else _WIDEST).print(drawn)
+    if _quiet:
+        return
+    if sys.stdout.isatty():
+        _console().print(drawn)
+        return
+    # In a pipe, a table is as wide as its cells need, and no line ends with blanks: other programs search and cut it.
+    console = _console(width=_WIDEST)
+    with console.capture() as printed:
+        console.print(drawn)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in printed.get().splitlines()))
 
 
 _WIDEST = 1 << 20
 """Columns of a line that is not printed to a terminal."""
+
+
+def count(number: int, what: str) -> str:
+    """A number of things, such as 1 tensor or 3 tensors."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def size(nbytes: int) -> str:

@@ -52,9 +52,10 @@ def _show(done: Pruned) -> None:
     gone = sum(fate.goes == "all" for fate in done.steps)
     lost = sum(fate.goes == "optimizer" for fate in done.steps)
     stay = len(done.steps) - gone
+    stays = f"{stay} stay{'s' if stay == 1 else ''}"
     summary = f"{gone} of {len(done.steps)} steps {'are gone' if done.done else 'would go'}"
     summary += f", {lost} {'lost' if done.done else 'would lose'} their optimizer" if lost else ""
-    output.say(f"{summary}, {stay} stay; {output.size(done.freed)} {'freed' if done.done else 'would be freed'}")
+    output.say(f"{summary}, {stays}; {output.size(done.freed)} {'freed' if done.done else 'would be freed'}")
     if not done.done and (gone or lost):
         output.say(_AGAIN)
 

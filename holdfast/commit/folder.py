@@ -289,7 +289,10 @@ def _uncommitted(folder: Place, files: Sequence[str]) -> str:
             "finished"
         )
     if any(datafile.save_of(path) for path in files):
-        return f"{folder} holds data but no manifest.json: a save that never committed, or its manifest was deleted"
+        return (
+            f"{folder} holds data but no manifest.json: a save that never committed, or its manifest was deleted; "
+            "holdfast doctor says which"
+        )
     if any(path.endswith(".safetensors") and "/" not in path for path in files):
         return f"{folder} holds data but no manifest.json: a save that never committed, or another program's files"
     begun = unfinished(files)

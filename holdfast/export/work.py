@@ -33,7 +33,7 @@ _CUTS = 1
 """Counted up when units are cut in another way: then what an older version has begun is not resumed."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Converted:
     """What a conversion did.
 
@@ -60,6 +60,14 @@ class Converted:
     bytes_unverified: int = 0
     bytes_resumed: int = 0
     seconds: float = 0.0
+
+    def __repr__(self) -> str:  # how many names, and not all of them
+        counts = [
+            f", {len(names)} {what.replace('_', ' ')}"
+            for what, names in vars(self).items()
+            if isinstance(names, (list, dict)) and names
+        ]
+        return f"Converted({str(self.path)!r}, {self.to!r}{''.join(counts)})"
 
     @property
     def lacks_config(self) -> bool:

@@ -84,7 +84,7 @@ def described(checkpoint: Checkpoint) -> str:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Loaded:
     """What a load did.
 
@@ -111,6 +111,12 @@ class Loaded:
     bytes_received: int = 0
     bytes_unverified: int = 0
     seconds: float = 0.0
+
+    def __repr__(self) -> str:  # how many names, and not all of them
+        counts = [
+            f", {len(names)} {what}" for what, names in vars(self).items() if isinstance(names, (list, dict)) and names
+        ]
+        return f"Loaded({str(self.checkpoint.path)!r}{''.join(counts)})"
 
     @property
     def step(self) -> int | None:

@@ -224,13 +224,14 @@ def test_the_mark_names_saves(tmp_path: Path) -> None:
 
 
 def test_keeping_the_best_without_a_metric_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with run(tmp_path, keep=Keep(best=2)) as manager, caplog.at_level(logging.WARNING, "holdfast"):
-        manager.step(1, state_at(1), metric=0.5)
-        assert not caplog.records
-        manager.step(2, state_at(2))
-        manager.step(3, state_at(3))
+    with run(tmp_path, every=10, keep=Keep(best=2)) as manager, caplog.at_level(logging.WARNING, "holdfast"):
+        manager.step(10, state_at(10), metric=0.5)
+        manager.step(11, state_at(11))
+        assert not caplog.records, "a step that is not saved needs none"
+        manager.step(20, state_at(20))
+        manager.step(30, state_at(30))
     (record,) = caplog.records
-    assert "Keep(best=2) keeps the steps with the best metric, and step 2 has come without one" in record.message
+    assert "Keep(best=2) keeps the steps with the best metric, and step 20 is saved without one" in record.message
 
 
 def _goes_back(root: str) -> list[Any]:
