@@ -72,6 +72,21 @@ def test_ls(run: Any, saved: Path, tmp_path: Path) -> None:
     assert code == Code.NOT_A_CHECKPOINT and "nothing at" in err
 
 
+def test_ls_marks_the_steps_that_training_left_behind(run: Any, tmp_path: Path) -> None:
+    for first in (None, 10):
+        with holdfast.CheckpointManager(tmp_path, every=10, keep=holdfast.Keep(last=9), worker="thread") as manager:
+            if first is not None:
+                manager.restore({"w": torch.zeros(2), "step": 0}, step=first)
+            for step in (20,) if first else (10, 20, 30):
+                manager.step(step, {"w": torch.ones(2), "step": step})
+    code, out, _ = run("ls", tmp_path)
+    assert code == 0 and [line.split()[-1] for line in out.splitlines()[1:3]] == ["whole", "whole"]
+    assert out.splitlines()[3].endswith("left behind") and out.splitlines()[4].startswith("left behind: training went")
+    assert not any(line.endswith(" ") for line in out.splitlines())
+    steps = json.loads(run("ls", tmp_path, "--json")[1])["checkpoints"]
+    assert [step["health"] for step in steps] == ["whole", "whole", "left behind"]
+
+
 def test_ls_says_what_is_wrong(run: Any, saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved, tmp_path / "run")
     (tmp_path / "run" / "step-3" / "manifest.json").unlink()
