@@ -112,7 +112,7 @@ def _run(arguments: Sequence[str]) -> int:
             raise
         return _failed(failure, words)
     if code == Code.INTERRUPTED:  # newer versions of typer return it
-        return _failed(errors.INTERRUPTED, words)
+        return _failed(errors.interrupted(words), words)
     return int(code or Code.FINE)
 
 

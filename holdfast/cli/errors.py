@@ -69,7 +69,8 @@ class Failure:
     next: str = ""
 
 
-INTERRUPTED = Failure(Code.INTERRUPTED, "interrupted", "interrupted", "")
+_CONTINUED = ("convert", "copy")
+"""Commands that continue from what an interrupted one has left."""
 
 _USAGE: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """The base of errors in arguments: click's, or the one in the copy of click that newer versions of typer carry."""
@@ -82,7 +83,7 @@ def failure_of(error: BaseException, arguments: Sequence[str] = (), places: Sequ
     the hint names the one that the error is about.
     """
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
-        return INTERRUPTED
+        return interrupted(arguments)
     if isinstance(error, _USAGE):
         return _usage(error)
     code = code_of(error)
@@ -94,6 +95,13 @@ def failure_of(error: BaseException, arguments: Sequence[str] = (), places: Sequ
     command = next((word for word in arguments if not word.startswith("-")), "COMMAND")
     kind, hint = _kind(error, _subject(error, arguments, places), command, arguments)
     return Failure(code, kind, text, hint)
+
+
+def interrupted(arguments: Sequence[str]) -> Failure:
+    """The failure of a command that the user interrupted."""
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    hint = "the same command continues from here" if command in _CONTINUED else ""
+    return Failure(Code.INTERRUPTED, "interrupted", "interrupted", hint)
 
 
 _SAME = ("bandwidth", "dtype", "extras", "like", "only", "overwrite", "rename", "require", "save", "step", "to")

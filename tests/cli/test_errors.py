@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.cli.errors import Code, in_options
+from holdfast.cli.errors import Code, failure_of, in_options
 from holdfast.storage.local import disk
 from tests.cli.conftest import Run
 from tests.damaging import flip
@@ -357,3 +357,9 @@ def test_no_space(small_disk: Path, steps: Path, run: Run) -> None:
             break
     told = json.loads(err)["error"]
     assert code == Code.STORAGE and told["kind"] == "no space" and "holdfast prune" in told["next"]
+
+
+@pytest.mark.parametrize(("command", "hint"), [("copy", "the same command continues from here"), ("verify", "")])
+def test_an_interrupt_says_whether_the_same_command_continues(command: str, hint: str) -> None:
+    failure = failure_of(KeyboardInterrupt(), ["--quiet", command, "run/step-1"])
+    assert failure is not None and (failure.text, failure.next) == ("interrupted", hint)
