@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from holdfast.errors import StorageError
@@ -29,29 +28,31 @@ _ADVICE = {
 }
 
 
-@contextmanager
-def naming(path: str | os.PathLike[str] | Place, doing: str) -> Iterator[None]:
+# Classes, and not generators of `contextlib`: in Python 3.12 these keep an error that passes through, and with it the
+# frames of the caller and the state that is saved, until garbage is collected.
+class naming:
     """Turn an OSError inside the block into a StorageError that says what was done to which file, and what to do."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise storage_error(doing, str(path), error.errno, error.strerror or str(error)) from error
+
+    def __init__(self, path: str | os.PathLike[str] | Place, doing: str) -> None:
+        self.path, self.doing = path, doing
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise storage_error(self.doing, str(self.path), error.errno, error.strerror or str(error)) from error
 
 
-@contextmanager
-def naming_unless_missing(path: str | os.PathLike[str] | Place, doing: str) -> Iterator[None]:
+class naming_unless_missing(naming):
     """`naming`, but a missing file stays a FileNotFoundError: the caller knows what that means."""
-    try:
-        with naming(path, doing):
-            yield
-    except FileNotFoundError:
-        raise
-    except StorageError as error:
-        if error.errno == errno.ENOENT or isinstance(error.__cause__, FileNotFoundError):
-            raise FileNotFoundError(errno.ENOENT, "No such file", str(path)) from None
-        raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, FileNotFoundError):
+            return
+        missing = isinstance(error, StorageError) and isinstance(error.__cause__, FileNotFoundError)
+        if missing or (isinstance(error, StorageError) and error.errno == errno.ENOENT):
+            raise FileNotFoundError(errno.ENOENT, "No such file", str(self.path)) from None
+        super().__exit__(kind, error, at)
 
 
 def storage_error(doing: str, file: str, number: int | None, text: str) -> StorageError:
