@@ -4,6 +4,9 @@ Change `import torch.distributed.checkpoint as dcp` to `import holdfast.dcp as d
 `Writer` and `Reader`.
 """
 
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed.checkpoint as _theirs
 from torch.distributed.checkpoint import (
     default_planner,
     filesystem,
@@ -78,3 +81,13 @@ __all__ = [
     "stateful",
     "storage",
 ]
+
+
+_DEPRECATED = ("load_state_dict", "save_state_dict")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:  # what a newer torch has besides
+        if name.startswith("_") or name in _DEPRECATED or not hasattr(_theirs, name):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_theirs, name)

@@ -221,6 +221,9 @@ def test_torchs_own_reader_knows_what_is_there_and_says_who_can_load_it(tmp_path
     dcp.save(STATE, checkpoint_id=tmp_path / "c")
     torch_dcp.save(STATE, checkpoint_id=tmp_path / "theirs")
     ours, theirs = (torch_dcp.FileSystemReader(tmp_path / n).read_metadata() for n in ("c", "theirs"))
+    for one in theirs.state_dict_metadata.values():
+        if hasattr(getattr(one, "properties", None), "strides"):  # of torch 2.15; ours is read by older ones too
+            one.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata and ours.planner_data == theirs.planner_data
     assert ours.storage_data.keys() == theirs.storage_data.keys() and ours.version == theirs.version
     with pytest.raises(CheckpointException, match=r"load this checkpoint with holdfast\.dcp\.load"):
