@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from tests import pool
-from tests.formats.truth import NAMES, Truth, module_of, optimizer_of, same
+from tests.formats.truth import NAMES, Truth, faults, module_of, optimizer_of
 
 TRAINED = [name for name in NAMES if Truth(name).optimizer]
 
@@ -25,7 +25,7 @@ def load_each(names: list[str]) -> list[str]:
     wrong = []
     for name in names:
         try:
-            wrong += [f"{name}: {fault}" for fault in _load(Truth(name))]
+            wrong += [f"{name}: {why}" for why in _load(Truth(name))]
         except holdfast.HoldfastError as error:
             wrong.append(f"{name}: {type(error).__name__}: {str(error)[:2000]}")
     return wrong
@@ -39,19 +39,16 @@ def _load(truth: Truth) -> list[str]:
     if truth.optimizer:
         into["optimizer"] = optimizer_of(truth, model)
     holdfast.load(truth.path, into)
-    faults = []
-    held = {k: _whole(v) for k, v in model.state_dict().items()}
-    faults += [fqn for fqn, tensor in truth.model.items() if not same(held[fqn], tensor)]
+    wrong = faults(truth, truth.model, {k: _whole(v) for k, v in model.state_dict().items()})
     if truth.optimizer:
         state = into["optimizer"].state
         of = {fqn: state[p] for fqn, p in model.named_parameters()}
         for (fqn, key), tensor in truth.optimizer.items():
-            found = _whole(of[fqn].get(key))
-            if found is None or not same(found, tensor):
-                faults.append(f"{fqn} {key}: {found if found is None else (found.dtype, found.shape)}")
+            if why := tensor.fault(_whole(of[fqn].get(key)), truth.tensors):
+                wrong.append(why)
         for mine, theirs in zip(into["optimizer"].param_groups, truth.facts["param_groups"], strict=True):
-            faults += [k for k in ("lr", "weight_decay", "eps") if mine[k] != theirs[k]]
-    return faults
+            wrong += [k for k in ("lr", "weight_decay", "eps") if mine[k] != theirs[k]]
+    return wrong
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,36 +1,34 @@
-"""What a peer's checkpoint holds, told by the peer: the truth that lies beside each golden one, and the comparison."""
+"""What each golden checkpoint of a peer holds, as the peer had it in memory, and the comparison with what we read."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import holdfast
 from holdfast.ondisk import names
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
+from tests.formats.expected import SUMS, Expected, read_sums
 
 GOLDEN = LocalPlace(__file__).parent.parent / "golden"
 BUFFERS = ("pos_scale", "seen")
-MODEL_AND_TRAIN = ("dcp_filepertensor",)
-"""Whose truth tells more than was saved: the .metadata names neither notes nor rng."""
 
 NAMES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.json"))
 
 
 class Truth:
-    """One golden checkpoint with its truth (tests/golden/FIXTURES.md tells both)."""
+    """One golden checkpoint with its truth (tests/golden/FIXTURES.md describes both)."""
 
-    def __init__(self, name: str, folder: Path = GOLDEN) -> None:
-        self.name, self.folder = name, folder / name
+    def __init__(self, name: str) -> None:
+        self.name, self.folder = name, GOLDEN / name
         self.facts: dict[str, Any] = json.loads((self.folder / "expected.json").read_text())
 
     @property
@@ -38,8 +36,8 @@ class Truth:
         return self.folder / "ckpt"
 
     @cached_property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / "expected.safetensors")
+    def tensors(self) -> dict[str, Expected]:
+        return read_sums(self.folder / SUMS)
 
     @property
     def ids(self) -> dict[str, int]:
@@ -47,20 +45,19 @@ class Truth:
         params = [p for group in self.facts.get("param_groups") or () for p in group.get("params", ())]
         return {fqn: i for i, fqn in enumerate(params)}
 
-    def section(self, prefix: str) -> dict[str, torch.Tensor]:
+    def section(self, prefix: str) -> dict[str, Expected]:
         return {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
 
     @property
-    def model(self) -> dict[str, torch.Tensor]:
-        found = self.section("model.")
+    def model(self) -> dict[str, Expected]:
+        model = self.section("model.")
         if self.facts["system"].startswith("Megatron"):
             # Of buffers, which have no fp32 master, Megatron keeps only what the module holds.
-            buffers = {k: v for k, v in self.section("module_bf16.").items() if k in BUFFERS}
-            found.update(buffers)
-        return found
+            model.update({k: v for k, v in self.section("module_bf16.").items() if k in BUFFERS})
+        return model
 
     @property
-    def optimizer(self) -> dict[tuple[str, str], torch.Tensor]:
+    def optimizer(self) -> dict[tuple[str, str], Expected]:
         """(fqn, key) to the tensor."""
         return {(k.rpartition(".")[0], k.rpartition(".")[2]): v for k, v in self.section("optim.").items()}
 
@@ -76,29 +73,32 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check(name: str, path: Place | None = None) -> holdfast.Checkpoint:
-    """Open a golden checkpoint and compare all that the truth tells of it; returns it for more."""
+    """Open a golden checkpoint and compare it with all of its truth; returns it for more."""
     truth = Truth(name)
     checkpoint = holdfast.open(truth.path if path is None else path)
     state = checkpoint.state_dict()
-    held = state.get("model", {})
+    model = state.get("model", {})
     # A file may leave out the second name of tied weights, as transformers' do; then the first one stands for both.
-    second = {name for group in truth.facts.get("tied") or () if group[0] in held for name in group[1:]} - held.keys()
-    wrong = [f"model/{k}" for k, tensor in truth.model.items() if k not in second and not _has(held, k, tensor)]
-    extra = sorted(held.keys() - truth.model.keys())
+    second = {name for group in truth.facts.get("tied") or () if group[0] in model for name in group[1:]} - model.keys()
+    wrong = faults(truth, {fqn: tensor for fqn, tensor in truth.model.items() if fqn not in second}, model)
+    extra = sorted(model.keys() - truth.model.keys())
     assert not wrong and not extra, (wrong, extra)
     _check_optimizer(truth, state.get("optimizer", {}))
-    for fqn, tensor in truth.section("module_bf16.").items():
-        assert _has(state["module"], fqn, tensor), fqn
+    wrong = faults(truth, truth.section("module_bf16."), state.get("module", {}))
+    assert not wrong, wrong
     for prefix in ("views.", "progress."):
         for key, tensor in truth.section(prefix).items():
-            found = [v for k, v in leaves(state) if k.rpartition("/")[2] == key and isinstance(v, torch.Tensor)]
-            assert any(same(tensor, v) for v in found), (prefix, key)
+            of_that_name = [v for k, v in leaves(state) if k.rpartition("/")[2] == key and isinstance(v, torch.Tensor)]
+            reasons = [tensor.fault(v) for v in of_that_name]
+            assert "" in reasons, (prefix, key, reasons)
     _check_objects(truth, checkpoint, state)
     return checkpoint
 
 
-def _has(held: Any, fqn: str, tensor: torch.Tensor) -> bool:
-    return isinstance(held, dict) and fqn in held and same(held[fqn], tensor)
+def faults(truth: Truth, tensors: Mapping[str, Expected], held: Any) -> list[str]:
+    """Why each of these tensors is not held as the truth says it is."""
+    held = held if isinstance(held, dict) else {}
+    return [why for key, tensor in tensors.items() if (why := tensor.fault(held.get(key), truth.tensors))]
 
 
 def _check_optimizer(truth: Truth, held: dict[str, Any]) -> None:
@@ -107,8 +107,8 @@ def _check_optimizer(truth: Truth, held: dict[str, Any]) -> None:
     wrong = []
     for (fqn, key), tensor in truth.optimizer.items():
         leaf = state.get(ids[fqn] if by_id else fqn, {}).get(key)
-        if not isinstance(leaf, torch.Tensor) or not same(leaf, tensor):
-            wrong.append(f"optimizer/state/{fqn}/{key}: {leaf if leaf is None else (leaf.dtype, leaf.shape)}")
+        if why := tensor.fault(leaf, truth.tensors):
+            wrong.append(why)
     assert not wrong, wrong
     told = {(ids[fqn] if by_id else fqn, key) for fqn, key in truth.optimizer}
     extra = {(k, key) for k, leaf in state.items() for key in leaf} - told
@@ -129,12 +129,12 @@ def _check_objects(truth: Truth, checkpoint: holdfast.Checkpoint, state: dict[st
     for path in checkpoint.differing:
         everywhere.update(leaves(checkpoint.per_rank(path, 0), path))
     for key, value in leaves(truth.facts.get("objects") or {}):
-        if value == "10 * rank" or (truth.name in MODEL_AND_TRAIN and not key.startswith("train/")):
+        if value == "10 * rank":
             continue
         found = [v for k, v in everywhere.items() if f"/{k}".endswith(f"/{key}") or f"/{key}".endswith(f"/{k}")]
         assert any(_plain(v) == value for v in found), (key, value, found)
     rng = truth.facts.get("rng") or {}
-    if "torch_cpu_sha256" in rng and truth.name not in MODEL_AND_TRAIN:
+    if "torch_cpu_sha256" in rng:
         sums = [_sha256(v) for v in everywhere.values() if isinstance(v, (torch.Tensor, bytes))]
         assert rng["torch_cpu_sha256"] in sums
 
@@ -166,23 +166,23 @@ def leaves(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def module_of(truth: Truth) -> nn.Module:
-    """A module with the parameters and buffers of the truth, filled with other numbers."""
+    """A module with the parameters and buffers of the truth, all filled with 7."""
     root = nn.Module()
     tied = {name: group[0] for group in truth.facts.get("tied") or () for name in group[1:]}
     for fqn, tensor in sorted(truth.model.items(), key=lambda item: item[0] in tied):  # the tied ones last
         *path, last = fqn.split(".")
-        at = root
+        at, sevens = root, torch.full(tensor.shape, 7, dtype=tensor.dtype)
         for key in path:
             if not hasattr(at, key):
                 at.add_module(key, nn.Module())
             at = getattr(at, key)
         if last in BUFFERS:
-            at.register_buffer(last, torch.full_like(tensor, 7))
+            at.register_buffer(last, sevens)
         elif fqn in tied:
             at.register_parameter(last, root.get_parameter(tied[fqn]))
         else:
             frozen = fqn in (truth.facts.get("frozen") or ())
-            at.register_parameter(last, nn.Parameter(torch.full_like(tensor, 7), requires_grad=not frozen))
+            at.register_parameter(last, nn.Parameter(sevens, requires_grad=not frozen))
     return root
 
 

@@ -1,4 +1,4 @@
-"""How the golden checkpoints are made: ``python -m tests.golden.make v1`` writes one, and none is ever edited.
+"""How our own golden checkpoints are made: ``python -m tests.golden.make v1`` writes one, and none is ever edited.
 
 A checkpoint of a released format version stays as that version wrote it; the newest one may be made anew until then.
 """

@@ -96,7 +96,7 @@ def test_all_kinds_of_leaves(options: dict[str, Any], hosts: int, tmp_path: Path
 
 def test_a_checkpoint_of_another_library() -> None:
     for name in ("dcp_ddp_2r", "dcp_fsdp2_4r"):
-        sizes = pool.run(3, share_trials.load_foreign, str(make.HERE / name))
+        sizes = pool.run(3, share_trials.load_foreign, str(make.HERE / name / "ckpt"))
         assert sum(s["received"] for s in sizes) == 2 * sizes[0]["needed"]
 
 
