@@ -123,7 +123,8 @@ class ResumeOptions:
     """Public keys: only a step that one of them has signed is loaded. If there is no other, Untrusted is raised."""
 
     def __post_init__(self) -> None:
-        if self.step is not None and self.step != "best" and (isinstance(self.step, bool) or self.step < 0):
+        is_number = isinstance(self.step, int) and not isinstance(self.step, bool) and self.step >= 0
+        if self.step not in (None, "best") and not is_number:
             raise ValueError(f'step={self.step!r} is the number of a step, or "best"')
 
     @property

@@ -13,7 +13,10 @@ from holdfast.saving.options import values_of
 
 def lost(wrapper: type, make_manager: Callable[[Any], Any]) -> list[str]:
     """Options of the manager and of its `restore` that ``wrapper`` does not take, or that do not get to the manager."""
-    given = {field.name: object() for kind in (RunOptions, ResumeOptions) for field in fields(kind)} | {"every": 7}
+    given = {field.name: object() for kind in (RunOptions, ResumeOptions) for field in fields(kind)} | {
+        "every": 7,
+        "step": 5,
+    }
     made = wrapper(**given)
     arrived: dict[str, Any] = values_of(made._options, ResumeOptions)
 
