@@ -84,7 +84,8 @@ def _flat_pieces(modules: list[Any], path: Place) -> Iterator[tuple[str, tuple[i
         for handle in module["handles"] if isinstance(module, dict) else ():
             prefix = module.get("name") or ""
             data, names, shapes = (handle.get(f"flat_param.{key}") for key in ("data", "_fqns", "_shapes"))
-            if not isinstance(data, Stored) or len(data.shape) != 1 or len(names) != len(shapes):
+            lists = isinstance(names, (list, tuple)) and isinstance(shapes, (list, tuple)) and len(names) == len(shapes)
+            if not isinstance(data, Stored) or len(data.shape) != 1 or not lists:
                 raise Damaged(f"{path}: a handle of module {prefix!r} has no flat parameter with names and shapes")
             table = _table(handle, len(names), path, prefix)
             end = data.shape[0] - (handle.get("flat_param._shard_numel_padded") or 0)
