@@ -90,7 +90,7 @@ _MOVED = {
     "Untrusted": "errors:Untrusted",
     "Upload": "storage:Upload",
     "Verified": "read.damage:Verified",
-    "Place": "storage.store_place:StorePlace",
+    "Place": "storage:Place",
     "at": "storage:at",
     "drop": "tools:drop",
     "listen": "events:listen",
@@ -151,7 +151,11 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and finds th
 def _warn_of_namesake() -> None:
     """Warn if the other project of this name is installed in the same place: the two overwrite each other's files."""
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    other = [name for name in os.listdir(folder) if name.startswith("holdfast-") and name.endswith(".dist-info")]
+    try:
+        names = os.listdir(folder)
+    except OSError:  # the package lies in an archive, or the folder may not be listed
+        return
+    other = [name for name in names if name.startswith("holdfast-") and name.endswith(".dist-info")]
     if other:
         warnings.warn(
             f"{other[0].removesuffix('.dist-info')} is installed beside holdfast-torch. It is another project, and its "

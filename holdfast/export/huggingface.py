@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.commit.gather import check_attachment
+from holdfast.commit.gather import read_attachments
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.export.draft import Draft, Fixed, Span, packed
 from holdfast.export.selection import Leaf, Selection
@@ -17,7 +17,6 @@ from holdfast.ondisk.box import whole
 from holdfast.ondisk.manifest import NOTES
 from holdfast.ondisk.patterns import Patterns, matcher
 from holdfast.storage.local.disk import SECTOR
-from holdfast.storage.naming import naming
 
 Extras = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str] | bytes]
 """Files to carry over: one, several, a folder (its files that are no weights), or names with paths or bytes."""
@@ -116,13 +115,7 @@ def small_files(checkpoint: Checkpoint, extras: Extras | None) -> dict[str, byte
     else:
         paths = [extras] if isinstance(extras, (str, os.PathLike)) else list(extras or [])
         given = {inner.name: inner for path in paths for inner in _listed(Path(path).expanduser())}
-    for name, source in given.items():
-        check_attachment(name)
-        if not isinstance(source, bytes):
-            with naming(source, "read"):
-                source = Path(source).read_bytes()
-        files[name] = source
-    return files
+    return files | read_attachments(given)
 
 
 def _listed(path: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from holdfast.export.draft import Atom, Draft, Fixed, Unit, joined, share_of, un
 from holdfast.export.huggingface import Extras
 from holdfast.export.partial import Journal, Partial, Row
 from holdfast.export.selection import Selection, cast, check_names, renamed, select
+from holdfast.matching.differences import counts_of
 from holdfast.ondisk import manifest, names
 from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, selector
@@ -62,12 +63,7 @@ class Converted:
     seconds: float = 0.0
 
     def __repr__(self) -> str:  # how many names, and not all of them
-        counts = [
-            f", {len(names)} {what.replace('_', ' ')}"
-            for what, names in vars(self).items()
-            if isinstance(names, (list, dict)) and names
-        ]
-        return f"Converted({str(self.path)!r}, {self.to!r}{''.join(counts)})"
+        return f"Converted({str(self.path)!r}, {self.to!r}{counts_of(self)})"
 
     @property
     def lacks_config(self) -> bool:

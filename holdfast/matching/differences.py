@@ -84,6 +84,13 @@ def described(checkpoint: Checkpoint) -> str:
     )
 
 
+def counts_of(result: object) -> str:
+    """How many names each list and dict of a result has, for its `repr`: ``", 12 restored, 3 skipped"``."""
+    fields = vars(result).items()
+    names = [(what.replace("_", " "), value) for what, value in fields if isinstance(value, (list, dict)) and value]
+    return "".join(f", {len(value)} {what}" for what, value in names)
+
+
 @dataclass(frozen=True, repr=False)
 class Loaded:
     """What a load did.
@@ -113,10 +120,7 @@ class Loaded:
     seconds: float = 0.0
 
     def __repr__(self) -> str:  # how many names, and not all of them
-        counts = [
-            f", {len(names)} {what}" for what, names in vars(self).items() if isinstance(names, (list, dict)) and names
-        ]
-        return f"Loaded({str(self.checkpoint.path)!r}{''.join(counts)})"
+        return f"Loaded({str(self.checkpoint.path)!r}{counts_of(self)})"
 
     @property
     def step(self) -> int | None:

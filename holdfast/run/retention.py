@@ -221,7 +221,7 @@ class KeptSteps(Steps):
         try:
             with self._sweeping:
                 yield
-        except (StorageError, OSError, Unsupported) as error:
+        except (Damaged, StorageError, OSError, Unsupported) as error:
             log.warning("sweeping %s failed: %s", self.root, error)
 
 

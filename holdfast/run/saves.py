@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from holdfast.commit.job import Base
-from holdfast.errors import RankLost, SaveFailed, StorageError
+from holdfast.errors import Damaged, RankLost, SaveFailed, StorageError
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk.manifest import NOTES
@@ -79,7 +79,7 @@ class Saves:
             self._leave_behind()
         path, run, fast = self._home.fast.path(step), self._run_of(step), self._home.fast
         # A step that is there, but was not restored, stands in the way of its own successor.
-        overwrite = overwrite or path.name in fast.broken | fast.passed or fast.is_behind(step, path)
+        overwrite = overwrite or path.name in fast.broken | fast.passed or self._was_left_behind(step, path)
         base = None if self._bases is None else self._bases.next or Base(lambda: None)
         self.writing_to.add(path)
         saving: Saving | None = None
@@ -104,6 +104,14 @@ class Saves:
             with self.raising():
                 saving.wait()
         return saving
+
+    def _was_left_behind(self, step: int, path: Place) -> bool:
+        """On the first rank, whose word counts: whether training left this step behind, and now makes it again."""
+        try:
+            return self._ranks.first and self._home.fast.is_behind(step, path)
+        except (Damaged, StorageError) as error:  # if the step is there the save fails, on all ranks alike
+            log.warning("cannot tell whether training left %s behind: %s", path, error)
+            return False
 
     def _leave_behind(self) -> None:
         """Training goes on from an earlier step, so the later ones no longer count. All ranks call it.

@@ -136,6 +136,14 @@ class Steps:
             return named & set(folders)
         return {name for name in folders if (self.root / name / manifest.FILE_NAME).is_file()}
 
+    def _is_committed(self, path: Place) -> bool:
+        if self.root.is_remote and path.name in self._known:
+            return True
+        if not (path / manifest.FILE_NAME).is_file():
+            return False
+        self._known = self._known | {path.name}
+        return True
+
     def made_by(self, path: Place) -> Made | None:
         """Which run made a committed step, and when, from the first bytes of its manifest; None if they do not say.
 
@@ -156,15 +164,15 @@ class Steps:
         Then it is not clear which run is to go on: a run may have started from scratch in the folder of an older one.
         ``among`` these, by default all committed steps.
         """
+        if among is None:
+            among = self._committed_since(chosen) if self.root.is_remote else self.committed().values()
         others = {
             path.name: path
-            for path in (self.committed().values() if among is None else among)
+            for path in among
             if path != chosen and path.name not in refused and path.name not in self.broken
         }
-        if self.root.is_remote and len(others) > FEW:  # one listing, and not a request for each step
-            times = self.root.modified_below()
-            written = {name: times.get(f"{name}/{manifest.FILE_NAME}", 0.0) for name in (chosen.name, *others)}
-            others = {name: path for name, path in others.items() if written[name] >= written[chosen.name]}
+        if not others:
+            return
 
         def look(path: Place) -> Made | None:
             try:
@@ -184,6 +192,15 @@ class Steps:
                     "run in a folder of its own"
                 )
 
+    def _committed_since(self, chosen: Place) -> list[Place]:
+        """In a store: the steps whose manifests are no older than that of ``chosen``, by one listing of the run."""
+        written = {}
+        for path, modified in self.root.modified_below().items():
+            name, _, file = path.partition("/")
+            if file == manifest.FILE_NAME and self._pattern.fullmatch(name):
+                written[name] = modified
+        return [self.root / name for name in written if written[name] >= written.get(chosen.name, 0.0)]
+
     def newest(
         self, refused: Container[str] = (), *, complete: bool = False, run: str | None = None
     ) -> Place | None:  # fmt: skip
@@ -194,7 +211,7 @@ class Steps:
         partial: list[Place] = []
         # From the newest name on: in a store the first whole one ends the search, however many steps there are.
         for path in sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True):
-            if path.name in refused or not (path / manifest.FILE_NAME).is_file():
+            if path.name in refused or not self._is_committed(path):
                 continue
             if self.is_behind(self.step_of(path.name), path):
                 continue
@@ -266,7 +283,7 @@ class Steps:
         folders = sorted(self.folders(), key=lambda path: self.step_of(path.name), reverse=True)
         # A manager in a store commits late only what no newer commit has overtaken: old steps are many there.
         for path in folders:
-            if self.root.is_remote and (path / manifest.FILE_NAME).is_file():
+            if self.root.is_remote and self._is_committed(path):
                 break
             try:
                 commit_late(path, patience=max(until - time.monotonic(), 0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,19 +30,14 @@ class Rated:
 
 def newest(steps: Steps) -> Rated | None:
     """The newest committed step; None if there is none."""
-    path = next(reversed(steps.committed().values()), None)
+    path = next(reversed(steps.current().values()), None)
     return None if path is None else Rated(path, steps.metric(path))
 
 
-def best(steps: Steps, mode: str) -> Rated | None:
-    """The committed step with the best metric, of equal ones the newest; None if no step has one."""
-    sign = 1 if mode == "max" else -1
-    metrics = {step: (steps.metric(path), path) for step, path in steps.committed().items()}
-    rated = [(sign * m, step, path) for step, (m, path) in metrics.items() if m is not None and m == m]
-    if not rated:
-        return None
-    score, _, path = max(rated, key=lambda one: one[:2])
-    return Rated(path, sign * score)
+def best(steps: Steps, mode: Literal["min", "max"]) -> Rated | None:
+    """The step with the best metric, of equal ones the newest; None if no step has one."""
+    path = steps.best(mode)
+    return None if path is None else Rated(path, steps.metric(path))
 
 
 def take_steps(trainer: pl.Trainer) -> None:

@@ -26,7 +26,8 @@ def find_step(root: Place, step: int) -> int:
     def choose() -> int:
         steps = Steps(root, NAME)
         steps.commit_late(SURVIVORS)
-        known = {steps.step_of(path.name) for path in steps.folders() if is_of_torch(path)} | steps.committed().keys()
+        theirs = {steps.step_of(path.name) for path in steps.folders() if is_of_torch(path)}
+        known = theirs | (steps.current() if step == -1 else steps.committed()).keys()
         if step == -1:
             return max(known, default=-1)
         if step not in known:

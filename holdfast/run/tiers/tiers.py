@@ -143,10 +143,11 @@ class Tiers:
 
     def went_back(self, mark: WentBack) -> None:
         """See `Home.went_back`."""
+        notes = self._nodes.leads and (mark.saves or self.fast.mark is not None)
         for steps in (self.fast, self.store, self._asked):
             steps.leave_behind(mark)
         self._backlog.forget()
-        if self._nodes.leads:
+        if notes:
             try:
                 going_back.write(self.fast.root, mark)
             except StorageError as error:  # the store has it
