@@ -213,6 +213,9 @@ class Saves:
                     self._home.store.root, newest.step, step,
                 )  # fmt: skip
                 self._run = secrets.token_hex(8)
+        except Damaged as error:  # of the mark: which of the steps count is not known
+            log.warning("this is another run than the one in %s from now on: %s", self._home.store.root, error)
+            self._run = secrets.token_hex(8)
         except StorageError as error:  # then the save fails too, on all ranks
             log.warning("cannot tell which run %s belongs to: %s", self._home.store.root, error)
         return self._run

@@ -20,6 +20,7 @@ from holdfast.inspect.history import Past
 from holdfast.inspect.runs import runs_in
 from holdfast.inspect.standing import standing
 from holdfast.inspect.survey import survey
+from holdfast.run import going_back
 from holdfast.run.going_back import FILE, WentBack
 from holdfast.run.prune import prune
 from holdfast.storage.memory import Memory
@@ -192,6 +193,19 @@ def test_a_mark_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
         manager.restore(state_at(0))
 
 
+def test_a_mark_that_cannot_be_read_fails_no_save_and_no_sweep(
+    root: Path | Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run(root) as manager:
+        train(manager, 100, 200)
+        (manager.root / FILE).replace_small(b"{", f"{FILE}.tmp")
+    with run(root, keep=Keep(last=1), worker="none") as manager:
+        train(manager, 300, 400)
+    assert [value(root, step) for step in (100, 200, 300, 400)] == [100, 200, 300, 400]
+    messages = " ".join(record.message for record in caplog.records)
+    assert "cannot tell whether training left" in messages and "sweeping" in messages
+
+
 def test_with_a_fast_tier(tmp_path: Path) -> None:
     store = StorePlace(Memory(), "run")
     options = {"fast": tmp_path / "fast", "upload": holdfast.storage.Upload(every=100), "keep_fast": Keep(last=9)}
@@ -252,6 +266,23 @@ def test_all_ranks_go_back(tmp_path: Path) -> None:
     first, second = pool.run(2, _goes_back, str(tmp_path))
     assert first == second and first[1:] == [[100, 200], 207]
     assert "there is no step 250 in" in first[0][0]
+
+
+def _reads_of_the_mark(root: str) -> list[str]:
+    """Where this rank looks for a mark while it saves in a run that has steps."""
+    reads: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, run(Path(root), worker="none") as manager:
+        read = going_back.read
+        patch.setattr(going_back, "read", lambda root: reads.append(root.name) or read(root))
+        train(manager, 200, 300)
+    return reads
+
+
+def test_the_first_rank_alone_reads_the_mark_when_it_saves(tmp_path: Path) -> None:
+    with run(tmp_path / "run") as manager:
+        train(manager, 100, 100)
+    first, second = pool.run(2, _reads_of_the_mark, str(tmp_path / "run"))
+    assert first == ["run"] and second == []
 
 
 def test_lists_and_reports_say_which_steps_were_left_behind(root: Path | Place) -> None:

@@ -338,3 +338,10 @@ def fit_and_look_back(root: Path, kind: str) -> dict[str, Any]:
         found["fit"] = str(error).partition(":")[0].rpartition(",")[2]
     trainer.strategy.barrier()  # the store of the group ends with the first rank
     return found
+
+
+def look_back(root: Path) -> list[Any]:
+    """What `HoldfastCheckpoint` says of the steps in ``root``, without a fit."""
+    saves = HoldfastCheckpoint(root, every=4, monitor="val")
+    score = saves.best_model_score
+    return [Path(saves.best_model_path).name, None if score is None else score.item(), Path(saves.last_model_path).name]

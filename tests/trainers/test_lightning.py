@@ -142,3 +142,14 @@ def test_the_best_step_and_the_last(tmp_path: Path, kind: str) -> None:
             "fit": " which goes on from the newest step of its own root",
         }
     ] * len(found)  # fmt: skip
+
+
+def test_steps_that_training_left_behind_are_neither_the_best_nor_the_last(tmp_path: Path) -> None:
+    metrics = {4: 3.0, 8: 2.0, 12: 1.0}
+    with holdfast.CheckpointManager(tmp_path, every=4, keep=holdfast.Keep(last=9)) as manager:
+        for step, metric in metrics.items():
+            manager.save(step, {"step": step}, metric=metric)
+            manager.wait()
+        manager.restore({"step": 0}, step=4)
+        manager.save(6, {"step": 6}, metric=2.5)
+    assert live(1, f"{FITS}:look_back", tmp_path) == [["step-000000006", 2.5, "step-000000006"]]

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import holdfast
 from holdfast.trainers.titan import CheckpointManager
+from holdfast.trainers.titan_steps import NAME, find_step
 from tests.trainers.lives import KILLED, differences, live
 from tests.trainers.scripts import play
 
@@ -265,6 +266,18 @@ def test_a_step_that_is_not_there_is_named_as_torchtitan_does(tmp_path: Path) ->
         with pytest.raises(FileNotFoundError, match=r"--checkpoint\.load_step=5 not found"):
             run.manager.load(step=5)
         run.train(2)
+
+
+def test_the_newest_step_is_none_that_training_left_behind(tmp_path: Path) -> None:
+    with holdfast.CheckpointManager(tmp_path, every=100, keep=holdfast.Keep(last=9), name=NAME) as manager:
+        for step in (100, 200, 300):
+            manager.save(step, {"step": step})
+            manager.wait()
+        manager.restore({"step": 0}, step=100)
+        manager.save(150, {"step": 150})
+        manager.wait()
+        assert find_step(manager.root, -1) == 150
+        assert find_step(manager.root, 300) == 300, "one that is named is loaded all the same"
 
 
 @pytest.mark.parametrize("step", [-1, 8])
