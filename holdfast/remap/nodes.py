@@ -1,0 +1,304 @@
+"""A tensor as an arrangement of elements of other tensors: cut, joined, permuted, reshaped, never computed.
+
+Rules build these nodes, `boxes` turns a box of one into boxes of saved tensors. Never holds an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+
+from holdfast.errors import Mismatch, Unsupported
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor of the source, by its name there."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A tensor of one number."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tensors one after the other along an axis."""
+
+    parts: tuple[Node, ...]
+    dim: int
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each part begins on the axis, and the end of the last."""
+        return (0, *accumulate(part.shape[self.dim] for part in self.parts))
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        first = self.parts[0].shape
+        return (*first[: self.dim], self.starts[-1], *first[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Elements ``start:stop`` of an axis."""
+
+    of: Node
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> str:
+        return self.of.dtype
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.of.shape[: self.dim], self.stop - self.start, *self.of.shape[self.dim + 1 :])
+
+
+@dataclass(frozen=True)
+class Permuted:
+    """The axes in another order: axis ``k`` is axis ``dims[k]`` of the other tensor."""
+
+    of: Node
+    dims: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.of.dtype
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.of.shape[dim] for dim in self.dims)
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """The same elements, in row-major order, under another shape."""
+
+    of: Node
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> str:
+        return self.of.dtype
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The elements as another dtype."""
+
+    of: Node
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.of.shape
+
+
+Node = Saved | Filled | Joined | Cut | Permuted | Reshaped | Cast
+
+
+def joined(parts: Sequence[Node], dim: int) -> Node:
+    """Join tensors of equal dtype along an axis. Raises Mismatch for those that do not fit."""
+    if not parts:
+        raise Mismatch("nothing to concatenate")
+    dim = axis(parts[0], dim)
+    flat: list[Node] = []
+    for part in parts:
+        other = (*part.shape[:dim], *part.shape[dim + 1 :])
+        if part.dtype != parts[0].dtype or other != (*parts[0].shape[:dim], *parts[0].shape[dim + 1 :]):
+            raise Mismatch(
+                f"{described(part)} cannot be concatenated with {described(parts[0])} along axis {dim}: all other "
+                "axes and the dtype have to be equal"
+            )
+        flat += part.parts if isinstance(part, Joined) and part.dim == dim else [part]
+    return _without_seams(flat, dim)
+
+
+def _without_seams(parts: Sequence[Node], dim: int) -> Node:
+    """Neighbours that were cut from one tensor as one again."""
+    merged: list[Node] = []
+    for part in parts:
+        last = merged[-1] if merged else None
+        if (
+            isinstance(part, Cut)
+            and isinstance(last, Cut)
+            and (last.dim, last.stop) == (part.dim, part.start) == (dim, part.start)
+            and last.of == part.of
+        ):
+            merged[-1] = cut(part.of, dim, last.start, part.stop)
+        elif part.shape[dim] or len(parts) == 1:
+            merged.append(part)
+    if not merged:
+        return parts[0]
+    return merged[0] if len(merged) == 1 else Joined(tuple(merged), dim)
+
+
+def cut(node: Node, dim: int, start: int, stop: int) -> Node:
+    """Elements ``start:stop`` of an axis. Raises Mismatch if they lie outside."""
+    dim = axis(node, dim)
+    if not 0 <= start <= stop <= node.shape[dim]:
+        raise Mismatch(f"{described(node)} has no elements {start}:{stop} on axis {dim}")
+    if (start, stop) == (0, node.shape[dim]):
+        return node
+    if isinstance(node, Cut) and node.dim == dim:
+        return cut(node.of, dim, node.start + start, node.start + stop)
+    if isinstance(node, Joined) and node.dim == dim and start < stop:
+        parts = [
+            cut(part, dim, max(start - at, 0), min(stop - at, part.shape[dim]))
+            for part, at in zip(node.parts, node.starts, strict=False)
+            if at < stop and at + part.shape[dim] > start
+        ]
+        return joined(parts, dim)
+    if isinstance(node, Cast):
+        return cast(cut(node.of, dim, start, stop), node.dtype)
+    return Cut(node, dim, start, stop)
+
+
+def permuted(node: Node, dims: Sequence[int]) -> Node:
+    """The axes in another order. Raises Mismatch unless ``dims`` names each axis once."""
+    order = tuple(axis(node, dim) for dim in dims)
+    if sorted(order) != list(range(len(node.shape))):
+        raise Mismatch(f"{list(dims)} does not name each axis of {described(node)} once")
+    if order == tuple(range(len(order))):
+        return node
+    if isinstance(node, Permuted):
+        return permuted(node.of, [node.dims[dim] for dim in order])
+    return Permuted(node, order)
+
+
+def reshaped(node: Node, shape: Sequence[int]) -> Node:
+    """The same elements under another shape, of which one length may be -1. Raises Mismatch for another number."""
+    shape = lengths(shape, prod(node.shape), described(node))
+    if shape == node.shape:
+        return node
+    if isinstance(node, Reshaped):
+        return reshaped(node.of, shape)
+    if groups_of(node.shape, shape) is None:  # no factors in common: by way of one axis, which has all
+        return Reshaped(Reshaped(node, (prod(shape),)), shape)
+    return Reshaped(node, shape)
+
+
+def cast(node: Node, dtype: str) -> Node:
+    """The elements as another dtype. Raises Unsupported for a second cast, which would skip the first's rounding."""
+    if node.dtype == dtype:
+        return node
+    if any(isinstance(inner, Cast) for inner in walk(node)):
+        raise Unsupported(
+            f"{described(node)} is cast already, and would be cast to {dtype}: leave out one of the casts"
+        )
+    return Cast(node, dtype)
+
+
+def axis(node: Node, dim: int) -> int:
+    """An axis counted from the front. Raises Mismatch if there is none of that number."""
+    ndim = len(node.shape)
+    if not -ndim <= dim < ndim:
+        raise Mismatch(f"{described(node)} has no axis {dim}")
+    return dim % ndim
+
+
+def lengths(shape: Sequence[int], size: int, what: str) -> tuple[int, ...]:
+    """A shape of ``size`` elements with its -1 filled in. Raises Mismatch if there is none."""
+    known = prod(n for n in shape if n != -1)
+    if list(shape).count(-1) == 1 and known and size % known == 0:
+        shape = [size // known if n == -1 else n for n in shape]
+    if any(n < 0 for n in shape) or prod(shape) != size:
+        raise Mismatch(f"{what} has {size} elements, which is not what shape {list(shape)} has")
+    return tuple(shape)
+
+
+def described(node: Node) -> str:
+    """A node as errors call it: the saved tensors that it comes from, its dtype and its shape."""
+    names = list(dict.fromkeys(saved.name for saved in saved_in(node)))
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"{', '.join(names[:2]) or 'a constant'}{more} ({node.dtype} {list(node.shape)})"
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """A node and all below it."""
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        yield one
+        if isinstance(one, Joined):
+            todo += reversed(one.parts)
+        elif isinstance(one, (Cut, Permuted, Reshaped, Cast)):
+            todo.append(one.of)
+
+
+def saved_in(node: Node) -> Iterator[Saved]:
+    """The saved tensors below a node, in order."""
+    return (inner for inner in walk(node) if isinstance(inner, Saved))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Axes of two shapes that have the same elements, and the factors into which both can be cut.
+
+    ``source[k]`` and ``target[k]``: how many of the factors make up each axis.
+    """
+
+    factors: tuple[int, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+    def spans(self, counts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """The factors of each axis, of which ``counts`` says how many there are."""
+        at = 0
+        for count in counts:
+            yield self.factors[at : at + count]
+            at += count
+
+
+@lru_cache(maxsize=4096)
+def groups_of(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Group, ...] | None:
+    """The groups of axes of a reshape, from left to right; None if one has no factors in common."""
+    if 0 in source:
+        return ()
+    groups: list[Group] = []
+    a = b = 0
+    while a < len(source) or b < len(target):
+        first, second = a, b
+        a, b = min(a + 1, len(source)), min(b + 1, len(target))
+        left, right = prod(source[first:a]), prod(target[second:b])
+        while left != right:
+            if left < right:
+                left, a = left * source[a], a + 1
+            else:
+                right, b = right * target[b], b + 1
+        group = _group(source[first:a], target[second:b])
+        if group is None:
+            return None
+        groups.append(group)
+    return tuple(groups)
+
+
+def _group(source: tuple[int, ...], target: tuple[int, ...]) -> Group | None:
+    ends = sorted({prod(shape[k:]) for shape in (source, target) for k in range(len(shape) + 1)}, reverse=True)
+    if any(outer % inner for outer, inner in pairwise(ends)):
+        return None
+    factors = tuple(outer // inner for outer, inner in pairwise(ends))
+
+    def counts(shape: tuple[int, ...]) -> tuple[int, ...]:
+        at = [ends.index(prod(shape[k:])) for k in range(len(shape) + 1)]
+        return tuple(b - a for a, b in pairwise(at))
+
+    return Group(factors, counts(source), counts(target))
