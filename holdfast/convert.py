@@ -1,32 +1,23 @@
-"""Converts a checkpoint to another format: open, select, lay the target out, copy through windows, put it in place.
+"""Converts a checkpoint to another format. Users call `convert`.
 
-Users call `convert`. Never holds more than a few windows of the state, and never shows a target that is not whole.
+Never holds more than a few windows of the state, and never shows a target that is not whole.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from dataclasses import replace
-from time import monotonic
 
 import torch
 
-from holdfast import events
 from holdfast.checkpoint import Checkpoint
+from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
-from holdfast.export.partial import Partial
-from holdfast.export.to_store import check_free, check_one_machine, grown_at, upload
-from holdfast.export.work import Converted, ConvertWork, Options, To
+from holdfast.export.work import Converted, Options, To
 from holdfast.ondisk.patterns import Patterns, Rename
-from holdfast.ranks.ranks import DEADLINE, Ranks, ranks_of
+from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.ranges import Verify
-from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
-from holdfast.storage.storage import as_store
-from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
-from holdfast.storage.wrappers.layers import with_deadline
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -80,56 +71,5 @@ def convert(
         True
     """
     options = Options(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
-    options.check()
-    if to == "huggingface" and str(target).partition("?")[0].endswith(".safetensors"):
-        folder = str(target).partition("?")[0].removesuffix(".safetensors")
-        raise ValueError(
-            f"{target} is called like a file, and a Hugging Face model is a folder: give {folder}, and its weights "
-            f"are in {folder}/model.safetensors"
-        )
-    ranks, began = ranks_of(group), monotonic()
-    place = with_deadline(location(target), deadline)
-    grown = grown_at(place) if place.is_remote else LocalPlace(place)
-    work = ConvertWork(source, place, replace(options, overwrite=overwrite or grown != place), ranks, Partial(grown))
-    with ranks.call(f"convert to {place} ({to})", deadline=deadline) as call:
-        if place.is_remote:
-            call.exchange("look", lambda: _look(as_store(place), ranks, overwrite=overwrite), check_one_machine, str)
-        try:
-            done = call.exchange("plan", work.plan, work.begin, str)
-            work.converted.nbytes = call.settle("copy", lambda: work.copy(done), work.finish, int)
-        finally:
-            work.partial.leave()
-        if place.is_remote:
-
-            def send() -> int:
-                return upload(grown, as_store(place)) if ranks.first else 0
-
-            call.settle("upload", send, lambda nbytes: sum(nbytes), int)
-    work.converted.seconds = monotonic() - began
-    if ranks.first:
-        _warn(work.converted)
-    return work.converted
-
-
-def _look(place: StorePlace, ranks: Ranks, *, overwrite: bool) -> str:
-    """The name of this machine, once it is known that the target may be there."""
-    if ranks.first:
-        check_free(place, overwrite=overwrite)
-    return ranks.host
-
-
-def _warn(converted: Converted) -> None:
-    lost = converted.left_out
-    if lost:
-        # A Hugging Face folder is for the model alone: nobody is surprised that the optimizer is not there.
-        events.log.log(
-            logging.INFO if converted.to == "huggingface" else logging.WARNING,
-            "%s leaves out %d names for which the format %r has no place (%s%s); Converted.left_out lists them",
-            converted.path, len(lost), converted.to, ", ".join(lost[:3]), ", …" if len(lost) > 3 else "",
-        )  # fmt: skip
-    if converted.lacks_config:
-        events.log.warning(
-            "%s has no config.json, without which from_pretrained loads nothing: convert with extras= (a folder with "
-            "config and tokenizer, the base model's say), or call save_pretrained of both with this folder",
-            converted.path,
-        )
+    options.check(target)
+    return run(source, location(target), options, group=group, deadline=deadline)

@@ -30,6 +30,8 @@ from holdfast.storage.place import Place
 
 To = Literal["holdfast", "huggingface", "torch", "dcp"]
 
+Source = str | os.PathLike[str] | Place | Checkpoint
+
 _CUTS = 1
 """Counted up when units are cut in another way: then what an older version has begun is not resumed."""
 
@@ -85,7 +87,7 @@ class Options:
     overwrite: bool
     verify: Verify
 
-    def check(self) -> None:
+    def check(self, target: object) -> None:
         if self.to not in get_args(To):
             raise ValueError(f"to is one of {', '.join(map(repr, get_args(To)))}, not {self.to!r}")
         if self.dtype is not None and not self.dtype.is_floating_point:
@@ -96,6 +98,13 @@ class Options:
             raise ValueError('extras go with to="huggingface"')
         if self.max_shard_bytes <= 0:
             raise ValueError(f"max_shard_bytes is positive, not {self.max_shard_bytes}")
+        path = str(target).partition("?")[0]
+        if self.to == "huggingface" and path.endswith(".safetensors"):
+            folder = path.removesuffix(".safetensors")
+            raise ValueError(
+                f"{target} is called like a file, and a Hugging Face model is a folder: give {folder}, and its weights "
+                f"are in {folder}/model.safetensors"
+            )
 
 
 class Note(msgspec.Struct, array_like=True):
@@ -107,10 +116,7 @@ class Note(msgspec.Struct, array_like=True):
 class ConvertWork:
     """One conversion on one rank: `plan`, `begin` on the first rank, `copy`, `finish` on the first rank."""
 
-    def __init__(
-        self, source: str | os.PathLike[str] | Place | Checkpoint, target: Place, options: Options, ranks: Ranks,
-        partial: Partial,
-    ) -> None:  # fmt: skip
+    def __init__(self, source: Source, target: Place, options: Options, ranks: Ranks, partial: Partial) -> None:
         self.options, self.ranks, self.partial = options, ranks, partial
         self.converted = Converted(target, options.to)
         self._source = source
