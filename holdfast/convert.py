@@ -12,7 +12,7 @@ import torch
 from holdfast.checkpoint import Checkpoint
 from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
-from holdfast.export.work import Converted, Options, To
+from holdfast.export.work import Converted, ConvertWork, Options, To
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.ranges import Verify
@@ -72,4 +72,6 @@ def convert(
     """
     options = Options(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
     options.check(target)
-    return run(source, location(target), options, group=group, deadline=deadline)
+    return run(
+        lambda call, *where: ConvertWork(source, *where), location(target), options, group=group, deadline=deadline
+    )

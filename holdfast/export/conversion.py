@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
 
@@ -14,32 +15,36 @@ import torch
 from holdfast import events
 from holdfast.export.partial import Partial
 from holdfast.export.to_store import check_free, check_one_machine, grown_at, upload
-from holdfast.export.work import Converted, ConvertWork, Options, Source
-from holdfast.ranks.ranks import Ranks, ranks_of
+from holdfast.export.work import Converted, ConvertWork, Options
+from holdfast.ranks.ranks import Call, Ranks, ranks_of
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.wrappers.layers import with_deadline
 
+Begin = Callable[[Call, Place, Options, Ranks, Partial], ConvertWork]
+"""Makes one rank's work: of the call, the target, the options, the ranks, and the folder where the target grows."""
+
 
 def run(
-    source: Source, target: Place, options: Options, *, group: torch.distributed.ProcessGroup | None, deadline: float
-) -> Converted:  # fmt: skip
-    """Make ``target`` of ``source`` on all ranks of ``group``."""
+    begin: Begin, target: Place, options: Options, *, group: torch.distributed.ProcessGroup | None, deadline: float
+) -> Converted:
+    """Make ``target`` on all ranks of ``group``."""
     ranks, began = ranks_of(group), monotonic()
     place = with_deadline(target, deadline)
     grown = grown_at(place) if place.is_remote else LocalPlace(place)
     options, overwrite = replace(options, overwrite=options.overwrite or grown != place), options.overwrite
-    work = ConvertWork(source, place, options, ranks, Partial(grown))
+    partial = Partial(grown)
     with ranks.call(f"convert to {place} ({options.to})", deadline=deadline) as call:
         if place.is_remote:
             call.exchange("look", lambda: _look(as_store(place), ranks, overwrite=overwrite), check_one_machine, str)
+        work = begin(call, place, options, ranks, partial)
         try:
             done = call.exchange("plan", work.plan, work.begin, str)
             work.converted.nbytes = call.settle("copy", lambda: work.copy(done), work.finish, int)
         finally:
-            work.partial.leave()
+            partial.leave()
         if place.is_remote:
 
             def send() -> int:

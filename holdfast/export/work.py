@@ -124,11 +124,7 @@ class ConvertWork:
 
     def plan(self) -> str:
         """Open the source and lay the target out; a digest of both, which must be that of every rank."""
-        source, target = self._source, self.converted.path
-        self.checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-        at = self.checkpoint.path
-        if f"{at.real()}/".startswith(f"{target.real()}/"):
-            raise Mismatch(f"the target {target} is the source, or around it; choose another path")
+        self.checkpoint = self._opened()
         with no_collection():
             selection = self._select()
             self._report(selection)
@@ -139,6 +135,13 @@ class ConvertWork:
             spans = [(s.leaf.name, s.box, s.path, s.offset) for s in self.draft.spans]
             self.digest = digest(msgspec.json.encode([_CUTS, identity, self.options.verify, spans]))
         return self.digest
+
+    def _opened(self) -> Checkpoint:
+        source, target = self._source, self.converted.path
+        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        if f"{checkpoint.path.real()}/".startswith(f"{target.real()}/"):
+            raise Mismatch(f"the target {target} is the source, or around it; choose another path")
+        return checkpoint
 
     def _select(self) -> Selection:
         options, checkpoint = self.options, self.checkpoint
