@@ -20,11 +20,15 @@ else:
 
 
 class Entry(NamedTuple):
-    """One file: its key, its size, and when it was last written (seconds since the epoch, by the store's clock)."""
+    """One file: its key, its size, and when it was last written (seconds since the epoch, by the store's clock).
+
+    ``content`` differs for other content, where a store knows such a sum of it.
+    """
 
     key: str
     nbytes: int
     modified: float
+    content: str = ""
 
 
 class Listing(NamedTuple):

@@ -38,6 +38,7 @@ SCHEMES = {
     "weka": "weka",
     "http": "http",
     "https": "https",
+    "hf": "hf",
 }
 """What a URL may begin with, and what that is here."""
 
@@ -118,6 +119,9 @@ def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> StorePlace:
         meant = f" (did you mean {near[0]}://?)" if near else ""
         raise ValueError(f"holdfast has no store for {scheme}://{meant}: there are {', '.join(SCHEMES)} and file")
     rest, _, query = rest.partition("?")
+    in_query = dict(parse_qsl(query, keep_blank_values=True))
+    if scheme == "hf":
+        return _of_hub(rest, in_query, options)
     host, _, path = rest.partition("/")
     plain = f"{scheme}://{host.rpartition('@')[2]}/{path}"
     kind = SCHEMES[scheme]
@@ -134,7 +138,6 @@ def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> StorePlace:
         )
     if not _HOST.fullmatch(host):
         raise ValueError(f"{plain} has a character in {host!r} that no name of a bucket, container or host has")
-    in_query = dict(parse_qsl(query, keep_blank_values=True))
     given = {
         **given,
         **checked(in_query, plain, from_url=True),
@@ -142,10 +145,27 @@ def _place(scheme: str, rest: str, options: Mapping[str, Any]) -> StorePlace:
     }
     if kind in ("http", "https"):
         path = unquote(urlsplit(f"//{host}/{path}").path.lstrip("/"))
+    key = _key(path, plain)
+    return StorePlace(_store(kind, host, given), key)
+
+
+def _key(path: str, plain: str) -> str:
     parts = [part for part in path.split("/") if part]
     if "." in parts or ".." in parts:
         raise ValueError(f"{plain} has a part '.' or '..', which mean nothing in a store")
-    return StorePlace(_store(kind, host, given), "/".join(parts))
+    return "/".join(parts)
+
+
+def _of_hub(rest: str, in_query: Mapping[str, Any], options: Mapping[str, Any]) -> StorePlace:
+    from holdfast.storage.hub.address import parsed  # with the client, a part of a second
+    from holdfast.storage.hub.hub import Hub
+
+    address, path = parsed(rest)
+    given = {**checked(in_query, address.url, from_url=True), **checked(options, address.url)}
+    key = _key(path, f"{address.url}/{path}")
+    # A store of its own for each place: it reads one commit, and the next place may be of another. It repeats nothing
+    # by itself, and a hub that asks to slow down says for how long.
+    return StorePlace(Retrying(Hub(address, given), attempts=8, most=20.0), key)
 
 
 def _of_account(host: str) -> dict[str, Any]:

@@ -86,9 +86,9 @@ class Cached(Wrapper):
 
     def list(self, prefix: str, *, deep: bool) -> Listing:
         listing = self.store.list(prefix, deep=deep)
-        for key, nbytes, modified in listing.files:
+        for key, nbytes, modified, content in listing.files:
             if nbytes >= LARGE and key.rpartition("/")[2] != "manifest.json":
-                self._listed[key] = f"{nbytes} {modified!r}"
+                self._listed[key] = f"{nbytes} {content or repr(modified)}"
         return listing
 
     def put(self, key: str, chunks: Iterable[Buffer], nbytes: int) -> None:
