@@ -15,20 +15,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from zlib import crc32
 
-from holdfast.buffers.memory import Buffer, buffer
-from holdfast.buffers.stage import host_tensor
 from holdfast.checkpoint import Checkpoint
-from holdfast.export.draft import WINDOW, Atom, Draft, Fixed, Sums, Unit
+from holdfast.export.draft import Atom, Draft, Fixed, Sums, Unit
 from holdfast.export.partial import Journal, Row
-from holdfast.export.selection import Leaf
-from holdfast.ondisk import blocks, dtypes
-from holdfast.ondisk.box import Box, flat_boxes
-from holdfast.ondisk.cells import TensorRecord
+from holdfast.export.summing import workers_for
+from holdfast.export.windows import Windows, stretches_of
+from holdfast.ondisk import blocks
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Wanted, read_boxes
 from holdfast.read.source import ReadStats
 from holdfast.storage.local import disk
 from holdfast.storage.local.disk import SECTOR
@@ -40,11 +36,12 @@ WORKERS = 3
 SYNC = 256 << 20
 """After so many bytes files are synced and units noted: about what a killed process has to do again."""
 
-ALIGN = 64
-"""Tensors that are to be cast begin at multiples of this."""
-
 DIRECT_FROM = 512 << 10
 """Stretches with fewer bytes of whole sectors are written through the page cache."""
+
+
+Task = TypeVar("Task")
+Done = TypeVar("Done")
 
 
 class _Done(NamedTuple):
@@ -74,7 +71,7 @@ def copy_units(
 
     def work(unit: Unit) -> _Done:
         if not hasattr(local, "windows"):
-            local.windows = _Windows()
+            local.windows = Windows()
         alone = unit.number - 1 not in ours
         done = _copy(checkpoint, unit, local.windows, content / unit.path, draft.sums, verify, alone=alone)
         progress(unit.nbytes)
@@ -91,7 +88,7 @@ def copy_units(
         fresh.clear()
 
     unsynced = 0
-    for done in _in_order(work, units):
+    for done in in_order(work, units, min(WORKERS, workers_for(units))):
         fresh.append(done)
         unsynced += done.unit.nbytes
         if unsynced >= SYNC:
@@ -101,14 +98,30 @@ def copy_units(
     return copied
 
 
-def _in_order(work: Callable[[Unit], _Done], units: Iterable[Unit]) -> Iterator[_Done]:
+def products_of(units: Sequence[Unit], *, verify: Verify, stats: ReadStats) -> Iterator[tuple[str, list[float]]]:
+    """For each stretch of two sources a and b that units hold: its name, and its parts of a·a, b·b and a·b."""
+    local = threading.local()
+
+    def work(unit: Unit) -> tuple[list[tuple[str, list[float]]], ReadStats]:
+        if not hasattr(local, "windows"):
+            local.windows = Windows()
+        counts = ReadStats()
+        return list(local.windows.products(stretches_of(unit, 0), verify, counts)), counts
+
+    for found, counts in in_order(work, units, min(WORKERS, workers_for(units))):
+        stats.read += counts.read
+        yield from found
+
+
+def in_order(work: Callable[[Task], Done], units: Iterable[Task], workers: int = 0) -> Iterator[Done]:
     """The results of a few threads, in the order of the units; no more are begun than will be waited for soon."""
-    with ThreadPoolExecutor(WORKERS, thread_name_prefix="holdfast-convert") as pool:
-        pending: deque[Future[_Done]] = deque()
+    workers = workers or WORKERS
+    with ThreadPoolExecutor(workers, thread_name_prefix="holdfast-convert") as pool:
+        pending: deque[Future[Done]] = deque()
         try:
             for unit in units:
                 pending.append(pool.submit(work, unit))
-                if len(pending) > 2 * WORKERS:
+                if len(pending) > 2 * workers:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
@@ -117,27 +130,13 @@ def _in_order(work: Callable[[Unit], _Done], units: Iterable[Unit]) -> Iterator[
                 future.cancel()
 
 
-class _Windows:
-    """The memory of one thread: an image of a stretch of a file, and room for what is to be cast."""
-
-    def __init__(self) -> None:
-        self.image = buffer(WINDOW + SECTOR)
-        self._raw: Buffer | None = None
-
-    def raw(self, nbytes: int) -> Buffer:
-        """At least so many bytes; what was there before is lost."""
-        if self._raw is None or len(self._raw.view) < nbytes:
-            self._raw = buffer(-(-nbytes // WINDOW) * WINDOW)
-        return self._raw
-
-
 def _copy(
-    checkpoint: Checkpoint, unit: Unit, windows: _Windows, path: Path, sums: Sums, verify: Verify, *, alone: bool
+    checkpoint: Checkpoint, unit: Unit, windows: Windows, path: Path, sums: Sums, verify: Verify, *, alone: bool
 ) -> _Done:
     # The image is one of a stretch of the file: what is a whole sector there is one here, as direct writes ask.
     first = unit.atoms[0].offset
     base, image = first // SECTOR * SECTOR, windows.image
-    stats = _read(checkpoint, _stretches(unit, image.address - base), windows, verify)
+    stats = windows.read(checkpoint, stretches_of(unit, image.address - base), verify)
     atom_sums = [sum_of(image.view[atom.offset - base : atom.end - base], sums) for atom in unit.atoms]
     # A sector may be shared with a unit of another rank, and if two machines change a page of a file, one change may be
     # lost. The other rank writes that sector now; the first rank writes our bytes of it at the end.
@@ -150,77 +149,6 @@ def _copy(
             begin = max(begin, whole)
             write(path, image.view[begin - base : end - base], begin)
     return _Done(unit, Row(unit.number, atom_sums, heads), stats)
-
-
-class _Stretch(NamedTuple):
-    """Elements ``start:stop`` of a tensor, and the memory that takes them as the target wants them."""
-
-    leaf: Leaf
-    start: int
-    stop: int
-    address: int
-
-
-def _stretches(unit: Unit, origin: int) -> list[_Stretch]:
-    """The atoms of a unit joined by spans. ``origin``: the address for the first byte of the file."""
-    spans = (list(atoms) for _, atoms in groupby(unit.atoms, key=lambda atom: atom.span))
-    return [_Stretch(a[0].leaf, a[0].start, a[-1].stop, origin + a[0].offset) for a in spans]
-
-
-def _read(checkpoint: Checkpoint, stretches: Sequence[_Stretch], windows: _Windows, verify: Verify) -> ReadStats:
-    """Read all stretches into memory, through the other window if they are to be cast."""
-    sizes = [_room(s) if s.leaf.dtype != s.leaf.record.dtype else 0 for s in stretches]
-    raw = windows.raw(sum(sizes)).address if any(sizes) else 0
-    runs: list[Wanted] = []
-    boxes: list[Wanted] = []
-    casts = []
-    for stretch, size in zip(stretches, sizes, strict=True):
-        if size:
-            casts.append((stretch, raw))
-        address, raw = (raw, raw + size) if size else (stretch.address, raw)
-        (boxes if stretch.leaf.runs is None else runs).extend(_wanted(stretch, address))
-    stats = ReadStats()
-    sealed = stretches[0].leaf.sealed
-    # Of runs each block is read whole and proved; of boxes in many pieces that might be many times their bytes.
-    for wanted, how in ((runs, "blocks" if verify is True else verify), (boxes, verify if sealed else False)):
-        if wanted:
-            counts = read_boxes(checkpoint.files, wanted, verify=how)
-            stats.read += counts.read
-            stats.unverified += counts.unverified if sealed or not verify else counts.needed
-    for stretch, address in casts:
-        leaf, count = stretch.leaf, stretch.stop - stretch.start
-        saved = host_tensor(address, count * dtypes.itemsize(leaf.record.dtype))
-        target = host_tensor(stretch.address, count * leaf.itemsize)
-        target.view(dtypes.torch_dtype(leaf.dtype)).copy_(saved.view(dtypes.torch_dtype(leaf.record.dtype)))
-    return stats
-
-
-def _room(stretch: _Stretch) -> int:
-    nbytes = (stretch.stop - stretch.start) * dtypes.itemsize(stretch.leaf.record.dtype)
-    return -(-nbytes // ALIGN) * ALIGN
-
-
-def _wanted(stretch: _Stretch, at: int) -> Iterator[Wanted]:
-    """What to read for a stretch, as it was saved: parts of whole pieces if they are runs, else boxes."""
-    leaf, record = stretch.leaf, stretch.leaf.record
-    dtype, size = dtypes.torch_dtype(record.dtype), dtypes.itemsize(record.dtype)
-    if leaf.runs is None:
-        for box in flat_boxes(leaf.shape, stretch.start, stretch.stop):
-            view = host_tensor(at, box.size * size).view(dtype).view(box.lengths)
-            yield Wanted(leaf.saved, record, box, view)
-            at += view.nbytes
-        return
-    for run in leaf.runs:
-        start, stop = max(run.start, stretch.start), min(run.stop, stretch.stop)
-        if start < stop:
-            # A piece by itself, as a tensor with one axis: then a block of it is one range, wherever rows end.
-            piece = TensorRecord(record.dtype, (run.stop - run.start,), None, str(run.file))
-            view = host_tensor(at, (stop - start) * size).view(dtype)
-            yield Wanted(f"{_SECTION}/{run.key}", piece, Box((start - run.start,), (stop - start,)), view)
-            at += view.nbytes
-
-
-_SECTION = "state"  # any section: a piece's key is its name without one
 
 
 def sum_of(data: memoryview | bytes, sums: Sums) -> str:

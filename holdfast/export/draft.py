@@ -83,7 +83,26 @@ class Atom(NamedTuple):
     @property
     def weight(self) -> int:
         """Bytes that it takes in memory, before or after a cast."""
-        return (self.stop - self.start) * max(self.leaf.itemsize, dtypes.itemsize(self.leaf.record.dtype))
+        return (self.stop - self.start) * _weight(self.leaf)
+
+
+def _weight(leaf: Leaf) -> int:
+    # Several sources of a sum are in memory at once: a block of each at a time.
+    return max(leaf.itemsize, (2 if leaf.terms else 1) * leaf.width)
+
+
+class Stretch(NamedTuple):
+    """Elements ``start:stop`` of a tensor, and the address of the memory that takes them."""
+
+    leaf: Leaf
+    start: int
+    stop: int
+    address: int
+
+    @property
+    def size(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
 
 
 class Unit(NamedTuple):
@@ -108,12 +127,15 @@ def units_of(draft: Draft) -> list[Unit]:
     held: list[Atom] = []
     weight = 0
     for number, span in enumerate(draft.spans):
+        # A large sum begins a window, so that windows end where the blocks of its sources do.
+        begins = bool(span.leaf.terms) and weight + span.box.size * _weight(span.leaf) > WINDOW
         for atom in _atoms(number, span, draft.sums):
             weight += atom.weight
-            if held and (atom.path != held[0].path or atom.end - held[0].offset > WINDOW or weight > WINDOW):
+            if held and (begins or atom.path != held[0].path or atom.end - held[0].offset > WINDOW or weight > WINDOW):
                 units.append(Unit(len(units), tuple(held)))
                 held, weight = [], atom.weight
             held.append(atom)
+            begins = False
     return [*units, Unit(len(units), tuple(held))] if held else units
 
 
@@ -127,25 +149,26 @@ def _atoms(number: int, span: Span, sums: Sums) -> Iterator[Atom]:
 
 def _cuts(span: Span, start: int, sums: Sums) -> Iterator[int]:
     """Where the atoms of a span end."""
-    leaf, end = span.leaf, start + span.box.size
+    leaf, end, layout = span.leaf, start + span.box.size, span.leaf.layout
     if start == end:
         return
-    if span.box.size * max(leaf.itemsize, dtypes.itemsize(leaf.record.dtype)) <= BLOCK and leaf.record.cells is None:
+    if span.box.size * max(leaf.itemsize, leaf.width) <= BLOCK and layout.record.cells is None:
         yield end  # by far the most common
         return
-    ratio = max(leaf.itemsize // dtypes.itemsize(leaf.record.dtype), 1)
+    saved = dtypes.itemsize(layout.record.dtype)
+    ratio = max(max(leaf.itemsize, leaf.width) // saved, 1)
     if sums == "blocks":  # whole blocks of the target, whatever that means for the source
         yield from range(start + BLOCK // leaf.itemsize, end, BLOCK // leaf.itemsize)
-    elif leaf.runs is not None:  # whole blocks of the source, so that each is read once and proved
-        step = BLOCK // dtypes.itemsize(leaf.record.dtype) // max(ratio // 2, 1)
-        for run in leaf.runs:
+    elif layout.runs is not None:  # whole blocks of the source, so that each is read once and proved
+        step = BLOCK // saved // max(ratio // 2, 1)
+        for run in layout.runs:
             if run.stop <= start or run.start >= end:
                 continue
             cuts = [*range(run.start + step, run.stop, step), run.stop]
             yield from (cut for cut in cuts if start < cut < end)
     else:  # whole rows, so that each is one box
         at = start
-        for box in slabs(span.box.lengths, BLOCK // (ratio * dtypes.itemsize(leaf.record.dtype))):
+        for box in slabs(span.box.lengths, BLOCK // (ratio * saved)):
             at += box.size
             if at < end:
                 yield at

@@ -19,6 +19,14 @@ from holdfast.ondisk.containers import Note, is_sequence, mapping_of, sequence_o
 from holdfast.read.nested import nest
 
 
+class Term(NamedTuple):
+    """What one of several checkpoints adds to a tensor: its own tensor, times ``weight``."""
+
+    checkpoint: Checkpoint
+    leaf: Leaf
+    weight: float
+
+
 class Run(NamedTuple):
     """Elements ``start:stop`` of a flattened tensor that are all of one piece of the source."""
 
@@ -32,7 +40,8 @@ class Run(NamedTuple):
 class Leaf:
     """A tensor on its way: what the source calls it and how it keeps it, what the target calls it, and its new dtype.
 
-    ``sealed``: the source has sums of its blocks.
+    ``sealed``: the source has sums of its blocks. ``terms``: of a merge, what is summed in ``total``, a dtype; with no
+    ``total`` the tensors of all terms must be equal. What a merge does not sum has none.
     """
 
     name: str
@@ -40,6 +49,8 @@ class Leaf:
     record: TensorRecord
     dtype: str
     sealed: bool
+    terms: tuple[Term, ...] = ()
+    total: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,6 +64,16 @@ class Leaf:
     @property
     def itemsize(self) -> int:
         return dtypes.itemsize(self.dtype)
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of one element in a source, at most."""
+        return max(dtypes.itemsize(leaf.record.dtype) for leaf in (self, *(term.leaf for term in self.terms)))
+
+    @cached_property
+    def layout(self) -> Leaf:
+        """The tensor of a source whose blocks say where to cut: of a merge, the first one that has sums."""
+        return next((term.leaf for term in self.terms if term.leaf.runs is not None), self)
 
     @cached_property
     def runs(self) -> list[Run] | None:
@@ -89,8 +110,12 @@ class Selection:
 
     def plain(self) -> list[Any]:
         """All of it as plain data, to be summed."""
-        tensors = [[x.name, x.saved, x.record, x.dtype] for x in self.tensors.values()]
+        tensors = [[x.name, x.saved, x.record, x.dtype, *_terms(x)] for x in self.tensors.values()]
         return [tensors, self.aliases, self.values, self.containers, self.per_rank, self.world_size]
+
+
+def _terms(leaf: Leaf) -> list[Any]:
+    return [leaf.total, *([t.leaf.saved, t.leaf.record, t.weight] for t in leaf.terms)] if leaf.terms else []
 
 
 def select(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> Selection:
