@@ -195,6 +195,15 @@ class ProcessWorker:
         self._connection.close()
 
 
+_starting = threading.RLock()
+"""Held while a writer process is started: no thread forks meanwhile.
+
+A forked child, as a DataLoader makes them, would keep open what the start has open just then. The start itself would
+wait until that child ends, and so would everybody who waits to learn that the writer process has died.
+"""
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
+
+
 class _Connection:
     """The writer process, and the socket over which it gets jobs and answers.
 
@@ -204,16 +213,17 @@ class _Connection:
     """
 
     def __init__(self, futures: Futures) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            command = [sys.executable, "-I", "-S", "-c", writer_process.COMMAND, _PACKAGE, str(theirs.fileno())]
-            try:
-                self.process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
-                )
-            except BaseException:
-                ours.close()
-                raise
+        with _starting:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with theirs:
+                command = [sys.executable, "-I", "-S", "-c", writer_process.COMMAND, _PACKAGE, str(theirs.fileno())]
+                try:
+                    self.process = subprocess.Popen(
+                        command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True, cwd="/"
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
         self.dead: str | None = None
         self._socket, self._sending, self._futures = ours, threading.Lock(), futures
         self._hooks: dict[int, disk.Hook] = {}

@@ -6,9 +6,11 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -298,3 +300,39 @@ def test_thread_workers_end_their_threads() -> None:
     assert len(set(threading.enumerate()) - before) == file_writer.WRITERS + 1
     worker.close()
     assert set(threading.enumerate()) == before
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_nothing_of_the_start_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The start would wait until such a child ends, as a process of a DataLoader does after an epoch."""
+    begun = threading.Event()
+    inodes: list[str] = []
+    pair = socket.socketpair
+
+    def slow_pair(*args: Any) -> Any:
+        ours, theirs = pair(*args)
+        inodes.append(os.readlink(f"/proc/self/fd/{theirs.fileno()}"))
+        begun.set()
+        time.sleep(0.3)  # as long as a fork that nothing holds back takes
+        return ours, theirs
+
+    monkeypatch.setattr(socket, "socketpair", slow_pair)
+    made: list[ProcessWorker] = []
+    starting = threading.Thread(target=lambda: made.append(ProcessWorker()))
+    starting.start()
+    assert begun.wait(LONG)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd")]
+            os.write(write, b"open" if inodes[0] in links else b"closed")
+        finally:
+            os._exit(0)
+    try:
+        assert os.read(read, 10) == b"closed"
+    finally:
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+        starting.join()
+        made[0].close()
