@@ -111,7 +111,7 @@ def _ranks_of(group: Any = None) -> Ranks:
 @contextmanager
 def _ranks_by_thread() -> Iterator[None]:
     with ExitStack() as patches:
-        for module in ("manager", "saver", "save", "load", "convert"):
+        for module in ("manager", "saver", "save", "load", "export.conversion"):
             patches.enter_context(mock.patch(f"holdfast.{module}.ranks_of", _ranks_of))
         yield
 
