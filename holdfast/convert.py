@@ -1,4 +1,4 @@
-"""Converts a checkpoint to another format. Users call `convert`.
+"""Converts a checkpoint, or a state in memory, to another format. Users call `convert`.
 
 Never holds more than a few windows of the state, and never shows a target that is not whole.
 """
@@ -6,16 +6,20 @@ Never holds more than a few windows of the state, and never shows a target that 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
+from holdfast.export.live import LiveWork, check_live, gather_live
 from holdfast.export.work import Converted, ConvertWork, Options, To
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.ranges import Verify
+from holdfast.saving import Saving
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 
@@ -23,21 +27,26 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def convert(
-    source: str | os.PathLike[str] | Place | Checkpoint, target: str | os.PathLike[str] | Place, *,
-    to: To = "holdfast",
+    source: str | os.PathLike[str] | Place | Checkpoint | Saving | Mapping[str, Any],
+    target: str | os.PathLike[str] | Place, *, to: To = "holdfast",
     only: Patterns = "*", rename: Rename | None = None, dtype: torch.dtype | None = None, step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES, extras: Extras | None = None, overwrite: bool = False,
     verify: Verify = True, group: torch.distributed.ProcessGroup | None = None, deadline: float = DEADLINE,
 ) -> Converted:  # fmt: skip
-    """Write the checkpoint ``source`` to ``target`` in another format, tensor by tensor.
+    """Write a checkpoint, or the state of a training run, to ``target`` in another format, tensor by tensor.
 
     Every rank of ``group`` calls it with the same arguments and copies its share; the result does not depend on how
     many there are. Host memory stays below 512 MiB a rank. If it is killed or fails, nothing lies under the target's
     name, and the same call goes on from ``<target>.partial``. A ``target`` in a store is first written to the temporary
     folder of the machine (``TMPDIR``), which needs room for all of it.
 
+    A state is written from memory, with no checkpoint in between and nothing gathered: each rank writes what it has
+    into the files of the target. It must not change meanwhile, and a call that fails begins from the start.
+
     Args:
-        source: A checkpoint of any format that holdfast reads: a path, a URL, or an opened one.
+        source: A checkpoint of any format that holdfast reads: a path, a URL, or an opened one. Or a state as for
+            `save`, such as ``{"model": model}``, which all ranks give, for Hugging Face. Or a save under way: then the
+            call waits until it is committed, and converts its checkpoint.
         target: A folder, a file or a URL.
         to: ``"holdfast"`` (a folder), ``"huggingface"`` (a folder with the model's tensors), ``"torch"`` (a file for
             `torch.load`) or ``"dcp"`` (a folder for `torch.distributed.checkpoint`).
@@ -63,6 +72,7 @@ def convert(
         Mismatch: ``only`` or ``rename`` fits nothing, or makes two tensors one.
         Unsupported: The target's format cannot hold something; it names what.
         Damaged: Bytes of the source are not what was written.
+        SaveFailed: ``source`` is a save under way, which failed.
         StorageError: ``target`` exists, or the disk or store refused.
         RankLost: A rank did not come.
 
@@ -72,6 +82,14 @@ def convert(
     """
     options = Options(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
     options.check(target)
+    if isinstance(source, Mapping):
+        state = source
+        check_live(options)
+        return run(
+            lambda call, *where: LiveWork(gather_live(call, state), *where), location(target), options, group=group,
+            deadline=deadline,
+        )  # fmt: skip
+    opened = source.wait() if isinstance(source, Saving) else source
     return run(
-        lambda call, *where: ConvertWork(source, *where), location(target), options, group=group, deadline=deadline
+        lambda call, *where: ConvertWork(opened, *where), location(target), options, group=group, deadline=deadline
     )

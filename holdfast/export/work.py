@@ -108,9 +108,10 @@ class Options:
 
 
 class Note(msgspec.Struct, array_like=True):
-    """What one rank copied."""
+    """What one rank copied: its units, or of a live state the bytes (path, offset) that the first rank is to write."""
 
     rows: list[Row]
+    edges: list[tuple[str, int, bytes]] = []
 
 
 class ConvertWork:
@@ -131,7 +132,7 @@ class ConvertWork:
             self.stamps = self._stamps()
             identity = self._identity(selection)
             self.draft = self._draft(selection, identity)
-            self.units = units_of(self.draft)
+            self._cut()
             spans = [(s.leaf.name, s.box, s.path, s.offset) for s in self.draft.spans]
             self.digest = digest(msgspec.json.encode([_CUTS, identity, self.options.verify, spans]))
         return self.digest
@@ -142,6 +143,10 @@ class ConvertWork:
         if f"{checkpoint.path.real()}/".startswith(f"{target.real()}/"):
             raise Mismatch(f"the target {target} is the source, or around it; choose another path")
         return checkpoint
+
+    def _cut(self) -> None:
+        """Cut the draft into what ranks copy."""
+        self.units = units_of(self.draft)
 
     def _select(self) -> Selection:
         options, checkpoint = self.options, self.checkpoint
@@ -253,6 +258,17 @@ class ConvertWork:
         """On the first rank, when all tensors are there: the rest, then the target's name. The bytes of all files."""
         if self._stamps() != self.stamps:
             raise Mismatch(f"{self.checkpoint.path} was changed while it was converted: convert it again")
+        heads, sums = self._joined(notes)
+        content = self.partial.content
+        touched = finish(content, chain(heads, self.draft.finish(sums)))
+        files = list(dict.fromkeys([*self.draft.files, *touched]))
+        nbytes = sum((content / name).stat().st_size for name in files)
+        result = content / torch_file.NAME if self.options.to == "torch" else content
+        self.partial.publish(result, files, overwrite=self.options.overwrite)
+        return nbytes
+
+    def _joined(self, notes: list[Note]) -> tuple[list[Fixed], list[str]]:
+        """What the first rank is to write for others, and the sum of each span."""
         rows = {row.unit: row for row in [*self._done, *(row for note in notes for row in note.rows)]}
         parts: list[list[str]] = [[] for _ in self.draft.spans]
         atoms: list[list[Atom]] = [[] for _ in self.draft.spans]
@@ -265,11 +281,4 @@ class ConvertWork:
             for atom, part in zip(unit.atoms, row.sums, strict=True):
                 parts[atom.span].append(part)
                 atoms[atom.span].append(atom)
-        spans = [joined(part, atom, self.draft.sums) for part, atom in zip(parts, atoms, strict=True)]
-        content = self.partial.content
-        touched = finish(content, chain(heads, self.draft.finish(spans)))
-        files = list(dict.fromkeys([*self.draft.files, *touched]))
-        nbytes = sum((content / name).stat().st_size for name in files)
-        result = content / torch_file.NAME if self.options.to == "torch" else content
-        self.partial.publish(result, files, overwrite=self.options.overwrite)
-        return nbytes
+        return heads, [joined(part, atom, self.draft.sums) for part, atom in zip(parts, atoms, strict=True)]

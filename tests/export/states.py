@@ -47,9 +47,8 @@ def small() -> dict[str, Any]:
     }
 
 
-def save(path: str) -> None:
+def of_rank(rank: int) -> dict[str, Any]:
     """On each of two ranks: rows of one large tensor, columns of another, and values of its own."""
-    rank = dist.get_rank()
     random.seed(rank)
     state = small()
     rows, columns = (1300, 1201), (1000, 1003)
@@ -60,7 +59,15 @@ def save(path: str) -> None:
     state["optimizer"] = {"columns": holdfast.Shard(by_column, (ROWS, WIDTH), (0, across))}
     state["rng"] = holdfast.RNG()
     state["mine"] = holdfast.PerRank({"rank": rank, "seen": torch.arange(rank + 3), "pair": (rank, None)})
-    holdfast.save(state, path, files={"config.json": b'{"a": 1}', "tokenizer/merges.txt": b"a b"})
+    return state
+
+
+FILES = {"config.json": b'{"a": 1}', "tokenizer/merges.txt": b"a b"}
+
+
+def save(path: str) -> None:
+    """On each of two ranks: save its state."""
+    holdfast.save(of_rank(dist.get_rank()), path, files=FILES)
 
 
 def make(path: Path) -> Path:

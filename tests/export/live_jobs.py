@@ -1,0 +1,141 @@
+"""What ranks of a pool do in the tests of conversions from live states."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import holdfast
+from holdfast.export import live_windows
+from holdfast.export.work import Converted
+from holdfast.ranks.ranks import ranks_of
+from tests import meshes
+from tests.export import states
+
+
+def trained(layout: str, folder: str) -> Converted:
+    """Convert a model and its optimizer from memory, and by way of a checkpoint."""
+    state = meshes.build(layout, 3, steps=1)
+    live = holdfast.convert(state, f"{folder}/live", to="huggingface")
+    holdfast.save(state, f"{folder}/saved")
+    holdfast.convert(f"{folder}/saved", f"{folder}/converted", to="huggingface")
+    return live
+
+
+def small(target: str, options: dict[str, Any]) -> Converted:
+    """Convert what the tests of other sources have as a checkpoint."""
+    return holdfast.convert(states.of_rank(dist.get_rank()), target, to="huggingface", extras=states.FILES, **options)
+
+
+def sharded(seed: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """The same tensors on any number of ranks, each cut along another axis."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        full = DTensor.from_local(full_tensor(seed + number, shape), mesh, [Replicate()], run_check=False)
+        axis = number % (len(shape) + 1)
+        state[name] = full.redistribute(mesh, [Shard(axis)]) if axis < len(shape) else full
+    return state
+
+
+def full_tensor(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "rows": (5003, 700), "columns": (1999, 1201), "deep": (3, 401, 1021), "norm": (4099,), "inner": (64, 7, 3),
+    "one": (), "thin": (4001, 2), **{f"small.{n}": (n % 7 + 1, n % 5 + 1) for n in range(400)},
+}  # fmt: skip
+
+
+def on_two_machines(target: str) -> Converted:
+    """Convert as if each rank were on a machine of its own."""
+    ranks = ranks_of()
+    before, ranks.host, ranks.hosts = ranks.host, f"node{ranks.rank}", None
+    try:
+        return holdfast.convert({"model": sharded(5, SHAPES)}, target, to="huggingface")
+    finally:
+        ranks.host, ranks.hosts = before, None
+
+
+def on_one_machine(target: str, options: dict[str, Any]) -> Converted:
+    return holdfast.convert({"model": sharded(5, SHAPES)}, target, to="huggingface", **options)
+
+
+def with_too_many_edges(target: str) -> None:
+    """Two machines that share nearly every page of a large tensor."""
+    from holdfast.export import live
+
+    live.EDGES, before = 1 << 20, live.EDGES
+    try:
+        on_two_machines(target)
+    finally:
+        live.EDGES = before
+
+
+def with_another_state(target: str) -> None:
+    """One rank has a tensor of another shape."""
+    model = {"w": torch.ones(4 + dist.get_rank()), "v": torch.ones(3)}
+    holdfast.convert({"model": model}, target, to="huggingface")
+
+
+def with_other_arguments(target: str) -> None:
+    model = {"w": torch.ones(4), "v": torch.ones(3)}
+    holdfast.convert({"model": model}, target, to="huggingface", rename={"v": f"v{dist.get_rank()}"})
+
+
+def without_a_state(target: str) -> None:
+    """One rank's state cannot be gathered."""
+    odd = torch.empty(3, device="meta") if dist.get_rank() else torch.ones(3)
+    holdfast.convert({"model": {"w": odd}}, target, to="huggingface")
+
+
+def with_a_bad_disk(target: str) -> None:
+    """One rank cannot write."""
+
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error", target)
+
+    original = live_windows.write
+    if dist.get_rank():
+        live_windows.write = broken
+    try:
+        holdfast.convert({"model": sharded(5, SHAPES)}, target, to="huggingface")
+    finally:
+        live_windows.write = original
+
+
+def and_be_killed(target: str) -> None:
+    """One rank is killed once it has written something."""
+
+    def kill(event: holdfast.events.Event) -> None:
+        if event.kind == "advance" and dist.get_rank():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with holdfast.events.listen(kill):
+        holdfast.convert({"model": sharded(5, SHAPES)}, target, to="huggingface", deadline=6)
+
+
+def measured(target: str, rows: int, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Bytes of this rank's state, and how much resident memory rises."""
+    rank, width = dist.get_rank(), 4000
+    by_row = holdfast.Shard(torch.full((rows, width), rank + 1.0), (2 * rows, width), (rank * rows, 0))
+    by_column = holdfast.Shard(torch.full((rows, width), rank + 1.0), (rows, 2 * width), (0, rank * width))
+    state = {"model": {"r": by_row, "c": by_column}}
+    holdfast.convert({"model": {"w": torch.ones(9)}}, f"{target}.first", to="huggingface")  # modules are imported
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    holdfast.convert(state, target, to="huggingface", dtype=dtype)
+    return 2 * by_row.tensor.nbytes, _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
