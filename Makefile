@@ -71,6 +71,7 @@ bench: $(READY) $(PEERS)/ready  ## all benchmarks, at full size
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.stall
 	$(BIN)/python -m benchmarks.unshard
+	$(BIN)/python -m benchmarks.live_export
 	$(BIN)/python -m benchmarks.share
 	$(BIN)/python -m benchmarks.incremental
 	$(BIN)/python -m benchmarks.replicas
@@ -84,6 +85,7 @@ bench-quick: $(READY) $(PEERS)/ready  ## the same in small
 	$(BIN)/python -m benchmarks.bench --quick
 	$(BIN)/python -m benchmarks.stall --quick
 	$(BIN)/python -m benchmarks.unshard --quick
+	$(BIN)/python -m benchmarks.live_export --quick
 	$(BIN)/python -m benchmarks.share --quick
 	$(BIN)/python -m benchmarks.incremental --quick
 	$(BIN)/python -m benchmarks.replicas --quick
