@@ -156,9 +156,14 @@ def _save_failed_as(kind: str) -> type[HoldfastError]:
     return type("SaveFailed", (SaveFailed, cause), {"__module__": __name__, "__doc__": SaveFailed.__doc__})
 
 
-def error_from(failure: Failure, *, saving: bool, settled: bool = True, absent: Sequence[int] = ()) -> HoldfastError:
-    """The exception that every rank raises for ``failure``: the same class, text and attributes everywhere."""
-    where = f"rank {failure.rank} on {failure.host}, phase {failure.phase}"
+def error_from(
+    failure: Failure, *, saving: bool, settled: bool = True, absent: Sequence[int] = (), alone: bool = False
+) -> HoldfastError:
+    """The exception that every rank raises for ``failure``: the same class, text and attributes everywhere.
+
+    ``alone``: there is one rank, which the text need not name.
+    """
+    where = f"phase {failure.phase}" if alone else f"rank {failure.rank} on {failure.host}, phase {failure.phase}"
     if failure.file and failure.file not in failure.message:
         where += f", file {failure.file}"
     if saving:

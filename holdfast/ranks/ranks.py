@@ -219,7 +219,10 @@ class Call:
                 raise interrupt  # KeyboardInterrupt and SystemExit stay what they are; the other ranks know of them
         if verdict.failure is not None:
             absent = [ranks.number(rank) for rank in verdict.absent]
-            failed = error_from(verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent)
+            alone = ranks.size == 1 and verdict.failure.rank == 0
+            failed = error_from(
+                verdict.failure, saving=self.saving, settled=verdict.settled, absent=absent, alone=alone
+            )
             raise failed from (errors[0] if errors and verdict.failure.rank == ranks.number(ranks.rank) else None)
         return msgspec.msgpack.decode(verdict.answer or b"", type=answer)
 

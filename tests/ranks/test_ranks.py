@@ -143,6 +143,13 @@ def test_a_failure_on_one_rank_is_raised_on_all(error: Exception, kind: type, ba
     assert fleet.all(fleet_sum) == [6] * 4, "and the next call works"
 
 
+def test_the_failure_of_a_rank_without_others_names_the_phase_alone() -> None:
+    with pytest.raises(StorageError) as caught, Ranks(0, 1, None).call("save x", deadline=LONG, saving=True) as call:
+        meet(call, raising(StorageError("the disk is full")))
+    assert str(caught.value).startswith("save failed (phase write): the disk is full. ")
+    assert caught.value.rank == 0 and caught.value.host
+
+
 def test_fields_of_a_failure_travel() -> None:
     def one(ranks: Ranks) -> Any:
         with ranks.call("save x", deadline=LONG, saving=True) as call:
