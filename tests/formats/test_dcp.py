@@ -136,6 +136,12 @@ def test_only_a_model(tmp_path: Path) -> None:
     assert equal(state["model"], model) and state.keys() == {"model", "rng"}
 
 
+@pytest.mark.parametrize(("name", "step"), [("step-12", 12), ("step_12", 12), ("steps-12", None), ("12", None)])
+def test_a_step_that_the_folder_alone_names(tmp_path: Path, name: str, step: int | None) -> None:
+    save({"model": {"w": torch.ones(2)}}, tmp_path / name)
+    assert holdfast.open(tmp_path / name).step == step
+
+
 @pytest.mark.parametrize("flat", [False, True])
 def test_other_keys(tmp_path: Path, flat: bool) -> None:
     model, optimizer = trained(flat=flat)

@@ -261,7 +261,7 @@ def test_the_process_ends_although_a_forked_child_holds_the_socket(tmp_path: Pat
 import os, time
 from holdfast.write.worker import ProcessWorker
 worker = ProcessWorker()
-worker.leave([], [], []).result(30)
+worker.leave([], [], []).result(240)
 child = os.fork()
 if child == 0:
     time.sleep(60)

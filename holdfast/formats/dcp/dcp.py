@@ -27,6 +27,9 @@ from holdfast.storage.place import Place
 MAX_HOLES = 10_000
 """How many places of a list in a row may hold nothing: empty containers leave no trace."""
 
+_STEP = re.compile(r"step[-_](\d+)")
+"""What folders of steps are called, by torchtitan and in scripts."""
+
 
 def read(path: Place) -> ForeignState | None:
     """The checkpoint of DCP at ``path``: its folder, a file in it, or a run folder with torchtitan's ``step-<n>``."""
@@ -36,8 +39,11 @@ def read(path: Place) -> ForeignState | None:
     content = read_folder(folder)
     state, how = own_names({**content.tree, **_beside(folder, content.tree)}, folder)
     version = content.metadata[0].get("version")
+    step = step_of(state)
+    if step is None and (named := _STEP.fullmatch(folder.name)):
+        step = int(named[1])
     return ForeignState(
-        "torch.distributed.checkpoint", state, step_of(state), content.world_size,
+        "torch.distributed.checkpoint", state, step, content.world_size,
         {"dcp": str(version)} if version else {}, "; ".join(filter(None, [reading, *how])),
     )  # fmt: skip
 
