@@ -9,6 +9,7 @@ import errno
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
@@ -20,12 +21,14 @@ from holdfast.commit.commit import commit, place_signature
 from holdfast.commit.folder import copy_hint, goes_along, is_orphan, taken
 from holdfast.commit.transfer import CopyStats, copy_files, home, self_contained
 from holdfast.errors import Damaged, NotACheckpoint, StorageError, Unsupported
+from holdfast.export.to_store import check_free, grown_at, upload
 from holdfast.formats.own import read_known, read_manifest
 from holdfast.ondisk import datafile, manifest
 from holdfast.ondisk.manifest import Manifest
 from holdfast.policies.signing.keys import found_signature
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.storage.place import Place
+from holdfast.storage.storage import as_store
 from holdfast.storage.store_place import StorePlace
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_deadline
@@ -86,10 +89,10 @@ def copy(
     ours, theirs = location(source), location(target)
     if f"{home(theirs)}/".startswith(f"{home(ours)}/"):
         raise ValueError(f"the target {theirs} is the source {ours}, or lies in it")
-    place = home(with_deadline(ours, deadline))
+    place, theirs = home(with_deadline(ours, deadline)), with_deadline(theirs, deadline)
     if bandwidth is not None:
         place = StorePlace(Throttled(place.store, bandwidth), place.key)
-    copied = _copy(place, with_deadline(theirs, deadline), overwrite)
+    copied = (_pushed if theirs.takes_pushes else _copy)(place, theirs, overwrite)
     copied.seconds = monotonic() - began
     return copied
 
@@ -110,6 +113,20 @@ def _copy(source: StorePlace, target: Place, overwrite: bool) -> Copied:
             ) from None
         return _copy_steps(source, target, steps, overwrite)
     return _copy_one(source, target, record, overwrite)
+
+
+def _pushed(source: StorePlace, target: Place, overwrite: bool) -> Copied:
+    """A copy to a repository: to local disk, where a repeated call goes on, and from there in one commit."""
+    place, grown = as_store(target), grown_at(target)
+    with suppress(NotACheckpoint, StorageError):
+        if read_known(place).save == read_known(source).save:
+            return Copied(str(source), str(target))
+    if (source / manifest.FILE_NAME).is_file() or _steps(source):  # if not, the copy says what is there instead
+        check_free(place, overwrite=overwrite)
+    copied = _copy(source, grown, overwrite=True)
+    upload(grown, place)
+    copied.target, copied.committed = str(target), True
+    return copied
 
 
 def _steps(root: StorePlace) -> list[tuple[str, Manifest]]:

@@ -179,7 +179,7 @@ def open_and_match(
     names = names_of(checkpoint, called, values, asked)
     state, keep = collect(into, ranks, names.saved), options.missing == "keep"
     matched, differences = compare(names, state, cast=options.cast, keep=keep, world_size=ranks.size)
-    note = RankNote(differences, early=bool(matched.early.targets))
+    note = RankNote(differences, early=bool(matched.early.targets), commit=checkpoint.path.commit)
     if options.only != "*":
         note.unfit, note.awaited = unfit_in_load(options.only, options.rename, renamed, own_names(state, into))
     if options.rename is None and checkpoint.format == FORMAT and not options.other_model:

@@ -11,7 +11,7 @@ from operator import index
 from typing import Any
 
 from holdfast.checkpoint import Checkpoint
-from holdfast.errors import SaveFailed
+from holdfast.errors import SaveFailed, Unsupported
 from holdfast.events import log
 from holdfast.load import Loaded
 from holdfast.ondisk.manifest import FILE_NAME
@@ -73,6 +73,8 @@ class CheckpointManager:
     def __init__(self, options: ManagerOptions) -> None:
         self._options = options
         self.root = with_deadline(location(options.root), options.deadline)
+        if self.root.no_saves:
+            raise Unsupported(f"{self.root} cannot be the root of a manager: {self.root.no_saves}")
         self.every, self.keep = options.every, options.keep
         self.should_stop = False
         self._warned = False

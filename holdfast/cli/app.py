@@ -34,8 +34,8 @@ _EVERYWHERE = ("--debug", "--quiet")
 app = typer.Typer(
     name="holdfast", pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Paths may be URLs: s3://, gs://, az://, https://. Every command takes --json. `holdfast COMMAND --help` "
-    "lists its options; docs/cli.md has an example of each command.",
+    epilog="Paths may be URLs: s3://, gs://, az://, hf://, https://. Every command takes --json. `holdfast COMMAND "
+    "--help` lists its options; docs/cli.md has an example of each command.",
 )  # fmt: skip
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:

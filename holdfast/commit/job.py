@@ -76,7 +76,9 @@ class Job:
     on_commit: Callable[[Place, Manifest], None] | None = None
 
     def check(self) -> None:
-        """Raise Unsupported for options that exclude each other."""
+        """Raise Unsupported for a place that takes no saves, and for options that exclude each other."""
+        if self.folder is not None and self.folder.no_saves:
+            raise Unsupported(f"nothing can be saved to {self.folder}: {self.folder.no_saves}")
         if self.degraded and self.sign is not None:
             raise Unsupported(
                 "what others write for lost ranks cannot be signed while they save: leave out degraded=True, or "

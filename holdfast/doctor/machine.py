@@ -22,6 +22,7 @@ SHM_WANTED = 64 << 20
 
 _EXTRAS = (
     ("obstore", "cloud", "URLs (s3://, gs://, az://, https://)"),
+    ("huggingface_hub", "hub", "pushing to hf://"),
     ("cryptography", "sign", "signed checkpoints"),
     ("zstandard", "zstd", "DCP checkpoints that are compressed"),
 )

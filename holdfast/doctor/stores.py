@@ -37,7 +37,7 @@ def findings(place: StorePlace, *, write: bool = True) -> Iterator[Finding]:
         tried = _verb("reading", patient.is_file)
     else:
         tried = _verb("listing", lambda: patient.store.list(patient.key, deep=False))
-    who = _credentials(scheme, options)
+    who = _credentials(scheme, options, getattr([*nested(place.store)][-1], "client", None))
     unfetched = who.verdict == "ok" and _UNFETCHED in tried.text  # their source is known, and gave none
     yield Finding(who.name, "fail", tried.text, _WHO, "storage") if unfetched else who
     if endpoint:
@@ -45,7 +45,7 @@ def findings(place: StorePlace, *, write: bool = True) -> Iterator[Finding]:
     if unfetched:
         return
     yield tried
-    if tried.verdict == "ok" and write and scheme not in ("http", "https"):
+    if tried.verdict == "ok" and write and not place.no_saves:
         yield from _tried(patient)
 
 
@@ -55,7 +55,10 @@ def _spec_of(place: StorePlace) -> Mapping[str, Any]:
     return spec if isinstance(spec, Mapping) else {}
 
 
-def _credentials(scheme: str, options: Mapping[str, Any]) -> Finding:
+def _credentials(scheme: str, options: Mapping[str, Any], hub: Any) -> Finding:
+    if hub is not None:
+        text = f"from {hub.token_source}" if hub.token else "none are sent: enough for public repositories"
+        return Finding("credentials", "ok", text)
     if scheme not in CLIENTS:
         return Finding("credentials", "ok", "none are sent")
     try:

@@ -10,6 +10,7 @@ from holdfast import events
 from holdfast.commit.folder import refuse_cited, taken
 from holdfast.errors import Unsupported
 from holdfast.export.partial import LAST, holds_others, not_a_checkpoint
+from holdfast.export.pushing import prepare_push, push
 from holdfast.ondisk import blocks, manifest
 from holdfast.storage import storage
 from holdfast.storage.local import disk
@@ -34,7 +35,10 @@ def grown_at(place: Place) -> LocalPlace:
 
 
 def check_free(place: StorePlace, *, overwrite: bool) -> None:
-    """Raises StorageError if something is at ``place`` already and may not be replaced."""
+    """Raises StorageError if something is at ``place`` already and may not be replaced, or if nobody may push there."""
+    if place.takes_pushes:
+        prepare_push(place, overwrite=overwrite)
+        return
     existing = place.files_below() or ([place.name] if place.is_file() else [])
     if MARK in existing:
         return
@@ -64,9 +68,11 @@ def upload(grown: LocalPlace, place: StorePlace) -> int:
 
     A checkpoint of ours that was at ``place`` is there until the new one is: no file of theirs has the same name but
     the manifest, which is replaced in one step. Files of other formats have the same names in every save, so the old
-    ones are deleted first, and for a moment there is no checkpoint.
+    ones are deleted first, and for a moment there is no checkpoint. To a repository all goes in one commit.
     """
-    if grown.is_file():
+    if place.takes_pushes:
+        nbytes = push(grown, place)
+    elif grown.is_file():
         nbytes = grown.stat().st_size
         _put(grown, place)
     else:

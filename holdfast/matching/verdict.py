@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from holdfast.errors import Mismatch
 from holdfast.matching.differences import Differences, raise_if_any
 from holdfast.read.shared import share as sharing
 
@@ -15,7 +16,7 @@ class RankNote(msgspec.Struct, array_like=True):
     """What one rank tells the first one of its comparison.
 
     ``unfit``: patterns of ``only=`` that fit nothing, with what errors say of each; ``awaited``: those that fit the
-    target alone. ``early``: whether objects are handed their state early.
+    target alone. ``early``: whether objects are handed their state early. ``commit``: that of a repository.
     """
 
     differences: Differences
@@ -23,6 +24,7 @@ class RankNote(msgspec.Struct, array_like=True):
     early: bool = False
     unfit: dict[str, str] = {}
     awaited: list[str] = []
+    commit: str = ""
 
 
 class Verdict(msgspec.Struct, array_like=True):
@@ -34,6 +36,12 @@ class Verdict(msgspec.Struct, array_like=True):
 
 def judge(notes: list[RankNote]) -> Verdict:
     """On the first rank: raise Mismatch with every name of every rank, unless all fits; else who may share reading."""
+    commits = sorted({note.commit for note in notes})
+    if len(commits) > 1:
+        raise Mismatch(
+            f"somebody pushed while the ranks opened the repository, and they would read different commits "
+            f"({', '.join(commits)}); nothing was changed. Load again, or name a commit in the URL: @{commits[0]}"
+        )
     awaited = {pattern for note in notes for pattern in note.awaited}
     unfit = {pattern: text for note in notes for pattern, text in note.unfit.items() if pattern not in awaited}
     raise_if_any([note.differences for note in notes], unfit.values())

@@ -39,6 +39,21 @@ class Place(ABC):
     has_descriptors: ClassVar[bool]
     """Whether files are opened to be written and read at any offset; elsewhere they are sent whole."""
 
+    @property
+    def no_saves(self) -> str:
+        """Why nothing can be saved here, and what to do instead; empty where saves may go."""
+        return ""
+
+    @property
+    def takes_pushes(self) -> bool:
+        """Whether all files of a target are pushed here in one commit, and none by itself."""
+        return False
+
+    @property
+    def commit(self) -> str:
+        """The commit that is read; empty where there are none. Raises StorageError."""
+        return ""
+
     # pathlib's words
 
     if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from holdfast.storage.cloud.conditions import create_once
 from holdfast.storage.naming import naming, naming_unless_missing
 from holdfast.storage.place import LIVING, Place
 from holdfast.storage.store import Store
+from holdfast.storage.wrappers.wrapper import nested
 
 
 @total_ordering
@@ -106,6 +107,23 @@ class StorePlace(Place):
         return PurePosixPath(self.key).relative_to(above.key)
 
     # What the store knows
+
+    @property
+    def no_saves(self) -> str:
+        return str(getattr(self._innermost, "no_saves", ""))
+
+    @property
+    def takes_pushes(self) -> bool:
+        return bool(getattr(self._innermost, "takes_pushes", False))
+
+    @property
+    def commit(self) -> str:
+        with naming(self, "open"):
+            return str(getattr(self._innermost, "commit", ""))
+
+    @property
+    def _innermost(self) -> object:
+        return [*nested(self.store)][-1]
 
     def exists(self) -> bool:
         return self.is_file() or self.is_dir()

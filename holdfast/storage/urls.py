@@ -85,9 +85,10 @@ def at(url: str, options: Mapping[str, Any] | None = None) -> StorePlace:
     do: the environment, ``~/.aws``, the settings of gcloud and Azure, the machine's role.
 
     Args:
-        url: ``s3://``, ``gs://``, ``az://``, ``r2://``, ``weka://``, or ``https://`` for reading.
+        url: ``s3://``, ``gs://``, ``az://``, ``r2://``, ``weka://``; ``https://`` for reading; or a repository of the
+            Hugging Face hub, ``hf://owner/name@revision/path``.
         options: endpoint_url, region, profile, anonymous, access_key_id, secret_access_key, session_token, account,
-            account_key, sas_token, token, credential_file, allow_http, virtual_host, verify_tls, ca_file,
+            account_key, sas_token, token, private, credential_file, allow_http, virtual_host, verify_tls, ca_file,
             connect_timeout, read_timeout, write_timeout, retry_timeout, concurrency, part_size, sign_payload,
             bulk_delete. docs/stores.md says what each is.
 
@@ -162,10 +163,11 @@ def _of_hub(rest: str, in_query: Mapping[str, Any], options: Mapping[str, Any]) 
 
     address, path = parsed(rest)
     given = {**checked(in_query, address.url, from_url=True), **checked(options, address.url)}
-    key = _key(path, f"{address.url}/{path}")
+    key, hub = _key(path, f"{address.url}/{path}"), Hub(address, given)
+    assert hub.client  # raises ValueError
     # A store of its own for each place: it reads one commit, and the next place may be of another. It repeats nothing
     # by itself, and a hub that asks to slow down says for how long.
-    return StorePlace(Retrying(Hub(address, given), attempts=8, most=20.0), key)
+    return StorePlace(Retrying(hub, attempts=8, most=20.0), key)
 
 
 def _of_account(host: str) -> dict[str, Any]:

@@ -146,6 +146,11 @@ class Front(_Answers):
         return number, repository.trees[number]
 
     def _got(self, path: str, query: dict[str, str]) -> None:
+        if path.endswith("/auth-check/write"):
+            if self._token in self.hub.accepted:
+                raise Refused(403, "", "this token may only read")
+            self._json({})
+            return
         if match := _REPOSITORY.fullmatch(path):
             repository = self._repository(match[1], match[2])
             if match[3] == "revision":

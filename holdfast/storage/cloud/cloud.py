@@ -96,6 +96,10 @@ class Cloud:
         return f"{self.scheme}://{self.bucket}"
 
     @property
+    def no_saves(self) -> str:
+        return "a web server can be read only" if self._web else ""
+
+    @property
     def _web(self) -> bool:
         return self.scheme in ("http", "https")
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 from urllib.parse import quote, urljoin
 
@@ -37,6 +38,8 @@ _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
 
 class Hub:
     """The files of a repository at one commit. Made of plain data; asks when it is first used."""
+
+    takes_pushes = True
 
     def __init__(self, address: Address, options: Mapping[str, Any], at: tuple[str, float] | None = None) -> None:
         self.address, self.options = address, dict(options)
@@ -65,8 +68,9 @@ class Hub:
             f'holdfast.convert(step, {self.url!r}, to="huggingface")'
         )
 
-    @property
+    @cached_property
     def client(self) -> Client:
+        """Whom it asks, with whose token. Raises ValueError for a hub's address or a token that cannot be meant."""
         return client_of(self.options)
 
     @property

@@ -25,14 +25,16 @@ class Headers(Protocol):
 
 
 def refusal(doing: str, address: Address, client: Client, status: int, headers: Headers, body: bytes = b"") -> OSError:
-    """The OSError for an answer. FileNotFoundError for a missing file alone; ``missing`` if it is the repository."""
+    """The OSError for an answer. FileNotFoundError for a missing file alone; ``missing`` says what else is."""
     code, text = headers.get("X-Error-Code") or "", _said(client, headers, body)
     page = f"{client.endpoint}/{address.path}"
     who = f"the token from {client.token_source}" if client.token else "a reader without a token"
     said = f": {text}" if text else ""
 
-    def made(number: int, means: str) -> OSError:
-        return OSError(number, f"cannot {doing}: {means}")
+    def made(number: int, means: str, missing: str = "") -> OSError:
+        error = OSError(number, f"cannot {doing}: {means}")
+        vars(error)["missing"] = missing
+        return error
 
     if status == 429 or status == 408 or status >= 500:
         means = "the hub asks to slow down" if status == 429 else f"the hub answered {status}"
@@ -42,10 +44,8 @@ def refusal(doing: str, address: Address, client: Client, status: int, headers: 
         return FileNotFoundError(errno.ENOENT, f"cannot {doing}: there is no such file")
     if code == "RevisionNotFound":
         revision = address.revision or "main"
-        return made(
-            errno.ENXIO,
-            f"{address.repo} has no revision {revision!r}: name a branch, a tag or a commit of {page}/commits",
-        )
+        means = f"{address.repo} has no revision {revision!r}: name a branch, a tag or a commit of {page}/commits"
+        return made(errno.ENXIO, means, missing="revision")
     if code == "GatedRepo":
         account = "with the account of this token" if client.token else f"then {LOG_IN}"
         means = f"{address.repo} is gated, and {who} has no access: accept its terms at {page}, {account}"
@@ -59,9 +59,7 @@ def refusal(doing: str, address: Address, client: Client, status: int, headers: 
         hint = ", and that this account may see it" if client.token else f"; if it is private, {LOG_IN}"
         kind, said = address.kind.removesuffix("s"), "" if code else said
         means = f"there is no {kind} {address.repo} at {client.endpoint} that {who} may see{said}. Check the name{hint}"
-        error = made(errno.ENXIO, means)
-        vars(error)["missing"] = True
-        return error
+        return made(errno.ENXIO, means, missing="repository")
     if status == 403:
         means = f"{who} may not do that{said}. A fine-grained token needs the right for {address.repo}"
         return made(errno.EACCES, means if client.token else f"access denied{said}. If it is private, {LOG_IN}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -22,21 +22,6 @@ from holdfast.testing import ReadOnlyContract
 from tests.servers.hub import TOKEN, Hub
 
 BIG = os.urandom(300_001)
-
-
-@pytest.fixture(autouse=True)
-def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Without a token, and without the hub of whoever runs the tests."""
-    for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with Hub() as started:
-        monkeypatch.setenv("HF_ENDPOINT", started.url)
-        yield started
 
 
 def store_of(rest: str, **options: Any) -> Repository:
