@@ -18,7 +18,6 @@ from torch import nn
 
 from holdfast import dcp
 from holdfast.checkpoint import open_checkpoint as holdfast_open
-from holdfast.dcp import hugging_face
 from holdfast.dcp.opening import is_of_torch
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.load import load
@@ -30,6 +29,7 @@ from holdfast.save import save
 from holdfast.state import RNG, PerRank
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
+from holdfast.trainers import titan_hugging_face
 from holdfast.trainers.titan_steps import NAME, Staging, find_step, upload_of
 
 if TYPE_CHECKING:
@@ -147,14 +147,16 @@ class CheckpointManager(BaseCheckpointManager):
         dtype = getattr(torch, self._setting("export_dtype", "float32"))
         logger.info("Saving a model only checkpoint in %s at last step, step %d.", dtype, curr_step)
         with torch.no_grad():
-            weights = {
-                name: tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
-                for name, tensor in self._weights().items()
-            }
+            weights = self._weights()
             if self._setting("last_save_in_hf", False):
-                hugging_face.write(self._adapter, weights, os.path.join(self.folder, NAME.format(step=curr_step)))
-            else:
-                self._write_model(curr_step, weights)
+                target = self._manager.root / NAME.format(step=curr_step)
+                titan_hugging_face.write(self._adapter, weights, target, dtype)
+                return
+            cast = {
+                name: tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() else tensor
+                for name, tensor in weights.items()
+            }
+            self._write_model(curr_step, cast)
 
     def _begin(self, step: int) -> tuple[Staging, Future[Any]]:
         """Begin a save beside training."""
@@ -230,7 +232,7 @@ class CheckpointManager(BaseCheckpointManager):
         logger.info("Loading the checkpoint from %s, in the form of Hugging Face.", path)
         quantized = self._setting("initial_load_in_hf_quantized", False)
         with torch.no_grad():
-            self._take_weights(hugging_face.read(self._adapter, self._weights(), path, quantized=quantized))
+            self._take_weights(titan_hugging_face.read(self._adapter, self._weights(), path, quantized=quantized))
         return True
 
     def _load_from(self, path: Place, *, model_only: bool, newest: bool = False) -> None:

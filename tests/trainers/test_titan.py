@@ -322,11 +322,16 @@ class Adapter:
 def test_the_last_step_may_be_hugging_faces(tmp_path: Path, by: str) -> None:
     run = Run(tmp_path, 0, enable=False)
     config = CheckpointManager.Config(enable=True, interval=2, last_save_in_hf=True, export_dtype="bfloat16")
-    manager = manager_of(run, tmp_path, config, sd_adapter=Adapter())
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "README.md"):
+        (assets / name).write_text("{}")
+    manager = manager_of(run, tmp_path, config, sd_adapter=Adapter(str(assets)))
     assert manager.save(2) and manager.save(2, last_step=True) and manager.save(2, last_step=True)
     manager.close()
     saved = tmp_path / "checkpoint/step-2"
-    assert not (saved / "manifest.json").exists()
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in saved.rglob("*")) == names, "nothing of the step that was there before"
     tensors = load_file(next(saved.glob("*.safetensors")))
     assert tensors.keys() == {f"model.{name}" for name in run.weights}
     again = Run(tmp_path, 1, enable=False)
