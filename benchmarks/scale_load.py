@@ -20,8 +20,9 @@ from holdfast.ondisk import datafile, dtypes
 from holdfast.ondisk.datafile import Header
 from holdfast.read.files import DataFiles
 from holdfast.read.ranges import Overlap, jobs_of, ranges_of, rounds_up
-from holdfast.read.read import Wanted, _overlaps
+from holdfast.read.read import _overlaps
 from holdfast.read.source import ReadStats
+from holdfast.read.wanted import Wanted
 from holdfast.storage.local.local_place import LocalPlace
 
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python 3.11 does not name

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from holdfast import events
 from holdfast.buffers.stable import wait_for_copies
-from holdfast.commit.folder import what_is_there
-from holdfast.errors import Mismatch, NotACheckpoint, Untrusted
-from holdfast.formats.detect import open_foreign
+from holdfast.errors import Mismatch
+from holdfast.formats.detect import reader_of
 from holdfast.formats.own import Own
 from holdfast.formats.reader import Reader, TensorInfo
 from holdfast.ondisk import dtypes, manifest, spans, values
@@ -32,7 +30,10 @@ from holdfast.read.files import Files
 from holdfast.read.filling import box_of, into_given, into_mapped, into_new, unlike
 from holdfast.read.nested import nested
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.read import read_boxes
+from holdfast.read.wanted import Wanted
+from holdfast.remap.remap import Remap
+from holdfast.remap.remapped import Remapped
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 from holdfast.storage.wrappers.layers import with_cache, with_default_deadline
@@ -91,6 +92,11 @@ class Checkpoint:
         return self.reader.left_out
 
     @property
+    def remap(self) -> Remap | None:
+        """The map under which it was opened; None without one."""
+        return self.reader.remap if isinstance(self.reader, Remapped) else None
+
+    @property
     def step(self) -> int | None:
         """The training step, or None if the save gave none."""
         return self.manifest.step
@@ -129,7 +135,7 @@ class Checkpoint:
         Args:
             name: A name of the tensor.
         """
-        return self.manifest.aliases.get(name, name)
+        return self.reader.stored_name(name)
 
     def value(self, path: str) -> Any:
         """Return one value.
@@ -300,7 +306,8 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str] | Place, *, cache: str | os.PathLike[str] | None = None, require: Keys | None = None
+    path: str | os.PathLike[str] | Place, *, cache: str | os.PathLike[str] | None = None, require: Keys | None = None,
+    remap: Remap | None = None,
 ) -> Checkpoint:  # fmt: skip
     """Open the checkpoint at ``path``, of holdfast or of another library. It reads what describes it, and no tensor.
 
@@ -310,6 +317,7 @@ def open_checkpoint(
         cache: For a path in a store, a folder on local disk in which processes of a node share what they have fetched.
         require: Public keys, one of which must have signed the checkpoint. Then all that is read of it is proved to be
             what was signed.
+        remap: A map to another layout (`holdfast.remap`). The checkpoint then has the names and shapes that it makes.
 
     Returns:
         The checkpoint. Tensors are read when you ask for them.
@@ -319,6 +327,7 @@ def open_checkpoint(
         Unsupported: The format version is of a later holdfast.
         Damaged: The manifest was altered.
         Untrusted: It is not signed as required.
+        Mismatch: ``remap`` does not fit what is there.
 
     Example:
         >>> checkpoint = holdfast.open("/ckpt/step-7")
@@ -328,22 +337,14 @@ def open_checkpoint(
     target = with_default_deadline(location(path), DEADLINE)
     if cache is not None:
         target = with_cache(target, cache)
-    checkpoint = Checkpoint(target, require=require)
-    try:
-        checkpoint.manifest  # noqa: B018 - reading it is the check
-    except NotACheckpoint as error:
-        if require is not None and not target.is_remote and not target.exists():
-            raise
-        if require is not None:  # not even looked at: a reader of another format would have to believe it
-            raise Untrusted(
-                f"{error}. require= takes signed checkpoints of holdfast: other formats cannot be signed, convert them "
-                "(holdfast.convert) and sign the result if you trust them"
-            ) from None
-        reader = open_foreign(target)
-        if reader is None:
-            if target.is_remote:
-                raise NotACheckpoint(what_is_there(target)) from None
-            raise
-        checkpoint = Checkpoint(target, reader=reader)
-        events.log.info("%s: read as %s%s", target, reader.format, f" ({reader.reading})" if reader.reading else "")
-    return checkpoint
+    checkpoint = Checkpoint(target, reader=reader_of(target, require))
+    return checkpoint if remap is None else under_map(checkpoint, remap)
+
+
+def under_map(checkpoint: Checkpoint, remap: Remap) -> Checkpoint:
+    """The same checkpoint with the names and shapes that a map makes. Raises Mismatch if it does not fit."""
+    if checkpoint.remap is not None:
+        raise Mismatch(f"{checkpoint.path} is opened under a map already: join the two, as in second @ first")
+    mapped = Checkpoint(checkpoint.path, checkpoint.seconds, reader=Remapped(checkpoint.reader, remap))
+    mapped.manifest  # noqa: B018 - a map that does not fit is refused before anything is read
+    return mapped

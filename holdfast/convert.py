@@ -19,6 +19,7 @@ from holdfast.export.work import Converted, ConvertWork, Options, To
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.ranges import Verify
+from holdfast.remap.remap import Remap
 from holdfast.saving import Saving
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
@@ -32,6 +33,7 @@ def convert(
     only: Patterns = "*", rename: Rename | None = None, dtype: torch.dtype | None = None, step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES, extras: Extras | None = None, overwrite: bool = False,
     verify: Verify = True, group: torch.distributed.ProcessGroup | None = None, deadline: float = DEADLINE,
+    remap: Remap | None = None,
 ) -> Converted:  # fmt: skip
     """Write a checkpoint, or the state of a training run, to ``target`` in another format, tensor by tensor.
 
@@ -63,6 +65,8 @@ def convert(
         verify: As in `load`.
         group: The ranks that convert; by default the default process group, or this process alone without one.
         deadline: Seconds to wait for a rank or a store that makes no progress.
+        remap: A map from the source's layout to the target's (`holdfast.remap`). ``only`` and ``rename`` go by the
+            names that it makes.
 
     Returns:
         What was written, and what was left out and why.
@@ -80,7 +84,7 @@ def convert(
         >>> holdfast.convert("/ckpt/step-7", "/models/weights.pt", to="torch", only="model").nbytes > 0
         True
     """
-    options = Options(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify)
+    options = Options(to, only, rename, dtype, step, max_shard_bytes, extras, overwrite, verify, remap)
     options.check(target)
     if isinstance(source, Mapping):
         state = source

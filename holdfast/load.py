@@ -33,6 +33,7 @@ from holdfast.ranks.ranks import DEADLINE, Call, Ranks, ranks_of
 from holdfast.read.ranges import Verify
 from holdfast.read.shared import share as sharing
 from holdfast.read.source import ReadStats
+from holdfast.remap.remap import Remap
 from holdfast.state import collect
 from holdfast.state.fresh import plain_tensors
 from holdfast.state.layers import decode_kinds, unlike
@@ -52,7 +53,7 @@ def load(
     cast: bool = False, missing: Literal["error", "keep"] = "error", verify: Verify = True,
     cache: str | os.PathLike[str] | None = None, share: sharing.How = "auto", group: dist.ProcessGroup | None = None,
     deadline: float = DEADLINE, require: Keys | None = None,
-    run: str | None = None, other_model: bool = False,
+    run: str | None = None, other_model: bool = False, remap: Remap | None = None,
 ) -> Loaded:  # fmt: skip
     """Load the checkpoint at ``path`` into the objects and tensors of ``into``, in place, on any mesh or none.
 
@@ -78,6 +79,8 @@ def load(
         require: Public keys, one of which must have signed the checkpoint; see docs/security.md.
         run: The run that the checkpoint has to be of (`Checkpoint.run`).
         other_model: Load into layers of another kind too, if their tensors have the same names and shapes.
+        remap: A map from the checkpoint's layout to that of ``into`` (`holdfast.remap`). Each rank still reads only
+            what its own shards are made of. ``only`` and ``rename`` go by the names that it makes.
 
     Returns:
         What was loaded, what was left out, and how many bytes were read.
@@ -107,7 +110,7 @@ def load(
 
     def opening() -> Checkpoint:
         events.reached("open", source, ranks.rank)
-        return open_checkpoint(source, require=require)
+        return open_checkpoint(source, require=require, remap=remap)
 
     return load_opened(opening, into, label, ranks, options, deadline=deadline)
 
@@ -182,9 +185,11 @@ def open_and_match(
     note = RankNote(differences, early=bool(matched.early.targets), commit=checkpoint.path.commit)
     if options.only != "*":
         note.unfit, note.awaited = unfit_in_load(options.only, options.rename, renamed, own_names(state, into))
-    if options.rename is None and checkpoint.format == FORMAT and not options.other_model:
+    as_saved = options.rename is None and checkpoint.remap is None
+    if as_saved and checkpoint.format == FORMAT and not options.other_model:
         differences.misfits.extend(unlike(decode_kinds(checkpoint.manifest.producer), state.kinds, asked))
-    shares = options.share == "auto" and ranks.size > 1
+    # Under a map ranks want boxes of other tensors than their spreads tell of.
+    shares = options.share == "auto" and ranks.size > 1 and checkpoint.remap is None
     demand = sharing.demand_of(
         matched.rest.wanted, matched.rest.spreads, checkpoint.manifest, ranks.rank, shares=shares
     )

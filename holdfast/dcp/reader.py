@@ -22,7 +22,8 @@ from holdfast.dcp.states import like
 from holdfast.errors import HoldfastError
 from holdfast.ondisk.box import Box
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.read import read_boxes
+from holdfast.read.wanted import Wanted
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
 

@@ -31,7 +31,7 @@ from holdfast.plan.layout import join_owned
 from holdfast.plan.plan import Plan
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.read.damage import Findings
-from holdfast.read.files import Files
+from holdfast.read.files import AsStored, Files
 from holdfast.read.ranges import Verify
 from holdfast.state.leaves import owned_values
 from holdfast.storage.local.local_place import LocalPlace
@@ -71,7 +71,9 @@ def gather_live(call: Call, state: Mapping[str, Any]) -> Live:
 
 
 def check_live(options: Options) -> None:
-    """Raises Unsupported for a format that takes checkpoints alone."""
+    """Raises Unsupported for what takes checkpoints alone."""
+    if options.remap is not None:
+        raise Unsupported("remap= takes a checkpoint: save the state (holdfast.save) and convert that")
     if options.to == "holdfast":
         raise Unsupported('a state becomes a checkpoint of holdfast by holdfast.save; to="huggingface" converts it')
     if options.to != "huggingface":
@@ -101,7 +103,10 @@ class LiveReader:
 
     @property
     def files(self) -> Files:
-        raise _no_file()
+        return _InMemory()
+
+    def stored_name(self, name: str) -> str:
+        return self.manifest.aliases.get(name, name)
 
     def attachment(self, name: str) -> bytes:
         raise KeyError(name)
@@ -114,6 +119,15 @@ class LiveReader:
 
     def examine(self, *, deep: bool = True, share: tuple[int, int] = (0, 1)) -> Findings:
         raise _no_file()
+
+
+class _InMemory(AsStored):
+    """`Files` of a state: there are none."""
+
+    def _none(self, *args: object) -> Any:
+        raise _no_file()
+
+    path = plain = prepare = prove = piece = opened = _none
 
 
 def _no_file() -> HoldfastError:

@@ -41,7 +41,8 @@ class Leaf:
     """A tensor on its way: what the source calls it and how it keeps it, what the target calls it, and its new dtype.
 
     ``sealed``: the source has sums of its blocks. ``terms``: of a merge, what is summed in ``total``, a dtype; with no
-    ``total`` the tensors of all terms must be equal. What a merge does not sum has none.
+    ``total`` the tensors of all terms must be equal. What a merge does not sum has none. ``made``: a map
+    makes the tensor of others.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Leaf:
     sealed: bool
     terms: tuple[Term, ...] = ()
     total: str = ""
+    made: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,7 +80,7 @@ class Leaf:
     @cached_property
     def runs(self) -> list[Run] | None:
         """Its pieces in order if each is a run of the flattened tensor and has sums; else None."""
-        if not self.sealed or 0 in self.shape:
+        if not self.sealed or self.made or 0 in self.shape:
             return None
         pieces = []
         for box, file in self.record.boxes():
@@ -129,7 +131,7 @@ def select(checkpoint: Checkpoint, wanted: Callable[[str], bool]) -> Selection:
         if wanted(name):
             stored = checkpoint.saved_name(name)
             if keeper.setdefault(stored, name) == name:
-                tensors[name] = Leaf(name, stored, tensor, tensor.dtype, sealed)
+                tensors[name] = Leaf(name, stored, tensor, tensor.dtype, sealed, made=checkpoint.files.is_made(stored))
             else:
                 aliases[name] = keeper[stored]
     leaves = {path: value for path, value in record.values.items() if wanted(path)}

@@ -17,8 +17,9 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, flat_boxes
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.read import read_boxes
 from holdfast.read.source import ReadStats
+from holdfast.read.wanted import Wanted
 from holdfast.storage.local.disk import SECTOR
 
 _SECTION = "state"  # any section: a piece's key is its name without one

@@ -12,7 +12,7 @@ import torch
 
 from holdfast import events
 from holdfast.buffers.memory import no_collection
-from holdfast.checkpoint import Checkpoint, open_checkpoint
+from holdfast.checkpoint import Checkpoint, open_checkpoint, under_map
 from holdfast.errors import HoldfastError, Mismatch
 from holdfast.export import dcp, huggingface, native, torch_file
 from holdfast.export.copying import Copied, copy_units, finish
@@ -26,6 +26,7 @@ from holdfast.ondisk.blocks import digest
 from holdfast.ondisk.patterns import Patterns, Rename, check_rename, names_in, renamer, selector
 from holdfast.ranks.ranks import Ranks
 from holdfast.read.ranges import Verify
+from holdfast.remap.remap import Remap
 from holdfast.storage.place import Place
 
 To = Literal["holdfast", "huggingface", "torch", "dcp"]
@@ -86,6 +87,7 @@ class Options:
     extras: Extras | None
     overwrite: bool
     verify: Verify
+    remap: Remap | None = None
 
     def check(self, target: object) -> None:
         if self.to not in get_args(To):
@@ -142,7 +144,7 @@ class ConvertWork:
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         if f"{checkpoint.path.real()}/".startswith(f"{target.real()}/"):
             raise Mismatch(f"the target {target} is the source, or around it; choose another path")
-        return checkpoint
+        return checkpoint if self.options.remap is None else under_map(checkpoint, self.options.remap)
 
     def _cut(self) -> None:
         """Cut the draft into what ranks copy."""

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
+from holdfast import events
 from holdfast.buffers.memory import no_collection
-from holdfast.errors import Damaged, HoldfastError
+from holdfast.commit.folder import what_is_there
+from holdfast.errors import Damaged, HoldfastError, NotACheckpoint, Untrusted
+from holdfast.formats.own import Own
 from holdfast.formats.reader import Reader
+from holdfast.policies.signing.keys import Keys
 from holdfast.storage.naming import storage_error
 from holdfast.storage.place import Place
 from holdfast.storage.storage import as_store
@@ -69,3 +73,29 @@ def _telling(path: Place) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise storage_error("read", str(path), error.errno, error.strerror or str(error)) from error
+
+
+def reader_of(place: Place, require: Keys | None = None) -> Reader:
+    """What reads the checkpoint at a place, of holdfast or of another library.
+
+    Raises NotACheckpoint if there is none, Untrusted for another library's if a key is required, Damaged, Unsupported.
+    """
+    own = Own(place, require=require)
+    try:
+        own.manifest  # noqa: B018 - reading it is the check
+    except NotACheckpoint as error:
+        if require is not None and not place.is_remote and not place.exists():
+            raise
+        if require is not None:  # not even looked at: a reader of another format would have to believe it
+            raise Untrusted(
+                f"{error}. require= takes signed checkpoints of holdfast: other formats cannot be signed, convert them "
+                "(holdfast.convert) and sign the result if you trust them"
+            ) from None
+        foreign = open_foreign(place)
+        if foreign is None:
+            if place.is_remote:
+                raise NotACheckpoint(what_is_there(place)) from None
+            raise
+        events.log.info("%s: read as %s%s", place, foreign.format, f" ({foreign.reading})" if foreign.reading else "")
+        return foreign
+    return own

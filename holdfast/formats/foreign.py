@@ -20,7 +20,7 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import Manifest
 from holdfast.read.damage import Damage, Findings
-from holdfast.read.files import ASKERS
+from holdfast.read.files import ASKERS, AsStored
 from holdfast.read.ranges import Verify
 from holdfast.read.source import Descriptors, ReadStats
 from holdfast.storage.place import Place
@@ -62,7 +62,7 @@ def _try_to_locate(stretch: Stretch) -> None:
         stretch.located()
 
 
-class ForeignFiles:
+class ForeignFiles(AsStored):
     """Where each piece of each tensor lies; the same three questions that our own data files answer."""
 
     def __init__(self, sources: list[Source], places: dict[tuple[str, Box], Stretch]) -> None:
@@ -195,6 +195,9 @@ class Foreign:
     @property
     def attachments(self) -> Mapping[str, int]:
         return {name: path.stat().st_size for name, path in self.attached.items()}
+
+    def stored_name(self, name: str) -> str:
+        return self.manifest.aliases.get(name, name)
 
     def attachment(self, name: str) -> bytes:
         if name not in self.attached:

@@ -64,6 +64,9 @@ class Own:
         record, signature = self._proved
         return DataFiles(self.path, record.data_files, self._beside, signature=signature)
 
+    def stored_name(self, name: str) -> str:
+        return self.manifest.aliases.get(name, name)
+
     @property
     def format(self) -> str:
         return self.manifest.format

@@ -46,6 +46,9 @@ class Reader(Protocol):
     def files(self) -> Files:
         """Where the bytes of its tensors lie."""
 
+    def stored_name(self, name: str) -> str:
+        """The name under which a tensor is read: of tied ones the same."""
+
     @property
     def format(self) -> str:
         """``"holdfast"``, or the name of a foreign format."""

@@ -10,7 +10,8 @@ import torch
 from holdfast.checkpoint import Checkpoint
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
-from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.read import read_boxes
+from holdfast.read.wanted import Wanted
 
 BOX = 64 << 20
 """Bytes that are read at a time: eight blocks, so that most of them are read whole and checked."""

@@ -19,7 +19,7 @@ from holdfast.matching.names import Names, leaves_of, tree_of
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
 from holdfast.plan.spread import Spread
-from holdfast.read.read import Wanted
+from holdfast.read.wanted import Wanted
 from holdfast.state import Collected, Entry, Target
 from holdfast.state.per_rank import no_rule
 

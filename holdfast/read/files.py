@@ -20,6 +20,7 @@ from holdfast.ondisk.datafile import Header, Piece
 from holdfast.ondisk.manifest import FileRecord, origin_of, own_path
 from holdfast.ondisk.signature import Signature, SignedFile
 from holdfast.read.source import Descriptors, ReadStats, damaged, forget
+from holdfast.read.wanted import Wanted
 from holdfast.storage.place import Place
 from holdfast.storage.storage import LinkCheck, as_store
 from holdfast.storage.store_place import StorePlace
@@ -54,8 +55,24 @@ class Files(Protocol):
     def opened(self, index: int) -> AbstractContextManager[Descriptors | StorePlace]:
         """What a file is read from: its descriptors, or its place in a store."""
 
+    def is_made(self, name: str) -> bool:
+        """Whether a tensor is made of others under a map: no file holds it as it is."""
 
-class DataFiles:
+    def expanded(self, wanted: Iterable[Wanted]) -> Iterable[Wanted]:
+        """The same with boxes of the tensors that others are made of, in the place of boxes of those."""
+
+
+class AsStored:
+    """What `Files` of a checkpoint without a map answer about it."""
+
+    def is_made(self, name: str) -> bool:
+        return False
+
+    def expanded(self, wanted: Iterable[Wanted]) -> Iterable[Wanted]:
+        return wanted
+
+
+class DataFiles(AsStored):
     """The data files of one checkpoint: headers read once and proved.
 
     What ``folder`` lacks, or has in another size, is taken from the folder ``beside``, if there is one: a data file is

@@ -24,8 +24,8 @@ from holdfast.ondisk.datafile import Piece
 from holdfast.read.examine import check_pieces
 from holdfast.read.files import Files
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Wanted
 from holdfast.read.source import ReadStats, damaged
+from holdfast.read.wanted import Wanted
 from holdfast.state.tensors import dtype_name
 from holdfast.storage.local import disk
 from holdfast.storage.naming import naming_unless_missing
@@ -161,7 +161,7 @@ def into_mapped(
 def _mapped(
     source: str, record: TensorRecord, files: Files, maps: MappedFiles, stats: ReadStats
 ) -> tuple[torch.Tensor, int, Piece, Sequence[str]] | None:
-    if not prod(record.shape):
+    if not prod(record.shape) or files.is_made(source):
         return None
     everything = whole(record.shape)
     cell, at = next(iter(record.touching(everything)))

@@ -19,7 +19,8 @@ from holdfast.ondisk.box import whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.read.files import DataFiles
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.read import read_boxes
+from holdfast.read.wanted import Wanted
 from holdfast.storage.place import Place
 
 _SECTION = "state"  # any section: a piece's key is its name without one

@@ -10,20 +10,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from holdfast.buffers.memory import move
 from holdfast.buffers.scatter import Streams, narrowed, ready_for_threads, scatter
 from holdfast.buffers.stage import host_view
 from holdfast.errors import Damaged
 from holdfast.ondisk import blocks, dtypes
-from holdfast.ondisk.box import Box, intersect, relative
-from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.box import intersect, relative
 from holdfast.read.files import ASKERS, Files
 from holdfast.read.ranges import Overlap, Range, Verify, is_straight, jobs_of, ranges_of, rounds_up
 from holdfast.read.source import Fetched, ReadStats, Source, damaged, source_of
+from holdfast.read.wanted import Wanted
 from holdfast.storage.place import Place
 
 STRIDE = 1 << 20
@@ -31,21 +29,6 @@ STRIDE = 1 << 20
 
 READERS, AHEAD = 4, 4
 """Threads that read a local disk: more add nothing (measured); and jobs for each thread that wait for it."""
-
-
-class Wanted(NamedTuple):
-    """A box of a saved tensor and the memory that takes it; ``view`` has the box's lengths as shape.
-
-    ``name`` is the saved name. A view of another dtype, on a device or scattered is filled a window at a time.
-    ``cell``: the box counts elements of this saved cell, in the order in which they lie in the file; ``record`` has the
-    cell as its one axis then, and the tensor's own record comes with the cell.
-    """
-
-    name: str
-    record: TensorRecord
-    box: Box
-    view: torch.Tensor
-    cell: tuple[Box, TensorRecord] | None = None
 
 
 def read_boxes(
@@ -115,7 +98,7 @@ def overlaps_of(
     files: Files, wanted: Iterable[Wanted], verify: Verify, stats: ReadStats
 ) -> tuple[dict[int, list[Overlap]], bool]:
     """What is taken from each file, and whether blocks that are wanted in part are read whole; headers are read."""
-    wanted = list(wanted)
+    wanted = list(files.expanded(wanted))
     by_file: dict[int, list[Overlap]] = {}
     files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
     for want in wanted:

@@ -1,1 +1,16 @@
-"""Maps between layouts of one model: other names, other shapes, the same elements; see docs/remap.md."""
+"""Maps between layouts of one model: other names, other shapes, the same elements.
+
+Give one to `holdfast.open`, `holdfast.load` or `holdfast.convert` as ``remap=``; docs/remap.md tells how to write one.
+"""
+
+from holdfast.remap.joining import Concatenate, Split, Stack, Unstack
+from holdfast.remap.layouts import Cast, Crop, Flatten, Pad, PermuteBlocks, Transpose, Unflatten
+from holdfast.remap.naming import Constant, Drop, Rename, Reorder, Tie, Untie
+from holdfast.remap.proof import Proof
+from holdfast.remap.remap import Remap
+from holdfast.remap.rule import Rule
+
+__all__ = [
+    "Cast", "Concatenate", "Constant", "Crop", "Drop", "Flatten", "Pad", "PermuteBlocks", "Proof", "Remap", "Rename",
+    "Reorder", "Rule", "Split", "Stack", "Tie", "Transpose", "Unflatten", "Unstack", "Untie",
+]  # fmt: skip

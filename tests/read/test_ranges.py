@@ -23,8 +23,9 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
 from holdfast.read import ranges, read
 from holdfast.read.ranges import Overlap, jobs_of, ranges_of, spans_of
-from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.read import read_boxes
 from holdfast.read.source import ReadStats
+from holdfast.read.wanted import Wanted
 from holdfast.storage.local.local_place import LocalPlace
 from tests.buffers.test_device import DEVICE, pretended
 from tests.marks import examples

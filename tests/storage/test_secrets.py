@@ -44,8 +44,8 @@ def test_a_url_with_a_secret_is_told_without_it(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     if use is holdfast.open:
         monkeypatch.setattr("holdfast.formats.own.read_manifest", lambda folder: _missing(folder))
-        monkeypatch.setattr("holdfast.checkpoint.open_foreign", lambda folder: None)
-        monkeypatch.setattr("holdfast.checkpoint.what_is_there", lambda folder: f"there is nothing in {folder}")
+        monkeypatch.setattr("holdfast.formats.detect.open_foreign", lambda folder: None)
+        monkeypatch.setattr("holdfast.formats.detect.what_is_there", lambda folder: f"there is nothing in {folder}")
     caplog.set_level(logging.DEBUG)
     try:
         shown = f"{use(url)!r} {use(url)}"

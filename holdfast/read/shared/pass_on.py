@@ -23,9 +23,10 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.plan.share_plan import ALIGN, Atom, Holders, Item, Placing, atoms_of, run_at, runs_of, windows_of
 from holdfast.read.files import Files
 from holdfast.read.ranges import Verify
-from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.read import read_boxes
 from holdfast.read.shared.relay import TRAILER, Lost, Relay, Seat, seat_of
 from holdfast.read.source import ReadStats
+from holdfast.read.wanted import Wanted
 
 Tensors = Sequence[tuple[str, TensorRecord]]
 """The tensors of a checkpoint, by the numbers that items have."""

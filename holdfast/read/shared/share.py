@@ -29,10 +29,11 @@ from holdfast.plan.spread import Placed, Spread, Whole, boxes_held
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.read.files import Files
 from holdfast.read.ranges import Overlap, Verify, rounds_up
-from holdfast.read.read import Wanted, read_boxes
+from holdfast.read.read import read_boxes
 from holdfast.read.shared.pass_on import Line, Outcome, line_of, read_line
 from holdfast.read.shared.relay import Lost, Relay, meet
 from holdfast.read.source import ReadStats
+from holdfast.read.wanted import Wanted
 
 How = Literal["auto", "off"]
 """Whether ranks that want the same bytes share the reading of them."""

@@ -1,0 +1,28 @@
+"""What a caller wants of a checkpoint: a box of a tensor, and the memory that takes it.
+
+Loads, conversions and `Checkpoint` make it, and `read_boxes` fulfils it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from holdfast.ondisk.box import Box
+from holdfast.ondisk.cells import TensorRecord
+
+
+class Wanted(NamedTuple):
+    """A box of a saved tensor and the memory that takes it; ``view`` has the box's lengths as shape.
+
+    ``name`` is the saved name. A view of another dtype, on a device or scattered is filled a window at a time.
+    ``cell``: the box counts elements of this saved cell, in the order in which they lie in the file; ``record`` has the
+    cell as its one axis then, and the tensor's own record comes with the cell.
+    """
+
+    name: str
+    record: TensorRecord
+    box: Box
+    view: torch.Tensor
+    cell: tuple[Box, TensorRecord] | None = None

@@ -1,0 +1,196 @@
+"""A checkpoint as a map makes it: a `Reader` over another one, with other names and shapes, and the same bytes.
+
+`open` with ``remap=`` makes one. It reads what the wanted boxes come from and nothing else; it never holds a tensor
+that nobody asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+
+from holdfast.errors import Mismatch
+from holdfast.formats.reader import Reader
+from holdfast.ondisk import dtypes, spans
+from holdfast.ondisk.blocks import digest
+from holdfast.ondisk.box import Box, whole
+from holdfast.ondisk.cells import TensorRecord
+from holdfast.ondisk.datafile import Piece
+from holdfast.ondisk.manifest import Manifest
+from holdfast.read.damage import Findings
+from holdfast.read.files import Files
+from holdfast.read.ranges import Verify
+from holdfast.read.read import read_boxes
+from holdfast.read.source import Descriptors, ReadStats
+from holdfast.read.wanted import Wanted
+from holdfast.remap.boxes import Part, joined_axes, parts_of
+from holdfast.remap.nodes import Node, Saved, groups_of, saved_in
+from holdfast.remap.remap import Remap
+from holdfast.remap.sections import Mapped, mapped
+from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
+
+_MADE = "remap:"
+"""Stands before the stored name of a tensor that no file holds as it is. No key of a state begins so."""
+
+
+class Remapped:
+    """A `Reader` of the checkpoint that ``reader`` reads, as ``remap`` makes it."""
+
+    def __init__(self, reader: Reader, remap: Remap) -> None:
+        self._reader, self.remap = reader, remap
+
+    @property
+    def path(self) -> Place:
+        return self._reader.path
+
+    @cached_property
+    def _mapped(self) -> Mapped:
+        made = mapped(self._reader.manifest, self.remap, self.path)
+        for names in made.alike:
+            values = [self._small(name) for name in names]
+            odd = next((name for name, value in zip(names, values, strict=True) if not value.equal(values[0])), None)
+            if odd is not None:
+                raise Mismatch(f"{self.path}: {names[0]} and {odd} would become one, but they are not equal")
+        return made
+
+    def _small(self, name: str) -> torch.Tensor:
+        record = self._reader.manifest.tensors[name]
+        value = torch.empty(record.shape, dtype=dtypes.torch_dtype(record.dtype), device="cpu")
+        read_boxes(self._reader.files, [Wanted(name, record, whole(record.shape), value)])
+        return value
+
+    @cached_property
+    def _stored(self) -> dict[str, str]:
+        """The stored name of each tensor: that of the saved one that it is, or one of its own."""
+        stored: dict[str, str] = {}
+        by_node: dict[Node, str] = {}
+        for name, node in self._mapped.tensors.items():
+            if isinstance(node, Saved):
+                stored[name] = node.name
+            else:
+                stored[name] = by_node.setdefault(node, f"{_MADE}{digest(repr(node).encode())}:{name}")
+        return stored
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest with what the map makes. A tensor that it only renames keeps its record."""
+        old, made = self._reader.manifest, self._mapped
+        tensors: dict[str, TensorRecord] = {}
+        aliases: dict[str, str] = {}
+        first_of: dict[str, str] = {}
+        for name, node in made.tensors.items():
+            if first_of.setdefault(self._stored[name], name) != name:
+                aliases[name] = first_of[self._stored[name]]
+            elif isinstance(node, Saved):
+                tensors[name] = old.tensors[node.name]
+            else:
+                files = [old.tensors[saved.name].files for saved in saved_in(node) if old.tensors[saved.name].files]
+                first = str(spans.read(files[0]).at(0)) if files and 0 not in node.shape else ""
+                tensors[name] = TensorRecord(node.dtype, node.shape, None, first)
+        return msgspec.structs.replace(old, tensors=tensors, aliases=aliases, values=made.values)
+
+    def stored_name(self, name: str) -> str:
+        """The name that reads go by; equal for tensors that are one."""
+        return self._stored.get(name, name)
+
+    @cached_property
+    def files(self) -> RemappedFiles:
+        nodes = {self._stored[name]: node for name, node in self._mapped.tensors.items()}
+        made = {stored: node for stored, node in nodes.items() if not isinstance(node, Saved)}
+        return RemappedFiles(self._reader.files, self._reader.manifest.tensors, made)
+
+    @property
+    def format(self) -> str:
+        return self._reader.format
+
+    @property
+    def reading(self) -> str:
+        return self._reader.reading
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        return self._reader.left_out
+
+    @property
+    def signed_by(self) -> str | None:
+        return self._reader.signed_by
+
+    @property
+    def attachments(self) -> Mapping[str, int]:
+        return self._reader.attachments
+
+    def attachment(self, name: str) -> bytes:
+        return self._reader.attachment(name)
+
+    def per_rank(self, path: str, rank: int) -> Any:
+        return self._reader.per_rank(path, rank)
+
+    def verifying(self, verify: Verify) -> Verify:
+        return self._reader.verifying(verify)
+
+    def examine(self, *, deep: bool = True, share: tuple[int, int] = (0, 1)) -> Findings:
+        return self._reader.examine(deep=deep, share=share)
+
+
+class RemappedFiles:
+    """`Files` in which some tensors are ``made`` of others: a box of one becomes boxes of ``records``."""
+
+    def __init__(self, files: Files, records: Mapping[str, TensorRecord], made: Mapping[str, Node]) -> None:
+        self._files, self._records, self._made = files, records, made
+
+    def is_made(self, name: str) -> bool:
+        return name in self._made
+
+    def expanded(self, wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+        for want in wanted:
+            node = self._made.get(want.name)
+            if node is None:
+                yield want
+                continue
+            for part in parts_of(node, want.box, want.view):
+                if isinstance(part, Part):
+                    yield from _wanted(part, self._records[part.saved.name])
+                else:
+                    part.view.fill_(part.value)
+
+    def path(self, index: int) -> Place:
+        return self._files.path(index)
+
+    def plain(self, index: int) -> Place | None:
+        return self._files.plain(index)
+
+    def prepare(self, indices: Iterable[int], stats: ReadStats) -> None:
+        self._files.prepare(indices, stats)
+
+    def prove(self, indices: Iterable[int]) -> None:
+        self._files.prove(indices)
+
+    def piece(
+        self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
+    ) -> tuple[int, Piece, Sequence[str]]:
+        return self._files.piece(index, name, cell, record, stats)
+
+    def opened(self, index: int) -> AbstractContextManager[Descriptors | StorePlace]:
+        return self._files.opened(index)
+
+
+def _wanted(part: Part, record: TensorRecord) -> Iterator[Wanted]:
+    """What to read for a part: one box, however its axes are cut, if the tensor was saved whole."""
+    name = part.saved.name
+    if part.shape == record.shape:
+        yield Wanted(name, record, part.box, part.view)
+    elif record.cells is None:
+        factored = TensorRecord(record.dtype, part.shape, None, record.files)
+        yield Wanted(name, factored, part.box, part.view, (whole(record.shape), record))
+    else:
+        groups = groups_of(record.shape, part.shape)
+        if groups is None:
+            raise AssertionError("the axes of a part are factors of the tensor's")
+        for box, view in joined_axes(groups, part.box, part.view):
+            yield Wanted(name, record, box, view)

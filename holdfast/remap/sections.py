@@ -1,0 +1,191 @@
+"""A map applied to all that a checkpoint holds of a model: its weights, and what an optimizer has of each of them.
+
+`Remapped` calls it. Rules speak of a model's own names (FQNs): what stands before them, as in ``model/``, is no part of
+them. Reads nothing but the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import Mismatch
+from holdfast.ondisk import names
+from holdfast.ondisk.manifest import Manifest
+from holdfast.remap.nodes import Node, Saved, described, saved_in
+from holdfast.remap.remap import Remap
+from holdfast.remap.rule import Names
+
+_GROUPS = "param_groups"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Tensors of a checkpoint that have the names of a model's parameters between the same two texts.
+
+    ``prefix`` and ``suffix``: ``"model/"`` and nothing, or ``"optim/state/"`` and ``"/exp_avg"``. ``optimizer``: the
+    path of the optimizer that they are the moments of.
+    """
+
+    prefix: str
+    suffix: str
+    optimizer: str | None
+    tensors: dict[str, Saved]
+
+    def full(self, fqn: str) -> str:
+        """The name in the checkpoint."""
+        return f"{self.prefix}{fqn}{self.suffix}"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A checkpoint's tensors and values, as a map makes them.
+
+    ``alike``: names of small tensors that become one, which have to be equal.
+    """
+
+    tensors: dict[str, Node]
+    values: dict[str, Any]
+    alike: tuple[tuple[str, ...], ...]
+
+
+def mapped(manifest: Manifest, remap: Remap, where: object) -> Mapped:
+    """What a map makes of a checkpoint. Raises Mismatch."""
+    sections = sections_of(manifest)
+    tensors: dict[str, Node] = {}
+    values = dict(manifest.values)
+    alike: list[tuple[str, ...]] = []
+    models: dict[str, Names] = {}
+    for section in sections:
+        if section.optimizer is None:
+            made = models[section.prefix] = remap.resolve(section.tensors)
+            tensors.update((section.full(fqn), node) for fqn, node in made.items())
+    for section in sections:
+        if section.optimizer is not None:
+            model = _model_of(section, sections, models, where)
+            tensors.update(_moments(section, model, remap, alike))
+    for optimizer in _optimizers(manifest):
+        values = _with_groups(values, optimizer, models, sections, where)
+    return Mapped(tensors, values, tuple(alike))
+
+
+def sections_of(manifest: Manifest) -> list[Section]:
+    """The sections of a checkpoint, in its order."""
+    optimizers = _optimizers(manifest)
+    sections: dict[tuple[str, str], Section] = {}
+    everything = [*((name, name) for name in manifest.tensors), *manifest.aliases.items()]
+    for name, stored in everything:
+        record = manifest.tensors[stored]
+        owner = next((path for path in optimizers if names.under(name, f"{path}/state")), None)
+        if owner is None:
+            prefix, slash, fqn = name.rpartition("/")
+            key = (prefix + slash, "")
+        else:
+            rest, slash, moment = name[len(f"{owner}/state/") :].rpartition("/")
+            key, fqn = (f"{owner}/state/", slash + moment), rest
+        section = sections.setdefault(key, Section(*key, owner, {}))
+        section.tensors[fqn] = Saved(stored, record.dtype, record.shape)
+    return list(sections.values())
+
+
+def _optimizers(manifest: Manifest) -> list[str]:
+    """The paths of optimizers: what has parameter groups."""
+    ends = (name.rpartition("/") for name in manifest.containers)
+    return [path for path, _, last in ends if last == _GROUPS]
+
+
+def _model_of(section: Section, sections: Iterable[Section], models: Mapping[str, Names], where: object) -> Section:
+    """The model whose parameters an optimizer's state is of."""
+    best = max(
+        (one for one in sections if one.optimizer is None),
+        key=lambda one: len(one.tensors.keys() & section.tensors.keys()), default=None,
+    )  # fmt: skip
+    if best is None or not best.tensors.keys() & section.tensors.keys():
+        raise Mismatch(
+            f"{where}: the map cannot be applied to {section.prefix}*{section.suffix}, as no model in the checkpoint "
+            "has parameters of these names"
+        )
+    return best
+
+
+def _moments(section: Section, model: Section, remap: Remap, alike: list[tuple[str, ...]]) -> dict[str, Node]:
+    """The moments of the parameters that a map makes."""
+    laid_out = {
+        fqn: saved
+        for fqn, saved in section.tensors.items()
+        if fqn in model.tensors and saved.shape == model.tensors[fqn].shape
+    }
+    made = {section.full(fqn): node for fqn, node in remap.resolve(laid_out, moments=True).items()}
+    rest = {fqn: saved for fqn, saved in section.tensors.items() if fqn not in laid_out}
+    if not rest:
+        return made
+    weights = remap.resolve(model.tensors, moments=True)
+    for target, fqns in _origins(model.tensors, weights).items():
+        theirs = [rest[fqn] for fqn in fqns if fqn in rest]
+        if not theirs:
+            continue
+        if not (isinstance(weights[target], Saved) or all(saved.shape in ((), (1,)) for saved in theirs)):
+            raise Mismatch(
+                f"{described(theirs[0])} is not laid out like its parameter, so it cannot follow the map to {target}: "
+                "load the model alone (only=), or without a map"
+            )
+        made[section.full(target)] = theirs[0]
+        if len(theirs) > 1:
+            alike.append(tuple(saved.name for saved in theirs))
+    return made
+
+
+def _with_groups(
+    values: dict[str, Any], optimizer: str, models: Mapping[str, Names], sections: Iterable[Section], where: object
+) -> dict[str, Any]:
+    """The values, with the target's names of parameters in an optimizer's groups and of what it keeps of each."""
+    groups, state = f"{optimizer}/{_GROUPS}/", f"{optimizer}/state/"
+    of_group: dict[str, str] = {}
+    for path, value in values.items():
+        if path.startswith(groups) and isinstance(value, str):
+            number, _, rest = path[len(groups) :].partition("/")
+            if rest.startswith("params/"):
+                of_group[value] = number
+    if not of_group:
+        return values
+    prefix = max(models, key=lambda one: len(_fqns(one, sections).keys() & of_group.keys()))
+    targets: dict[str, list[str]] = {}
+    origins = _origins(_fqns(prefix, sections), models[prefix])
+    for target, fqns in origins.items():
+        numbers = {of_group[fqn] for fqn in fqns if fqn in of_group}
+        if len(numbers) > 1:
+            raise Mismatch(f"{where}: {target} is made of parameters in several groups of {optimizer}: {fqns}")
+        for number in numbers:
+            targets.setdefault(number, []).append(target)
+    below: dict[str, dict[str, Any]] = {}
+    kept: dict[str, Any] = {}
+    for path, value in values.items():
+        number, _, rest = path[len(groups) :].partition("/") if path.startswith(groups) else ("", "", "")
+        if rest.startswith("params/"):
+            if rest == "params/0":
+                kept.update((f"{groups}{number}/params/{i}", fqn) for i, fqn in enumerate(targets.get(number, ())))
+        elif path.startswith(state):
+            fqn, _, rest = path[len(state) :].partition("/")
+            below.setdefault(fqn, {})[rest] = value
+        else:
+            kept[path] = value
+    for target, fqns in origins.items():
+        first = next((below[fqn] for fqn in fqns if fqn in below), {})
+        kept.update((f"{state}{target}/{rest}", value) for rest, value in first.items())
+    return kept
+
+
+def _origins(source: Mapping[str, Saved], made: Names) -> dict[str, list[str]]:
+    """The parameters that each tensor of a target comes from; of a tied one every name."""
+    fqns: dict[str, list[str]] = {}
+    for fqn, saved in source.items():
+        fqns.setdefault(saved.name, []).append(fqn)
+    return {
+        target: list(dict.fromkeys(fqn for saved in saved_in(node) for fqn in fqns[saved.name]))
+        for target, node in made.items()
+    }
+
+
+def _fqns(prefix: str, sections: Iterable[Section]) -> dict[str, Saved]:
+    return next(one.tensors for one in sections if one.optimizer is None and one.prefix == prefix)
