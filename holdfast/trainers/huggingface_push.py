@@ -8,15 +8,19 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import upload_folder
+from huggingface_hub import run_as_future
 from transformers.trainer_utils import HubStrategy
 
 from holdfast.copy import copy
 from holdfast.events import log
 from holdfast.saving import Saving
+from holdfast.storage.hub.address import Address
+from holdfast.storage.hub.push import push
 from holdfast.storage.local import disk
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
+from holdfast.storage.store_place import StorePlace
+from holdfast.storage.urls import at
 
 _FOLDER = "_holdfast-push"
 """In the output folder: what begins so is not pushed with it."""
@@ -69,12 +73,12 @@ class Pushes:
             return
         step = self._folder / saving.path.name
         copy(saving.path, step)  # the step itself may be deleted while it is pushed
-        pushing = upload_folder(
-            repo_id=trainer.hub_model_id, folder_path=step, token=args.hub_token, revision=args.hub_revision,
-            path_in_repo="last-checkpoint" if strategy == HubStrategy.CHECKPOINT else step.name, delete_patterns="*",
-            commit_message=f"Training in progress, step {saving.step}, checkpoint", run_as_future=True,
-        )  # fmt: skip
-        trainer.push_in_progress.jobs.append(pushing)
+        repository = Address("models", trainer.hub_model_id, args.hub_revision or "").url
+        name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else step.name
+        target = at(f"{repository}/{name}", {"token": args.hub_token})
+        message = f"Training in progress, step {saving.step}, checkpoint"
+        # Behind the push of the model in the same queue: each follows the commit of the one before.
+        trainer.push_in_progress.jobs.append(run_as_future(_push_step, step, target, message))
 
     def end(self) -> None:
         """Take away what was pushed. Trainer has waited for it, unless its training failed."""
@@ -86,3 +90,9 @@ class Pushes:
         if under_way is None or under_way.is_done():
             with suppress(OSError):
                 disk.delete_all(self._folder)
+
+
+def _push_step(step: Path, target: StorePlace, message: str) -> None:
+    """Push a step in one commit, in the place of what was there."""
+    files = {path: step / path for path in LocalPlace(step).files_below()}
+    push(files, target, stale={*target.files_below()} - {*files}, message=message)

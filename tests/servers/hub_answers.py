@@ -209,7 +209,7 @@ class Front(_Answers):
             objects = [self._upload_of(one) for one in json.loads(body)["objects"]]
             self._json({"transfer": "basic", "objects": objects})
             return
-        if self._token not in (TOKEN, "hf_nobody"):
+        if self._token != TOKEN:
             raise Refused(401, "", "Invalid username or password.")
         if path == "/api/repos/create":
             self._create(json.loads(body))

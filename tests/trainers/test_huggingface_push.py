@@ -9,8 +9,8 @@ import pytest
 import holdfast
 from holdfast.trainers.huggingface import HoldfastCallback
 from holdfast.trainers.huggingface_push import refuse_to_push_steps
+from tests.servers.hub import Commit, Hub
 from tests.trainers import hf_runs
-from tests.trainers.hub import Hub
 
 MODEL = {"config.json", "generation_config.json", "model.safetensors", "training_args.bin"}
 
@@ -18,22 +18,26 @@ MODEL = {"config.json", "generation_config.json", "model.safetensors", "training
 def pushed(folder, strategy, attached="holdfast"):
     """The commits of a training, and what it left in its output folder."""
     with Hub() as hub:
-        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **hub.environment(), "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.trainers.hub", str(folder), attached, strategy],
+            [sys.executable, "-m", "tests.trainers.pushing", str(folder), attached, strategy],
             env=environment, capture_output=True, text=True, timeout=240,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
-        assert hub.repositories == ["somebody/mine"]
+        assert [*hub.repositories] == ["models/somebody/mine"]
         left = next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("left"))
         return hub, set(left)
+
+
+def commits_of(hub: Hub) -> list[Commit]:
+    """But for the hub's own."""
+    return hub.at("somebody/mine").commits[1:]
 
 
 @pytest.mark.slow
 def test_every_save_pushes_the_model_as_trainer_does(tmp_path):
     hub, left = pushed(tmp_path / "ours", "every_save")
-    ours, theirs = hub.commits, pushed(tmp_path / "theirs", "every_save", "trainer")[0].commits
+    ours, theirs = commits_of(hub), commits_of(pushed(tmp_path / "theirs", "every_save", "trainer")[0])
     assert [commit.summary for commit in ours] == [f"Training in progress, step {step}" for step in (2, 4, 6)]
     assert [commit.summary for commit in theirs] == [commit.summary for commit in ours]
     for one, other in zip(ours, theirs, strict=True):
@@ -50,9 +54,10 @@ def test_every_save_pushes_the_model_as_trainer_does(tmp_path):
 def test_a_step_is_pushed_whole_and_alone(tmp_path, strategy, folders):
     hub, left = pushed(tmp_path, strategy)
     expected = [f"Training in progress, step {step}{more}" for step in (2, 4, 6) for more in ("", ", checkpoint")]
-    assert [commit.summary for commit in hub.commits] == expected and left == MODEL
-    assert {path for path in hub.files if "/" not in path} == MODEL
-    for path, data in hub.files.items():
+    assert [commit.summary for commit in commits_of(hub)] == expected and left == MODEL
+    files = hub.at("somebody/mine").files
+    assert {path for path in files if "/" not in path} == MODEL | {".gitattributes"}
+    for path, data in files.items():
         (tmp_path / "hub" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "hub" / path).write_bytes(data)
     for folder, step in folders.items():
@@ -60,7 +65,7 @@ def test_a_step_is_pushed_whole_and_alone(tmp_path, strategy, folders):
         saved.verify()
         assert saved.step == step
         named = {file.path for file in saved.manifest.data_files} | {path for path, *_ in saved.manifest.attachments}
-        pushed_there = {path.partition("/")[2] for path in hub.files if path.startswith(f"{folder}/")}
+        pushed_there = {path.partition("/")[2] for path in files if path.startswith(f"{folder}/")}
         assert pushed_there == named | {"manifest.json"}
     # What was pushed is a step to go on from.
     trainer = hf_runs.trainer_of(tmp_path / "again", num_train_epochs=2)
@@ -72,7 +77,7 @@ def test_a_step_is_pushed_whole_and_alone(tmp_path, strategy, folders):
 @pytest.mark.slow
 def test_nothing_is_pushed_while_training_if_only_the_end_is(tmp_path):
     hub, left = pushed(tmp_path, "end")
-    assert hub.commits == [] and left == set()
+    assert commits_of(hub) == [] and left == set()
 
 
 def test_steps_are_not_pushed_with_the_output_folder(tmp_path):

@@ -1,0 +1,28 @@
+"""A process with a Trainer that pushes: huggingface_hub reads its endpoint from the environment when it is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main(folder: str, attached: str, strategy: str) -> None:
+    """Train six steps with three saves; says what is left in the output folder."""
+    from holdfast.run.keep import Keep
+    from holdfast.trainers.huggingface import HoldfastCallback
+    from tests.servers.hub import TOKEN
+    from tests.trainers import hf_runs
+
+    output = os.path.join(folder, "mine")
+    trainer = hf_runs.trainer_of(
+        output, push_to_hub=True, hub_token=TOKEN, hub_strategy=strategy, hub_always_push=True,
+        num_train_epochs=1, save_strategy="steps", save_steps=2,
+    )  # fmt: skip
+    if attached == "holdfast":
+        HoldfastCallback(os.path.join(folder, "steps"), keep=Keep(last=1), worker="thread").attach(trainer)
+    trainer.train()
+    print("left", *sorted(os.listdir(output)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
