@@ -1,4 +1,4 @@
-"""Parts of tensors in this rank's memory, and which bytes of the target's files they become: arithmetic on strides.
+"""Parts of tensors in the memory of ranks, and which bytes of the target's files they become: arithmetic on strides.
 
 A conversion from a live state makes a `Patch` of each box that a rank writes. Copies nothing.
 """
@@ -18,8 +18,11 @@ from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, intersect, relative, whole
 from holdfast.storage.local.disk import SECTOR
 
-LIMIT = WINDOW + SECTOR
-"""Bytes of the image of a window: it begins at a whole sector."""
+Run = tuple[int, int]
+"""A stretch of a file: where it begins and ends."""
+
+Cell = tuple[str, int]
+"""A window of a file: its path, and its number. All ranks cut the files at the same places."""
 
 
 class Region(NamedTuple):
@@ -43,6 +46,12 @@ class Region(NamedTuple):
         start = self.start + sum(o * s for o, s in zip(further, self.strides, strict=True))
         return Region(self.name, both, start, self.strides)
 
+    def footprint(self, span: Span) -> Footprint:
+        """Its bytes. ``span`` is all of the target's tensor."""
+        size = span.leaf.itemsize
+        steps = tuple(stride * size for stride in self.strides)
+        return Footprint(span.path, span.offset + self.start * size, self.box.lengths, steps, size)
+
 
 def regions_of(leaf: Leaf) -> list[Region]:
     """Where the elements of a target's tensor come from."""
@@ -50,112 +59,143 @@ def regions_of(leaf: Leaf) -> list[Region]:
     return [Region(leaf.saved, whole(shape), 0, tuple(prod(shape[d + 1 :]) for d in range(len(shape))))]
 
 
-class Patch(NamedTuple):
-    """Elements in memory, on any device, and where they stand in a file.
+class Footprint(NamedTuple):
+    """The bytes of a file that an array of elements becomes.
 
-    ``tensor[i, j]`` becomes a ``dtype`` at byte ``offset + i * steps[0] + j * steps[1]``. The steps descend.
+    Element (i, j) stands at ``offset + i * steps[0] + j * steps[1]``. Once it is `folded`, the steps descend.
     """
 
-    tensor: torch.Tensor
-    dtype: torch.dtype
     path: str
     offset: int
+    lengths: tuple[int, ...]
     steps: tuple[int, ...]
+    itemsize: int
 
     @property
     def end(self) -> int:
         """Where its last element ends."""
-        return self.offset + self.dtype.itemsize + sum((n - 1) * s for n, s in zip(self.shape, self.steps, strict=True))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
+        return self.offset + self.itemsize + sum((n - 1) * s for n, s in zip(self.lengths, self.steps, strict=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has in the file."""
-        return self.tensor.numel() * self.dtype.itemsize
+        return prod(self.lengths) * self.itemsize
 
     @property
     def is_run(self) -> bool:
         """Whether nothing else lies between its first and its last byte."""
         return self.end - self.offset == self.nbytes
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of each stretch of the file that it fills; neighbours may follow without a gap."""
-        length, axis = self.dtype.itemsize, len(self.steps)
-        while axis and self.steps[axis - 1] == length:
-            axis -= 1
-            length *= self.shape[axis]
-        for at in product(*(range(0, n * s, s) for n, s in zip(self.shape[:axis], self.steps[:axis], strict=True))):
+    @property
+    def cell(self) -> Cell:
+        """The window in which it begins."""
+        return self.path, self.offset // WINDOW
+
+    @property
+    def run_count(self) -> int:
+        """How many runs it has."""
+        return prod(self.lengths[: self._outer()[0]])
+
+    def runs(self) -> Iterator[Run]:
+        """The stretches of the file that it fills; neighbours may follow without a gap."""
+        axis, length = self._outer()
+        for at in product(*(range(0, n * s, s) for n, s in zip(self.lengths[:axis], self.steps[:axis], strict=True))):
             begin = self.offset + sum(at)
             yield begin, begin + length
 
+    def _outer(self) -> tuple[int, int]:
+        """How many axes lie outside of a run, and the bytes of a run."""
+        length, axis = self.itemsize, len(self.steps)
+        while axis and self.steps[axis - 1] == length:
+            axis -= 1
+            length *= self.lengths[axis]
+        return axis, length
+
+
+class Patch(NamedTuple):
+    """Elements in memory, on any device, and the bytes that they become as elements of ``dtype``."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    place: Footprint
+
 
 def patch_of(region: Region, memory: torch.Tensor, span: Span) -> Patch:
-    """The patch for a region in ``memory``, which has the shape of its box. ``span`` is all of the target's tensor."""
-    leaf = span.leaf
-    steps = tuple(stride * leaf.itemsize for stride in region.strides)
-    offset = span.offset + region.start * leaf.itemsize
-    return folded(Patch(memory, dtypes.torch_dtype(leaf.dtype), span.path, offset, steps))
+    """The patch for a region in ``memory``, which has the shape of its box."""
+    place, strides = _folded(region.footprint(span), memory.stride())
+    view = memory.as_strided(place.lengths, strides, memory.storage_offset())
+    return Patch(view, dtypes.torch_dtype(span.leaf.dtype), place)
 
 
-def folded(patch: Patch) -> Patch:
+def folded(place: Footprint) -> Footprint:
     """The same with its axes in the order of the file, and as few of them as possible."""
-    tensor = patch.tensor
+    return _folded(place, place.steps)[0]
+
+
+def _folded(place: Footprint, strides: Sequence[int]) -> tuple[Footprint, list[int]]:
+    """`folded`, as far as memory with these strides can follow, and its strides then."""
     axes: list[tuple[int, int, int]] = []  # length, step in the file, stride in memory
-    for n, step, stride in sorted(zip(tensor.shape, patch.steps, tensor.stride(), strict=True), key=lambda a: -a[1]):
+    for n, step, stride in sorted(zip(place.lengths, place.steps, strides, strict=True), key=lambda axis: -axis[1]):
         if n == 1:
             continue
         if axes and axes[-1][1] == n * step and axes[-1][2] == n * stride:
             axes[-1] = axes[-1][0] * n, step, stride
         else:
             axes.append((n, step, stride))
-    shape, strides = [n for n, _, _ in axes], [stride for _, _, stride in axes]
-    view = tensor.as_strided(shape, strides, tensor.storage_offset())
-    return patch._replace(tensor=view, steps=tuple(step for _, step, _ in axes))
+    folded = place._replace(lengths=tuple(n for n, _, _ in axes), steps=tuple(step for _, step, _ in axes))
+    return folded, [stride for _, _, stride in axes]
 
 
-def cut(patch: Patch) -> Iterator[Patch]:
-    """Parts that each span a window of the file at most, and end at the end of a window where that is possible."""
-    if not patch.steps or patch.offset // WINDOW == (patch.end - 1) // WINDOW:
-        yield patch
+Index = tuple[int | slice, ...]
+
+
+def cut(place: Footprint, index: Index = ()) -> Iterator[tuple[Footprint, Index]]:
+    """Parts that each lie in one window of the file, and what of the array each of them is."""
+    begin, room = place.offset, _room(place.offset)
+    if not place.steps or place.end <= begin + room:
+        yield place, index
         return
-    count, step, begin = patch.shape[0], patch.steps[0], patch.offset
-    if len(patch.steps) > 1 and patch.end - begin - (count - 1) * step > WINDOW:  # one row is more than a window
-        for row in range(count):
-            yield from cut(patch._replace(tensor=patch.tensor[row], offset=begin + row * step, steps=patch.steps[1:]))
-        return
-    row = 0
+    count, step = place.lengths[0], place.steps[0]
+    inner, row = place.end - begin - (count - 1) * step, 0  # bytes of one row
     while row < count:
         at = begin + row * step
-        rows = max(((at // WINDOW + 1) * WINDOW - at) // step, 1)
-        yield patch._replace(tensor=patch.tensor[row : row + rows], offset=at)
-        row += rows
+        rows = min(max((_room(at) - inner) // step + 1, 0), count - row)
+        if rows:
+            part = place._replace(offset=at, lengths=(rows, *place.lengths[1:]))
+            yield part, (*index, slice(row, row + rows))
+            row += rows
+        else:  # a row that goes on in the next window
+            part = place._replace(offset=at, lengths=place.lengths[1:], steps=place.steps[1:])
+            yield from cut(part, (*index, row))
+            row += 1
 
 
-def windows_of(patches: Iterable[Patch]) -> list[list[Patch]]:
-    """The patches cut and packed into windows of the files, in the order of the files."""
-    windows: list[list[Patch]] = []
-    path, base, end = "", 0, 0
-    for patch in sorted((part for uncut in patches for part in cut(uncut)), key=lambda p: (p.path, p.offset)):
-        end = max(end, patch.end)
-        if not windows or patch.path != path or patch.offset // WINDOW != base // WINDOW or end - base > LIMIT:
-            windows.append([])
-            path, base, end = patch.path, base_of(patch), patch.end
-        windows[-1].append(patch)
-    return windows
+def _room(at: int) -> int:
+    """Bytes from ``at`` to the end of the window."""
+    return WINDOW - at % WINDOW
 
 
-def base_of(patch: Patch) -> int:
-    """The byte of the file at which the image of a window begins whose first patch this is."""
-    return patch.offset // SECTOR * SECTOR
+def patches_by_cell(patches: Iterable[Patch]) -> dict[Cell, list[Patch]]:
+    """The patches cut at the windows of the files, in the order of the files."""
+    cells: dict[Cell, list[Patch]] = {}
+    for patch in patches:
+        for place, index in cut(patch.place):
+            cells.setdefault(place.cell, []).append(Patch(patch.tensor[index], patch.dtype, place))
+    return {cell: sorted(cells[cell], key=lambda patch: patch.place.offset) for cell in sorted(cells)}
 
 
-def runs_of(window: Sequence[Patch]) -> list[tuple[int, int]]:
-    """The stretches of the file that a window fills, in order, joined where they meet."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(run for patch in window for run in patch.runs()):
+def places_by_cell(places: Iterable[Footprint]) -> dict[Cell, list[Footprint]]:
+    """The same of footprints alone."""
+    cells: dict[Cell, list[Footprint]] = {}
+    for place in places:
+        for part, _ in cut(folded(place)):
+            cells.setdefault(part.cell, []).append(part)
+    return cells
+
+
+def runs_of(places: Iterable[Footprint]) -> list[Run]:
+    """The stretches of a file that these fill, in order, joined where they meet."""
+    joined: list[Run] = []
+    for begin, end in sorted(run for place in places for run in place.runs()):
         if joined and joined[-1][1] == begin:
             joined[-1] = joined[-1][0], end
         else:
@@ -163,10 +203,33 @@ def runs_of(window: Sequence[Patch]) -> list[tuple[int, int]]:
     return joined
 
 
-def edges_of(run: tuple[int, int]) -> list[tuple[int, int]]:
-    """The ends of a stretch that share a sector with bytes of others: none, one or two."""
-    begin, end = run
-    low, high = -(-begin // SECTOR) * SECTOR, end // SECTOR * SECTOR
-    if low >= high:
-        return [run]
-    return [edge for edge in ((begin, low), (high, end)) if edge[0] < edge[1]]
+def edges_of(runs: Iterable[Run]) -> list[Run]:
+    """The ends of stretches that share a sector with bytes of others, in order."""
+    edges: list[Run] = []
+    for begin, end in runs:
+        low, high = -(-begin // SECTOR) * SECTOR, end // SECTOR * SECTOR
+        if low >= high:
+            edges.append((begin, end))
+        else:
+            edges += [edge for edge in ((begin, low), (high, end)) if edge[0] < edge[1]]
+    return edges
+
+
+def parted(runs: Iterable[Run], edges: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """What of the runs lies outside of the edges, and what inside; both in order, as the arguments are."""
+    outside: list[Run] = []
+    inside: list[Run] = []
+    first = 0
+    for begin, end in runs:
+        while first < len(edges) and edges[first][1] <= begin:
+            first += 1
+        number = first
+        while number < len(edges) and edges[number][0] < end:
+            low, high = max(begin, edges[number][0]), min(end, edges[number][1])
+            if begin < low:
+                outside.append((begin, low))
+            inside.append((low, high))
+            begin, number = high, number + 1
+        if begin < end:
+            outside.append((begin, end))
+    return outside, inside

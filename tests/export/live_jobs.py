@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
-from holdfast.export import live_windows
+from holdfast.export import live, live_joint, live_windows, patches
 from holdfast.export.work import Converted
 from holdfast.ranks.ranks import ranks_of
+from holdfast.read.shared.relay import Lost
 from tests import meshes
 from tests.export import states
 
@@ -72,8 +73,6 @@ def on_one_machine(target: str, options: dict[str, Any]) -> Converted:
 
 def with_too_many_edges(target: str) -> None:
     """Two machines that share nearly every page of a large tensor."""
-    from holdfast.export import live
-
     live.EDGES, before = 1 << 20, live.EDGES
     try:
         on_two_machines(target)
@@ -139,3 +138,33 @@ def measured(target: str, rows: int, dtype: torch.dtype | None) -> tuple[int, in
 
 def _status(field: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
+
+
+def together(target: str, how: str) -> int:
+    """Convert with small windows; how many of them this rank has filled together with others.
+
+    ``how``: "together", "refused" (ranks cannot share memory), "left" (a rank leaves in between) or "failed".
+    """
+    kept = live.meet, live_joint.fill, [module.WINDOW for module in (patches, live_windows, live_joint)]
+    seen: list[int] = []
+
+    def refused(*args: Any) -> Any:
+        raise Lost("no memory to share")
+
+    def fill(*args: Any) -> None:
+        seen.append(1)
+        if dist.get_rank() and len(seen) == 5 and how in ("left", "failed"):
+            raise Lost("gone") if how == "left" else OSError(errno.EIO, "Input/output error", target)
+        kept[1](*args)
+
+    try:
+        live_joint.fill = fill
+        live.meet = refused if how == "refused" else live.meet
+        for module in (patches, live_windows, live_joint):
+            module.WINDOW = 1 << 20
+        holdfast.convert({"model": sharded(5, SHAPES)}, target, to="huggingface")
+    finally:
+        live.meet, live_joint.fill = kept[:2]
+        for module, window in zip((patches, live_windows, live_joint), kept[2], strict=True):
+            module.WINDOW = window
+    return len(seen)

@@ -79,6 +79,21 @@ def test_ranks_on_several_machines_never_write_to_one_page(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", ["together", "refused", "left"])
+def test_ranks_of_a_machine_fill_windows_together_and_can_do_without(how: str, world: int, tmp_path: Path) -> None:
+    pool.run(world, live_jobs.on_one_machine, str(tmp_path / "plain"), {})
+    filled = pool.run(world, live_jobs.together, str(tmp_path / how), how)
+    assert all(count > 10 for count in filled) if how == "together" else filled[1] == (0 if how == "refused" else 5)
+    assert states.files(tmp_path / "plain") == states.files(tmp_path / how)
+
+
+def test_a_rank_that_fails_in_a_window_of_several_ranks(tmp_path: Path) -> None:
+    errors = pool.attempt(2, live_jobs.together, str(tmp_path / "t"), "failed")
+    assert all("StorageError" in e.kinds and e.fields["rank"] == 1 for e in errors), errors
+    assert not list(tmp_path.iterdir())
+
+
 def test_every_kind_of_memory(tmp_path: Path) -> None:
     base = torch.randn(50, 60)
     model = {

@@ -11,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.buffers.device import Moments
-from holdfast.export import patches
+from holdfast.export import live_windows, patches
 from holdfast.export.draft import Span
-from holdfast.export.live_windows import write_windows
-from holdfast.export.patches import Patch, Region, edges_of, patch_of, runs_of, windows_of
+from holdfast.export.live_windows import write_cells
+from holdfast.export.patches import (
+    Footprint,
+    Region,
+    Run,
+    edges_of,
+    parted,
+    patch_of,
+    patches_by_cell,
+    places_by_cell,
+    runs_of,
+)  # fmt: skip
 from holdfast.export.selection import Leaf
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
@@ -39,7 +49,7 @@ def arrangements(draw: st.DrawFn) -> dict[str, Any]:
         "offset": draw(st.integers(0, 3000)) * 8,
         "odd": draw(st.booleans()),
         "window": draw(st.sampled_from([SECTOR, 3 * SECTOR, 1 << 20])),
-        "apart": draw(st.booleans()),
+        "machines": draw(st.sampled_from(["one", "beside", "apart"])),
     }
 
 
@@ -70,18 +80,30 @@ def test_any_box_of_any_tensor_ends_where_it_belongs(tmp_path_factory: pytest.Te
     folder = tmp_path_factory.mktemp("p")
     size = a["offset"] + leaf.nbytes + 99
     (folder / "file").write_bytes(b"\xff" * size)
+    region_of = [region.within(box) for box in boxes]
+    assert [part.box for part in region_of if part is not None] == [box for box in boxes if box.size]
     edges = []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(patches, "WINDOW", a["window"])
-        patched.setattr(patches, "LIMIT", a["window"] + SECTOR)
+        for module in (patches, live_windows):
+            patched.setattr(module, "WINDOW", a["window"])
+        places = [
+            places_by_cell(part.footprint(span) for part in region_of[rank::2] if part is not None) for rank in range(2)
+        ]
         for rank in range(2):
             own = []
-            for box in boxes[rank::2]:
-                part = region.within(box)
-                assert part is not None and part.box == box
-                view = source[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))]
-                own.append(patch_of(part, _memory(view, odd=a["odd"]), span))
-            edges += write_windows(windows_of(own), folder, Moments(), lambda nbytes: None, apart=a["apart"])
+            for part in region_of[rank::2]:
+                if part is not None:
+                    slices = tuple(slice(o, e) for o, e in zip(part.box.offsets, part.box.ends, strict=True))
+                    own.append(patch_of(part, _memory(source[slices], odd=a["odd"]), span))
+            cells = patches_by_cell(own)
+            assert {cell: runs_of(patch.place for patch in cells[cell]) for cell in cells} == {
+                cell: runs_of(found) for cell, found in places[rank].items()
+            }, "other ranks know what this one writes"
+            beside = {"apart": {}, "beside": places[1 - rank], "one": None}[a["machines"]]
+            edges += write_cells(cells, beside, folder, Moments(), lambda nbytes: None)
+    assert not edges or a["machines"] != "one"
+    inside = {e.offset // SECTOR for e in edges} - {a["offset"] // SECTOR, (size - 99) // SECTOR}
+    assert not inside or a["machines"] == "apart"
     data = bytearray((folder / "file").read_bytes())
     for edge in edges:
         data[edge.offset : edge.offset + len(edge.data)] = edge.data
@@ -90,21 +112,29 @@ def test_any_box_of_any_tensor_ends_where_it_belongs(tmp_path_factory: pytest.Te
     assert bytes(data[a["offset"] : -99]) == bytes(wanted.tolist())
 
 
-def test_windows_end_at_windows_of_the_file_and_neighbours_are_one_run() -> None:
-    tensor = torch.zeros(3000, 4000)
-    (one,) = [Patch(tensor.view(-1), torch.float32, "f", 4096, (4,))]
-    windows = windows_of([one, Patch(torch.zeros(5), torch.float32, "f", 4096 + tensor.nbytes, (4,))])
-    assert [runs_of(window) for window in windows] == [
-        [(4096, 16 << 20)], [(16 << 20, 32 << 20)], [(32 << 20, 4096 + tensor.nbytes + 20)],
+def test_parts_end_at_windows_of_the_file_and_neighbours_are_one_run() -> None:
+    nbytes = 48_000_000
+    places = [Footprint("f", 4096, (3000, 4000), (16000, 4), 4), Footprint("f", 4096 + nbytes, (5,), (4,), 4)]
+    cells = places_by_cell(places)
+    assert [runs_of(cells["f", number]) for number in range(3)] == [
+        [(4096, 16 << 20)], [(16 << 20, 32 << 20)], [(32 << 20, 4096 + nbytes + 20)],
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("run", "edges"),
+    ("runs", "edges"),
     [
-        ((0, 8192), []), ((4096, 4097), [(4096, 4097)]), ((1, 2), [(1, 2)]), ((4095, 4097), [(4095, 4097)]),
-        ((1, 9000), [(1, 4096), (8192, 9000)]), ((4096, 9000), [(8192, 9000)]), ((1, 8192), [(1, 4096)]),
+        ([(0, 8192)], []), ([(4096, 4097)], [(4096, 4097)]), ([(1, 2)], [(1, 2)]), ([(4095, 4097)], [(4095, 4097)]),
+        ([(1, 9000)], [(1, 4096), (8192, 9000)]), ([(4096, 9000)], [(8192, 9000)]), ([(1, 8192)], [(1, 4096)]),
+        ([(1, 2), (5, 5000)], [(1, 2), (5, 5000)]),
     ],
 )  # fmt: skip
-def test_what_of_a_run_shares_a_sector(run: tuple[int, int], edges: list[tuple[int, int]]) -> None:
-    assert edges_of(run) == edges
+def test_what_of_runs_shares_a_sector(runs: list[Run], edges: list[Run]) -> None:
+    assert edges_of(runs) == edges
+
+
+def test_runs_are_parted_by_edges() -> None:
+    runs, edges = [(0, 10), (12, 20), (30, 40), (50, 60)], [(3, 5), (8, 14), (15, 16), (28, 45)]
+    outside, inside = parted(runs, edges)
+    assert outside == [(0, 3), (5, 8), (14, 15), (16, 20), (50, 60)]
+    assert inside == [(3, 5), (8, 10), (12, 14), (15, 16), (30, 40)]
