@@ -180,11 +180,10 @@ def _tied(model: PreTrainedModel, source: Mapping[str, Node]) -> dict[str, Node]
 def described(conversions: Any) -> tuple[Conversion, ...]:
     """Conversions as data."""
 
-    def one(it: Any) -> Conversion:
-        sources, targets = it._original_source_patterns, it._original_target_patterns
-        return Conversion(type(it).__name__, tuple(sources), tuple(targets), it.scope_prefix)
-
-    return tuple(map(one, conversions))
+    return tuple(
+        Conversion(type(one).__name__, tuple(one.source_patterns), tuple(one.target_patterns), one.scope_prefix)
+        for one in conversions
+    )
 
 
 def _conversions(model: PreTrainedModel, used: tuple[Conversion, ...]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -203,7 +202,11 @@ def _conversions(model: PreTrainedModel, used: tuple[Conversion, ...]) -> tuple[
 
 def written_class(model: Any) -> type:
     """The class that somebody wrote: FSDP2 and others make one of their own from it, at run time."""
+    from transformers import PreTrainedModel
+
     for one in type(model).__mro__:
+        if not issubclass(one, PreTrainedModel):
+            continue
         if vars(sys.modules.get(one.__module__, object)).get(one.__qualname__) is one or "__init__" in vars(one):
             return one
     raise AssertionError("a model is of a class that has an __init__")

@@ -21,8 +21,8 @@ CAUSAL = """
     Llama Mistral Ministral Qwen2 Qwen3 Gemma Gemma2 Gemma3 Phi Phi3 GPTNeoX GPTNeo GPTJ GPTBigCode OPT Bloom Falcon
     Olmo Olmo2 Olmo3 StableLm Starcoder2 Cohere Cohere2 Glm Glm4 Granite SmolLM3 Nemotron Exaone4 Arcee BioGpt
     Mixtral Qwen2Moe Qwen3Moe Qwen3Next DeepseekV2 DeepseekV3 Olmoe GraniteMoe GraniteMoeShared Ernie4_5_Moe Glm4Moe
-    Dbrx MiniMax MiniMaxM2 PhiMoE GptOss HunYuanMoEV1 FlexOlmo LongcatFlash Mamba Mamba2 FalconMamba Jamba Bamba
-    RecurrentGemma Zamba Lfm2
+    Dbrx MiniMax MiniMaxM2 Phimoe GptOss HunYuanMoEV1 FlexOlmo LongcatFlash Mamba Mamba2 FalconMamba Jamba Bamba
+    RecurrentGemma Lfm2
 """
 OTHERS = """
     GPT2LMHeadModel T5ForConditionalGeneration BartForConditionalGeneration MBartForConditionalGeneration
@@ -34,7 +34,7 @@ OTHERS = """
     Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Mistral3ForConditionalGeneration
     PaliGemmaForConditionalGeneration Gemma3ForConditionalGeneration InternVLForConditionalGeneration SamModel
     Idefics3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration Qwen3VLMoeForConditionalGeneration
-    Blip2ForConditionalGeneration Wav2Vec2ForCTC HubertModel SeamlessM4Tv2Model VitsModel
+    Blip2ForConditionalGeneration Wav2Vec2ForCTC HubertModel SpeechT5Model VitsModel
 """
 NAMES = [f"{name}ForCausalLM" for name in CAUSAL.split()] + OTHERS.split()
 FAST = ("LlamaForCausalLM", "MixtralForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration",
