@@ -193,13 +193,17 @@ def places_by_cell(places: Iterable[Footprint]) -> dict[Cell, list[Footprint]]:
 
 
 def runs_of(places: Iterable[Footprint]) -> list[Run]:
-    """The stretches of a file that these fill, in order, joined where they meet."""
+    """The stretches of a file that these fill, in order, joined where they meet. No two of them share a byte."""
+    places = list(places)
+    begin, end = min((place.offset for place in places), default=0), max((place.end for place in places), default=0)
+    if places and sum(place.nbytes for place in places) == end - begin:
+        return [(begin, end)]  # thousands of runs of several ranks as a rule are one
     joined: list[Run] = []
-    for begin, end in sorted(run for place in places for run in place.runs()):
-        if joined and joined[-1][1] == begin:
-            joined[-1] = joined[-1][0], end
+    for low, high in sorted(run for place in places for run in place.runs()):
+        if joined and joined[-1][1] == low:
+            joined[-1] = joined[-1][0], high
         else:
-            joined.append((begin, end))
+            joined.append((low, high))
     return joined
 
 
