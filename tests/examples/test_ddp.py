@@ -30,7 +30,6 @@ def test_it_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert len(again) in (1, 2) and again == whole[-len(again) :]  # the save of epoch 4 may have been done or not
 
 
-@pytest.mark.slow  # torch alone; once its second rank did not come back from leaving the group
 def test_before_it_was_a_script_that_works(tmp_path: Path) -> None:
     whole, _ = live(2, play, "ddp_before.py", tmp_path / "whole", [], {}, "")
     assert len(whole) == 5

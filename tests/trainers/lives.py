@@ -32,7 +32,13 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _rank(rank: int, world: int, port: int, pipe: Connection, module: str, name: str, args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world: int, port: int, pipe: Connection, mothers: list[Connection], module: str, name: str,
+    args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    """``mothers`` are ends of pipes that came with the fork: as long as a rank has them open too, none reads an end."""
+    for end in mothers:
+        end.close()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
@@ -41,7 +47,8 @@ def _rank(rank: int, world: int, port: int, pipe: Connection, module: str, name:
     except BaseException:
         told = False, traceback.format_exc()
     pipe.send(told)
-    pipe.close()
+    if told[0]:  # the others may still need its sockets, and the first rank's store: the mother kills all at once
+        pipe.poll(None)
     os._exit(0)  # no clean-up: whatever had to be clean was
 
 
@@ -59,18 +66,23 @@ def _mother(pipe: Connection, modules: tuple[str, ...]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        ours, processes = [], []
+        ours: list[Connection] = []
+        processes = []
         for rank in range(world):
             here, there = fork.Pipe()
-            process = fork.Process(target=_rank, args=(rank, world, port, there, module, name, args))
+            ours.append(here)
+            process = fork.Process(target=_rank, args=(rank, world, port, there, [pipe, *ours], module, name, args))
             process.start()
             there.close()
-            ours.append(here)
             processes.append(process)
-        pipe.send(_outcome(ours))
+        outcome = _outcome(ours)
         for process in processes:
             process.kill()
+        for process in processes:
             process.join()
+        for here in ours:
+            here.close()
+        pipe.send(outcome)
 
 
 def _outcome(pipes: list[Connection]) -> list[Any] | str:
