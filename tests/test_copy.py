@@ -36,6 +36,7 @@ from holdfast.storage.wrappers.retrying import transient
 from tests import pool
 from tests.citing import is_state, save_on, state_of
 from tests.export import states
+from tests.patience import wait_until
 
 GOLDEN = LocalPlace(__file__).parent / "golden" / "v1"
 CONFIG = {"config.json": b'{"layers": 2}', "vocab/words.txt": b"a b c"}
@@ -482,13 +483,14 @@ def test_a_sweeper_spares_what_is_being_copied(kept: Path, tmp_path: Path) -> No
     swept: list[bool] = []
 
     def sweep(event: holdfast.events.Event) -> None:
-        if event.kind == "advance" and any(target.glob("*/*.safetensors")):
+        if event.kind == "advance" and event.done == event.total:  # of the file that comes last
+            wait_until(lambda: any(target.glob("*/*.safetensors")))
             folder.sweep_dead(target)
             swept.append(True)
 
     with holdfast.events.listen(sweep):
         copy(kept / "step-1", target)
-    assert swept
+    assert swept and len(list(target.glob("*/*.safetensors"))) > 1
     holdfast.open(target).verify()
 
 
