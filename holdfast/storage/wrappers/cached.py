@@ -148,16 +148,18 @@ class Cached(Wrapper):
         """Bytes of a file in chunks, those that are on disk from there; waits for what others are fetching."""
         first, stop, until = begin // CHUNK, -(-end // CHUNK), 0.0
         nbytes: int | None = None
-        whole, there = memoryview(bytearray((stop - first) * CHUNK)), set[int]()
+        whole, there = memoryview(b""), set[int]()
 
         def add(numbers: Sequence[int], data: memoryview) -> None:
-            nonlocal stop
-            whole[(numbers[0] - first) * CHUNK :][: len(data)] = data
+            nonlocal stop, whole
             there.update(numbers)
             stop = min(stop, -(-(nbytes or 0) // CHUNK))
+            alone = numbers[0] == first and len(numbers) >= stop - first  # all that is asked for: no copy
+            whole = data if alone else whole or memoryview(bytearray((stop - first) * CHUNK))
+            if not alone:
+                whole[(numbers[0] - first) * CHUNK :][: len(data)] = data
 
-        def look(numbers: Iterable[int]) -> list[int]:
-            """Read chunks from the disk; which are not there."""
+        def look(numbers: Iterable[int]) -> list[int]:  # reads chunks from the disk; says which are not there
             nonlocal nbytes
             missing = []
             for number in numbers:
@@ -331,10 +333,9 @@ def _taken(lock: Callable[[], object]) -> bool:
     try:
         lock()
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        if error.errno not in (errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+        if error.errno not in (errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EAGAIN, errno.EACCES):
             raise
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
     return True
 
 
@@ -344,7 +345,6 @@ def _delete(path: str | Path) -> None:
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
-    try:
+    with suppress(FileNotFoundError):
         return disk.listed(folder)
-    except FileNotFoundError:
-        return []
+    return []
