@@ -27,6 +27,7 @@ __all__ = [
     "config",
     "dcp",
     "deepspeed",
+    "hub",
     "huggingface",
     "load_each",
     "old_checkpoints",
@@ -116,6 +117,21 @@ def huggingface(url: str) -> None:
     config("served")
     save_file({name: t.contiguous() for name, t in trained()["model"].state_dict().items()}, "served/model.safetensors")
     served("served", url)
+
+
+def hub(name: str, step: str) -> None:
+    """A hub with the model of a step, and a user who may push to it."""
+    from huggingface_hub import constants
+
+    from tests.servers.hub import TOKEN, Hub
+
+    started = Hub()
+    started.__enter__()
+    os.environ.update(started.environment(), HF_TOKEN=TOKEN)
+    constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = False, True
+    holdfast.save(trained(), step)
+    config("base-model")
+    holdfast.convert(step, f"hf://{name}", to="huggingface", extras="base-model")
 
 
 def served(folder: str, url: str) -> None:
