@@ -37,7 +37,7 @@ def findings(place: StorePlace, *, write: bool = True) -> Iterator[Finding]:
         tried = _verb("reading", patient.is_file)
     else:
         tried = _verb("listing", lambda: patient.store.list(patient.key, deep=False))
-    who = _credentials(scheme, options, getattr([*nested(place.store)][-1], "client", None))
+    who = _credentials_of_hub(place) if place.takes_pushes else _credentials(scheme, options)
     unfetched = who.verdict == "ok" and _UNFETCHED in tried.text  # their source is known, and gave none
     yield Finding(who.name, "fail", tried.text, _WHO, "storage") if unfetched else who
     if endpoint:
@@ -55,10 +55,13 @@ def _spec_of(place: StorePlace) -> Mapping[str, Any]:
     return spec if isinstance(spec, Mapping) else {}
 
 
-def _credentials(scheme: str, options: Mapping[str, Any], hub: Any) -> Finding:
-    if hub is not None:
-        text = f"from {hub.token_source}" if hub.token else "none are sent: enough for public repositories"
-        return Finding("credentials", "ok", text)
+def _credentials_of_hub(place: StorePlace) -> Finding:
+    *_, hub = nested(place.store)
+    text = f"from {hub.client.token_source}" if hub.client.token else "none are sent: enough for public repositories"
+    return Finding("credentials", "ok", text)
+
+
+def _credentials(scheme: str, options: Mapping[str, Any]) -> Finding:
     if scheme not in CLIENTS:
         return Finding("credentials", "ok", "none are sent")
     try:

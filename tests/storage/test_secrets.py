@@ -26,6 +26,8 @@ URLS = [
     f"abfss://c:{WRITTEN[1]}@account.dfs.core.windows.net/x", f"az://c/run?account_key={WRITTEN[1]}",
     f"s3://bucket/run?nonsense={WRITTEN[1]}", f"http://user:{WRITTEN[1]}@/x", f"ftp://user:{WRITTEN[1]}@host/x",
     f"s3://bu cket/x?sig={WRITTEN[1]}", f"https://host/../x?sig={WRITTEN[1]}", f"s3://user:{WRITTEN[1]}@/x",
+    f"hf://{WRITTEN[1]}@owner/name", f"hf://user:{WRITTEN[1]}@hub/owner/name", f"hf://owner/name?token={WRITTEN[1]}",
+    f"hf://owner/name?nonsense={WRITTEN[1]}",
 ]  # fmt: skip
 
 

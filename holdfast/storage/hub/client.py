@@ -19,7 +19,7 @@ from base64 import b64encode
 from collections.abc import Mapping
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 
 from holdfast.ondisk.version import __version__
 from holdfast.storage.hub.address import endpoint_of, token_of
@@ -104,10 +104,7 @@ class Client:
             if reply.status not in _MOVED or not target:
                 return reply
             with reply:
-                target = urljoin(url, target)
-            if urlsplit(target).scheme not in ("https", urlsplit(url).scheme):
-                raise OSError(errno.EPROTO, f"{shown(url)} redirects to {shown(target)}, without TLS; nothing is read")
-            url = target
+                url = _redirected(url, target)
         raise OSError(errno.ELOOP, f"{shown(url)} redirects again and again")
 
     def _ask(self, url: str, headers: Mapping[str, str]) -> Reply:
@@ -203,6 +200,18 @@ def shown(url: str) -> str:
     """A URL without its query and its user: there are signatures and passwords."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _redirected(url: str, target: str) -> str:
+    """Where a redirect leads. Raises OSError for an address that is none, and for one without TLS that ``url`` has."""
+    try:
+        target = quote(urljoin(url, target), safe="%/:=&?~#+!$,;'@()*[]")
+        there = origin_of(target)
+    except ValueError:
+        raise OSError(errno.EPROTO, f"{shown(url)} redirects to what is no address") from None
+    if there.scheme not in ("https", origin_of(url).scheme):
+        raise OSError(errno.EPROTO, f"{shown(url)} redirects to {shown(target)}, without TLS; nothing is read")
+    return target
 
 
 def _target(connection: HTTPConnection, parts: SplitResult) -> str:

@@ -117,7 +117,7 @@ class Hub:
         """The files and folders below a folder, page by page."""
         commit, modified = self._pinned()
         path = f"/{quote(folder)}" if folder else ""
-        url = f"{self.client.endpoint}/{self.address.api}/tree/{commit}{path}?recursive={deep}&expand=False"
+        url = f"{self.client.endpoint}/{self.address.api}/tree/{commit}{path}?recursive={str(deep).lower()}"
         below = Listing([], [])
         while url:
             try:
@@ -209,6 +209,8 @@ class Hub:
             if reply.status not in (200, 206):
                 doing = f"read {self.url}/{entry.key}"
                 raise refusal(doing, self.address, self.client, reply.status, reply.headers, reply.read(1 << 12))
+            if (coded := reply.headers.get("Content-Encoding") or "identity") != "identity":
+                raise OSError(errno.EPROTO, f"{shown(reply.url)} sends the file as {coded}, which was not asked for")
             told = reply.headers.get("Content-Range" if reply.status == 206 else "Content-Length") or ""
             range_ = _RANGE.match(told)
             begins, nbytes = (range_[1], range_[2]) if range_ else ("0", told)

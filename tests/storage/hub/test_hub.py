@@ -13,6 +13,7 @@ import pytest
 import holdfast
 from holdfast.errors import StorageError
 from holdfast.storage.hub.address import Address, parsed
+from holdfast.storage.hub.client import _redirected as redirected
 from holdfast.storage.hub.hub import Hub as Repository
 from holdfast.storage.store import Store
 from holdfast.storage.store_place import StorePlace
@@ -217,16 +218,34 @@ def test_connections_are_kept_and_survive_a_server_that_closes_them(hub: Hub) ->
     assert sum(map(len, store.client._idle.values())) == 1
 
 
-def test_a_redirect_to_a_host_without_tls_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("ftp://127.0.0.1/x?signature=pl4nted", "redirects to ftp://127.0.0.1/x, without TLS"),
+        ("http://127.0.0.1:port/pl4nted", "redirects to what is no address"),
+        ("/somewhere?signature=pl4nted", "nothing of GET /somewhere"),
+        ("/é ü", "nothing of GET /%"),
+    ],
+)
+def test_redirects_that_no_hub_makes(hub: Hub, target: str, text: str) -> None:
     hub.make("me/model", {"config.json": b"{}"})
-    for target, text in (("ftp://127.0.0.1/x?signature=pl4nted", "without TLS"), (f"{hub.url}/x", "nothing of GET /x")):
-        hub.faults = [(302, {"Location": target})]
-        with pytest.raises(OSError, match=text) as caught:
-            store_of("me/model").size("x")
-        assert "pl4nted" not in str(caught.value)
+    hub.faults = [(302, {"Location": target})]
+    with pytest.raises(OSError, match=text) as caught:
+        store_of("me/model").size("x")
+    assert "pl4nted" not in str(caught.value)
+
+
+def test_redirects_without_end(hub: Hub) -> None:
     hub.faults = [(302, {"Location": "/again"})] * 9
     with pytest.raises(OSError, match="again and again"):
         store_of("me/model").size("x")
+
+
+def test_a_redirect_away_from_tls_is_refused() -> None:
+    assert redirected("https://hub/a/b", "../c?d=e%2F") == "https://hub/c?d=e%2F"
+    assert redirected("http://hub/a", "https://host/b") == "https://host/b"
+    with pytest.raises(OSError, match="https://hub/a redirects to http://host/b, without TLS"):
+        redirected("https://hub/a", "http://user@host/b?signature=x")
 
 
 @pytest.mark.parametrize(
