@@ -15,7 +15,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
 from holdfast.export.live import LiveWork, check_live, gather_live
-from holdfast.export.work import Converted, ConvertWork, Options, To
+from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, To
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE
 from holdfast.read.ranges import Verify
@@ -23,8 +23,6 @@ from holdfast.remap.remap import Remap
 from holdfast.saving import Saving
 from holdfast.storage.place import Place
 from holdfast.storage.urls import location
-
-MAX_SHARD_BYTES = 5_000_000_000
 
 
 def convert(

@@ -1,8 +1,9 @@
-"""Tools for checkpoints that are there already: check, mend, sign them, and take parts of them away.
+"""Tools for checkpoints that are there already: check, mend, sign and merge them, and take parts of them away.
 
-Users and the command call these. Each is defined in `repair`; nothing here does anything itself.
+Users and the command call these. Each is defined in `repair` or `export`; nothing here does anything itself.
 """
 
+from holdfast.export.merge import merge
 from holdfast.repair import signing
 from holdfast.repair.drop import drop
 from holdfast.repair.recover import recover
@@ -11,4 +12,4 @@ from holdfast.repair.rescue import rescue
 from holdfast.repair.signing import sign
 from holdfast.repair.verify import verify
 
-__all__ = ["drop", "recover", "repair", "rescue", "sign", "signing", "verify"]
+__all__ = ["drop", "merge", "recover", "repair", "rescue", "sign", "signing", "verify"]

@@ -139,19 +139,18 @@ def _add(stretch: Stretch, reads: Sequence[_Read], total: torch.Tensor | None, *
     """Add a group of sources to the total, which is in ``total`` between groups; the last one fills the stretch."""
     dtype = dtypes.torch_dtype(stretch.leaf.total)
     target = _elements(stretch.address, stretch.size, stretch.leaf.dtype)
-    room, cast = torch.empty(2, min(CHUNK, stretch.size), dtype=dtype)
+    fresh, product = torch.empty(2, min(CHUNK, stretch.size), dtype=dtype)
     for low in range(0, stretch.size, CHUNK):
         part = slice(low, min(low + CHUNK, stretch.size))
-        count = part.stop - low
-        sum_ = room[:count] if total is None else total[part]
+        sum_, term = fresh[: part.stop - low] if total is None else total[part], product[: part.stop - low]
         if first and not reads:
             sum_.zero_()
         for number, read in enumerate(reads):
-            elements = read.elements[part]
+            # A product and then a sum, each rounded: a fused operation would make the result depend on the processor.
             if first and not number:
-                sum_.copy_(elements).mul_(read.weight)
+                sum_.copy_(read.elements[part]).mul_(read.weight)
             else:
-                sum_.add_(elements if elements.dtype == dtype else cast[:count].copy_(elements), alpha=read.weight)
+                sum_.add_(term.copy_(read.elements[part]).mul_(read.weight))
         if last:
             target[part].copy_(sum_)
 

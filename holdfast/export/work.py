@@ -33,6 +33,8 @@ To = Literal["holdfast", "huggingface", "torch", "dcp"]
 
 Source = str | os.PathLike[str] | Place | Checkpoint
 
+MAX_SHARD_BYTES = 5_000_000_000
+
 _CUTS = 1
 """Counted up when units are cut in another way: then what an older version has begun is not resumed."""
 
@@ -45,9 +47,9 @@ class Converted:
     ``renamed``: the source's name to the target's, where they differ; ``cast``: the target's name to (saved, new)
     dtype; ``tied``: names that share another tensor's bytes; ``skipped``: left out by ``only``; ``left_out``: asked
     for, but the target has no place for it; ``beside``: small files put beside a Hugging Face model, known to the first
-    rank alone. Bytes are this rank's: ``bytes_read`` from the source,
-    ``bytes_unverified`` of those in blocks read only in part. ``bytes_resumed``: of the target, copied by an earlier
-    call.
+    rank alone; ``not_summed``: of a merge, tensors that are as in its sources. Bytes are this rank's: ``bytes_read``
+    from the source, ``bytes_unverified`` of those in blocks read only in part. ``bytes_resumed``: of the target, copied
+    by an earlier call.
     """
 
     path: Place
@@ -60,6 +62,7 @@ class Converted:
     skipped: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
+    not_summed: list[str] = field(default_factory=list)
     bytes_read: int = 0
     bytes_unverified: int = 0
     bytes_resumed: int = 0
@@ -140,7 +143,10 @@ class ConvertWork:
         return self.digest
 
     def _opened(self) -> Checkpoint:
-        source, target = self._source, self.converted.path
+        return self._open(self._source)
+
+    def _open(self, source: Source) -> Checkpoint:
+        target = self.converted.path
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         if f"{checkpoint.path.real()}/".startswith(f"{target.real()}/"):
             raise Mismatch(f"the target {target} is the source, or around it; choose another path")
@@ -194,7 +200,10 @@ class ConvertWork:
 
     def _stamps(self) -> list[tuple[str, int, str | int]]:
         """Identifies the source's files: equal on all ranks, and as long as the files do not change."""
-        checkpoint, stamps = self.checkpoint, []
+        return self._stamps_of(self.checkpoint)
+
+    def _stamps_of(self, checkpoint: Checkpoint) -> list[tuple[str, int, str | int]]:
+        stamps = []
         for i, file in enumerate(checkpoint.manifest.data_files):
             path = checkpoint.files.path(i)
             stamp: str | int = file.header_digest

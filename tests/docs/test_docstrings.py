@@ -25,7 +25,7 @@ SECTIONS = ("Args", "Attributes", "Example", "Raises", "Returns", "Yields")
 OURS = [holdfast.RNG, holdfast.Checkpoint, holdfast.CheckpointManager, holdfast.Keep, holdfast.PerRank, holdfast.Saver]
 OURS += [holdfast.Saving, holdfast.Shard, Upload]
 FUNCTIONS = [holdfast.convert, holdfast.copy, holdfast.load, holdfast.open, holdfast.save, at, events.listen]
-FUNCTIONS += [tools.drop, tools.recover, tools.repair, tools.rescue, tools.sign, tools.verify]
+FUNCTIONS += [tools.drop, tools.merge, tools.recover, tools.repair, tools.rescue, tools.sign, tools.verify]
 
 
 def documented() -> Iterator[tuple[str, Callable[..., Any]]]:
