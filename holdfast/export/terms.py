@@ -52,7 +52,7 @@ def with_terms(
     groups = _groups(last)
     for name, leaf in selection.tensors.items():
         saved = selection.origin[name]
-        group = [saved, *groups.get(last.saved_name(saved), ())]  # what a source lacks may be tied to what it has
+        group = [saved, *groups[last.saved_name(saved)]]  # what a source lacks may be tied to what it has
         terms = [(other.checkpoint, other.leaf(group)) for other in others]
         there = [(checkpoint, term) for checkpoint, term in terms if term is not None]
         faults += [f"{checkpoint.path} has no {saved}" for checkpoint, term in terms if term is None]
@@ -79,10 +79,10 @@ def _untied(selection: Selection, others: Sequence[Other]) -> Selection:
 
 
 def _groups(checkpoint: Checkpoint) -> Mapping[str, list[str]]:
-    """The names of each tensor that has several, by the one that it is stored under."""
+    """The names of each tensor, by the one that it is stored under."""
     groups: dict[str, list[str]] = {}
-    for alias, name in checkpoint.manifest.aliases.items():
-        groups.setdefault(name, [name]).append(alias)
+    for name in checkpoint.records:
+        groups.setdefault(checkpoint.saved_name(name), []).append(name)
     return groups
 
 
@@ -91,7 +91,7 @@ def _unknown(last: Checkpoint, others: Sequence[Other]) -> Iterator[tuple[Other,
     for other in others:
         groups = _groups(other.checkpoint)
         for name in other.names:
-            tied = groups.get(other.checkpoint.saved_name(name), (name,))
+            tied = groups[other.checkpoint.saved_name(name)]
             if name not in last.records and not any(one in last.records for one in tied):
                 yield other, name
 

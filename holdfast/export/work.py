@@ -203,7 +203,9 @@ class ConvertWork:
         return self._stamps_of(self.checkpoint)
 
     def _stamps_of(self, checkpoint: Checkpoint) -> list[tuple[str, int, str | int]]:
-        stamps = []
+        stamps: list[tuple[str, int, str | int]] = []
+        if checkpoint.remap is not None:
+            stamps.append(("", 0, checkpoint.remap.to_json()))
         for i, file in enumerate(checkpoint.manifest.data_files):
             path = checkpoint.files.path(i)
             stamp: str | int = file.header_digest

@@ -21,6 +21,7 @@ import holdfast
 from holdfast.export import copying, draft, summing
 from holdfast.export.merge import ema_weights
 from holdfast.export.work import Converted
+from holdfast.remap import Remap, Rename, Transpose
 from holdfast.storage.memory import Memory
 from holdfast.storage.store_place import StorePlace
 from holdfast.tools import merge
@@ -285,6 +286,15 @@ def test_to_and_from_a_store(tmp_path: Path) -> None:
     merge([store / "0", store / "1", store / "2"], store / "soup", only=["model", "step"])
     assert holdfast.open(store / "soup").read("model/w").tolist() == [1.0] * 9
     assert holdfast.open(store / "soup").values == {"step": 2}, "as in the last source"
+
+
+def test_another_layout_by_a_map(tmp_path: Path) -> None:
+    weight, turned = torch.randn(300, 20), torch.randn(20, 300)
+    holdfast.save({"model": {"w": weight}}, tmp_path / "a")
+    holdfast.save({"model": {"v": turned}}, tmp_path / "b")
+    layout = Remap((Rename("v", "w"), Transpose("w")))
+    merge([holdfast.open(tmp_path / "b", remap=layout), tmp_path / "a"], tmp_path / "t")
+    states.same(written(tmp_path / "t", "holdfast"), reference([{"w": turned.T}, {"w": weight}], [0.5, 0.5]))
 
 
 def test_tied_tensors(tmp_path: Path) -> None:
