@@ -13,6 +13,7 @@ from holdfast.commit.folder import taken
 from holdfast.errors import Damaged, NotACheckpoint, Unsupported
 from holdfast.formats.own import read_manifest
 from holdfast.ondisk import manifest
+from holdfast.storage.hub import push as hub
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.store_place import StorePlace
 
@@ -27,8 +28,6 @@ _OLD = (
 
 def prepare_push(place: StorePlace, *, overwrite: bool) -> None:
     """Make the repository if there is none. Raises StorageError, Unsupported if nothing may be pushed."""
-    from holdfast.storage.hub import push as hub
-
     hub.prepare(place)
     existing = [path for path in place.files_below() if path not in _ALONGSIDE] if not place.is_file() else [place.name]
     if existing and not overwrite:
@@ -40,8 +39,6 @@ def push(grown: LocalPlace, place: StorePlace) -> int:
 
     What is no part of a checkpoint stays, unless the target has a file of the same name.
     """
-    from holdfast.storage.hub import push as hub
-
     if grown.is_file():
         if not place.key:
             raise Unsupported(f"the target is one file: name it in the repository, as {place}/model.pt")

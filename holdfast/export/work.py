@@ -209,7 +209,9 @@ class ConvertWork:
         for i, file in enumerate(checkpoint.manifest.data_files):
             path = checkpoint.files.path(i)
             stamp: str | int = file.header_digest
-            if not stamp:  # a foreign file proves nothing of itself; the time of its last change has to do
+            if not stamp and path.is_remote:
+                stamp = path.commit or repr(path.modified())
+            elif not stamp:  # a foreign file proves nothing of itself; the time of its last change has to do
                 stamp = path.stat().st_mtime_ns if path.exists() else 0
             stamps.append((os.path.relpath(str(path), str(checkpoint.path)), file.bytes, stamp))
         return stamps

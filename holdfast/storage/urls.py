@@ -19,6 +19,8 @@ from holdfast.storage.cloud.cloud import Cloud
 from holdfast.storage.cloud.failures import no_credentials
 from holdfast.storage.cloud.options import checked
 from holdfast.storage.cloud.profiles import NoCredentials, profile_name, profile_settings
+from holdfast.storage.hub.address import parsed
+from holdfast.storage.hub.hub import Hub
 from holdfast.storage.local.local_place import LocalPlace
 from holdfast.storage.place import Place
 from holdfast.storage.store import Store
@@ -158,9 +160,6 @@ def _key(path: str, plain: str) -> str:
 
 
 def _of_hub(rest: str, in_query: Mapping[str, Any], options: Mapping[str, Any]) -> StorePlace:
-    from holdfast.storage.hub.address import parsed  # with the client, a part of a second
-    from holdfast.storage.hub.hub import Hub
-
     address, path = parsed(rest)
     given = {**checked(in_query, address.url, from_url=True), **checked(options, address.url)}
     key, hub = _key(path, f"{address.url}/{path}"), Hub(address, given)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.cli import app
+from holdfast.export.work import ConvertWork
 from tests import pool
 from tests.servers.hub import TOKEN, Hub
 
@@ -116,3 +117,21 @@ def test_ranks_never_read_two_commits(hub: Hub, tmp_path: Path) -> None:
     assert pool.run(2, load_on, [commits[1]] * 2, options(hub)) == ["[2.0, 2.0, 2.0, 2.0]"] * 2
     for text in pool.run(2, load_on, commits, options(hub)):
         assert "somebody pushed" in text and all(commit in text for commit in commits)
+
+
+def test_a_conversion_that_broke_off_does_not_go_on_with_another_commit(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = hub.make("me/model")
+    for value in (1.0, 2.0):
+        holdfast.save({"model": {"x": torch.full((4,), value)}}, tmp_path / str(value))
+        holdfast.convert(tmp_path / str(value), tmp_path / f"hf{value}", to="huggingface")
+    made.push({"model.safetensors": (tmp_path / "hf1.0" / "model.safetensors").read_bytes()})
+    with monkeypatch.context() as broken:
+        broken.setattr(ConvertWork, "finish", lambda self, notes: int("no number"))
+        with pytest.raises(holdfast.HoldfastError, match="no number"):
+            holdfast.convert("hf://me/model", tmp_path / "ours")
+    assert (tmp_path / "ours.partial").is_dir()
+    made.push({"model.safetensors": (tmp_path / "hf2.0" / "model.safetensors").read_bytes()})
+    assert not holdfast.convert("hf://me/model", tmp_path / "ours").bytes_resumed
+    assert holdfast.open(tmp_path / "ours").read("model/x").tolist() == [2.0] * 4
