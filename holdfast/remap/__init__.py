@@ -3,6 +3,8 @@
 Give one to `holdfast.open`, `holdfast.load` or `holdfast.convert` as ``remap=``; docs/remap.md tells how to write one.
 """
 
+from holdfast.remap.architecture import Transformers
+from holdfast.remap.huggingface import transformers
 from holdfast.remap.joining import Concatenate, Split, Stack, Unstack
 from holdfast.remap.layouts import Cast, Crop, Flatten, Pad, PermuteBlocks, Transpose, Unflatten
 from holdfast.remap.naming import Constant, Drop, Rename, Reorder, Tie, Untie
@@ -12,5 +14,6 @@ from holdfast.remap.rule import Rule
 
 __all__ = [
     "Cast", "Concatenate", "Constant", "Crop", "Drop", "Flatten", "Pad", "PermuteBlocks", "Proof", "Remap", "Rename",
-    "Reorder", "Rule", "Split", "Stack", "Tie", "Transpose", "Unflatten", "Unstack", "Untie",
+    "Reorder", "Rule", "Split", "Stack", "Tie", "Transformers", "Transpose", "Unflatten", "Unstack", "Untie",
+    "transformers",
 ]  # fmt: skip

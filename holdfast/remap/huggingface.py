@@ -1,67 +1,46 @@
 """The maps that transformers has between the names of a hub folder and those of its models, for each of its models.
 
-`transformers` makes a rule of a model or config, `pretrained` does what it says. Never knows an architecture by name.
+Users call `transformers` with a model, its config or its folder. It never touches a tensor of the model.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from holdfast.errors import Mismatch, Unsupported
 from holdfast.ondisk.dtypes import known, torch_dtype
 from holdfast.remap import pretrained
-from holdfast.remap.nodes import Node
-from holdfast.remap.pretrained import Conversion, Resolved
+from holdfast.remap.architecture import Transformers
+from holdfast.remap.pretrained import Conversion
+from holdfast.remap.remap import Remap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-class Transformers(msgspec.Struct, frozen=True, tag="transformers"):
-    """From a hub folder to the model that ``from_pretrained`` makes of it, or back to what ``save_pretrained`` writes.
-
-    ``architecture``: the class of the model. ``config``: its config.json without what changes no tensor. ``dtype``:
-    what tensors of the model's dtype become, as in ``from_pretrained``; None leaves all as they are. ``used``: the
-    conversions that ``from_pretrained`` used for this model and ``save_pretrained`` undoes; None if it was made in
-    another way.
-    """
-
-    architecture: str
-    config: dict[str, Any]
-    back: bool = False
-    dtype: str | None = None
-    used: tuple[Conversion, ...] | None = None
-
-    def resolve(self, source: Mapping[str, Node]) -> dict[str, Node]:
-        """The tensors of the target, each as an arrangement of those of the source. Reads and computes nothing.
-
-        Going back, tensors that the config ties are written once if they are one tensor in the source, too.
-        """
-        return self.resolved(source).nodes
-
-    def resolved(self, source: Mapping[str, Node]) -> Resolved:
-        """As ``resolve``, with the names that the target lacks, and those of the source that it has no place for."""
-        empty = pretrained.Empty(self.architecture, self.config, self.dtype, self.used)
-        return (pretrained.saved if self.back else pretrained.loaded)(empty, source)
-
-    def inverse(self) -> Transformers:
-        """The other way."""
-        return msgspec.structs.replace(self, back=not self.back)
-
-
 def transformers(
     model_or_config: PreTrainedModel | PreTrainedConfig | str | os.PathLike[str], *, dtype: str | None = None
-) -> Transformers:
-    """The map from a hub folder's tensors to those of a live model of transformers; ``.inverse()`` is the other way.
+) -> Remap:
+    """Return the map from a hub folder to a model of transformers, as ``from_pretrained`` loads it.
 
-    Takes a model, sharded or not, whose tensors are not touched; or its config; or the folder or hub id that has the
-    config. ``dtype`` casts as ``from_pretrained(dtype=…)`` does, ``"auto"`` to the config's dtype; without it tensors
-    stay as they are. Raises Unsupported for a quantized model, and for what is not a model of transformers.
+    Its `Remap.inverse` is the map from the model to the folder that ``save_pretrained`` writes.
+
+    Args:
+        model_or_config: A model, sharded or not, whose tensors are not touched. Or its config, or the folder or the
+            id on the hub that has its config.json.
+        dtype: What floating tensors become, as in ``from_pretrained(dtype=…)``; ``"auto"`` is the config's dtype.
+            Without it tensors stay as they are.
+
+    Raises:
+        Unsupported: It is quantized, so that tensors are computed, or it is no model of transformers.
+        Mismatch: The config does not say which class the model is of.
+
+    Example:
+        >>> remap = transformers(model)
+        >>> load("llama", {"model": model}, remap=remap)
+        >>> convert("checkpoint", "export", to="huggingface", only="model", remap=remap.inverse(), extras="llama")
     """
     pretrained.required()
     from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -98,7 +77,7 @@ def _unwrapped(model: Any, kind: type) -> Any:
     return thing
 
 
-def _rule(config: Any, architecture: str, dtype: str | None, used: tuple[Conversion, ...] | None) -> Transformers:
+def _rule(config: Any, architecture: str, dtype: str | None, used: tuple[Conversion, ...] | None) -> Remap:
     if getattr(config, "quantization_config", None) is not None:
         raise Unsupported(
             f"{architecture} is quantized, and its tensors are computed from those of the folder, not arranged: "
@@ -108,7 +87,8 @@ def _rule(config: Any, architecture: str, dtype: str | None, used: tuple[Convers
         dtype = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
     if dtype is not None and not (known(dtype) and torch_dtype(dtype).is_floating_point):
         raise Mismatch(f'dtype={dtype!r} is not a floating dtype of torch: use "bfloat16", "float32" or "auto"')
-    return Transformers(architecture, _plain(json.loads(config.to_json_string())), dtype=dtype, used=used)
+    plain = _plain(json.loads(config.to_json_string()))
+    return Remap((Transformers(architecture, plain, dtype=dtype, used=used),))
 
 
 _OF_A_FOLDER = {"architectures", "transformers_version", "_name_or_path", "dtype", "torch_dtype"}

@@ -84,6 +84,16 @@ def saved(empty: Empty, source: Mapping[str, Node]) -> Resolved:
         return _saved(empty, source)
 
 
+def first_names(empty: Empty, nodes: dict[str, Node]) -> dict[str, Node]:
+    """Of tied tensors of the model the first alone: an optimizer knows a parameter by one name."""
+    with _quietly(empty.architecture):
+        model = empty.model()
+        model.tie_weights()
+        of: dict[int, str] = {}
+        first = {name: of.setdefault(id(t), name) for name, t in model.state_dict(keep_vars=True).items()}
+    return {name: node for name, node in nodes.items() if first.get(name, name) == name}
+
+
 @contextmanager
 def _quietly(architecture: str) -> Iterator[None]:
     """No progress bar of weights that are not loaded, and errors that say what the first one was."""
@@ -141,6 +151,8 @@ def _loaded(empty: Empty, source: Mapping[str, Node]) -> Resolved:
     tensors = model.state_dict(keep_vars=True)
     nodes = {name: tensor.node for name, tensor in tensors.items() if isinstance(tensor, Traced)}
     missing = [name for name in tensors if name not in nodes and name in info.missing_keys]
+    if not nodes:
+        return Resolved(dict(source), missing, [])
     return Resolved(nodes, missing, sorted(info.unexpected_keys))
 
 
@@ -153,6 +165,8 @@ def _saved(empty: Empty, source: Mapping[str, Node]) -> Resolved:
     if empty.used is not None:
         _, model._weight_conversions, _ = _conversions(model, empty.used)
     nodes = _tied(model, source)
+    if not nodes:
+        return Resolved(dict(source), [*model.state_dict()], [])
     missing = [name for name in model.state_dict() if name not in nodes]
     for name in model._keys_to_ignore_on_save or ():
         nodes.pop(name, None)

@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.errors import Mismatch
 from holdfast.ondisk import dtypes
+from holdfast.remap.architecture import Transformers
 from holdfast.remap.joining import Concatenate, Split, Stack, Unstack
 from holdfast.remap.layouts import Cast, Crop, Flatten, Pad, PermuteBlocks, Transpose, Unflatten
 from holdfast.remap.naming import Constant, Drop, Rename, Reorder, Tie, Untie
@@ -22,7 +23,7 @@ from holdfast.remap.rule import Names, Rule, Scope
 
 AnyRule = (
     Rename | Concatenate | Split | Stack | Unstack | Transpose | PermuteBlocks | Unflatten | Flatten | Pad | Crop | Cast
-    | Tie | Untie | Drop | Constant | Reorder
+    | Tie | Untie | Drop | Constant | Reorder | Transformers
 )  # fmt: skip
 
 

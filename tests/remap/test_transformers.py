@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.remap.huggingface import transformers as map_of
+from holdfast.remap import Transformers
+from holdfast.remap import transformers as map_of
 from holdfast.remap.nodes import Node, Saved
 from tests.remap.arrangements import Tensors, evaluated
 from tests.remap.tiny_models import every_name, model_of
@@ -51,7 +52,13 @@ def _no_noise() -> Iterator[None]:
     transformers.logging.enable_progress_bar()
 
 
-def leaves(tensors: Tensors) -> dict[str, Node]:
+def rule_of(thing: Any, **options: Any) -> Transformers:
+    (rule,) = map_of(thing, **options).rules
+    assert isinstance(rule, Transformers)
+    return rule
+
+
+def leaves(tensors: Tensors) -> dict[str, Saved]:
     """Tensors as a checkpoint has them: those of one memory are one."""
     first = {}
     for name, tensor in tensors.items():
@@ -89,13 +96,13 @@ def differences(there: Tensors, wanted: Tensors) -> list[str]:
 def problems(model: Any, folder: Path) -> list[str]:
     """What differs from transformers: loading what it saved, saving as it does, and saving what it loaded."""
     model.save_pretrained(folder)
-    files, state, rule = files_in(folder), model.state_dict(), map_of(model)
+    files, state, remap = files_in(folder), model.state_dict(), map_of(model)
     again = type(model).from_pretrained(folder, dtype=torch.float32)
-    load = rule.resolved(leaves(files))
+    load = rule_of(model).resolved(leaves(files))
     lines = [f"load: {line}" for line in differences(made(load.nodes, files), again.state_dict())]
     lines += [f"load, own: {line}" for line in differences(made(load.nodes, files), state)]
     lines += [f"load: {name} is {what}" for what, names in load._asdict().items() if what != "nodes" for name in names]
-    back = made(rule.inverse().resolve(leaves(state)), state)
+    back = made(remap.inverse().resolve(leaves(state)), state)
     lines += [f"save: {line}" for line in differences(back, files)]
     again.save_pretrained(folder / "again")
     resaved = made(map_of(again).inverse().resolve(leaves(again.state_dict())), again.state_dict())
