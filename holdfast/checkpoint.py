@@ -181,7 +181,7 @@ class Checkpoint:
         Raises:
             Damaged: A file is missing, or has another size.
         """
-        texts = {self.records[name].files for name in names}
+        texts = {r.files for name in names for _, r in self.files.origins(self.saved_name(name), self.records[name])}
         self.files.prove({index for text in texts for index in spans.read(text)})
 
     def read(
@@ -293,15 +293,15 @@ class Checkpoint:
             raises: False returns damages in the place of raising them.
 
         Returns:
-            What was checked. Of another library's checkpoint, bytes of which its format keeps no sum count as
-            ``unverified``.
+            What was checked. Bytes of which the format keeps no sum count as ``unverified``.
 
         Raises:
             Damaged: Bytes are not what was written; it names files, bytes and tensors.
             StorageError: The disk or store cannot be read.
         """
-        began = monotonic()
-        findings = self.reader.examine(deep=deep)
+        began, findings = monotonic(), self.reader.examine(deep=deep)
+        if isinstance(self.reader, Remapped):
+            return self.reader.verdict(findings, deep=deep, began=began, raises=raises)
         return verdict(self.path, self.manifest, findings, deep=deep, began=began, raises=raises)
 
 

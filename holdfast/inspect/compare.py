@@ -17,7 +17,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.inspect.reading import BOX, boxes_of, groups, has_numbers, numbers, read_box, read_together
 from holdfast.inspect.statistics import norm_of
 from holdfast.ondisk import dtypes, spans, values
-from holdfast.ondisk.box import Box, whole
+from holdfast.ondisk.box import Box
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.patterns import Patterns, names_in, selector
 from holdfast.read.source import ReadStats
@@ -154,7 +154,12 @@ def _proved_same(a: Checkpoint, b: Checkpoint, asked: Iterable[str]) -> set[str]
     """The names whose cells and sums are equal in both; none unless both are holdfast's, as others have no sums."""
     if a.format != "holdfast" or b.format != "holdfast":
         return set()
-    names = [n for n in asked if (a.records[n].dtype, a.records[n].shape) == (b.records[n].dtype, b.records[n].shape)]
+    names = [
+        n
+        for n in asked
+        if (a.records[n].dtype, a.records[n].shape) == (b.records[n].dtype, b.records[n].shape)
+        and not any(c.files.is_made(c.saved_name(n)) for c in (a, b))  # a sum is of bytes as they lie in a file
+    ]
     stats = ReadStats()
     for checkpoint in (a, b):
         texts = {checkpoint.records[name].files for name in names}
@@ -165,8 +170,6 @@ def _proved_same(a: Checkpoint, b: Checkpoint, asked: Iterable[str]) -> set[str]
 def _sums(checkpoint: Checkpoint, name: str) -> list[tuple[Box, Any]]:
     """Each cell of a tensor with the sums of its blocks; one that has none is equal to no other."""
     record, sums_by_cell = checkpoint.records[name], []
-    if checkpoint.files.is_made(checkpoint.saved_name(name)):
-        return [(whole(record.shape), object())]
     for cell, index in record.boxes():
         _, _, sums = checkpoint.files.piece(index, checkpoint.saved_name(name), cell, record, ReadStats())
         sums_by_cell.append((cell, tuple(sums) if sums else object()))

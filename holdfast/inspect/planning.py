@@ -158,9 +158,10 @@ class _Planning:
             if key not in held:
                 held[key] = boxes_held(record.shape, spread, rank)
             for box in held[key]:
-                wanted.append(Wanted(name, record, box, self._view(record, box)))
+                wanted.append(Wanted(self.checkpoint.saved_name(name), record, box, self._view(record, box)))
                 spreads.append(spread)
-        return demand_of(wanted, spreads, self.checkpoint.manifest, rank, shares=self.mesh.ranks > 1)
+        shares = self.mesh.ranks > 1 and self.checkpoint.remap is None  # as in a load
+        return demand_of(wanted, spreads, self.checkpoint.manifest, rank, shares=shares)
 
     def _view(self, record: TensorRecord, box: Box) -> torch.Tensor:
         nbytes = box.size * dtypes.itemsize(record.dtype)
@@ -221,7 +222,7 @@ class _Tally:
         self.read = self.requests = 0
 
     def add(self, files: Files, wanted: Sequence[Wanted], verify: Verify) -> None:
-        overlaps, round_up = overlaps_of(files, wanted, verify, ReadStats())
+        overlaps, round_up = overlaps_of(files, files.expanded(wanted, fill=False), verify, ReadStats())
         for index, some in overlaps.items():
             if index not in self.files:
                 self.files.add(index)

@@ -58,8 +58,14 @@ class Files(Protocol):
     def is_made(self, name: str) -> bool:
         """Whether a tensor is made of others under a map: no file holds it as it is."""
 
-    def expanded(self, wanted: Iterable[Wanted]) -> Iterable[Wanted]:
-        """The same with boxes of the tensors that others are made of, in the place of boxes of those."""
+    def origins(self, name: str, record: TensorRecord) -> Sequence[tuple[str, TensorRecord]]:
+        """The saved tensors that hold the elements of a tensor: itself, or those that it is made of."""
+
+    def expanded(self, wanted: Iterable[Wanted], *, fill: bool = True) -> Iterable[Wanted]:
+        """The same with boxes of the tensors that others are made of, in the place of boxes of those.
+
+        With ``fill`` memory that takes a constant is filled.
+        """
 
 
 class AsStored:
@@ -68,7 +74,10 @@ class AsStored:
     def is_made(self, name: str) -> bool:
         return False
 
-    def expanded(self, wanted: Iterable[Wanted]) -> Iterable[Wanted]:
+    def origins(self, name: str, record: TensorRecord) -> Sequence[tuple[str, TensorRecord]]:
+        return ((name, record),)
+
+    def expanded(self, wanted: Iterable[Wanted], *, fill: bool = True) -> Iterable[Wanted]:
         return wanted
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.ondisk.box import Box, whole
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import Manifest
-from holdfast.read.damage import Findings
+from holdfast.read.damage import Findings, Verified, verdict
 from holdfast.read.files import Files
 from holdfast.read.ranges import Verify
 from holdfast.read.read import read_boxes
@@ -137,6 +138,13 @@ class Remapped:
     def examine(self, *, deep: bool = True, share: tuple[int, int] = (0, 1)) -> Findings:
         return self._reader.examine(deep=deep, share=share)
 
+    def verdict(self, findings: Findings, *, deep: bool, began: float, raises: bool) -> Verified:
+        """What findings mean: damages of the tensors that are saved, and all tensors of the map that these hit."""
+        saved = verdict(self.path, self._reader.manifest, findings, deep=deep, began=began, raises=raises)
+        stored = {self._reader.stored_name(name) for name in saved.tensors}
+        hit = (name for name, node in self._mapped.tensors.items() if any(one.name in stored for one in saved_in(node)))
+        return saved if saved.whole else replace(saved, tensors=tuple(hit))
+
 
 class RemappedFiles:
     """`Files` in which some tensors are ``made`` of others: a box of one becomes boxes of ``records``."""
@@ -147,7 +155,13 @@ class RemappedFiles:
     def is_made(self, name: str) -> bool:
         return name in self._made
 
-    def expanded(self, wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+    def origins(self, name: str, record: TensorRecord) -> Sequence[tuple[str, TensorRecord]]:
+        node = self._made.get(name)
+        if node is None:
+            return ((name, record),)
+        return [(one, self._records[one]) for one in dict.fromkeys(saved.name for saved in saved_in(node))]
+
+    def expanded(self, wanted: Iterable[Wanted], *, fill: bool = True) -> Iterator[Wanted]:
         for want in wanted:
             node = self._made.get(want.name)
             if node is None:
@@ -156,7 +170,7 @@ class RemappedFiles:
             for part in parts_of(node, want.box, want.view):
                 if isinstance(part, Part):
                     yield from _wanted(part, self._records[part.saved.name])
-                else:
+                elif fill:
                     part.view.fill_(part.value)
 
     def path(self, index: int) -> Place:

@@ -13,6 +13,7 @@ import msgspec
 
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError, Untrusted
+from holdfast.inspect.origins import origins_of
 from holdfast.inspect.statistics import Statistics, statistics, statistics_of_all
 from holdfast.ondisk import signature, spans
 from holdfast.ondisk.cells import TensorRecord
@@ -77,7 +78,7 @@ def contents(checkpoint: Checkpoint, *, look: bool | None = None) -> dict[str, A
         "health": health_of(checkpoint, look=look),
         "signature": signature_of(checkpoint),
         "files": [[f.path, f.bytes, _rank_of(f.path) if ours else None] for f in record.data_files],
-        "tensors": [_row(name, tensor) for name, tensor in record.tensors.items()],
+        "tensors": [_row(checkpoint, name, tensor) for name, tensor in record.tensors.items()],
         "aliases": record.aliases,
         "values": [[path, _short(checkpoint.value(path))] for path in record.values],
         "perRank": _per_rank(checkpoint),
@@ -100,9 +101,14 @@ def _title(checkpoint: Checkpoint) -> str:
     return str(checkpoint.path).rstrip("/").rpartition("/")[2] or str(checkpoint.path)
 
 
-def _row(name: str, tensor: TensorRecord) -> list[Any]:
-    cells = tensor.cells
-    return [name, tensor.dtype, tensor.shape, tensor.nbytes, msgspec.to_builtins(cells), tensor.files]
+def _row(checkpoint: Checkpoint, name: str, tensor: TensorRecord) -> list[Any]:
+    """What the page has of a tensor; under a map, also the saved tensors that it comes from."""
+    row = [name, tensor.dtype, tensor.shape, tensor.nbytes, msgspec.to_builtins(tensor.cells), tensor.files]
+    if checkpoint.remap is None:
+        return row
+    if checkpoint.files.is_made(checkpoint.saved_name(name)):
+        row[4:] = {"boxes": []}, ""  # no file holds it
+    return [*row, origins_of(checkpoint, name)]
 
 
 def _rank_of(path: str) -> int | None:

@@ -10,9 +10,9 @@
   const base = data.path.endsWith("/") ? data.path : `${data.path}/`;
   H.shortPath = (path) => (path.startsWith(base) ? path.slice(base.length) : path).replace(/\.[0-9a-f]{16}\.safetensors$/, "");
   const keys = (name) => name.split("/").flatMap((part, i) => part.split(".").filter((p) => p !== "").map((p, j) => (i === 0 && j === 0 && !name.includes("/") ? p : p)));
-  const made = ([name, dtype, shape, bytes, cells, files], alias) => {
+  const made = ([name, dtype, shape, bytes, cells, files, origins], alias) => {
     const elements = shape.reduce((n, length) => n * length, 1);
-    return { name, lower: name.toLowerCase(), dtype, shape, bytes, cells, files, elements, itemsize: elements ? bytes / elements : 0, alias, section: sectionOf(name), bad: hit.has(name), path: null };
+    return { name, lower: name.toLowerCase(), dtype, shape, bytes, cells, files, elements, itemsize: elements ? bytes / elements : 0, alias, section: sectionOf(name), bad: hit.has(name), path: null, origins };
   };
   const stored = data.tensors.map((row) => made(row, null)), byName = new Map(stored.map((t) => [t.name, t]));
   const rows = new Map(data.tensors.map((row) => [row[0], row]));

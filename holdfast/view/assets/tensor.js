@@ -60,13 +60,14 @@
     const { data } = H, drawing = H.shards(tensor, data.files, tensor.itemsize);
     const { owners } = drawing, several = new Set(owners.map((o) => o.who)).size;
     const [prefix, last] = H.parted(tensor.name);
-    const spread = tensor.shape.includes(0) ? "it has no elements" : drawing.total === 1 ? "saved whole" : `saved in ${H.plural(drawing.total, "cell")} by ${H.plural(several, owners[0]?.who.startsWith("rank") ? "rank" : "file")}`;
+    const spread = tensor.shape.includes(0) ? "it has no elements" : drawing.total === 0 ? "no file holds it: the map makes it" : drawing.total === 1 ? "saved whole" : `saved in ${H.plural(drawing.total, "cell")} by ${H.plural(several, owners[0]?.who.startsWith("rank") ? "rank" : "file")}`;
     H.empty(host,
       el("header", { class: "head" }, el("h2", { class: "name break" }, prefix ? el("span", { class: "muted" }, prefix) : null, last), tensor.bad ? H.badge("bad", "hit by damage") : null),
       el("div", { class: "body" },
         H.pairs([["Shape", H.shape(tensor.shape)], ["Type", tensor.dtype], ["Size", `${H.bytes(tensor.bytes)} · ${H.percent(tensor.bytes / (total || 1))} of the state`],
-          ["Elements", H.count(tensor.elements)], tensor.alias ? ["Stored as", tensor.alias] : null, names.length ? ["Also called", names.join(", ")] : null]),
-        el("section", null, el("h3", null, "Shards ", el("span", { class: "plain" }, spread)), drawing.node,
+          ["Elements", H.count(tensor.elements)], tensor.alias ? ["Stored as", tensor.alias] : null, names.length ? ["Also called", names.join(", ")] : null,
+          tensor.origins ? ["Made of", tensor.origins.slice(0, SHOWN).join(", ") + (tensor.origins.length > SHOWN ? ` and ${H.count(tensor.origins.length - SHOWN)} more` : "") || "one number"] : null]),
+        el("section", null, el("h3", null, "Shards ", el("span", { class: "plain" }, spread)), drawing.total || !tensor.elements ? drawing.node : null,
           el("ul", { class: "owners", tabindex: 0, "aria-label": "Files of this tensor" }, owners.slice(0, SHOWN).map((o) => el("li", null, el("i", { style: { background: H.colour(o.colour) } }), el("b", null, o.who), el("span", { class: "cut muted", title: o.path }, H.shortPath(o.path)), el("span", null, H.bytes(o.bytes)))),
             owners.length > SHOWN ? el("li", { class: "muted" }, `and ${H.count(owners.length - SHOWN)} more files`) : null)),
         el("section", null, el("h3", null, "Statistics"), statistics(tensor, known, learned))));
