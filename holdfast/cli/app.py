@@ -136,7 +136,7 @@ def _places(words: Sequence[str]) -> list[str]:
         return []
     with command.make_context(words[0], words[1:], resilient_parsing=True) as context:
         values = [context.params.get(one.name) for one in command.params if one.param_type_name == "argument"]
-    return [str(value) for value in values if value]
+    return [str(place) for value in values if value for place in (value if isinstance(value, list) else [value])]
 
 
 def _failed(failure: errors.Failure, words: Sequence[str]) -> int:

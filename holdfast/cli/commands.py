@@ -35,7 +35,7 @@ _SOURCE = "A checkpoint of any format: a path or a URL."
 _TENSORS = "Only tensors whose names match."
 _JSON = _option(False, "--json", "Print one JSON object instead of a table.")
 _OVERWRITE = _option(False, "--overwrite", "Replace the checkpoint at the target.")
-_MESH, _BENCH = "What a load would read", "With --bench"
+_MESH, _BENCH, _MERGE = "What a load would read", "With --bench", "With --merge"
 
 
 class Format(str, Enum):
@@ -181,6 +181,7 @@ def rescue(
 def convert(
     source: str = _argument(_SOURCE),
     target: str = _argument("Where to write: a path or a URL."),
+    more: _Many = _argument("With --merge: further sources, and the target as the last of all paths.", None),
     to: Format | None = _option(None, "--to", "The format. (default: by the suffix of the target, else holdfast)"),
     model_only: bool = _option(False, "--model-only/--all", "The model, under its own names.", show_default=False),
     only: _Many = _option(None, "--only", "Names or patterns, as show lists them. Repeatable.", metavar="PATTERN"),
@@ -191,6 +192,19 @@ def convert(
     extras: _Many = _option(None, "--extras", "config.json, tokenizer, or their folder. Repeatable.", metavar="PATH"),
     overwrite: bool = _OVERWRITE,
     verify: Check = _option(Check.yes, "--verify", "Check what is read: blocks also checks those read in part."),
+    merge: bool = _option(False, "--merge", "Write the mean of all sources, or a weighted sum.", panel=_MERGE),
+    weights: str | None = _option(
+        None, "--weights", "One for each source, with commas: 0.5,0.3,0.2.", metavar="W,W,…", panel=_MERGE
+    ),
+    decay: float | None = _option(
+        None, "--decay", "A moving average, oldest source first.", min=0, max=1, panel=_MERGE
+    ),
+    base: str | None = _option(
+        None, "--base", "Add weighted differences from this one to it.", metavar="PATH", panel=_MERGE
+    ),
+    slerp: float | None = _option(
+        None, "--slerp", "Spherical: 0 is the first of two, 1 the second.", min=0, max=1, panel=_MERGE
+    ),
     json: bool = _JSON,
 ) -> None:
     """Write a checkpoint in another format; the same command continues a conversion that was interrupted.
@@ -198,6 +212,8 @@ def convert(
     For transformers: holdfast convert SOURCE TARGET --to huggingface --extras FOLDER_WITH_CONFIG_AND_TOKENIZER
 
     For torch.load and load_state_dict: holdfast convert SOURCE model.pt --model-only
+
+    To merge checkpoints of one model: holdfast convert --merge A B C TARGET --weights 0.5,0.3,0.2
 
     With --model-only, --only names another section than the model, and the format is huggingface if no other is named.
     """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from pathlib import PurePosixPath
+from typing import Any
 
 import torch
 import typer
@@ -35,14 +36,19 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 
 
 def convert(
-    *, source: str, target: str, to: Format | None, model_only: bool, only: list[str] | None,
+    *, source: str, target: str, more: list[str] | None, to: Format | None, model_only: bool, only: list[str] | None,
     rename: list[str] | None, dtype: str | None, step: int | None, shard: str, extras: list[str] | None,
-    overwrite: bool, verify: Check, json: bool,
+    overwrite: bool, verify: Check, merge: bool, weights: str | None, decay: float | None, base: str | None,
+    slerp: float | None, json: bool,
 ) -> None:  # fmt: skip
-    for path in (source, target):
+    paths = [source, target, *(more or [])]
+    sources, target = paths[:-1], paths[-1]
+    for path in paths:
         location(path)  # ValueError for what is neither a path nor a URL; the conversion itself raises SaveFailed
+    if not merge and (more or weights or base or decay is not None or slerp is not None):
+        raise typer.BadParameter("more than one source, --weights, --decay, --base and --slerp go with --merge")
     wanted = _TO[to or _format_of(target, Format.hf if model_only else Format.holdfast)]
-    opened = holdfast.open(source)
+    opened = holdfast.open(sources[-1])
     names: str | list[str] = "*" if not only else only[0] if len(only) == 1 else only
     renames: Callable[[str], str] | dict[str, str] | None = _renames_of(rename)
     if model_only:
@@ -54,12 +60,33 @@ def convert(
         if not json:
             output.say(f"{opened.path}: the tensors of {names!r}")
         renames = None if wanted == "huggingface" or names == "*" else partial(_without, names)
-    done = holdfast.convert(
-        opened, target, to=wanted, only=names, rename=renames, dtype=_dtype_of(dtype), step=step,
-        max_shard_bytes=bytes_of(shard), extras=(extras[0] if len(extras) == 1 else extras) if extras else None,
-        overwrite=overwrite, verify=_VERIFY[verify],
-    )  # fmt: skip
+    how: dict[str, Any] = {
+        "to": wanted, "rename": renames, "dtype": _dtype_of(dtype), "step": step, "max_shard_bytes": bytes_of(shard),
+        "extras": (extras[0] if len(extras) == 1 else extras) if extras else None, "overwrite": overwrite,
+        "verify": _VERIFY[verify],
+    }  # fmt: skip
+    if merge:
+        sums = _sums(len(sources), weights, decay, base, slerp)
+        asked = names if only or model_only else None
+        done = holdfast.tools.merge([*sources[:-1], opened], target, only=asked, **sums, **how)
+    else:
+        done = holdfast.convert(opened, target, only=names, **how)
     output.answer(output.fields(done) | {"path": str(done.path)}, lambda: _show(done), json=json)
+
+
+def _sums(
+    count: int, weights: str | None, decay: float | None, base: str | None, slerp: float | None
+) -> dict[str, Any]:  # fmt: skip
+    """What a merge is to do, as arguments. Raises typer.BadParameter."""
+    if slerp is not None:
+        if count != 2 or weights or base or decay is not None:
+            raise typer.BadParameter("--slerp takes two sources, and neither --weights nor --decay nor --base")
+        return {"method": "slerp", "t": slerp}
+    try:
+        numbers = [float(weight) for weight in weights.split(",")] if weights else None
+    except ValueError:
+        raise typer.BadParameter(f"--weights {weights} are not numbers with commas between them") from None
+    return {"weights": numbers, "decay": decay, "base": base}
 
 
 def _format_of(target: str, otherwise: Format) -> Format:
@@ -108,6 +135,7 @@ def _show(done: Converted) -> None:
         ("tied, so stored once", len(done.tied), _first(done.tied)),
         ("not asked for", len(done.skipped), _by_section(done.skipped)),
         (f"left out, as {done.to} has no place for them", len(done.left_out), _by_section(done.left_out)),
+        ("not summed", len(done.not_summed), _first(done.not_summed)),
         ("put beside", len(done.beside), ", ".join(done.beside[:8]) + (", …" if len(done.beside) > 8 else "")),
     )
     for what, count, which in notes:

@@ -104,7 +104,10 @@ def interrupted(arguments: Sequence[str]) -> Failure:
     return Failure(Code.INTERRUPTED, "interrupted", "interrupted", hint)
 
 
-_SAME = ("bandwidth", "dtype", "extras", "like", "only", "overwrite", "rename", "require", "save", "step", "to")
+_SAME = (
+    "bandwidth", "base", "decay", "dtype", "extras", "like", "only", "overwrite", "rename", "require", "save", "step",
+    "to", "weights",
+)  # fmt: skip
 _OPTIONS = {name: f"--{name}" for name in _SAME} | {"max_shard_bytes": "--max-shard-size", "sources": "--from"}
 """Arguments of Python that errors of the library name, and the options of the commands that set them."""
 _ARGUMENT = re.compile(rf"(?<![\w/?&.=-])({'|'.join(_OPTIONS)})=(?:True\b)?(?=([\w'\"\[]?))")

@@ -85,6 +85,38 @@ def test_the_model_of_other_formats_alone(tmp_path: Path, run: Run) -> None:
         assert {f"model/{key}" for key, value in found.items() if isinstance(value, torch.Tensor)} == names
 
 
+def test_merge(steps: Path, run: Run) -> None:
+    sources, target = [steps / f"step-000000{number}00" for number in (1, 2, 3)], steps.parent / "soup.pt"
+    of = [state_of(number * 100)["model"]["w"] for number in (1, 2, 3)]  # type: ignore[index]
+
+    def merged() -> torch.Tensor:
+        found: torch.Tensor = torch.load(target, weights_only=True)["model"]["w"]
+        return found
+
+    code, out, err = run("convert", "--merge", *sources, target)
+    assert code == Code.FINE and "not asked for" in out, err
+    torch.testing.assert_close(merged(), sum(of) / 3)
+    for more, expected in (
+        (["--weights", "0.5,-0.25,2"], 0.5 * of[0] - 0.25 * of[1] + 2 * of[2]),
+        (["--decay", 0.5], 0.25 * of[0] + 0.25 * of[1] + 0.5 * of[2]),
+    ):
+        assert run("convert", "--merge", *sources, target, "--overwrite", *more)[0] == Code.FINE
+        torch.testing.assert_close(merged(), expected)
+    task = ["--base", sources[0], "--weights", "0.5"]
+    assert run("convert", "--merge", sources[1], target, "--overwrite", *task)[0] == Code.FINE
+    torch.testing.assert_close(merged(), (of[0] + of[1]) / 2)
+    code, out, _ = run("convert", "--merge", *sources[:2], target, "--overwrite", "--slerp", 1, "--json")
+    assert code == Code.FINE and json.loads(out)["not_summed"] == []
+    assert torch.equal(merged(), of[1])
+    code, out, _ = run("convert", "--merge", *sources[:2], steps.parent / "m.pt", "--model-only", "--dtype", "bf16")
+    assert code == Code.FINE and set(torch.load(steps.parent / "m.pt", weights_only=True)) == {"frozen", "w"}
+    for wrong in (
+        [*sources, target], [*sources[:1], target, "--decay", 0.5], ["--merge", *sources, target, "--slerp", 0.5],
+        ["--merge", *sources, target, "--weights", "a,b,c"], ["--merge", *sources, target, "--weights", "1,2"],
+    ):  # fmt: skip
+        assert run("convert", *wrong)[0] == Code.USAGE, wrong
+
+
 def test_copy(steps: Path, run: Run) -> None:
     target = steps.parent / "copies"
     code, out, _ = run("copy", steps, target, "--bandwidth", "1GB")
