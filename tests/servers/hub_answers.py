@@ -170,6 +170,8 @@ class Front(_Answers):
     def _list(self, tree: dict[str, bytes], folder: str, query: dict[str, str]) -> None:
         above = f"{folder}/" if folder else ""
         below = {path: data for path, data in tree.items() if path.startswith(above)}
+        if folder in tree:
+            raise Refused(400, "", f"{folder} is not a directory")
         if folder and not below:
             raise Refused(404, "EntryNotFound", f"{folder} does not exist")
         rows: list[dict[str, Any]] = []

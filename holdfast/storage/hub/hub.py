@@ -122,8 +122,12 @@ class Hub:
         while url:
             try:
                 page, url = self._json(url, f"list {self.url}/{folder}".rstrip("/"))
-            except FileNotFoundError:
-                break
+            except OSError as error:
+                if is_transient(error) or below != ([], []):
+                    raise
+                if not isinstance(error, FileNotFoundError) and not (folder and self._entry(folder)):
+                    raise
+                break  # nothing is there, or a file
             for row in page:
                 entry = _entry_of(row, self.url, modified)
                 if not entry.key.startswith(f"{folder}/" if folder else ""):

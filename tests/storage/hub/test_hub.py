@@ -68,6 +68,21 @@ class TestPages(TestContract):
         return store_of("me/model")
 
 
+def test_a_page_that_is_missing_is_no_end(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.make("me/model", {"deep/a": b"", "deep/b": b"", "deep/c": b""})
+    hub.page, store = 2, store_of("me/model")
+    ask = store._json
+
+    def first_alone(url: str, doing: str) -> Any:
+        if "cursor" in url:
+            raise FileNotFoundError(2, "cannot list it")
+        return ask(url, doing)
+
+    monkeypatch.setattr(store, "_json", first_alone)
+    with pytest.raises(FileNotFoundError):
+        store.list("deep", deep=True)
+
+
 class TestWithoutRanges(TestContract):
     @pytest.fixture
     def store(self, hub: Hub) -> Store:
@@ -259,6 +274,20 @@ def test_a_listing_that_no_hub_sends(hub: Hub, rows: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(store, "_json", lambda url, doing: (rows, ""))
     with pytest.raises(OSError, match="bad row"):
         store.list("", deep=True)
+
+
+def test_a_proxy(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.make("me/model", {"config.json": b"{}"})
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", hub.url)
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
+    assert store_of("me/model").get("config.json").data == b"{}"
+    assert {one.path.partition("/api/")[0].partition("/me/")[0] for one in hub.asked} == {"http://hub.example"}
+    monkeypatch.setenv("no_proxy", "hub.example,127.0.0.1")
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    hub.asked.clear()
+    assert store_of("me/model").get("config.json").data == b"{}" and hub.asked[0].path.startswith("/api/")
 
 
 # Who may read, and what errors say

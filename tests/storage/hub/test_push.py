@@ -96,6 +96,15 @@ def test_a_copy_of_a_step_and_of_a_run(hub: Hub, step: Path, tmp_path: Path) -> 
     assert holdfast.copy("hf://me/all", tmp_path / "back").steps.keys() == {"step-7", "step-8"}
 
 
+def test_a_state_in_memory(hub: Hub, step: Path) -> None:
+    live = {"model": torch.nn.Linear(300, 40)}
+    holdfast.convert(live, "hf://me/live", to="huggingface", extras={"config.json": b"{}"})
+    assert torch.equal(holdfast.open("hf://me/live").read("model/weight"), live["model"].weight)
+    assert len(hub.at("me/live").commits) == 2
+    with pytest.raises(Unsupported, match="name it in the repository, as hf://me/live/model.pt"):
+        holdfast.convert(step, "hf://me/live", to="torch", overwrite=True)
+
+
 def test_nothing_is_made_for_a_source_that_is_no_checkpoint(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(holdfast.errors.NotACheckpoint):
         holdfast.copy(tmp_path / "typo", "hf://me/model")
