@@ -14,7 +14,8 @@ import torch
 from holdfast.checkpoint import Checkpoint
 from holdfast.export.conversion import run
 from holdfast.export.huggingface import Extras
-from holdfast.export.live import LiveWork, check_live, gather_live
+from holdfast.export.live import LiveWork, check_live
+from holdfast.export.live_reader import gather_live
 from holdfast.export.work import MAX_SHARD_BYTES, Converted, ConvertWork, Options, To
 from holdfast.ondisk.patterns import Patterns, Rename
 from holdfast.ranks.ranks import DEADLINE

@@ -6,89 +6,48 @@ files themselves. Never gathers a tensor, and never goes on from what an earlier
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+
+import torch
 
 from holdfast import events
-from holdfast.buffers.memory import no_collection
 from holdfast.checkpoint import Checkpoint
-from holdfast.commit import draft
-from holdfast.commit.agree import Agreed, agree, plan_for
-from holdfast.commit.draft import Identity
-from holdfast.commit.gather import Gathered, gather
-from holdfast.commit.job import Job, attempt, value_of
-from holdfast.errors import HoldfastError, Unsupported
+from holdfast.errors import Unsupported
 from holdfast.export.copying import sync
 from holdfast.export.draft import Fixed, Span
 from holdfast.export.live_joint import joint_cells, memory_for, write_joint
+from holdfast.export.live_reader import NAME, Live, LiveReader, RemappedState
 from holdfast.export.live_windows import write_cells
 from holdfast.export.partial import Journal, Partial
 from holdfast.export.patches import (
     Cell,
     Footprint,
     Patch,
-    Region,
     edges_of,
     patch_of,
     patches_by_cell,
     places_by_cell,
-    regions_of,
     runs_of,
 )  # fmt: skip
+from holdfast.export.regions import Constant, Region, cells_in, narrowed, regions_of
 from holdfast.export.work import ConvertWork, Note, Options
-from holdfast.ondisk.manifest import Manifest
-from holdfast.plan.layout import join_owned
+from holdfast.ondisk import dtypes
+from holdfast.ondisk.box import Box
 from holdfast.plan.plan import Plan
-from holdfast.ranks.ranks import Call, Ranks
-from holdfast.read.damage import Findings
-from holdfast.read.files import AsStored, Files
-from holdfast.read.ranges import Verify
+from holdfast.ranks.ranks import Ranks
 from holdfast.read.shared.relay import Lost, Relay, meet, seat_of
-from holdfast.state.leaves import owned_values
-from holdfast.storage.local.local_place import LocalPlace
+from holdfast.remap.nodes import Node
 from holdfast.storage.place import Place
 from holdfast.write.datafiles import memory_of
 
 EDGES = 64 << 20
 """Bytes that the first rank writes for all ranks, where ranks on several machines share sectors."""
 
-_NAME = LocalPlace("the state")
-"""What errors call it."""
-
-
-@dataclass(frozen=True)
-class Live:
-    """A state that all ranks have gathered and agree on, within a call."""
-
-    call: Call
-    job: Job
-    gathered: Gathered
-    agreed: Agreed
-
-    @cached_property
-    def plan(self) -> Plan:
-        """Which rank has which boxes. Raises Mismatch where the ranks do not fit together."""
-        return plan_for(self.job.ranks, self.agreed)
-
-
-def gather_live(call: Call, state: Mapping[str, Any]) -> Live:
-    """Gather the state, as a save does. All ranks call it; what one of them raises is raised by all."""
-    job = Job(call.ranks, None, None, "")
-    with no_collection():
-        gathered = attempt(gather, job, state, {})
-    agreed = agree(call, job, gathered)
-    if agreed is None:
-        raise HoldfastError("a state was not gathered, as a rank was busy; this is a fault of holdfast")
-    return Live(call, job, value_of(gathered), agreed)
-
 
 def check_live(options: Options) -> None:
-    """Raises Unsupported for what takes checkpoints alone."""
-    if options.remap is not None:
-        raise Unsupported("remap= takes a checkpoint: save the state (holdfast.save) and convert that")
+    """Raises Unsupported for a format that takes checkpoints alone."""
     if options.to == "holdfast":
         raise Unsupported('a state becomes a checkpoint of holdfast by holdfast.save; to="huggingface" converts it')
     if options.to != "huggingface":
@@ -96,57 +55,6 @@ def check_live(options: Options) -> None:
             f"to={options.to!r} is made of a checkpoint, not of a state in memory: save the state (holdfast.save) and "
             'convert the checkpoint, or convert to="huggingface"'
         )
-
-
-class LiveReader:
-    """A `Reader` of what the ranks have gathered: its names, shapes, types and values. Its bytes are not read."""
-
-    format, reading, signed_by = "state", "", None
-
-    def __init__(self, live: Live) -> None:
-        self.path: Place = _NAME
-        self.left_out: Mapping[str, str] = {}
-        self.attachments: Mapping[str, int] = {}
-        self._live = live
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        job, agreed, state = self._live.job, self._live.agreed, self._live.gathered.state
-        owned = agreed.owned or join_owned([self._live.gathered.layout], [(0, 0, owned_values(state))])
-        identity = Identity(agreed.save, job.run, None, job.ranks.size)
-        return draft.draft(identity, self._live.plan, agreed.values, {}, owned, [])
-
-    @property
-    def files(self) -> Files:
-        return _InMemory()
-
-    def stored_name(self, name: str) -> str:
-        return self.manifest.aliases.get(name, name)
-
-    def attachment(self, name: str) -> bytes:
-        raise KeyError(name)
-
-    def per_rank(self, path: str, rank: int) -> Any:
-        raise _no_file()
-
-    def verifying(self, verify: Verify) -> Verify:
-        return verify
-
-    def examine(self, *, deep: bool = True, share: tuple[int, int] = (0, 1)) -> Findings:
-        raise _no_file()
-
-
-class _InMemory(AsStored):
-    """`Files` of a state: there are none."""
-
-    def _none(self, *args: object) -> Any:
-        raise _no_file()
-
-    path = plain = prepare = prove = piece = opened = _none
-
-
-def _no_file() -> HoldfastError:
-    return HoldfastError("bytes of a state in memory were to be read from a file; this is a fault of holdfast")
 
 
 class LiveWork(ConvertWork):
@@ -157,13 +65,19 @@ class LiveWork(ConvertWork):
     """
 
     def __init__(self, live: Live, target: Place, options: Options, ranks: Ranks, partial: Partial) -> None:
-        super().__init__(_NAME, target, options, ranks, partial)
+        super().__init__(NAME, target, options, ranks, partial)
         self._live = live
+        self._nodes: dict[str, Node] = {}
         self._cells: dict[Cell, list[Patch]] = {}
         self._places: dict[int, dict[Cell, list[Footprint]]] = {}
 
     def _opened(self) -> Checkpoint:
-        return Checkpoint(_NAME, reader=LiveReader(self._live))
+        reader = LiveReader(self._live)
+        if self.options.remap is None:
+            return Checkpoint(NAME, reader=reader)
+        remapped = RemappedState(reader, self.options.remap)
+        self._nodes = remapped.nodes
+        return Checkpoint(NAME, reader=remapped)
 
     def _stamps(self) -> list[tuple[str, int, str | int]]:
         return [(self._live.agreed.save, 0, "")]  # of this call alone: what it leaves is of no use to another
@@ -188,28 +102,55 @@ class LiveWork(ConvertWork):
 
     def _cut(self) -> None:
         """What ranks write: of the tensors that were selected, and no others, so that they write equally much."""
-        spans: defaultdict[str, list[tuple[Region, Span]]] = defaultdict(list)
-        for span in self.draft.spans:
-            for region in regions_of(span.leaf):
-                spans[region.name].append((region, span))
-        tensors = {name: tensor for name, tensor in self._live.plan.tensors.items() if name in spans}
-        plan, state, rank = replace(self._live.plan, tensors=tensors), self._live.gathered.state, self.ranks.rank
-
-        def parts(writer: int) -> Iterator[tuple[Region, Span]]:
-            for name, _, box in plan.written_by(writer):
-                for region, span in spans[name]:
-                    part = region.within(box)
-                    if part is not None:
-                        yield part, span
-
+        mine = list(self._written_by(self.ranks.rank))
         self._cells = patches_by_cell(
-            patch_of(part, memory_of(state, part.name, part.box), span) for part, span in parts(rank)
+            patch_of(place, memory, dtypes.torch_dtype(span.leaf.dtype)) for place, memory, span in mine
         )
-        beside = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
+        beside = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self.ranks.rank]]
         if self.ranks.size > 1:
-            self._places = {
-                other: places_by_cell(part.footprint(span) for part, span in parts(other)) for other in beside
-            }
+            self._places = {rank: places_by_cell(place for place, _, _ in self._written_by(rank)) for rank in beside}
+
+    def _written_by(self, rank: int) -> Iterator[tuple[Footprint, torch.Tensor, Span]]:
+        """What a rank writes, with its memory, which is of no use if the rank is another one."""
+        plan, state, own = self._selected, self._live.gathered.state, rank == self.ranks.rank
+        for name, tensor, box in plan.written_by(rank):
+            if not box.size:
+                continue
+            memory = memory_of(state, name, box) if own else torch.empty(box.lengths, device="meta")
+            cells: dict[tuple[int, ...], list[tuple[Box, torch.Tensor]]] = {}
+            for region, span in self._regions[name]:
+                if region.shape not in cells:
+                    cells[region.shape] = list(cells_in(region.shape, tensor.shape, box, memory))
+                for cell, part in cells[region.shape]:
+                    inner = region.within(cell)
+                    if inner is not None:
+                        yield inner.footprint(span), narrowed(part, cell, inner.box), span
+        if rank == 0:
+            for constant, span in self._constants:
+                yield constant.footprint(span), constant.memory(span.leaf), span
+
+    @cached_property
+    def _sources(self) -> list[tuple[Region | Constant, Span]]:
+        of_spans = ((regions_of(span.leaf, self._nodes.get(span.leaf.saved)), span) for span in self.draft.spans)
+        return [(region, span) for regions, span in of_spans for region in regions]
+
+    @cached_property
+    def _regions(self) -> dict[str, list[tuple[Region, Span]]]:
+        """By the name of the source's tensor."""
+        regions: dict[str, list[tuple[Region, Span]]] = {}
+        for region, span in self._sources:
+            if isinstance(region, Region):
+                regions.setdefault(region.name, []).append((region, span))
+        return regions
+
+    @property
+    def _constants(self) -> list[tuple[Constant, Span]]:
+        return [(constant, span) for constant, span in self._sources if isinstance(constant, Constant)]
+
+    @cached_property
+    def _selected(self) -> Plan:
+        plan = self._live.plan
+        return replace(plan, tensors={name: plan.tensors[name] for name in plan.tensors if name in self._regions})
 
     def plan(self) -> str:
         """As of a checkpoint, and the bytes that the first rank would have to write for this machine."""

@@ -12,10 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.export.draft import WINDOW, Span
-from holdfast.export.selection import Leaf
-from holdfast.ondisk import dtypes
-from holdfast.ondisk.box import Box, intersect, relative, whole
+from holdfast.export.draft import WINDOW
 from holdfast.storage.local.disk import SECTOR
 
 Run = tuple[int, int]
@@ -23,40 +20,6 @@ Run = tuple[int, int]
 
 Cell = tuple[str, int]
 """A window of a file: its path, and its number. All ranks cut the files at the same places."""
-
-
-class Region(NamedTuple):
-    """A box of a source's tensor and where its elements stand in a tensor of the target.
-
-    The first element of the box is element ``start`` of the flattened target, and the next one along an axis lies
-    ``strides`` of that axis further.
-    """
-
-    name: str
-    box: Box
-    start: int
-    strides: tuple[int, ...]
-
-    def within(self, box: Box) -> Region | None:
-        """What of it lies in another box, or None if nothing does."""
-        both = intersect(self.box, box)
-        if both is None:
-            return None
-        further = relative(both, self.box).offsets
-        start = self.start + sum(o * s for o, s in zip(further, self.strides, strict=True))
-        return Region(self.name, both, start, self.strides)
-
-    def footprint(self, span: Span) -> Footprint:
-        """Its bytes. ``span`` is all of the target's tensor."""
-        size = span.leaf.itemsize
-        steps = tuple(stride * size for stride in self.strides)
-        return Footprint(span.path, span.offset + self.start * size, self.box.lengths, steps, size)
-
-
-def regions_of(leaf: Leaf) -> list[Region]:
-    """Where the elements of a target's tensor come from."""
-    shape = leaf.shape
-    return [Region(leaf.saved, whole(shape), 0, tuple(prod(shape[d + 1 :]) for d in range(len(shape))))]
 
 
 class Footprint(NamedTuple):
@@ -119,11 +82,10 @@ class Patch(NamedTuple):
     place: Footprint
 
 
-def patch_of(region: Region, memory: torch.Tensor, span: Span) -> Patch:
-    """The patch for a region in ``memory``, which has the shape of its box."""
-    place, strides = _folded(region.footprint(span), memory.stride())
-    view = memory.as_strided(place.lengths, strides, memory.storage_offset())
-    return Patch(view, dtypes.torch_dtype(span.leaf.dtype), place)
+def patch_of(place: Footprint, memory: torch.Tensor, dtype: torch.dtype) -> Patch:
+    """The patch for ``memory``, which has the lengths of its place."""
+    place, strides = _folded(place, memory.stride())
+    return Patch(memory.as_strided(place.lengths, strides, memory.storage_offset()), dtype, place)
 
 
 def folded(place: Footprint) -> Footprint:

@@ -80,7 +80,7 @@ def _of_reshaped(node: Reshaped, box: Box, view: torch.Tensor) -> Iterator[Part 
     if groups is None:
         raise AssertionError("a reshape without common factors is made by way of one axis")
     factors = tuple(factor for group in groups for factor in group.factors)
-    for cell, part in _split(groups, box, view):
+    for cell, part in split_axes(groups, box, view):
         if isinstance(node.of, Saved):  # its elements lie in row-major order, whatever its axes are
             yield Part(node.of, factors, cell, part)
         else:
@@ -88,7 +88,7 @@ def _of_reshaped(node: Reshaped, box: Box, view: torch.Tensor) -> Iterator[Part 
                 yield from parts_of(node.of, merged, memory)
 
 
-def _split(groups: Sequence[Group], box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+def split_axes(groups: Sequence[Group], box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
     """A box of the target as boxes of the factors."""
     spans = [span for group in groups for span in group.spans(group.target)]
     boxes: list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]] = [((), (), view)]

@@ -18,8 +18,10 @@ from holdfast.export import live, live_joint, live_windows, patches
 from holdfast.export.work import Converted
 from holdfast.ranks.ranks import ranks_of
 from holdfast.read.shared.relay import Lost
+from holdfast.remap import Pad, Remap
 from tests import meshes
 from tests.export import states
+from tests.remap import models
 
 
 def trained(layout: str, folder: str) -> Converted:
@@ -38,12 +40,17 @@ def small(target: str, options: dict[str, Any]) -> Converted:
 
 def sharded(seed: int, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """The same tensors on any number of ranks, each cut along another axis."""
+    return spread({name: full_tensor(seed + number, shape) for number, (name, shape) in enumerate(shapes.items())})
+
+
+def spread(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that all ranks have, each cut along another axis, or not at all."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state = {}
-    for number, (name, shape) in enumerate(shapes.items()):
-        full = DTensor.from_local(full_tensor(seed + number, shape), mesh, [Replicate()], run_check=False)
-        axis = number % (len(shape) + 1)
-        state[name] = full.redistribute(mesh, [Shard(axis)]) if axis < len(shape) else full
+    state: dict[str, torch.Tensor] = {}
+    for number, (name, tensor) in enumerate(tensors.items()):
+        full = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+        axis = number % (tensor.dim() + 1)
+        state[name] = full.redistribute(mesh, [Shard(axis)]) if axis < tensor.dim() else full
     return state
 
 
@@ -168,3 +175,31 @@ def together(target: str, how: str) -> int:
         for module, window in zip((patches, live_windows, live_joint), kept[2], strict=True):
             module.WINDOW = window
     return len(seen)
+
+
+def _padded(pad: Pad) -> Remap:
+    rules = models.HUB_TO_NATIVE.rules
+    return Remap([*rules[:-1], pad, rules[-1]], models.HUB_TO_NATIVE.values)
+
+
+MAPS: dict[str, tuple[type[torch.nn.Module], Remap]] = {
+    "to hub": (models.Native, models.HUB_TO_NATIVE.inverse()),
+    "to native": (models.Hub, models.HUB_TO_NATIVE),
+    "padded": (models.Hub, _padded(Pad("tok.weight", 0, after=14, value=0.5))),
+    "padded by the last": (models.Hub, _padded(Pad("tok.weight", 0, after=14, like=-1))),
+}
+
+
+def under_a_map(folder: str, called: str, dtype: torch.dtype | None) -> Converted:
+    """Convert a model into the other layout, from memory and by way of a checkpoint, its tensors cut along all axes."""
+    torch.manual_seed(3)
+    kind, remap = MAPS[called]
+    model = kind().state_dict()
+    if dist.is_initialized():
+        model = spread(model)
+        model |= {"head.weight": model["tok.weight"]} if called == "to hub" else {}
+    state = {"model": model, "optimizer": {"m": torch.ones(3)}}
+    live = holdfast.convert(state, f"{folder}/live", to="huggingface", remap=remap, dtype=dtype)
+    holdfast.save(state, f"{folder}/saved")
+    holdfast.convert(f"{folder}/saved", f"{folder}/converted", to="huggingface", remap=remap, dtype=dtype)
+    return live

@@ -79,6 +79,16 @@ def test_ranks_on_several_machines_never_write_to_one_page(tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("called", list(live_jobs.MAPS))
+def test_under_a_map_too_the_same_bytes_as_by_way_of_a_checkpoint(called: str, world: int, tmp_path: Path) -> None:
+    for dtype in (None, torch.bfloat16):
+        folder = tmp_path / str(dtype)
+        live = pool.run(world, live_jobs.under_a_map, str(folder), called, dtype)
+        assert states.files(folder / "live") == states.files(folder / "converted")
+        assert live[0].left_out == ["optimizer/m"] and live[0].tensors
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("how", ["together", "refused", "left"])
 def test_ranks_of_a_machine_fill_windows_together_and_can_do_without(how: str, world: int, tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from holdfast.export.draft import Span
 from holdfast.export.live_windows import write_cells
 from holdfast.export.patches import (
     Footprint,
-    Region,
     Run,
     edges_of,
     parted,
@@ -25,6 +24,7 @@ from holdfast.export.patches import (
     places_by_cell,
     runs_of,
 )  # fmt: skip
+from holdfast.export.regions import Region
 from holdfast.export.selection import Leaf
 from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box, whole
@@ -72,7 +72,7 @@ def test_any_box_of_any_tensor_ends_where_it_belongs(tmp_path_factory: pytest.Te
     span = Span(leaf, whole(leaf.shape), "file", a["offset"])
     meta = torch.empty(leaf.shape, device="meta")
     back = sorted(range(len(shape)), key=a["dims"].__getitem__)
-    region = Region("s", whole(shape), 0, meta.permute(back).stride())
+    region = Region("s", shape, whole(shape), 0, meta.permute(back).stride())
     boxes = [
         Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
         for cell in product(*(list(pairwise(cuts)) for cuts in a["cuts"]))
@@ -94,7 +94,7 @@ def test_any_box_of_any_tensor_ends_where_it_belongs(tmp_path_factory: pytest.Te
             for part in region_of[rank::2]:
                 if part is not None:
                     slices = tuple(slice(o, e) for o, e in zip(part.box.offsets, part.box.ends, strict=True))
-                    own.append(patch_of(part, _memory(source[slices], odd=a["odd"]), span))
+                    own.append(patch_of(part.footprint(span), _memory(source[slices], odd=a["odd"]), target.dtype))
             cells = patches_by_cell(own)
             assert {cell: runs_of(patch.place for patch in cells[cell]) for cell in cells} == {
                 cell: runs_of(found) for cell, found in places[rank].items()
