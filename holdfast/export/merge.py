@@ -64,7 +64,7 @@ def merge(
         max_shard_bytes: Bytes of tensors in one file at most.
         extras: Files to put beside a Hugging Face model.
         overwrite: Replace a target that exists, once the new one is whole.
-        verify: As in `load`.
+        verify: As in `load`: a block of which two windows have parts is checked with ``"blocks"`` alone.
         group: The ranks that merge.
         deadline: Seconds to wait for a rank or a store that makes no progress.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from math import acos, sin
 from pathlib import Path
@@ -265,6 +267,43 @@ def test_killed_the_same_call_goes_on(sources: list[Path], tmp_path: Path) -> No
     pool.attempt(1, merge_and_be_killed, paths, str(tmp_path / "other"))
     pool.close(1)
     assert not merge(paths, tmp_path / "other", weights=WEIGHTS).bytes_resumed, "other weights are another merge"
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+
+import torch
+
+
+def status(field):
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) << 10
+
+
+torch.ones(10).sum()
+before = status("VmRSS")
+from holdfast.tools import merge
+
+for dtype in (None, torch.bfloat16):
+    merge(sys.argv[2:], sys.argv[1], dtype=dtype, overwrite=True)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, 16])
+def test_memory_stays_bounded(count: int, tmp_path: Path) -> None:
+    """Four formats of a model of 240 MB, and sixteen sources: less than one of them, with all that is imported."""
+    tensors = {"w": torch.randn(10_000, 6_000), "b": torch.randn(300)}
+    paths = [tmp_path / name for name in ("native", "hub", "file.pt", "dcp")]
+    holdfast.save({"model": tensors}, paths[0])
+    paths[1].mkdir()
+    save_file(tensors, paths[1] / "model.safetensors")
+    torch.save(tensors, paths[2])
+    dcp.save({"model": tensors}, checkpoint_id=paths[3], no_dist=True)
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "t"), *map(str, paths * (count // 4))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert int(done.stdout) <= 256 << 20
 
 
 REAL = ["composer_pt", "megatron_flat_tp2", "olmo_torch_new_2r", "torchsnapshot_fsdp1_2r", "hfai_3r"]
