@@ -158,8 +158,8 @@ class DataFiles(AsStored):
         record, path = self.records[index], self.path(index)
         reused = origin_of(record, self.folder.name)
         if size is None:
-            return damaged(path, f"is missing{reused}")
-        return damaged(path, f"has {size} bytes, the manifest says {record.bytes}{reused}")
+            return damaged(path, f"is missing{reused}", self.folder)
+        return damaged(path, f"has {size} bytes, the manifest says {record.bytes}{reused}", self.folder)
 
     def header(self, index: int, stats: ReadStats | None = None) -> Header:
         """The header of a file. Raises Damaged if the file is missing, has another size or another header."""
@@ -182,13 +182,13 @@ class DataFiles(AsStored):
             if blocks.digest(data) == record.header_digest:
                 break
             if last or not path.is_remote:  # on the way from a store a bit may flip
-                raise damaged(path, f"{_whose(data, record)}{origin_of(record, self.folder.name)}")
+                raise damaged(path, f"{_whose(data, record)}{origin_of(record, self.folder.name)}", self.folder)
             forget(as_store(path), 0, record.header_bytes)
         try:
             header = datafile.parse_header(data, size)
             return header if self._signature is None else _signed(header, data, self._signature.files[index])
         except ValueError as error:
-            raise damaged(path, f"cannot be read: {error}") from None
+            raise damaged(path, f"cannot be read: {error}", self.folder) from None
 
     def piece(
         self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
@@ -197,7 +197,7 @@ class DataFiles(AsStored):
         key = datafile.key_of(names.in_section(name), cell, record.shape)
         piece = header.pieces.get(key)
         if piece is None or not is_cell(piece, cell, record.dtype):
-            raise damaged(self.path(index), f"does not hold {key} as the manifest says")
+            raise damaged(self.path(index), f"does not hold {key} as the manifest says", self.folder)
         return index, piece, header.sums.get(key, ())
 
     @contextmanager
@@ -209,7 +209,7 @@ class DataFiles(AsStored):
         try:
             cached, direct = path.open_to_read()
         except FileNotFoundError:
-            raise damaged(path, f"is missing{origin_of(self.records[index], self.folder.name)}") from None
+            raise damaged(path, f"is missing{origin_of(self.records[index], self.folder.name)}", self.folder) from None
         try:
             yield cached, direct
         finally:

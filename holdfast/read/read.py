@@ -212,5 +212,6 @@ def is_right(r: Range, data: memoryview) -> bool:
 
 
 def altered(path: Place, r: Range) -> Damaged:
-    """The error of a block whose bytes have another sum."""
-    return damaged(path, f"is altered: bytes {r.begin}:{r.begin + r.nbytes}, in {r.key}, have another sum")
+    """The error of a block whose bytes have another sum, in a file of a section: only ours have sums."""
+    what = f"is altered: bytes {r.begin}:{r.begin + r.nbytes}, in {r.key}, have another sum"
+    return damaged(path, what, path.parent.parent)

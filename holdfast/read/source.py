@@ -95,9 +95,10 @@ def source_of(path: Place, opened: Descriptors | StorePlace, stats: ReadStats) -
     return _OpenFile(path, *opened, stats)
 
 
-def damaged(path: Place, what: str) -> Damaged:
-    """The error of a file that is not what was written."""
-    error = Damaged(f"{path} {what}; restore another step, or bring this file back from a copy")
+def damaged(path: Place, what: str, repairs: Place | None = None) -> Damaged:
+    """The error of a file that is not what was written. ``repairs``: the folder, if it is a checkpoint of ours."""
+    how = "" if repairs is None else f" (`holdfast repair {repairs} --from COPY`)"
+    error = Damaged(f"{path} {what}; restore another step, or bring this file back from a copy{how}")
     error.file = str(path)
     return error
 
