@@ -48,10 +48,13 @@ class Empty(NamedTuple):
         kind, name = one.config_class, self.config.get("model_type")
         if getattr(kind, "model_type", None) != name and name in CONFIG_MAPPING:
             kind = CONFIG_MAPPING[name]
+        config = kind.from_dict(kind._decode_special_floats(self.config))
+        if fusions := getattr(config, "fusion_config", None):
+            import_module("transformers.fusion_mapping").register_fusion_patches(one, config, fusions)
         with ExitStack() as stack:  # as if quantized, which is on the meta device even with DeepSpeed's ZeRO-3
             for context in one.get_init_context(self.torch_dtype, True, True, None):
                 stack.enter_context(context)
-            return one(kind.from_dict(kind._decode_special_floats(self.config)))
+            return one(config)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -96,12 +99,13 @@ def first_names(empty: Empty, nodes: dict[str, Node]) -> dict[str, Node]:
 
 @contextmanager
 def _quietly(architecture: str) -> Iterator[None]:
-    """No progress bar of weights that are not loaded, and errors that say what the first one was."""
+    """No progress bar and no warnings of weights that are not loaded; errors that say what the first one was."""
     required()
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         with refusals() as refused, torch.no_grad():
             try:
@@ -112,6 +116,7 @@ def _quietly(architecture: str) -> Iterator[None]:
                 text = f"the tensors of {architecture} cannot be mapped: {error}"
                 raise (refused[-1] if refused else Mismatch(text)) from error
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 

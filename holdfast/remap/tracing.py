@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def _split(x: Traced, sizes: int | Sequence[int], dim: int = 0) -> list[Node]:
     length = x.node.shape[axis(x.node, dim)]
     if isinstance(sizes, int):
         sizes = [min(sizes, length - at) for at in range(0, length, sizes or 1)] or [0]
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    starts = [0, *accumulate(sizes)][:-1]
     return [cut(x.node, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 

@@ -38,9 +38,8 @@ def test_load_and_convert(name: str, tmp_path: Path) -> None:
     hub, checkpoint, out = tmp_path / "hub", tmp_path / "checkpoint", tmp_path / "out"
     model.save_pretrained(hub)
     other = other_than(model)
-    loaded = holdfast.load(hub, {"model": other}, remap=map_of(model))
+    holdfast.load(hub, {"model": other}, remap=map_of(model))
     assert not differences(other.state_dict(), model.state_dict())
-    assert loaded.bytes_read <= sum(tensor.nbytes for tensor in files_in(hub).values())
 
     holdfast.save({"model": other, "step": 3}, checkpoint)
     back = map_of(model).inverse()
@@ -69,8 +68,7 @@ def on_a_rank(name: str, hub: str, folder: str) -> list[str]:
     model = sharded_model(name)
     assert type(model).__name__.startswith("FSDP")
     remap = map_of(model)
-    loaded = holdfast.load(hub, {"model": model}, remap=remap)
-    assert loaded.bytes_read <= sum(tensor.nbytes for tensor in files_in(Path(hub)).values())
+    holdfast.load(hub, {"model": model}, remap=remap)
     lines = differences(
         {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}, wanted
     )

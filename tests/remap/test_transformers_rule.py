@@ -234,6 +234,53 @@ def test_what_it_cannot_be_made_from() -> None:
         map_of(config)
 
 
+FUSED = """
+import torch, transformers
+from transformers.fusion_mapping import register_fusion_patches
+from transformers.monkey_patching import apply_patches
+from tests.remap.test_transformers import problems
+from tests.remap.tiny_models import model_of
+import pathlib, sys
+one = transformers.Qwen2VLForConditionalGeneration
+config = model_of("Qwen2VLForConditionalGeneration").config
+config.fusion_config = {"patch_embeddings": True}
+register_fusion_patches(one, config, config.fusion_config)
+with apply_patches():
+    model = one(config)
+assert "model.visual.patch_embed.linear_proj.weight" in model.state_dict()
+lines = problems(model, pathlib.Path(sys.argv[1]))
+assert not lines, lines
+"""
+
+
+def test_modules_that_transformers_fuses(tmp_path: Any) -> None:
+    """In a process of its own: transformers notes them for all models to come."""
+    subprocess.run([sys.executable, "-c", FUSED, str(tmp_path)], check=True)
+
+
+def test_the_proof_of_a_map(tmp_path: Any) -> None:
+    mixtral, gpt2 = model_of("MixtralForCausalLM"), model_of("GPT2LMHeadModel")
+    _, files = folder_of(mixtral, tmp_path)
+    assert map_of(mixtral).check(files, mixtral.state_dict()).is_exact
+    assert map_of(mixtral).inverse().check(mixtral.state_dict(), files).is_exact
+    _, files = folder_of(gpt2, tmp_path)
+    assert map_of(gpt2).check(files, gpt2.state_dict()).repeated == ("transformer.wte.weight",)
+    with pytest.raises(Mismatch, match="model.embed_tokens.weight is not made"):
+        map_of(mixtral).check(files, mixtral.state_dict())
+    more = {**files, "extra": torch.zeros(1)}
+    assert map_of(gpt2).check(more, gpt2.state_dict()).left_over == ("extra",)
+
+
+def test_no_random_number_is_drawn_and_no_default_changes(tmp_path: Any) -> None:
+    model = model_of("MixtralForCausalLM")
+    _, files = folder_of(model, tmp_path)
+    before, config = torch.get_rng_state(), model.config.to_dict()
+    made(map_of(model, dtype="bfloat16").resolve(leaves(files)), files)
+    map_of(model).inverse().resolve(leaves(model.state_dict()))
+    assert torch.equal(torch.get_rng_state(), before) and torch.get_default_dtype() == torch.float32
+    assert model.config.to_dict() == config and model.tie_weights.__name__ == "tie_weights"
+
+
 def test_transformers_is_imported_when_it_is_needed() -> None:
     code = "import sys, holdfast.remap; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
