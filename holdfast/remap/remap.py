@@ -40,7 +40,7 @@ class Tensor(Protocol):
 class Remap(msgspec.Struct, frozen=True):
     """Rules from the names and shapes of a checkpoint to those of a model.
 
-    Args:
+    Attributes:
         rules: Applied in order. Names that no rule matches stay as they are.
         values: Numbers that sizes may name, such as ``{"heads": 32}`` or ``config.to_dict()``. Others are left out.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.docs.pages import ROOT
 
-PUBLIC = ["holdfast", "holdfast.testing", "holdfast.tools", "holdfast.storage"]
+PUBLIC = ["holdfast", "holdfast.testing", "holdfast.tools", "holdfast.storage", "holdfast.remap"]
 """Modules whose every public name has an entry in the reference."""
 TOLD_IN_PART = {"holdfast.dcp": {"save", "async_save", "load", "Writer", "Reader"}}
 """Those of which most is torch's own."""
