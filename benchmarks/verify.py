@@ -10,7 +10,7 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +91,10 @@ def windows(count: int) -> list[mmap.mmap]:
 MEMORY = windows(max(THREADS))
 
 
-def read_raw(path: Path, threads: int, *, direct: bool) -> None:
-    """Read every byte of the data files once, by so many threads, a span at a time, and look at none."""
+def read_raw(files: Sequence[Path], threads: int, *, direct: bool) -> None:
+    """Read every byte of the files once, by so many threads, a span at a time, and look at none."""
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-    opened = [(os.open(file, flags), file.stat().st_size) for file in files_in(path) if file.suffix == ".safetensors"]
+    opened = [(os.open(file, flags), file.stat().st_size) for file in files]
     spans = [(fd, at) for fd, size in opened for at in range(0, size, SPAN)]
 
     def run(number: int) -> None:
@@ -116,6 +116,7 @@ def check(path: Path) -> None:
 
 def turn(path: Path, rows: Rows, nbytes: int, number: int) -> None:
     """Each way once, cold and warm; another way comes first in each turn."""
+    files = [file for file in files_in(path) if file.suffix == ".safetensors"]
     for kind, direct in (("cold", True), ("warm", False)):
         ways = [(f"raw {kind}, {threads} threads", threads) for threads in THREADS] + [(f"verify {kind}", 0)]
         if not direct:
@@ -124,7 +125,7 @@ def turn(path: Path, rows: Rows, nbytes: int, number: int) -> None:
             if direct:
                 make_cold(path)
             if threads:
-                rows.spend(what, nbytes, lambda t=threads, d=direct: read_raw(path, t, direct=d))
+                rows.spend(what, nbytes, lambda t=threads, d=direct: read_raw(files, t, direct=d))
             else:
                 rows.spend(what, nbytes, lambda: check(path), f"raw {kind}")
     make_cold(path)
