@@ -188,11 +188,10 @@ def open_and_match(
     as_saved = options.rename is None and checkpoint.remap is None
     if as_saved and checkpoint.format == FORMAT and not options.other_model:
         differences.misfits.extend(unlike(decode_kinds(checkpoint.manifest.producer), state.kinds, asked))
-    # Under a map ranks want boxes of other tensors than their spreads tell of.
-    shares = options.share == "auto" and ranks.size > 1 and checkpoint.remap is None
     demand = sharing.demand_of(
-        matched.rest.wanted, matched.rest.spreads, checkpoint.manifest, ranks.rank, shares=shares
-    )
+        matched.rest.wanted, matched.rest.spreads, checkpoint.manifest, ranks.rank,
+        shares=options.share == "auto" and ranks.size > 1, files=None if checkpoint.remap is None else checkpoint.files,
+    )  # fmt: skip
     note.offer = sharing.offer(demand, ranks)
     events.reached("match", checkpoint.path, ranks.rank)
     return (matched, demand), note

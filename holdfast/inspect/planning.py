@@ -160,8 +160,8 @@ class _Planning:
             for box in held[key]:
                 wanted.append(Wanted(self.checkpoint.saved_name(name), record, box, self._view(record, box)))
                 spreads.append(spread)
-        shares = self.mesh.ranks > 1 and self.checkpoint.remap is None  # as in a load
-        return demand_of(wanted, spreads, self.checkpoint.manifest, rank, shares=shares)
+        files = None if self.checkpoint.remap is None else self.checkpoint.files
+        return demand_of(wanted, spreads, self.checkpoint.manifest, rank, shares=self.mesh.ranks > 1, files=files)
 
     def _view(self, record: TensorRecord, box: Box) -> torch.Tensor:
         nbytes = box.size * dtypes.itemsize(record.dtype)
@@ -222,7 +222,7 @@ class _Tally:
         self.read = self.requests = 0
 
     def add(self, files: Files, wanted: Sequence[Wanted], verify: Verify) -> None:
-        overlaps, round_up = overlaps_of(files, files.expanded(wanted, fill=False), verify, ReadStats())
+        overlaps, round_up = overlaps_of(files, [want for want in wanted if want.fill is None], verify, ReadStats())
         for index, some in overlaps.items():
             if index not in self.files:
                 self.files.add(index)

@@ -17,7 +17,7 @@ from holdfast.ondisk import blocks, datafile, dtypes, manifest, names
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Header, Piece
-from holdfast.ondisk.manifest import FileRecord, origin_of, own_path
+from holdfast.ondisk.manifest import FileRecord, Manifest, origin_of, own_path
 from holdfast.ondisk.signature import Signature, SignedFile
 from holdfast.read.source import Descriptors, ReadStats, damaged, forget
 from holdfast.read.wanted import Wanted
@@ -61,11 +61,14 @@ class Files(Protocol):
     def origins(self, name: str, record: TensorRecord) -> Sequence[tuple[str, TensorRecord]]:
         """The saved tensors that hold the elements of a tensor: itself, or those that it is made of."""
 
-    def expanded(self, wanted: Iterable[Wanted], *, fill: bool = True) -> Iterable[Wanted]:
+    def expanded(self, wanted: Iterable[Wanted]) -> Iterable[Wanted]:
         """The same with boxes of the tensors that others are made of, in the place of boxes of those.
 
-        With ``fill`` memory that takes a constant is filled.
+        The names are those of `stored`. Nothing is read, and no memory is changed.
         """
+
+    def stored(self, manifest: Manifest) -> Manifest:
+        """The manifest of the tensors that are read: this one, or that of the checkpoint before the map."""
 
 
 class AsStored:
@@ -77,8 +80,11 @@ class AsStored:
     def origins(self, name: str, record: TensorRecord) -> Sequence[tuple[str, TensorRecord]]:
         return ((name, record),)
 
-    def expanded(self, wanted: Iterable[Wanted], *, fill: bool = True) -> Iterable[Wanted]:
+    def expanded(self, wanted: Iterable[Wanted]) -> Iterable[Wanted]:
         return wanted
+
+    def stored(self, manifest: Manifest) -> Manifest:
+        return manifest
 
 
 class DataFiles(AsStored):

@@ -98,7 +98,7 @@ def overlaps_of(
     files: Files, wanted: Iterable[Wanted], verify: Verify, stats: ReadStats
 ) -> tuple[dict[int, list[Overlap]], bool]:
     """What is taken from each file, and whether blocks that are wanted in part are read whole; headers are read."""
-    wanted = list(files.expanded(wanted))
+    wanted = list(_filled(files.expanded(wanted)))
     by_file: dict[int, list[Overlap]] = {}
     files.prepare((index for want in wanted for _, index in want.record.touching(want.box)), stats)
     for want in wanted:
@@ -106,6 +106,15 @@ def overlaps_of(
         for overlap in _overlaps(files, want, stats):
             by_file.setdefault(overlap.file, []).append(overlap)
     return by_file, rounds_up((overlap for overlaps in by_file.values() for overlap in overlaps), verify, stats.needed)
+
+
+def _filled(wanted: Iterable[Wanted]) -> Iterator[Wanted]:
+    """What is to be read; what takes one number has it."""
+    for want in wanted:
+        if want.fill is None:
+            yield want
+        else:
+            want.view.fill_(want.fill)
 
 
 def jobs_for(

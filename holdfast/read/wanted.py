@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.ondisk import dtypes
 from holdfast.ondisk.box import Box
 from holdfast.ondisk.cells import TensorRecord
 
@@ -19,6 +20,7 @@ class Wanted(NamedTuple):
     ``name`` is the saved name. A view of another dtype, on a device or scattered is filled a window at a time.
     ``cell``: the box counts elements of this saved cell, in the order in which they lie in the file; ``record`` has the
     cell as its one axis then, and the tensor's own record comes with the cell.
+    ``fill``: the view takes this number everywhere, and no file is read.
     """
 
     name: str
@@ -26,3 +28,9 @@ class Wanted(NamedTuple):
     box: Box
     view: torch.Tensor
     cell: tuple[Box, TensorRecord] | None = None
+    fill: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return 0 if self.fill is not None else self.box.size * dtypes.itemsize(self.record.dtype)

@@ -76,16 +76,33 @@ def _of_parts(node: Joined, box: Box, view: torch.Tensor) -> Iterator[Part | Fil
 
 
 def _of_reshaped(node: Reshaped, box: Box, view: torch.Tensor) -> Iterator[Part | Fill]:
-    groups = groups_of(node.of.shape, node.shape)
-    if groups is None:
-        raise AssertionError("a reshape without common factors is made by way of one axis")
-    factors = tuple(factor for group in groups for factor in group.factors)
+    groups, factors = _groups(node.of.shape, node.shape), factors_of(node)
     for cell, part in split_axes(groups, box, view):
         if isinstance(node.of, Saved):  # its elements lie in row-major order, whatever its axes are
             yield Part(node.of, factors, cell, part)
         else:
             for merged, memory in joined_axes(groups, cell, part):
                 yield from parts_of(node.of, merged, memory)
+
+
+def factors_of(node: Reshaped) -> tuple[int, ...]:
+    """The axes into which both shapes of a reshape can be cut."""
+    return tuple(factor for group in _groups(node.of.shape, node.shape) for factor in group.factors)
+
+
+def _groups(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Group, ...]:
+    groups = groups_of(source, target)
+    if groups is None:
+        raise AssertionError("a reshape without common factors is made by way of one axis")
+    return groups
+
+
+def merged_boxes(part: Part) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A part as boxes of the saved tensor's own axes, each with its memory."""
+    if part.shape == part.saved.shape:
+        yield part.box, part.view
+    else:
+        yield from joined_axes(_groups(part.saved.shape, part.shape), part.box, part.view)
 
 
 def split_axes(groups: Sequence[Group], box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -12,8 +12,8 @@ import torch
 
 from holdfast.errors import Mismatch
 from holdfast.ondisk.box import Box, intersect, tiling_fault, whole
-from holdfast.remap.boxes import Part, joined_axes, parts_of
-from holdfast.remap.nodes import Node, Saved, described, groups_of, walk
+from holdfast.remap.boxes import Part, merged_boxes, parts_of
+from holdfast.remap.nodes import Node, Saved, described, walk
 
 _SHOWN = 20
 
@@ -65,7 +65,8 @@ def proof_of(made: Mapping[str, Node], source: Iterable[str]) -> Proof:
     for name, node in made.items():
         for part in parts_of(node, whole(node.shape), torch.empty(node.shape, device="meta")):
             if isinstance(part, Part):
-                boxes.setdefault(part.saved, []).extend(plain_boxes(part))
+                plain = part._replace(view=torch.empty(part.box.lengths, device="meta"))
+                boxes.setdefault(part.saved, []).extend(box for box, _ in merged_boxes(plain))
             elif name not in made_up:
                 made_up.append(name)
         if any(isinstance(inner, Saved) and inner.dtype != node.dtype for inner in walk(node)):
@@ -83,17 +84,6 @@ def proof_of(made: Mapping[str, Node], source: Iterable[str]) -> Proof:
 def _is_empty(source: Iterable[str], name: str) -> bool:
     shape = getattr(source[name], "shape", (1,)) if isinstance(source, Mapping) else (1,)
     return 0 in tuple(shape)
-
-
-def plain_boxes(part: Part) -> list[Box]:
-    """The boxes of a part, counted in the saved tensor's own axes."""
-    if part.shape == part.saved.shape:
-        return [part.box]
-    groups = groups_of(part.saved.shape, part.shape)
-    if groups is None:
-        raise AssertionError("the axes of a part are factors of the tensor's")
-    memory = torch.empty(part.box.lengths, device="meta")
-    return [box for box, _ in joined_axes(groups, part.box, memory)]
 
 
 def _overlap(saved: Saved, boxes: Sequence[Box]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -29,8 +29,8 @@ from holdfast.read.ranges import Verify
 from holdfast.read.read import read_boxes
 from holdfast.read.source import Descriptors, ReadStats
 from holdfast.read.wanted import Wanted
-from holdfast.remap.boxes import Part, joined_axes, parts_of
-from holdfast.remap.nodes import Node, Saved, groups_of, saved_in
+from holdfast.remap.boxes import Part, factors_of, merged_boxes, parts_of
+from holdfast.remap.nodes import Node, Reshaped, Saved, saved_in, walk
 from holdfast.remap.remap import Remap
 from holdfast.remap.sections import Mapped, mapped
 from holdfast.storage.place import Place
@@ -104,7 +104,7 @@ class Remapped:
     def files(self) -> RemappedFiles:
         nodes = {self._stored[name]: node for name, node in self._mapped.tensors.items()}
         made = {stored: node for stored, node in nodes.items() if not isinstance(node, Saved)}
-        return RemappedFiles(self._reader.files, self._reader.manifest.tensors, made)
+        return RemappedFiles(self._reader.files, self._reader.manifest, made)
 
     @property
     def format(self) -> str:
@@ -146,11 +146,43 @@ class Remapped:
         return saved if saved.whole else replace(saved, tensors=tuple(hit))
 
 
-class RemappedFiles:
-    """`Files` in which some tensors are ``made`` of others: a box of one becomes boxes of ``records``."""
+class Factored(NamedTuple):
+    """A saved tensor, by its name, and its record with more axes."""
 
-    def __init__(self, files: Files, records: Mapping[str, TensorRecord], made: Mapping[str, Node]) -> None:
-        self._files, self._records, self._made = files, records, made
+    name: str
+    record: TensorRecord
+
+
+def _factored_name(name: str, shape: Sequence[int]) -> str:
+    return f"{_MADE}{'x'.join(map(str, shape))}:{name}"
+
+
+class RemappedFiles:
+    """`Files` in which some tensors are ``made`` of others: a box of one becomes boxes of tensors of ``manifest``."""
+
+    def __init__(self, files: Files, manifest: Manifest, made: Mapping[str, Node]) -> None:
+        self._files, self._manifest, self._made = files, manifest, made
+        self._records = manifest.tensors
+
+    def stored(self, manifest: Manifest) -> Manifest:
+        """The manifest before the map, with the tensors that are read in factors of their axes."""
+        factored = {name: one.record for name, one in self.factored.items()}
+        return msgspec.structs.replace(self._manifest, tensors={**self._records, **factored})
+
+    @cached_property
+    def factored(self) -> dict[str, Factored]:
+        """Tensors that were saved whole and are read in factors of their axes, by a name that says so.
+
+        They are the same on every rank, so that ranks can share the reading of them.
+        """
+        factored = {}
+        for node in dict.fromkeys(inner for made in self._made.values() for inner in walk(made)):
+            if isinstance(node, Reshaped) and isinstance(node.of, Saved) and self._records[node.of.name].cells is None:
+                record, shape = self._records[node.of.name], factors_of(node)
+                if shape != record.shape:
+                    one = TensorRecord(record.dtype, shape, None, record.files)
+                    factored[_factored_name(node.of.name, shape)] = Factored(node.of.name, one)
+        return factored
 
     def is_made(self, name: str) -> bool:
         return name in self._made
@@ -161,7 +193,7 @@ class RemappedFiles:
             return ((name, record),)
         return [(one, self._records[one]) for one in dict.fromkeys(saved.name for saved in saved_in(node))]
 
-    def expanded(self, wanted: Iterable[Wanted], *, fill: bool = True) -> Iterator[Wanted]:
+    def expanded(self, wanted: Iterable[Wanted]) -> Iterator[Wanted]:
         for want in wanted:
             node = self._made.get(want.name)
             if node is None:
@@ -169,9 +201,24 @@ class RemappedFiles:
                 continue
             for part in parts_of(node, want.box, want.view):
                 if isinstance(part, Part):
-                    yield from _wanted(part, self._records[part.saved.name])
-                elif fill:
-                    part.view.fill_(part.value)
+                    yield from self._wanted(part)
+                else:
+                    shape = tuple(part.view.shape)
+                    yield Wanted(
+                        want.name, TensorRecord(node.dtype, shape, None, ""), whole(shape), part.view, fill=part.value
+                    )
+
+    def _wanted(self, part: Part) -> Iterator[Wanted]:
+        """What to read for a part: one box, however its axes are cut, if the tensor was saved whole."""
+        name, record = part.saved.name, self._records[part.saved.name]
+        if part.shape == record.shape:
+            yield Wanted(name, record, part.box, part.view)
+        elif record.cells is None:
+            longer = _factored_name(name, part.shape)
+            yield Wanted(longer, self.factored[longer].record, part.box, part.view)
+        else:
+            for box, view in merged_boxes(part):
+                yield Wanted(name, record, box, view)
 
     def path(self, index: int) -> Place:
         return self._files.path(index)
@@ -188,23 +235,11 @@ class RemappedFiles:
     def piece(
         self, index: int, name: str, cell: Box, record: TensorRecord, stats: ReadStats
     ) -> tuple[int, Piece, Sequence[str]]:
+        factored = self.factored.get(name)
+        if factored is not None:
+            name, record = factored.name, self._records[factored.name]
+            cell = whole(record.shape)
         return self._files.piece(index, name, cell, record, stats)
 
     def opened(self, index: int) -> AbstractContextManager[Descriptors | StorePlace]:
         return self._files.opened(index)
-
-
-def _wanted(part: Part, record: TensorRecord) -> Iterator[Wanted]:
-    """What to read for a part: one box, however its axes are cut, if the tensor was saved whole."""
-    name = part.saved.name
-    if part.shape == record.shape:
-        yield Wanted(name, record, part.box, part.view)
-    elif record.cells is None:
-        factored = TensorRecord(record.dtype, part.shape, None, record.files)
-        yield Wanted(name, factored, part.box, part.view, (whole(record.shape), record))
-    else:
-        groups = groups_of(record.shape, part.shape)
-        if groups is None:
-            raise AssertionError("the axes of a part are factors of the tensor's")
-        for box, view in joined_axes(groups, part.box, part.view):
-            yield Wanted(name, record, box, view)

@@ -153,7 +153,6 @@ def test_what_a_mesh_would_read(both: tuple[Checkpoint, Checkpoint], mesh: str) 
     rules = [parse_rule(rule) for rule in ("*bias=tp:replicate", "*norm*=tp:replicate", "*=tp:1") if "tp" in mesh]
     planned = plan(mapped, shape, rules=rules, verify=False)
     assert not planned.shares and planned.state == plan(native, shape, rules=rules).state
-    assert [rank.needed for rank in planned.ranks] == [rank.needed for rank in plan(native, shape, rules=rules).ranks]
     headers = sum(file.header_bytes for file in mapped.manifest.data_files)
     for rank in planned.ranks:
         fresh = holdfast.open(mapped.path, remap=REMAP)
@@ -162,7 +161,9 @@ def test_what_a_mesh_would_read(both: tuple[Checkpoint, Checkpoint], mesh: str) 
             for name, record in fresh.manifest.tensors.items()
             for box in boxes_held(record.shape, shape.spread(name, record.shape, rules), rank.rank)
         ]
-        assert rank.read <= read_boxes(fresh.files, wanted, verify=False).read <= rank.read + headers
+        stats = read_boxes(fresh.files, wanted, verify=False)
+        assert rank.needed == stats.needed  # what is made up is not read
+        assert rank.read <= stats.read <= rank.read + headers
 
 
 def test_layouts(both: tuple[Checkpoint, Checkpoint]) -> None:

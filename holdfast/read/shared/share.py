@@ -25,7 +25,7 @@ from holdfast.ondisk.cells import TensorRecord
 from holdfast.ondisk.datafile import Piece
 from holdfast.ondisk.manifest import Manifest
 from holdfast.plan.share_plan import SHORTEST, Held, Holders, Item, Wants, as_told, may_be_shared, shared_items
-from holdfast.plan.spread import Placed, Spread, Whole, boxes_held
+from holdfast.plan.spread import Boxes, Placed, Spread, Whole, boxes_held
 from holdfast.ranks.ranks import Call, Ranks
 from holdfast.read.files import Files
 from holdfast.read.ranges import Overlap, Verify, rounds_up
@@ -220,7 +220,7 @@ class Demand:
 
     @property
     def nbytes(self) -> int:
-        return sum(want.box.size * dtypes.itemsize(want.record.dtype) for want in self.wanted)
+        return sum(want.nbytes for want in self.wanted)
 
     def offer(self, size: int, host: str) -> Offer:
         """What this rank, one of ``size`` and on ``host``, could share."""
@@ -251,7 +251,7 @@ class Demand:
         number = {name: i for i, (name, _) in enumerate(self.tensors)}
         alone = []
         for want in self.wanted:
-            item = Item(number[want.name], want.box)
+            item = Item(number[want.name], want.box) if want.fill is None else None
             if item in views:
                 views[item].append(want.view)
             else:
@@ -276,37 +276,64 @@ class Demand:
         return sum(item.box.size * dtypes.itemsize(self.tensors[item.tensor][1].dtype) for item in items)
 
 
+ALONE = Boxes(())
+"""The spread of what this rank reads by itself."""
+
+MOST_BOXES = 64
+"""Under a map a rank may want thousands of short runs of a tensor. It does not send a list of more boxes than this."""
+
+
+def _spreads_of(wanted: Sequence[Wanted], rank: int) -> list[Spread]:
+    """Spreads that only say which boxes these are: a target's layout says nothing of what its tensors are made of."""
+    boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for want in wanted:
+        if want.fill is None and want.box.size:
+            boxes.setdefault(want.name, []).append(want.box)
+    known: dict[tuple[object, ...], Spread] = {}
+    spreads: dict[str, Spread] = {}
+    for name, those in boxes.items():
+        of = tuple(sorted(set(those)))
+        spreads[name] = known.setdefault(of, Boxes(((rank, of),))) if len(of) <= MOST_BOXES else ALONE
+    return [ALONE if want.fill is not None else spreads.get(want.name, ALONE) for want in wanted]
+
+
 def demand_of(
-    wanted: list[Wanted], spreads: Sequence[Spread], manifest: Manifest, rank: int, *, shares: bool = True
+    wanted: list[Wanted], spreads: Sequence[Spread], manifest: Manifest, rank: int, *, shares: bool = True,
+    files: Files | None = None,
 ) -> Demand:  # fmt: skip
     """The demand of a rank that wants these boxes, each of a tensor with that spread.
 
     It shares nothing with ``shares=False``, or if it has other boxes than its spreads say: these are what the other
-    ranks go by.
+    ranks go by. ``files``: under a map, what knows the tensors that others are made of; their boxes go by themselves.
     """
+    if files is not None:
+        wanted, manifest = [*files.expanded(wanted)], files.stored(manifest)
+        spreads = _spreads_of(wanted, rank)
     tensors = list(manifest.tensors.items())
     alone = Demand(rank, tensors, wanted, {}, None)
     if not shares:
         return alone
     number = {name: i for i, (name, _) in enumerate(tensors)}
     table: list[Whole | Placed | Held] = []
+    places: dict[Whole | Placed | Held, int] = {}
     known: dict[int, int] = {}
     boxes: dict[tuple[int, tuple[int, ...]], list[Box]] = {}
     held: dict[tuple[int, int], list[Box]] = {}
     items: dict[Item, int] = {}
     for want, spread in zip(wanted, spreads, strict=True):
+        if spread is ALONE:
+            continue
         index = known.get(id(spread))
         if index is None:
             comparable = as_told(spread, rank)
-            if comparable not in table:
-                table.append(comparable)
-            index = known[id(spread)] = table.index(comparable)
+            index = known[id(spread)] = places.setdefault(comparable, len(table))
+            table += [comparable] if index == len(table) else []
         if want.box.size:
             tensor = number[want.name]
             items[Item(tensor, want.box)] = index
             held.setdefault((tensor, index), []).append(want.box)
             key = index, want.record.shape
-            if key not in boxes:
+            if isinstance(spread, Placed) and key not in boxes:
                 boxes[key] = boxes_held(want.record.shape, spread, rank)
     for (tensor, index), own in held.items():
         if isinstance(table[index], Placed) and set(own) != set(boxes[index, tensors[tensor][1].shape]):
