@@ -42,7 +42,7 @@ def of_trainers() -> set[str]:
     of_each_other = {  # the others ask, users do not
         "huggingface_best", "huggingface_hooks",
         "huggingface_push", "lightning_files", "lightning_settings", "lightning_steps", "old_steps",
-        "titan_contract", "titan_steps",
+        "titan_contract", "titan_hugging_face", "titan_steps",
     }  # fmt: skip
     for module in (ROOT / "holdfast/trainers").glob("[!_]*.py"):
         if module.stem in of_each_other:
