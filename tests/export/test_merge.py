@@ -318,6 +318,16 @@ def test_what_other_libraries_wrote(tmp_path: Path) -> None:
         assert torch.equal(found.read(name), expected), name
 
 
+def test_a_checkpoint_with_itself_is_itself(source: Path, tmp_path: Path) -> None:
+    """Every dtype, tied tensors, shards by rows and by columns, values, and what differs by rank."""
+    done = merge([source] * 3, tmp_path / "t", weights=[0.5, 0.25, 0.25], only="*")
+    merged, before = holdfast.open(tmp_path / "t"), holdfast.open(source)
+    merged.verify()
+    states.same(states.whole(merged), states.whole(before))
+    assert merged.attachments == before.attachments and not done.left_out and not done.skipped
+    assert done.bytes_read <= 3.1 * sum(info.nbytes for info in before.tensors.values())
+
+
 def test_to_and_from_a_store(tmp_path: Path) -> None:
     store = StorePlace(Memory(), "run")
     for number in range(3):
