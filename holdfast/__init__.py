@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.ondisk.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast import dcp, errors, events, storage, testing, tools  # noqa: F401
+    from holdfast import dcp, errors, events, remap, storage, testing, tools  # noqa: F401
     from holdfast.checkpoint import Checkpoint
     from holdfast.checkpoint import open_checkpoint as open
     from holdfast.convert import convert
@@ -104,7 +104,7 @@ _MOVED = {
 }
 """Names that version 0.1 had here, and where they are. They go in the next release."""
 
-_ROOMS = ("dcp", "errors", "events", "storage", "testing", "tools")
+_ROOMS = ("dcp", "errors", "events", "remap", "storage", "testing", "tools")
 """Modules that may be used as ``holdfast.errors`` without an import of their own."""
 
 
