@@ -35,6 +35,7 @@ _SOURCE = "A checkpoint of any format: a path or a URL."
 _TENSORS = "Only tensors whose names match."
 _JSON = _option(False, "--json", "Print one JSON object instead of a table.")
 _OVERWRITE = _option(False, "--overwrite", "Replace the checkpoint at the target.")
+_REMAP = "Under a map: a JSON file or transformers:FOLDER; with :inverse behind, the way back."
 _MESH, _BENCH, _MERGE = "What a load would read", "With --bench", "With --merge"
 
 
@@ -75,6 +76,7 @@ def show(
     layout: bool = _option(False, "--layout", "List each piece of the tensors with its file."),
     values: bool = _option(False, "--values", "Show all values, and those that differ by rank."),
     sizes: bool = _option(False, "--sizes", "Show bytes by section, dtype and module."),
+    remap: str | None = _option(None, "--remap", _REMAP, metavar="MAP"),
     mesh: str | None = _option(None, "--mesh", 'Axes of the mesh: "replicate=2,fsdp=16,tp=2".', panel=_MESH),
     ranks: int | None = _option(None, "--ranks", "Ranks of the mesh: FSDP over all of them.", min=1, panel=_MESH),
     shard: _Many = _option(None, "--shard", "The axis that tp cuts. Repeatable.", metavar="GLOB=DIM", panel=_MESH),
@@ -95,6 +97,7 @@ def diff(
     tensors: str = _option("*", "--tensors", _TENSORS, metavar="GLOB"),
     names_only: bool = _option(False, "--names-only", "Compare names, shapes and dtypes; read no tensor."),
     top: int = _option(50, "--top", "Tensors to show, largest change first, and as many values; 0: all.", min=0),
+    remap: str | None = _option(None, "--remap", f"The first one. {_REMAP}", metavar="MAP"),
     json: bool = _JSON,
 ) -> None:
     """Compare names, shapes, dtypes and values; the exit code is 0 if all are the same, 1 if any differ."""
@@ -186,6 +189,8 @@ def convert(
     model_only: bool = _option(False, "--model-only/--all", "The model, under its own names.", show_default=False),
     only: _Many = _option(None, "--only", "Names or patterns, as show lists them. Repeatable.", metavar="PATTERN"),
     rename: _Many = _option(None, "--rename", "A name or a leading path. Repeatable.", metavar="OLD=NEW"),
+    remap: str | None = _option(None, "--remap", _REMAP, metavar="MAP"),
+    like: str | None = _option(None, "--like", "Names, shapes and small files of this model.", metavar="FOLDER"),
     dtype: str | None = _option(None, "--dtype", "The dtype of floating tensors in the target: bfloat16, …"),
     step: int | None = _option(None, "--step", "The step to write down, in holdfast's format."),
     shard: str = _option("5GB", "--max-shard-size", "Most bytes of tensors in one file.", metavar="SIZE"),
@@ -210,6 +215,8 @@ def convert(
     """Write a checkpoint in another format; the same command continues a conversion that was interrupted.
 
     For transformers: holdfast convert SOURCE TARGET --to huggingface --extras FOLDER_WITH_CONFIG_AND_TOKENIZER
+
+    From a checkpoint of the same model: holdfast convert SOURCE TARGET --like MODEL_FOLDER
 
     For torch.load and load_state_dict: holdfast convert SOURCE model.pt --model-only
 

@@ -19,11 +19,15 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.cli.commands import Check, Format
+from holdfast.cli.like import is_of_hub, made_like, names_of
 from holdfast.cli.options import bytes_of
-from holdfast.export.huggingface import section_of
+from holdfast.cli.remaps import map_of, show_proof
+from holdfast.export.huggingface import Extras, by_name, section_of
 from holdfast.export.work import Converted, To
 from holdfast.ondisk.patterns import TENSOR, selector
 from holdfast.read.ranges import Verify
+from holdfast.remap.proof import Proof
+from holdfast.remap.remapped import Remapped
 from holdfast.storage.urls import location
 
 _TO: dict[Format, To] = {
@@ -37,9 +41,9 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 
 def convert(
     *, source: str, target: str, more: list[str] | None, to: Format | None, model_only: bool, only: list[str] | None,
-    rename: list[str] | None, dtype: str | None, step: int | None, shard: str, extras: list[str] | None,
-    overwrite: bool, verify: Check, merge: bool, weights: str | None, decay: float | None, base: str | None,
-    slerp: float | None, json: bool,
+    rename: list[str] | None, remap: str | None, like: str | None, dtype: str | None, step: int | None, shard: str,
+    extras: list[str] | None, overwrite: bool, verify: Check, merge: bool, weights: str | None, decay: float | None,
+    base: str | None, slerp: float | None, json: bool,
 ) -> None:  # fmt: skip
     paths = [source, target, *(more or [])]
     sources, target = paths[:-1], paths[-1]
@@ -47,11 +51,23 @@ def convert(
         location(path)  # ValueError for what is neither a path nor a URL; the conversion itself raises SaveFailed
     if not merge and (more or weights or base or decay is not None or slerp is not None):
         raise typer.BadParameter("more than one source, --weights, --decay, --base and --slerp go with --merge")
-    wanted = _TO[to or _format_of(target, Format.hf if model_only else Format.holdfast)]
-    opened = holdfast.open(sources[-1])
+    if merge and (remap or like):
+        raise typer.BadParameter("--remap and --like take one source: merge first, and convert what comes of it")
+    if like and rename:
+        raise typer.BadParameter("--like says what the tensors are called: leave out --rename")
+    opened = holdfast.open(sources[-1], remap=map_of(remap))
     names: str | list[str] = "*" if not only else only[0] if len(only) == 1 else only
     renames: Callable[[str], str] | dict[str, str] | None = _renames_of(rename)
-    if model_only:
+    model = holdfast.open(like) if like else None
+    for_hub = model_only or (model is not None and is_of_hub(model))
+    wanted = _TO[to or _format_of(target, Format.hf if for_hub else Format.holdfast)]
+    small: Extras | None = extras or None
+    if model is not None:
+        opened = made_like(opened, model, names, mapped=remap is not None)
+        names = names_of(opened, model, names)
+        if wanted == "huggingface":
+            small = {name: model.attachment(name) for name in model.attachments} | by_name(small)
+    elif model_only:
         if rename or not isinstance(names, str):
             raise typer.BadParameter(
                 "--model-only gives the tensors their names: it goes with one --only and no --rename"
@@ -62,8 +78,7 @@ def convert(
         renames = None if wanted == "huggingface" or names == "*" else partial(_without, names)
     how: dict[str, Any] = {
         "to": wanted, "rename": renames, "dtype": _dtype_of(dtype), "step": step, "max_shard_bytes": bytes_of(shard),
-        "extras": (extras[0] if len(extras) == 1 else extras) if extras else None, "overwrite": overwrite,
-        "verify": _VERIFY[verify],
+        "extras": small, "overwrite": overwrite, "verify": _VERIFY[verify],
     }  # fmt: skip
     if merge:
         sums = _sums(len(sources), weights, decay, base, slerp)
@@ -71,7 +86,9 @@ def convert(
         done = holdfast.tools.merge([*sources[:-1], opened], target, only=asked, **sums, **how)
     else:
         done = holdfast.convert(opened, target, only=names, **how)
-    output.answer(output.fields(done) | {"path": str(done.path)}, lambda: _show(done), json=json)
+    proof = opened.reader.proof() if isinstance(opened.reader, Remapped) else None
+    fields = output.fields(done) | {"path": str(done.path)} | ({} if proof is None else {"map": proof})
+    output.answer(fields, lambda: _show(done, proof), json=json)
 
 
 def _sums(
@@ -122,7 +139,7 @@ def _renames_of(pairs: list[str] | None) -> dict[str, str] | None:
     return {old: new for old, _, new in (pair.partition("=") for pair in pairs)} if pairs else None
 
 
-def _show(done: Converted) -> None:
+def _show(done: Converted, proof: Proof | None) -> None:
     """Print what a conversion did."""
     output.say(
         f"{done.path} ({done.to}): {output.count(len(done.tensors), 'tensor')}, "
@@ -141,6 +158,8 @@ def _show(done: Converted) -> None:
     for what, count, which in notes:
         if count:
             output.say(f"- {what}: {count} ({which})")
+    if proof is not None:
+        show_proof(proof, "- ")
     if done.lacks_config:
         output.say(
             "- no config.json, without which from_pretrained loads nothing: copy it and the tokenizer's files there, "

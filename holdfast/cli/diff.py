@@ -16,14 +16,15 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.cli.errors import Code
+from holdfast.cli.remaps import map_of
 from holdfast.cli.show import brief, typed
 from holdfast.inspect.compare import Difference, compare, compare_names
 
 _ORDER = ("only in a", "only in b", "shape", "dtype", "changed")
 
 
-def diff(*, a: str, b: str, tensors: str, names_only: bool, top: int, json: bool) -> None:
-    left, right = holdfast.open(a), holdfast.open(b)
+def diff(*, a: str, b: str, tensors: str, names_only: bool, top: int, remap: str | None, json: bool) -> None:
+    left, right = holdfast.open(a, remap=map_of(remap)), holdfast.open(b)
     every = list(compare_names(left, right, only=tensors) if names_only else compare(left, right, only=tensors))
     differences = sorted((d for d in every if d.status != "same"), key=_by_size)
     counts = Counter[str](d.status for d in every)

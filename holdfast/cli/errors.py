@@ -105,8 +105,8 @@ def interrupted(arguments: Sequence[str]) -> Failure:
 
 
 _SAME = (
-    "bandwidth", "base", "decay", "dtype", "extras", "like", "only", "overwrite", "rename", "require", "save", "step",
-    "to", "weights",
+    "bandwidth", "base", "decay", "dtype", "extras", "like", "only", "overwrite", "remap", "rename", "require", "save",
+    "step", "to", "weights",
 )  # fmt: skip
 _OPTIONS = {name: f"--{name}" for name in _SAME} | {"max_shard_bytes": "--max-shard-size", "sources": "--from"}
 """Arguments of Python that errors of the library name, and the options of the commands that set them."""

@@ -12,15 +12,18 @@ from holdfast.cli import output
 from holdfast.inspect.mesh import parse_mesh, parse_rule
 from holdfast.inspect.planning import Plan, RankReads
 from holdfast.inspect.planning import plan as planned
+from holdfast.remap.remap import Remap
 
 
 def show_plan(
     path: str, *, mesh: str, ranks: int | None, rules: Sequence[str], tensors: str, node_size: int, share: bool,
-    json: bool,
+    remap: Remap | None, json: bool,
 ) -> None:  # fmt: skip
     """What each rank and node of a mesh would read of a checkpoint, in how many requests, and how evenly."""
     target, parsed = parse_mesh(mesh, ranks), [parse_rule(text) for text in rules]
-    reads = planned(holdfast.open(path), target, rules=parsed, only=tensors, node_size=node_size, share=share)
+    reads = planned(
+        holdfast.open(path, remap=remap), target, rules=parsed, only=tensors, node_size=node_size, share=share
+    )
     output.answer(output.fields(reads, "needed", "read", "requests", "balance"), lambda: _show(reads), json=json)
 
 

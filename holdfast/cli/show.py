@@ -15,16 +15,19 @@ import holdfast
 from holdfast.checkpoint import Checkpoint
 from holdfast.cli import output
 from holdfast.cli.mesh import show_plan
+from holdfast.cli.remaps import map_of, show_proof
 from holdfast.cli.sizes import show_sizes
 from holdfast.commit.sections import dropped_of
 from holdfast.errors import HoldfastError
 from holdfast.inspect.layout import Layouts
+from holdfast.inspect.origins import described, origins_of
 from holdfast.inspect.statistics import Statistics, statistics_of_all
 from holdfast.inspect.tree import Leaf, tree
 from holdfast.inspect.usage import usage
 from holdfast.ondisk.containers import as_text
 from holdfast.ondisk.packing import unpacked
 from holdfast.ondisk.patterns import TENSOR, selector
+from holdfast.remap.remapped import Remapped
 
 SHOWN = 16
 """Values that are shown unless all are asked for."""
@@ -35,27 +38,30 @@ RANKS = 64
 
 def show(
     *, path: str, tensors: str | None, depth: int | None, stats: bool, layout: bool, values: bool, sizes: bool,
-    mesh: str | None, ranks: int | None, shard: list[str] | None, node_size: int, alone: bool, json: bool,
+    remap: str | None, mesh: str | None, ranks: int | None, shard: list[str] | None, node_size: int, alone: bool,
+    json: bool,
 ) -> None:  # fmt: skip
     planned = mesh is not None or ranks is not None or bool(shard) or alone
     if sizes + planned + (stats or layout or values) > 1:
         raise typer.BadParameter("ask one at a time: --sizes, --mesh, or --stats, --layout and --values")
+    under = map_of(remap)
     if sizes:
-        show_sizes(path, tensors=tensors or "*", depth=depth, json=json)
+        show_sizes(path, tensors=tensors or "*", depth=depth, remap=under, json=json)
     elif planned:
         show_plan(
             path, mesh=mesh or "", ranks=ranks, rules=shard or [], tensors=tensors or "*", node_size=node_size,
-            share=not alone, json=json,
+            share=not alone, remap=under, json=json,
         )  # fmt: skip
     else:
-        _show_contents(path, tensors=tensors, depth=depth, stats=stats, layout=layout, values=values, json=json)
+        checkpoint = holdfast.open(path, remap=under)
+        _show_contents(checkpoint, tensors=tensors, depth=depth, stats=stats, layout=layout, values=values, json=json)
 
 
 def _show_contents(
-    path: str, *, tensors: str | None, depth: int | None, stats: bool, layout: bool, values: bool, json: bool
-) -> None:
+    checkpoint: Checkpoint, *, tensors: str | None, depth: int | None, stats: bool, layout: bool, values: bool,
+    json: bool,
+) -> None:  # fmt: skip
     """Print the modules of a checkpoint, or the tensors that are asked for, and the rest of what it holds."""
-    checkpoint = holdfast.open(path)
     only = "*" if tensors is None else tensors
     wanted = selector(only, checkpoint.records, checkpoint.path, said="", what=TENSOR)
     chosen = list(filter(wanted, checkpoint.records))
@@ -74,6 +80,9 @@ def _show_contents(
             output.table((name, "file"), layouts.boxes(name))
     if tensors is None:
         _show_rest(checkpoint, everything=values)
+    if isinstance(checkpoint.reader, Remapped):
+        output.say("")
+        show_proof(checkpoint.reader.proof())
 
 
 def _show_head(checkpoint: Checkpoint) -> None:
@@ -99,9 +108,13 @@ def _show_head(checkpoint: Checkpoint) -> None:
 
 def _show_tree(checkpoint: Checkpoint, layouts: Layouts, depth: int | None) -> None:
     records = checkpoint.manifest.tensors
-    top = tree(
-        Leaf(name, r.nbytes, prod(r.shape), (r.dtype, r.shape), str(layouts.of(name))) for name, r in records.items()
-    )
+
+    def note(name: str) -> str:
+        if checkpoint.remap is None:
+            return str(layouts.of(name))
+        return described(name, origins_of(checkpoint, name), folded=True) or "itself"
+
+    top = tree(Leaf(name, r.nbytes, prod(r.shape), (r.dtype, r.shape), note(name)) for name, r in records.items())
     rows = []
     for level, node in top.walk(deepest=depth):
         ended = depth is not None and level + 1 == depth
@@ -113,7 +126,7 @@ def _show_tree(checkpoint: Checkpoint, layouts: Layouts, depth: int | None) -> N
             times = f"{node.tensors} tensors"
         cut = "" if node.leaf is None else node.leaf.note or "varies"
         rows.append(("  " * level + node.label, kind, times, output.size(node.nbytes), cut))
-    output.table(("tensor", "type", "", "bytes", "cut"), rows)
+    output.table(("tensor", "type", "", "bytes", "cut" if checkpoint.remap is None else "from"), rows)
 
 
 def typed(dtype: str, shape: tuple[int, ...]) -> str:
@@ -125,14 +138,18 @@ def _show_tensors(
     checkpoint: Checkpoint, chosen: list[str], layouts: Layouts, statistics: dict[str, Statistics]
 ) -> None:  # fmt: skip
     columns = ["tensor", "type", "bytes", "cut"]
+    if checkpoint.remap is not None:
+        columns += ["from"]
     if statistics:
         columns += ["min", "max", "mean", "std", "NaN", "Inf", "zeros"]
 
     def row(name: str) -> Iterator[Any]:
         record = checkpoint.records[name]
-        tied = checkpoint.saved_name(name)
+        tied = checkpoint.manifest.aliases.get(name, name)
         yield name if tied == name else f"{name} = {tied}"
         yield from (typed(record.dtype, record.shape), output.size(record.nbytes), layouts.of(name))
+        if checkpoint.remap is not None:
+            yield described(name, origins_of(checkpoint, name))
         if statistics:
             s = statistics[name]
             yield from ("" if x is None else f"{x:.4g}" for x in (s.min, s.max, s.mean, s.std))
@@ -189,8 +206,10 @@ def _as_json(
         tensor, layout = checkpoint.records[name], layouts.of(name)
         entry: dict[str, object] = {"name": name, "dtype": tensor.dtype, "shape": tensor.shape, "nbytes": tensor.nbytes,
                                     "cells": layout.cells, "grid": layout.grid, "ranks": layout.ranks}  # fmt: skip
-        if checkpoint.saved_name(name) != name:
-            entry["tied"] = checkpoint.saved_name(name)
+        if name in record.aliases:
+            entry["tied"] = record.aliases[name]
+        if checkpoint.remap is not None:
+            entry["from"] = [name] if (origins := origins_of(checkpoint, name)) is None else origins
         if cells:
             entry["boxes"] = layouts.boxes(name)
         if statistics:
@@ -205,6 +224,7 @@ def _as_json(
         "values": {path: unpacked(value) for path, value in record.values.items()},
         "per_rank": checkpoint.differing, "attachments": checkpoint.attachments,
         "left_out": checkpoint.left_out,
+        **({"map": checkpoint.reader.proof()} if isinstance(checkpoint.reader, Remapped) else {}),
     }  # fmt: skip
 
 

@@ -10,16 +10,19 @@ from holdfast.cli import output
 from holdfast.errors import Mismatch, NotACheckpoint
 from holdfast.inspect.tree import Node
 from holdfast.inspect.usage import RootUsage, Usage, modules, usage, usage_of_root
+from holdfast.remap.remap import Remap
 
 
-def show_sizes(path: str, *, tensors: str = "*", depth: int | None = None, json: bool) -> None:
+def show_sizes(
+    path: str, *, tensors: str = "*", depth: int | None = None, remap: Remap | None = None, json: bool
+) -> None:  # fmt: skip
     """Bytes by section, dtype and module; of a run, what its steps share and what deleting each would free."""
     try:
-        checkpoint = holdfast.open(path)
+        checkpoint = holdfast.open(path, remap=remap)
     except NotACheckpoint:
         of_run = usage_of_root(path)
-        if tensors != "*":
-            raise Mismatch(f"{path} is a run: --tensors is for one of its steps") from None
+        if tensors != "*" or remap is not None:
+            raise Mismatch(f"{path} is a run: --tensors and --remap are for one of its steps") from None
         output.answer(of_run, lambda: _show_run(of_run), json=json)
         return
     total, top = usage(checkpoint, only=tensors), modules(checkpoint, only=tensors)

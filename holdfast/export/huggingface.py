@@ -110,12 +110,15 @@ def small_files(checkpoint: Checkpoint, extras: Extras | None) -> dict[str, byte
     Raises StorageError, Unsupported for a bad name.
     """
     files = {name: checkpoint.attachment(name) for name in checkpoint.attachments if name != NOTES}
+    return files | read_attachments(by_name(extras))
+
+
+def by_name(extras: Extras | None) -> dict[str, str | os.PathLike[str] | bytes]:
+    """Extras by the names that they get."""
     if isinstance(extras, Mapping):
-        given = dict(extras)
-    else:
-        paths = [extras] if isinstance(extras, (str, os.PathLike)) else list(extras or [])
-        given = {inner.name: inner for path in paths for inner in _listed(Path(path).expanduser())}
-    return files | read_attachments(given)
+        return dict(extras)
+    paths = [extras] if isinstance(extras, (str, os.PathLike)) else list(extras or [])
+    return {inner.name: inner for path in paths for inner in _listed(Path(path).expanduser())}
 
 
 def _listed(path: Path) -> list[Path]:

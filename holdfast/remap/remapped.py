@@ -31,6 +31,7 @@ from holdfast.read.source import Descriptors, ReadStats
 from holdfast.read.wanted import Wanted
 from holdfast.remap.boxes import Part, factors_of, merged_boxes, parts_of
 from holdfast.remap.nodes import Node, Reshaped, Saved, saved_in, walk
+from holdfast.remap.proof import Proof, proof_of
 from holdfast.remap.remap import Remap
 from holdfast.remap.sections import Mapped, mapped
 from holdfast.storage.place import Place
@@ -53,7 +54,7 @@ class Remapped:
     @cached_property
     def _mapped(self) -> Mapped:
         made = mapped(self._reader.manifest, self.remap, self.path)
-        for names in made.alike:
+        for names in (names for names in made.alike if len(names) > 1):
             values = [self._small(name) for name in names]
             odd = next((name for name, value in zip(names, values, strict=True) if not value.equal(values[0])), None)
             if odd is not None:
@@ -95,6 +96,12 @@ class Remapped:
                 first = str(spans.read(files[0]).at(0)) if files and 0 not in node.shape else ""
                 tensors[name] = TensorRecord(node.dtype, node.shape, None, first)
         return msgspec.structs.replace(old, tensors=tensors, aliases=aliases, values=made.values)
+
+    def proof(self) -> Proof:
+        """What the map leaves over, repeats, makes up and casts, but for steps of parameters that become one."""
+        steps = {name for names in self._mapped.alike for name in names}
+        made = {name: node for name, node in self._mapped.tensors.items() if getattr(node, "name", "") not in steps}
+        return proof_of(made, {n: record for n, record in self._reader.manifest.tensors.items() if n not in steps})
 
     def stored_name(self, name: str) -> str:
         """The name that reads go by; equal for tensors that are one."""

@@ -42,7 +42,7 @@ class Section:
 class Mapped:
     """A checkpoint's tensors and values, as a map makes them.
 
-    ``alike``: names of small tensors that become one, which have to be equal.
+    ``alike``: names of small tensors, such as the steps of parameters, that become one. They have to be equal.
     """
 
     tensors: dict[str, Node]
@@ -131,8 +131,7 @@ def _moments(section: Section, model: Section, remap: Remap, alike: list[tuple[s
                 "load the model alone (only=), or without a map"
             )
         made[section.full(target)] = theirs[0]
-        if len(theirs) > 1:
-            alike.append(tuple(saved.name for saved in theirs))
+        alike.append(tuple(saved.name for saved in theirs))
     return made
 
 
