@@ -170,14 +170,16 @@ def _saved(empty: Empty, source: Mapping[str, Node]) -> Resolved:
     if empty.used is not None:
         _, model._weight_conversions, _ = _conversions(model, empty.used)
     nodes = _tied(model, source)
+    tensors = model.state_dict()
     if not nodes:
-        return Resolved(dict(source), [*model.state_dict()], [])
-    missing = [name for name in model.state_dict() if name not in nodes]
+        return Resolved(dict(source), [*tensors], [])
+    missing = [name for name in tensors if name not in nodes]
     for name in model._keys_to_ignore_on_save or ():
         nodes.pop(name, None)
-    kept = remove_tied_weights_from_state_dict({n: t for n, t in model.state_dict().items() if n in nodes}, model)
-    more = {name: node for name, node in source.items() if name not in model.state_dict()}
-    traced = {name: Traced(node) for name, node in {**{name: nodes[name] for name in kept}, **more}.items()}
+    own = {name: tensor for name, tensor in tensors.items() if name in nodes}
+    kept = remove_tied_weights_from_state_dict(own, model)
+    traced = {name: Traced(nodes[name]) for name in kept}
+    traced |= {name: Traced(node) for name, node in source.items() if name not in tensors}
     reverted = revert_weight_conversion(model, traced)
     return Resolved({name: node_of(tensor) for name, tensor in reverted.items()}, missing, [])
 

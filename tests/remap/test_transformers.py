@@ -30,7 +30,7 @@ OTHERS = """
     PegasusForConditionalGeneration WhisperForConditionalGeneration SwitchTransformersForConditionalGeneration
     BertForMaskedLM RobertaForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM ModernBertForMaskedLM
     AlbertForMaskedLM XLMRobertaForMaskedLM DebertaV2ForMaskedLM EsmForMaskedLM BertModel LlamaModel MixtralModel
-    LlamaForSequenceClassification ViTForImageClassification ViTModel CLIPModel SiglipModel Dinov2Model
+    LlamaForSequenceClassification ViTForImageClassification ViTModel CLIPModel CLIPVisionModel SiglipModel Dinov2Model
     DetrForObjectDetection SwinModel BeitModel ConvNextModel LlavaForConditionalGeneration
     Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Mistral3ForConditionalGeneration
     PaliGemmaForConditionalGeneration Gemma3ForConditionalGeneration InternVLForConditionalGeneration SamModel

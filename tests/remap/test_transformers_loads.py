@@ -57,7 +57,8 @@ def sharded_model(name: str) -> Any:
             for layer in module:
                 if sum(1 for _ in layer.parameters()) and type(layer).__name__.endswith(("Layer", "Block")):
                     fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    scalars = {parameter for parameter in model.parameters() if not parameter.ndim}  # FSDP2 takes none
+    fully_shard(model, mesh=mesh, ignored_params=scalars)
     return model
 
 
