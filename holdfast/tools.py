@@ -3,6 +3,7 @@
 Users and the command call these. Each is defined in `repair` or `export`; nothing here does anything itself.
 """
 
+from holdfast.export.lora import fold_lora
 from holdfast.export.merge import merge
 from holdfast.repair import signing
 from holdfast.repair.drop import drop
@@ -12,4 +13,4 @@ from holdfast.repair.rescue import rescue
 from holdfast.repair.signing import sign
 from holdfast.repair.verify import verify
 
-__all__ = ["drop", "merge", "recover", "repair", "rescue", "sign", "signing", "verify"]
+__all__ = ["drop", "fold_lora", "merge", "recover", "repair", "rescue", "sign", "signing", "verify"]

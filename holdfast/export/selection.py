@@ -19,12 +19,27 @@ from holdfast.ondisk.containers import Note, is_sequence, mapping_of, sequence_o
 from holdfast.read.nested import nest
 
 
+class Update(NamedTuple):
+    """A matrix that is a product of two small ones, which are in memory: ``left @ right``."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    def fill(self, start: int, stop: int, into: torch.Tensor) -> None:
+        """Elements ``start:stop`` of the flattened matrix. Only the rows that they lie in are computed."""
+        columns = self.right.shape[1]
+        first, last = start // columns, -(-stop // columns)
+        rows = self.left[first:last].to(into.dtype) @ self.right.to(into.dtype)
+        into.copy_(rows.reshape(-1)[start - first * columns : stop - first * columns])
+
+
 class Term(NamedTuple):
-    """What one of several checkpoints adds to a tensor: its own tensor, times ``weight``."""
+    """What one of several checkpoints adds to a tensor: its own tensor, or an ``update`` of it, times ``weight``."""
 
     checkpoint: Checkpoint
     leaf: Leaf
     weight: float
+    update: Update | None = None
 
 
 class Run(NamedTuple):

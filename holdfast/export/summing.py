@@ -126,12 +126,17 @@ def _fetched(stretches: Sequence[Stretch], group: Sequence[int], room: Room, fet
     for k in group:
         parts = []
         for stretch, read in zip(stretches, reads, strict=True):
-            source, leaf, weight = stretch.leaf.terms[k]
+            source, leaf, weight, update = stretch.leaf.terms[k]
             if weight:
-                parts.append(Stretch(leaf, stretch.start, stretch.stop, at))
-                read.append(_Read(_elements(at, stretch.size, leaf.record.dtype), weight, source.path))
+                elements = _elements(at, stretch.size, leaf.record.dtype)
+                if update is None:
+                    parts.append(Stretch(leaf, stretch.start, stretch.stop, at))
+                else:
+                    update.fill(stretch.start, stretch.stop, elements)
+                read.append(_Read(elements, weight, source.path))
                 at += room_for(leaf.record.dtype, stretch.size)
-        fetch(stretches[0].leaf.terms[k].checkpoint, parts)
+        if parts:
+            fetch(stretches[0].leaf.terms[k].checkpoint, parts)
     return reads
 
 
