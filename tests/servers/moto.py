@@ -18,6 +18,22 @@ VERSION = "5.2.5"
 PACKAGES = (f"moto[s3]=={VERSION}", "flask", "flask-cors")
 KEY = "moto"
 
+# moto looks whether an object is there and then puts it: of two creates at once both may win. S3 lets one win.
+SERVE = """
+import threading
+from moto.s3.responses import S3Response
+from moto.server import main
+
+lock, put_object = threading.Lock(), S3Response.put_object
+
+def put_alone(self):
+    with lock:
+        return put_object(self)
+
+S3Response.put_object = put_alone
+main()
+"""
+
 
 def fetch() -> Path:
     """The Python of an environment with moto's server in it."""
@@ -44,7 +60,7 @@ def start() -> Server:
     python = fetch()
     held = process.hold_port()
     endpoint = f"http://127.0.0.1:{process.port_of(held)}"
-    command = [str(python), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(process.port_of(held))]
+    command = [str(python), "-c", SERVE, "-H", "127.0.0.1", "-p", str(process.port_of(held))]
     running = process.launch(command, process.folder_for("moto"))
     process.wait_until_it_answers(running, "moto", lambda: answers(endpoint))
 
